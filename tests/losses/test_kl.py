@@ -1,0 +1,186 @@
+"""Golden values of the KL term beside the clipped surrogate, checked against TRL 1.16.0 (loss type dapo, beta 0.1)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from losses.kl import MAX_LOG_RATIO, k1, k2, k3, kl_penalty
+from losses.policy_gradient import clipped_surrogate
+from losses.types import LossOut, merge
+
+LOGP = (-1.0, -0.5, -2.0, -0.7)
+OLD = (-1.2, -0.5, -1.5, -1.2)
+REF = (-1.1, -0.6, -1.8, -0.9)
+ADVANTAGE = (1.0, 1.0, 1.0, -1.0)
+BETA = 0.1
+
+
+def mean(out: LossOut) -> Tensor:
+    return torch.stack([term.weight * term.sum / term.count for term in out.terms.values()]).sum()
+
+
+def random_case(n: int = 41, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logp, old, ref = -3 * torch.rand(3, n, generator=generator, dtype=torch.float64)
+    return logp, old, ref, torch.rand(n, generator=generator) < 0.7
+
+
+def naive(logp: Tensor, old: Tensor, ref: Tensor, mask: Tensor, weighted: bool) -> float:
+    total = 0.0
+    for lp, lo, lr, m in zip(logp.tolist(), old.tolist(), ref.tolist(), mask.tolist(), strict=True):
+        if m:
+            d = lr - lp
+            total += (math.exp(d) - d - 1) * (math.exp(lp - lo) if weighted else 1.0)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("weighted", "kl", "loss", "gradient"),
+    [
+        (False, 0.012452, -0.288207, [0.002379, -0.247621, -0.157168, 0.416712]),
+        (True, 0.013652, -0.288087, [0.003054, -0.247500, -0.154665, 0.420424]),
+    ],
+)
+def test_kl_penalty_golden_values(weighted, kl, loss, gradient):
+    logp, mask = torch.tensor(LOGP, requires_grad=True), torch.ones(4, dtype=torch.bool)
+    old, ref, advantage = torch.tensor(OLD), torch.tensor(REF), torch.tensor(ADVANTAGE)
+    penalty = kl_penalty(logp, old, ref, mask, beta=BETA, ratio_weighted=weighted)
+    assert (penalty.terms["kl"].sum / 4).item() == pytest.approx(kl, abs=1e-6)
+    assert penalty.terms["kl"].weight == BETA and penalty.terms["kl"].count.item() == 4
+    surrogate = clipped_surrogate(logp, old, advantage, mask, epsilon_low=0.2, epsilon_high=0.2)
+    total = mean(merge(surrogate, penalty))
+    total.backward()
+    assert total.item() == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(logp.grad, torch.tensor(gradient), atol=1e-6, rtol=0)
+
+
+def test_kl_metric_is_the_plain_estimate_whatever_the_weighting():
+    args = (torch.tensor(LOGP, requires_grad=True), torch.tensor(OLD), torch.tensor(REF), torch.ones(4, dtype=torch.bool))
+    for weighted in (True, False):
+        total, count = kl_penalty(*args, beta=BETA, ratio_weighted=weighted).metrics["policy/ref_kl_k3"]
+        assert (total / count).item() == pytest.approx(0.012452, abs=1e-6)
+        assert not total.requires_grad
+
+
+def test_estimators_of_one_token():
+    logp, ref = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
+    assert k1(logp, ref).item() == pytest.approx(0.5)
+    assert k2(logp, ref).item() == pytest.approx(0.125)
+    assert k3(logp, ref).item() == pytest.approx(math.exp(-0.5) + 0.5 - 1)
+
+
+def test_estimators_of_a_model_that_is_its_own_reference_are_zero():
+    logp = random_case()[0]
+    for estimate in (k1, k2, k3):
+        assert torch.equal(estimate(logp, logp), torch.zeros_like(logp))
+
+
+def test_k1_and_k3_have_the_true_divergence_as_expectation():
+    generator = torch.Generator().manual_seed(1)
+    logp, ref = torch.randn(2, 9, generator=generator, dtype=torch.float64).log_softmax(dim=1)
+    exact = (logp.exp() * (logp - ref)).sum()
+    for estimate in (k1, k3):
+        torch.testing.assert_close((logp.exp() * estimate(logp, ref)).sum(), exact)
+    assert (k3(logp, ref) >= 0).all() and (k1(logp, ref) < 0).any()
+
+
+def test_ratio_weighted_penalty_has_the_gradient_of_the_true_divergence():
+    """Averaged over every token of a small vocabulary, with the weights the sampling policy gives them."""
+    generator = torch.Generator().manual_seed(2)
+    logits, ref_logits, old_logits = torch.randn(3, 9, generator=generator, dtype=torch.float64)
+    ref, old = ref_logits.log_softmax(dim=0), old_logits.log_softmax(dim=0)
+
+    def gradient(loss_of) -> Tensor:
+        leaf = logits.clone().requires_grad_()
+        loss_of(leaf.log_softmax(dim=0)).backward()
+        return leaf.grad
+
+    def expected_penalty(logp: Tensor) -> Tensor:
+        mask = torch.ones(1, dtype=torch.bool)
+        terms = [kl_penalty(logp[i : i + 1], old[i : i + 1], ref[i : i + 1], mask, beta=1.0).terms["kl"] for i in range(9)]
+        return sum(old[i].exp() * term.sum for i, term in enumerate(terms))
+
+    true = gradient(lambda logp: (logp.exp() * (logp - ref)).sum())
+    torch.testing.assert_close(gradient(expected_penalty), true, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_kl_penalty_gradient_is_the_closed_form(weighted):
+    logp, old, ref, mask = random_case()
+    logp.requires_grad_()
+    kl_penalty(logp, old, ref, mask, beta=BETA, ratio_weighted=weighted).terms["kl"].sum.backward()
+    with torch.no_grad():
+        expected = (logp - old).exp() * (logp - ref) if weighted else 1 - (ref - logp).exp()
+    torch.testing.assert_close(logp.grad, expected * mask, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_kl_penalty_agrees_with_a_float64_loop(weighted):
+    case = random_case()
+    term = kl_penalty(*case, beta=BETA, ratio_weighted=weighted).terms["kl"]
+    assert term.sum.item() == pytest.approx(naive(*case, weighted), rel=1e-12) and term.sum.dtype == torch.float64
+    in_fp32 = kl_penalty(*(x.float() for x in case[:3]), case[3], beta=BETA, ratio_weighted=weighted)
+    assert in_fp32.terms["kl"].sum.item() == pytest.approx(naive(*case, weighted), rel=1e-5)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_kl_penalty_ignores_whatever_sits_in_masked_positions(poison):
+    logp, old, ref, mask = random_case()
+    expected = naive(logp, old, ref, mask, weighted=True)
+    logp, old, ref = (torch.where(mask, x, poison) for x in (logp, old, ref))
+    logp.requires_grad_()
+    out = kl_penalty(logp, old, ref, mask, beta=BETA)
+    out.terms["kl"].sum.backward()
+    assert out.terms["kl"].sum.item() == pytest.approx(expected, rel=1e-12)
+    assert logp.grad.isfinite().all() and (logp.grad[~mask] == 0).all() and (logp.grad[mask] != 0).all()
+    assert out.metrics["policy/ref_kl_k3"][0].isfinite()
+
+
+@pytest.mark.parametrize("sizes", [(41,), (1, 40), (13, 14, 14), (20, 0, 21)])
+def test_kl_penalty_micro_batches_sum_to_the_whole(sizes):
+    case = random_case()
+    whole = kl_penalty(*case, beta=BETA)
+    parts = [kl_penalty(*pieces, beta=BETA) for pieces in zip(*(x.split(sizes) for x in case), strict=True)]
+    assert sum(p.terms["kl"].sum.item() for p in parts) == pytest.approx(whole.terms["kl"].sum.item(), rel=1e-13)
+    assert sum(p.terms["kl"].count.item() for p in parts) == whole.terms["kl"].count.item()
+    metric = "policy/ref_kl_k3"
+    assert sum(p.metrics[metric][0].item() for p in parts) == pytest.approx(whole.metrics[metric][0].item(), rel=1e-13)
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_kl_penalty_with_nothing_trained_is_a_differentiable_zero(n):
+    logp = torch.randn(n, requires_grad=True)
+    term = kl_penalty(logp, torch.zeros(n), torch.ones(n), torch.zeros(n, dtype=torch.bool), beta=BETA).terms["kl"]
+    assert term.sum.item() == 0.0 and term.count.item() == 0
+    term.sum.backward()
+    assert logp.grad.tolist() == [0.0] * n
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gap", [-1e4, -100.0, 100.0, 1e4])
+def test_kl_penalty_of_models_far_apart_stays_finite(dtype, gap):
+    logp = torch.tensor([gap, -1.0, -1.0], dtype=dtype, requires_grad=True)
+    old, ref = torch.tensor([0.0, gap, -1.0]), torch.tensor([0.0, -1.0, gap])
+    out = kl_penalty(logp, old, ref, torch.ones(3, dtype=torch.bool), beta=BETA)
+    out.terms["kl"].sum.backward()
+    assert out.terms["kl"].sum.isfinite() and out.terms["kl"].sum.dtype == torch.float32
+    assert logp.grad.isfinite().all() and out.metrics["policy/ref_kl_k3"][0].isfinite()
+
+
+def test_k3_is_bounded_by_the_clamp():
+    far = k3(torch.tensor([0.0, 0.0], dtype=torch.float64), torch.tensor([1e3, -1e3], dtype=torch.float64))
+    assert far.tolist() == pytest.approx([math.exp(MAX_LOG_RATIO) - MAX_LOG_RATIO - 1, MAX_LOG_RATIO - 1])
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_kl_penalty_gradcheck(weighted):
+    logp, old, ref, mask = random_case(n=9)
+
+    def total(x: Tensor) -> Tensor:
+        return kl_penalty(x, old, ref, mask, beta=BETA, ratio_weighted=weighted).terms["kl"].sum
+
+    assert torch.autograd.gradcheck(total, logp.requires_grad_())

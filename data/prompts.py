@@ -1,0 +1,64 @@
+"""Prompts for methods that sample: rows to token ids, with every other column kept for the rewards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from data.chat import check_messages, render_prompt, with_system
+from data.formats import PROMPT_FORMATS, Columns, apply, formatted_rows
+from data.types import Messages, Prompt
+
+
+def load_prompts(
+    specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
+    max_prompt_length: int | None = None, context_length: int | None = None, max_completion_length: int = 0,
+    cfg: Any = None,
+) -> list[Prompt]:  # fmt: skip
+    """Read prompts from every spec, in order. Prompts over max_prompt_length tokens are left out, and counted aloud.
+
+    cfg is handed to a user's transform and used for nothing else.
+    """
+    prompts = []
+    num_rows = 0
+    for spec, row in formatted_rows(specs, PROMPT_FORMATS, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
+        num_rows += 1
+        prompt, ids = apply(_tokenise, row, tokenizer, system_prompt)
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            continue
+        if context_length is not None and len(ids) + max_completion_length > context_length:
+            raise ValueError(
+                f"{row.source}: its prompt of {len(ids)} tokens and max_completion_length={max_completion_length} do "
+                f"not fit the model's context of {context_length}; shorten either, or leave such rows out with "
+                f"max_prompt_length={max(context_length - max_completion_length, 0)}"
+            )
+        columns = {name: value for name, value in row.columns.items() if name != "prompt"}
+        prompts.append(Prompt(source=row.source, prompt=prompt, ids=ids, columns=columns, weight=spec.weight))
+    if not prompts:
+        raise ValueError(f"max_prompt_length={max_prompt_length}: all {num_rows} prompts are longer; raise it")
+    if len(prompts) < num_rows:
+        left_out = num_rows - len(prompts)
+        print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
+    if system_prompt is not None and not any(prompt.conversational for prompt in prompts):
+        raise ValueError(
+            "system_prompt: has no effect, all prompts are plain text; give messages, or put it in the text"
+        )
+    return prompts
+
+
+def _tokenise(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tuple[str | Messages, list[int]]:
+    prompt = columns["prompt"]
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError("the prompt is empty; remove the row or fill it in")
+        return prompt, render_prompt(tokenizer, prompt)
+    if isinstance(prompt, list) and not prompt:
+        raise ValueError("the prompt is empty; remove the row or fill it in")
+    check_messages(prompt)
+    last = prompt[-1]
+    if last["role"] == "assistant":
+        raise ValueError("the prompt ends with an assistant turn; it must end where the assistant is to answer")
+    if isinstance(last["content"], str) and not last["content"].strip():
+        raise ValueError("the prompt is empty (its last message has no text); remove the row or fill it in")
+    return with_system(prompt, system_prompt), render_prompt(tokenizer, prompt, system_prompt)

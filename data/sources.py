@@ -1,0 +1,255 @@
+"""Rows from local files, hub datasets and built-in tasks, each with where it came from.
+
+    load_rows(parse_spec("sums.jsonl:split=train[:500],weight=0.5"))
+    load_rows(parse_spec("openai/gsm8k:name=main,split=train[:1%]"))
+    load_rows(parse_spec("task:addition:difficulty=3,split=eval"))
+
+A row's source ("sums.jsonl:17") names the line of the file, so that every later message can point at it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.nearest import suggest
+from data.tasks import make_rows
+
+TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
+                                                  "boxed": float}  # fmt: skip
+KEYS = ("format", "split", "name", "weight")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
+_FIRST_OPTION = re.compile(r":(?=[A-Za-z_]+=)")
+# The split syntax of the datasets library: train, train[:500], train[10%:20%], train[-5:]
+_SLICE = re.compile(
+    r"(?P<split>\w+(?:\.\w+)*)(?:\[(?:(?P<start>-?\d+)(?P<pct1>%)?)?:(?:(?P<stop>-?\d+)(?P<pct2>%)?)?\])?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """One --data value."""
+
+    path: str  # file, hub id or task:NAME
+    format: str | None = None
+    split: str | None = None
+    name: str | None = None  # configuration of a hub dataset
+    weight: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)  # of a built-in task: size, seed, difficulty, sloppy, boxed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    source: str
+    columns: dict[str, Any]
+
+
+def parse_spec(text: str) -> DataSpec:
+    """Read PATH[:key=value,...]; the path ends at the first `:key=`."""
+    path, *rest = _FIRST_OPTION.split(text.strip(), maxsplit=1)
+    if not path:
+        raise ValueError(f"data={text!r}: has no path; give FILE, a hub id or task:NAME")
+    values: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for part in rest[0].split(",") if rest else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise ValueError(f"data={text}: {part!r} is not of the form key=value")
+        if key in values or key in options:
+            raise ValueError(f"data={text}: {key} is given twice")
+        if key in KEYS:
+            values[key] = _number(text, key, value, float) if key == "weight" else value
+        elif key in TASK_OPTIONS:
+            options[key] = _number(text, key, value, TASK_OPTIONS[key])
+        else:
+            raise ValueError(f"data={text}: unknown key {key!r}; {suggest(key, (*KEYS, *TASK_OPTIONS))}")
+    weight = values.get("weight", 1.0)
+    if not (math.isfinite(weight) and weight > 0):
+        raise ValueError(f"data={text}: weight={weight} must be above 0")
+    if options and not path.startswith("task:"):
+        raise ValueError(
+            f"data={text}: {next(iter(options))} is only for built-in tasks (task:NAME); use split=train[:N]"
+        )
+    if "name" in values and not _is_hub(path):
+        raise ValueError(f"data={text}: name={values['name']} is only for hub datasets; remove it")
+    return DataSpec(path=path, options=options, **values)
+
+
+def load_rows(spec: DataSpec) -> list[Row]:
+    """All rows of the split that the spec names, in their order."""
+    if spec.path.startswith("task:"):
+        rows = _task_rows(spec)
+    elif _is_hub(spec.path):
+        rows = _hub_rows(spec)
+    else:
+        rows = _take(spec, _file_rows(spec.path), base="train")
+    if not rows:
+        part = f"split={spec.split} of it" if spec.split else "it"
+        raise ValueError(f"data={spec.path}: {part} holds no rows; give other data")
+    return rows
+
+
+def slice_rows(split: str, num_rows: int) -> tuple[set[str], list[int]]:
+    """Names and row numbers a split asks for, by the rules of the datasets library.
+
+    >>> slice_rows("train[:2]+train[90%:]", 10)
+    ({'train'}, [0, 1, 9])
+    """
+    names, chosen = set(), []
+    for part in re.split(r"\s*\+\s*", split.strip()):
+        match = _SLICE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"split={split}: not understood; write train, train[:500], train[10:20] or train[:1%]")
+        start, stop = (None if match[end] is None else int(match[end]) for end in ("start", "stop"))
+        if match["pct1"] or match["pct2"]:
+            if any(bound is not None and abs(bound) > 100 for bound in (start, stop)):
+                raise ValueError(f"split={split}: a percentage lies between -100 and 100")
+            start, stop = (None if bound is None else round(bound * num_rows / 100) for bound in (start, stop))
+        names.add(match["split"])
+        chosen += range(num_rows)[start:stop]
+    return names, chosen
+
+
+def _number(text: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"data={text}: {key}={value} is not {what}") from None
+
+
+def _is_hub(path: str) -> bool:
+    """Not a task and nothing that looks like a file. A folder goes the way of a hub id: datasets reads both."""
+    if path.startswith("task:") or path.lower().endswith(SUFFIXES):
+        return False
+    place = Path(path).expanduser()
+    return place.is_dir() or not (place.exists() or path.startswith(("/", "./", "../", "~")))
+
+
+def _take(spec: DataSpec, rows: list[Row], base: str) -> list[Row]:
+    """Apply the split to rows that are all of `base`."""
+    if spec.split is None:
+        return rows
+    names, chosen = slice_rows(spec.split, len(rows))
+    if names != {base}:
+        other = next(iter(names - {base}))
+        raise ValueError(
+            f"data={spec.path}: split={other} does not exist, a file has only {base}; use split={base}[:N]"
+        )
+    return [rows[number] for number in chosen]
+
+
+def _task_rows(spec: DataSpec) -> list[Row]:
+    split = spec.split or "train"
+    names, _ = slice_rows(split, 0)
+    if len(names) > 1:
+        raise ValueError(f"data={spec.path}: split={split} joins splits; give --data once for each")
+    base = names.pop()
+    made = make_rows(spec.path.removeprefix("task:"), split=base, **spec.options)
+    rows = [Row(source=f"{spec.path}:{number}", columns=columns) for number, columns in enumerate(made, 1)]
+    return _take(spec, rows, base=base)
+
+
+def _hub_rows(spec: DataSpec) -> list[Row]:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(str(Path(spec.path).expanduser()), spec.name, split=spec.split or "train")
+        return [Row(source=f"{spec.path}:{number}", columns=dict(columns)) for number, columns in enumerate(table, 1)]
+    except Exception as error:  # network, hub, unknown split or configuration, broken file: all for the user to mend
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"data={spec.path}: is no local file and could not be loaded as a hub dataset ({reason}); check the path, "
+            "name=, split= and the network"
+        ) from None
+
+
+def _file_rows(path: str) -> list[Row]:
+    place = Path(path).expanduser()
+    kind = next((suffix.split(".")[1] for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
+    if not place.is_file():
+        raise ValueError(f"data={path}: no such file; check the path")
+    if kind is None:
+        raise ValueError(f"data={path}: its kind is not known from its name; rename it to one of {', '.join(SUFFIXES)}")
+    try:
+        if kind == "parquet":
+            return _read_parquet(path, place)
+        content = gzip.decompress(place.read_bytes()) if path.lower().endswith(".gz") else place.read_bytes()
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data={path}: is not UTF-8 text (byte {error.start}); convert it") from None
+    except (OSError, EOFError) as error:  # unreadable, or a damaged gzip
+        raise ValueError(f"data={path}: cannot be read ({error})") from None
+    return {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv}[kind](path, text)
+
+
+def _read_jsonl(path: str, text: str) -> list[Row]:
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: U+2028 may stand inside a JSON string
+        if not line.strip():
+            continue
+        try:
+            columns = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}:{number}: is not valid JSON ({error.msg}, column {error.colno}); fix it"
+            ) from None
+        rows.append(_object_row(path, number, columns))
+    return rows
+
+
+def _read_json(path: str, text: str) -> list[Row]:
+    """A list of objects, {"data": that list}, or (as many tools write) one object a line."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        first = text.lstrip().split("\n", 1)[0]
+        if error.msg == "Extra data" and first.startswith("{"):
+            return _read_jsonl(path, text)
+        raise ValueError(
+            f"{path}:{error.lineno}: is not valid JSON ({error.msg}, column {error.colno}); fix it"
+        ) from None
+    if isinstance(value, dict):
+        value = value["data"] if isinstance(value.get("data"), list) else [value]
+    if not isinstance(value, list):
+        raise ValueError(f"data={path}: holds a {type(value).__name__}; give a list of objects")
+    return [_object_row(path, number, columns) for number, columns in enumerate(value, 1)]
+
+
+def _object_row(path: str, number: int, columns: Any) -> Row:
+    if not isinstance(columns, dict):
+        raise ValueError(f"{path}:{number}: is a JSON {type(columns).__name__}; a row must be an object")
+    return Row(source=f"{path}:{number}", columns=columns)
+
+
+def _read_csv(path: str, text: str) -> list[Row]:
+    csv.field_size_limit(2**31 - 1)  # the default cuts off at 128 KiB, which a long prompt exceeds
+    rows = []
+    try:
+        for number, columns in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
+            if None in columns or None in columns.values():
+                raise ValueError(f"{path}:{number}: does not have as many fields as the header; fix the row")
+            rows.append(Row(source=f"{path}:{number}", columns=columns))
+    except csv.Error as error:
+        raise ValueError(f"{path}:{len(rows) + 1}: is not valid CSV ({error}); fix the row") from None
+    return rows
+
+
+def _read_parquet(path: str, place: Path) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(place).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data={path}: cannot be read as parquet ({reason})") from None
+    return [Row(source=f"{path}:{number}", columns=columns) for number, columns in enumerate(table, 1)]

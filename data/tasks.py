@@ -1,0 +1,177 @@
+"""Built-in procedural tasks: endless rows with an exact answer, so that a run needs no download.
+
+    make_rows("addition", split="train", size=2, seed=0)
+    -> [{"prompt": [{"role": "user", "content": "37+58="}], "answer": "95", "completion": "95"}, ...]
+
+A task numbers all its problems (0 .. space - 1). A problem belongs to exactly one split by a stable hash of its key, so
+`sft`, `train` and `eval` share no key whatever the seed and size; the seed only picks and orders the problems.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from data.nearest import suggest
+
+SPLITS = {"sft": range(0, 50), "train": range(50, 90), "eval": range(90, 100)}  # percent of the keys
+DEFAULT_SIZE = {"train": 4096, "sft": 8192, "eval": 500}
+# Spaces up to this size are listed in full; larger ones are sampled, where repeats are rare and simply redrawn.
+LIST_LIMIT = 200_000
+
+Problem = tuple[str, str, str]  # content, answer, key; problems with the same key are always in the same split
+
+
+@dataclass(frozen=True)
+class Task:
+    """One family of problems, numbered so that any of them can be made from its number."""
+
+    about: str
+    difficulty: int  # the default
+    space: Callable[[int], int]  # difficulty -> number of problems
+    problem: Callable[[int, int], Problem]  # number, difficulty -> problem
+
+
+def _pairs(difficulty: int) -> int:
+    return 10 ** (2 * difficulty)
+
+
+def _operands(number: int, difficulty: int) -> tuple[int, int, str]:
+    a, b = divmod(number, 10**difficulty)
+    return a, b, f"{min(a, b)},{max(a, b)}"  # unordered: 37+58 and 58+37 must not be in different splits
+
+
+def _addition(number: int, difficulty: int) -> Problem:
+    a, b, key = _operands(number, difficulty)
+    return f"{a}+{b}=", str(a + b), key
+
+
+def _subtraction(number: int, difficulty: int) -> Problem:
+    a, b, key = _operands(number, difficulty)
+    return f"{a}-{b}=", str(a - b), key
+
+
+def _multiplication(number: int, difficulty: int) -> Problem:
+    a, b, key = _operands(number, difficulty)
+    return f"{a}*{b}=", str(a * b), key
+
+
+def _reverse(number: int, difficulty: int) -> Problem:
+    letters = []
+    for _ in range(difficulty):
+        number, letter = divmod(number, 26)
+        letters.append(chr(ord("a") + letter))
+    word = "".join(letters)
+    return f"reverse {word}=", word[::-1], min(word, word[::-1])
+
+
+def _sort(number: int, difficulty: int) -> Problem:
+    digits = f"{number:0{difficulty}d}"
+    answer = "".join(sorted(digits))
+    return f"sort {digits}=", answer, answer
+
+
+TASKS = {
+    "addition": Task("sum of two numbers; difficulty = digits of the operands", 2, _pairs, _addition),
+    "subtraction": Task("difference, may be negative; difficulty = digits of the operands", 2, _pairs, _subtraction),
+    "multiplication": Task("product; difficulty = digits of the operands", 2, _pairs, _multiplication),
+    "reverse": Task("reverse a word; difficulty = letters", 4, lambda difficulty: 26**difficulty, _reverse),
+    "sort": Task("sort digits; difficulty = digits", 5, lambda difficulty: 10**difficulty, _sort),
+}
+
+
+def make_rows(
+    name: str, *, split: str = "train", size: int | None = None, seed: int = 0, difficulty: int | None = None,
+    sloppy: float = 0.0, boxed: float = 0.0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of a built-in task: `prompt`, `answer`, and the `completion` to imitate.
+
+    Rows repeat when size exceeds the problems there are, except in `eval`, where that is an error. Two options make the
+    completions of addition's `sft` split an imperfect teacher, so that RL has something to improve: `sloppy` is the
+    chance that one forgets its carries (37+58= 85), `boxed` the chance that one is written in brackets ([95]).
+    """
+    if name not in TASKS:
+        raise ValueError(f"task:{name}: no such built-in task; {suggest(name, TASKS)}")
+    if split not in SPLITS:
+        raise ValueError(f"task:{name}: split={split} does not exist; {suggest(split, SPLITS)}")
+    if size is not None and size < 1:
+        raise ValueError(f"task:{name}: size={size} must be 1 or more")
+    for option, chance in (("sloppy", sloppy), ("boxed", boxed)):
+        if not 0.0 <= chance <= 1.0:
+            raise ValueError(f"task:{name}: {option}={chance} is a probability, between 0 and 1")
+        if chance > 0 and (name, split) != ("addition", "sft"):
+            raise ValueError(f"task:{name}: {option}={chance} has no effect here; it is for task:addition:split=sft")
+    task = TASKS[name]
+    difficulty = task.difficulty if difficulty is None else difficulty
+    if not 1 <= difficulty <= 100:
+        raise ValueError(f"task:{name}: difficulty={difficulty} must be between 1 and 100")
+    rng = random.Random(f"{name}/{split}/{difficulty}/{seed}")
+    problems = _choose(name, task, split, size, difficulty, rng)
+    rows = [_row(content, answer) for content, answer, _ in problems]
+    # Streams of their own: the same problems come in the same order whatever the teacher is like.
+    slips, boxes = (random.Random(f"{name}/{split}/{difficulty}/{seed}/{what}") for what in ("sloppy", "boxed"))
+    for row in rows:
+        if slips.random() < sloppy:
+            row["completion"] = forget_carries(row["prompt"][0]["content"])
+        if boxes.random() < boxed:
+            row["completion"] = f"[{row['completion']}]"
+    return rows
+
+
+def bucket(name: str, key: str) -> int:
+    """0..99, the same on every machine and in every Python."""
+    digest = hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 100
+
+
+def forget_carries(content: str) -> str:
+    """What "a+b=" gives when no digit ever carries into the next: 37+58 -> 85.
+
+    >>> forget_carries("37+58="), forget_carries("9+1=")
+    ('85', '0')
+    """
+    a, b = content.rstrip("=").split("+")
+    width = max(len(a), len(b))
+    digits = [(int(x) + int(y)) % 10 for x, y in zip(a.zfill(width), b.zfill(width), strict=True)]
+    return str(int("".join(map(str, digits))))
+
+
+def _row(content: str, answer: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": content}], "answer": answer, "completion": answer}
+
+
+def _choose(name: str, task: Task, split: str, size: int | None, difficulty: int, rng: random.Random) -> list[Problem]:
+    space = task.space(difficulty)
+    wanted = DEFAULT_SIZE[split] if size is None else size
+    if space > max(LIST_LIMIT, 20 * wanted):
+        return _sample(name, task, split, wanted, difficulty, rng)
+    pool = [problem for n in range(space) if bucket(name, (problem := task.problem(n, difficulty))[2]) in SPLITS[split]]
+    if not pool:
+        raise ValueError(f"task:{name}: split={split} is empty at difficulty={difficulty}; raise the difficulty")
+    if split == "eval" and wanted > len(pool):
+        if size is not None:
+            raise ValueError(
+                f"task:{name}: size={size} exceeds the {len(pool)} problems of split=eval at difficulty={difficulty}; "
+                "lower the size or raise the difficulty"
+            )
+        wanted = len(pool)
+    chosen: list[Problem] = []
+    while len(chosen) < wanted:  # whole passes over the pool, each in another order
+        rng.shuffle(pool)
+        chosen += pool[: wanted - len(chosen)]
+    return chosen
+
+
+def _sample(name: str, task: Task, split: str, size: int, difficulty: int, rng: random.Random) -> list[Problem]:
+    """Distinct problems of a space too large to list; the split holds at least twice as many as are wanted."""
+    space = task.space(difficulty)
+    chosen: dict[int, Problem] = {}
+    while len(chosen) < size:
+        number = rng.randrange(space)
+        problem = task.problem(number, difficulty)
+        if number not in chosen and bucket(name, problem[2]) in SPLITS[split]:
+            chosen[number] = problem
+    return list(chosen.values())

@@ -1,0 +1,36 @@
+"""Records that data/ hands to the rest: plain Python, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}], as chat templates take them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One thing to complete.
+
+    >>> Prompt(source="sums.jsonl:3", prompt="2+2=", ids=[50, 43, 50, 61], columns={"answer": "4"})
+    """
+
+    source: str  # where the row came from, for messages: "sums.jsonl:3", "task:addition:17"
+    prompt: str | Messages  # as rewards see it; a list of messages when the row is conversational
+    ids: list[int]  # what the engine is given, generation prompt included
+    columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row, for the rewards
+    weight: float = 1.0  # how often the row appears in one epoch
+
+    @property
+    def conversational(self) -> bool:
+        return not isinstance(self.prompt, str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One sequence to imitate: token ids, and which of them are trained."""
+
+    source: str
+    ids: list[int]
+    mask: list[bool]  # True = trained token, same length as ids
+    weight: float = 1.0

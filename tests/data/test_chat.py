@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import pytest
+
+from data.chat import (
+    end_of_turn_id,
+    render_conversation,
+    render_prompt,
+    render_text,
+    set_chat_template,
+    stop_ids,
+    with_system,
+)
+
+USER = {"role": "user", "content": "2+2="}
+TURNS = [USER, {"role": "assistant", "content": "4"}, {"role": "user", "content": "and 3+3?"},
+         {"role": "assistant", "content": "six\n6"}]  # fmt: skip
+
+RENDERED = {
+    "chatml": "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2+2=<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<bos><start_of_turn>user\n2+2=<end_of_turn>\n<start_of_turn>model\n",
+}
+BOS = {"chatml": None, "llama3": "<|begin_of_text|>", "gemma": "<bos>"}
+END = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+
+
+@pytest.fixture(params=sorted(RENDERED))
+def template(request):
+    return request.param
+
+
+@pytest.fixture
+def tokenizer(template, tokenizer_of):
+    made = tokenizer_of(template, bos=BOS[template])
+    set_chat_template(made, template)
+    return made
+
+
+def test_prompt_text_of_built_in_templates(template, tokenizer):
+    ids = render_prompt(tokenizer, [USER], None)
+    assert tokenizer.decode(ids) == RENDERED[template]
+    if BOS[template]:
+        assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_system_prompt(template, tokenizer):
+    text = tokenizer.decode(render_prompt(tokenizer, [USER], "Be brief."))
+    assert text.index("Be brief.") < text.index("2+2=")
+    assert ("system" in text) == (template != "gemma")  # gemma has no such role
+    own = [{"role": "system", "content": "Own."}, USER]
+    assert render_prompt(tokenizer, own, "Be brief.") == render_prompt(tokenizer, own, None)
+    assert with_system([USER], "x") == [{"role": "system", "content": "x"}, USER]
+
+
+def test_stop_ids(template, tokenizer):
+    end = tokenizer.convert_tokens_to_ids(END[template])
+    eos = tokenizer.eos_token_id
+    assert end_of_turn_id(tokenizer) == end
+    assert stop_ids(tokenizer) == (eos, end)
+    assert stop_ids(tokenizer, 7) == (7, eos, end)
+    assert stop_ids(tokenizer, [end, 9]) == (end, 9, eos)
+
+
+def test_stop_ids_without_template(tokenizer_of):
+    tokenizer = tokenizer_of("plain")
+    assert end_of_turn_id(tokenizer) is None
+    assert stop_ids(tokenizer, (3,)) == (3, tokenizer.eos_token_id)
+
+
+def trained_pieces(tokenizer, ids, mask):
+    """Texts of the runs of trained tokens."""
+    runs, run = [], []
+    for token, on in zip([*ids, None], [*mask, False], strict=True):
+        if on:
+            run.append(token)
+        elif run:
+            runs.append(tokenizer.decode(run))
+            run = []
+    return runs
+
+
+def test_every_assistant_turn_is_trained_with_its_end_token(template, tokenizer):
+    ids, mask = render_conversation(tokenizer, TURNS, None)
+    assert len(ids) == len(mask)
+    assert trained_pieces(tokenizer, ids, mask) == ["4" + END[template], "six\n6" + END[template]]
+    assert ids[: len(render_prompt(tokenizer, TURNS[:3]))] == render_prompt(tokenizer, TURNS[:3])
+
+
+def test_first_trained_and_system_prompt(template, tokenizer):
+    ids, mask = render_conversation(tokenizer, TURNS, "Be brief.", first_trained=3)
+    assert trained_pieces(tokenizer, ids, mask) == ["six\n6" + END[template]]
+    assert "Be brief." in tokenizer.decode(ids)
+
+
+def test_template_without_end_token_trains_to_the_end_of_the_turn(tokenizer_of, tmp_path):
+    path = tmp_path / "lines.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = tokenizer_of("plain")
+    set_chat_template(tokenizer, str(path))
+    assert end_of_turn_id(tokenizer) is None
+    ids, mask = render_conversation(tokenizer, TURNS, None)
+    assert trained_pieces(tokenizer, ids, mask) == ["4\n", "six\n6\n"]
+
+
+def test_template_that_rewrites_earlier_turns(tokenizer_of, tmp_path):
+    """As Qwen3's does: the last answer gets an empty thinking block, earlier ones none."""
+    path = tmp_path / "thinking.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = tokenizer_of("chatml")
+    set_chat_template(tokenizer, str(path))
+    ids, mask = render_conversation(tokenizer, TURNS, None)
+    assert trained_pieces(tokenizer, ids, mask) == ["4<|im_end|>", "<think></think>six\n6<|im_end|>"]
+
+
+def test_a_merge_across_the_boundary_is_refused(tokenizer_of):
+    tokenizer = tokenizer_of("chatml", merges=(("\u010a", "\u010a"),))  # two newlines are one token
+    set_chat_template(tokenizer, "chatml")
+    good = [USER, {"role": "assistant", "content": "4"}]
+    assert trained_pieces(tokenizer, *render_conversation(tokenizer, good)) == ["4<|im_end|>"]
+    with pytest.raises(ValueError, match=r"messages\[1\].*not a prefix"):
+        render_conversation(tokenizer, [USER, {"role": "assistant", "content": "\n\n4"}])
+
+
+def test_end_token_inside_an_answer_is_refused(chatml):
+    with pytest.raises(ValueError, match=r"messages\[1\].*<\|im_end\|>"):
+        render_conversation(chatml, [USER, {"role": "assistant", "content": "4<|im_end|>5"}])
+
+
+def test_delimiters_must_be_single_tokens(tokenizer_of):
+    with pytest.raises(ValueError, match=r"chat_template=llama3: its delimiter '<\|start_header_id\|>' is \d+ tokens"):
+        set_chat_template(tokenizer_of("chatml"), "llama3")
+
+
+def test_template_refusals(tokenizer_of, tmp_path):
+    tokenizer = tokenizer_of("chatml")
+    set_chat_template(tokenizer, "tokenizer_default")
+    with pytest.raises(ValueError, match="chat_template=tokenizer_default: .* no chat template"):
+        render_prompt(tokenizer, [USER], None)
+    with pytest.raises(ValueError, match="chat_template=chatlm: neither a file nor a built-in"):
+        set_chat_template(tokenizer, "chatlm")
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for m in messages %}")
+    with pytest.raises(ValueError, match="chat_template: cannot render"):
+        set_chat_template(tokenizer, str(broken))
+
+
+def test_plain_text_gets_one_bos_only_where_the_tokenizer_adds_it(tokenizer_of):
+    plain = tokenizer_of("llama3")
+    assert plain.decode(render_prompt(plain, "2+2=")) == "2+2="
+    adding = tokenizer_of("llama3", bos="<|begin_of_text|>")
+    assert adding.decode(render_prompt(adding, "2+2=")) == "<|begin_of_text|>2+2="
+    assert adding.decode(render_prompt(adding, "<|begin_of_text|>2+2=")) == "<|begin_of_text|>2+2="
+    assert adding.decode(render_text(adding, "4")) == "4"
+
+
+def test_a_tokenizer_that_gives_no_ids_is_refused():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    silent = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"x": 0}, merges=[])))
+    assert silent("2+2=")["input_ids"] == []
+    for render in (render_prompt, render_text):
+        with pytest.raises(ValueError, match=r"tokenizer: gives no ids for the non-empty text '2\+2='"):
+            render(silent, "2+2=")
+    silent.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="gives no ids"):
+        render_prompt(silent, [USER])
+
+
+@pytest.mark.parametrize("messages", [[], "hi", [{"content": "x"}], ["x"], [{"role": "user"}]])
+def test_malformed_messages(chatml, messages):
+    with pytest.raises(ValueError, match="messages"):
+        render_conversation(chatml, messages)

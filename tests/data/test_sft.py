@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data.sft import load_examples
+
+USER = {"role": "user", "content": "2+2="}
+ANSWER = {"role": "assistant", "content": "4"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(*rows) -> str:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / "rows.jsonl")
+
+    return write_rows
+
+
+def texts(tokenizer, example):
+    """The untrained and the trained text of an example."""
+    parts = {False: [], True: []}
+    for token, on in zip(example.ids, example.mask, strict=True):
+        parts[on].append(token)
+    return tokenizer.decode(parts[False]), tokenizer.decode(parts[True])
+
+
+OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "untrained", "trained"),
+    [
+        ({"messages": [USER, ANSWER]}, OPENING + "\n", "4<|im_end|>"),
+        ({"prompt": "2+2=", "completion": "4"}, "2+2=", "4<|endoftext|>"),
+        ({"prompt": "2+2=", "completion": "4<|endoftext|>"}, "2+2=", "4<|endoftext|>"),
+        ({"prompt": "2+2=", "completion": ""}, "2+2=", "<|endoftext|>"),
+        ({"prompt": [USER], "completion": "4"}, OPENING + "\n", "4<|im_end|>"),
+        ({"prompt": [USER], "completion": [ANSWER]}, OPENING + "\n", "4<|im_end|>"),
+        ({"text": "abc"}, "a", "bc<|endoftext|>"),
+        ({"instruction": "2+2=", "input": "", "output": "4"}, OPENING + "\n", "4<|im_end|>"),
+        ({"prompt": "2+2=", "completion": None, "text": "abc"}, "a", "bc<|endoftext|>"),
+    ],
+)
+def test_kinds_of_rows(write, chatml, row, untrained, trained):
+    (example,) = load_examples([write(row)], chatml)
+    assert texts(chatml, example) == (untrained, trained)
+
+
+def test_assistant_turns_of_a_prompt_are_context(write, chatml):
+    prompt = [USER, ANSWER, {"role": "user", "content": "3+3="}]
+    (example,) = load_examples([write({"prompt": prompt, "completion": "6"})], chatml)
+    assert texts(chatml, example)[1] == "6<|im_end|>"
+    (example,) = load_examples([write({"messages": [*prompt, {"role": "assistant", "content": "6"}]})], chatml)
+    assert texts(chatml, example)[1] == "4<|im_end|>6<|im_end|>"
+
+
+def test_formats(write, chatml):
+    path = write({"question": "2+2=", "answer": "so\n#### 4"})
+    for name in ("gsm8k", "question_answer"):
+        (example,) = load_examples([path], chatml, data_format=name)
+        assert texts(chatml, example) == (OPENING + "\n", "so\n#### 4<|im_end|>")
+    path = write({"instruction": "Add.", "input": "2 2", "output": "4"})
+    (example,) = load_examples([path], chatml, data_format="alpaca")
+    assert "Add.\n\n2 2" in texts(chatml, example)[0]
+
+
+def test_bos_is_added_once_and_never_trained(write, tokenizer_of):
+    tokenizer = tokenizer_of("llama3", bos="<|begin_of_text|>")
+    one, two = load_examples([write({"prompt": "a", "completion": "b"}, {"text": "ab"})], tokenizer)
+    assert texts(tokenizer, one) == ("<|begin_of_text|>a", "b<|endoftext|>")
+    assert texts(tokenizer, two) == ("<|begin_of_text|>", "ab<|endoftext|>")
+
+
+def test_built_in_task(chatml):
+    examples = load_examples(["task:addition:split=sft,size=5,sloppy=0.5"], chatml)
+    assert len(examples) == 5 and examples[0].source == "task:addition:1"
+    assert all(texts(chatml, example)[1].removesuffix("<|im_end|>").isdigit() for example in examples)
+    with pytest.raises(ValueError, match=r"task:addition:1: has none of .* \(its columns: prompt, answer\)"):
+        load_examples(["task:addition:split=train,size=5"], chatml)
+
+
+def test_cut_and_left_out_are_counted(write, chatml, capsys):
+    path = write({"prompt": "abc", "completion": "defgh"}, {"prompt": "abcdef", "completion": "g"}, {"text": "ab"})
+    examples = load_examples([path], chatml, max_length=5)
+    assert [texts(chatml, example) for example in examples] == [("abc", "de"), ("a", "b<|endoftext|>")]
+    assert capsys.readouterr().err == (
+        "data: cut 2 of 3 examples to 5 tokens\ndata: left out 1 of 3 examples with no trained token\n"
+    )
+    assert max(len(example.ids) for example in load_examples([path], chatml, context_length=4)) == 4
+    with pytest.raises(ValueError, match="none of the 1 rows has a token to train within max_length=3"):
+        load_examples([write({"prompt": "abc", "completion": "d"})], chatml, max_length=3)
+    with pytest.raises(ValueError, match="max_length=1"):
+        load_examples([path], chatml, max_length=1)
+
+
+def test_a_conversation_without_answer_is_left_out(write, chatml, capsys):
+    assert len(load_examples([write({"messages": [USER]}, {"messages": [USER, ANSWER]})], chatml)) == 1
+    assert "left out 1 of 2" in capsys.readouterr().err
+
+
+def test_system_prompt(write, chatml):
+    (example,) = load_examples([write({"messages": [USER, ANSWER]})], chatml, system_prompt="Be brief.")
+    assert texts(chatml, example) == ("<|im_start|>system\nBe brief.<|im_end|>\n" + OPENING + "\n", "4<|im_end|>")
+    for row in ({"text": "abc"}, {"prompt": "a", "completion": "b"}):
+        with pytest.raises(ValueError, match="system_prompt: has no effect"):
+            load_examples([write(row)], chatml, system_prompt="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x"}, r"rows.jsonl:2: has none of .*\(its columns: prompt\)"),
+        ({}, r"rows.jsonl:2: has none of .*\(its columns: none\)"),
+        ({"prompt": "", "completion": "x"}, "rows.jsonl:2: the prompt is empty"),
+        ({"prompt": "x", "completion": [ANSWER]}, "rows.jsonl:2: the prompt is text but the completion is not"),
+        ({"prompt": [USER, ANSWER], "completion": "x"}, "rows.jsonl:2: the prompt ends with an assistant turn"),
+        ({"text": " "}, "rows.jsonl:2: the text is empty"),
+        ({"messages": [ANSWER]}, "rows.jsonl:2: messages: the conversation opens with an assistant turn"),
+        ({"messages": []}, "rows.jsonl:2: messages=.*at least one message"),
+    ],
+)
+def test_bad_rows(write, chatml, row, message):
+    with pytest.raises(ValueError, match=message):
+        load_examples([write({"text": "fine"}, row)], chatml)
+
+
+def test_tokenizer_without_eos(write, tokenizer_of):
+    tokenizer = tokenizer_of("plain")
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="rows.jsonl:1: tokenizer: has no eos token"):
+        load_examples([write({"text": "abc"})], tokenizer)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.sources import DataSpec, load_rows, parse_spec, slice_rows
+
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10)]
+
+
+def write(path: Path, rows=ROWS) -> str:
+    """Write rows in the kind that the suffix names."""
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".jsonl"):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    elif name.endswith(".json"):
+        text = json.dumps(rows, indent=1)
+    else:
+        text = "prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+def test_parse_spec():
+    assert parse_spec("a/b.jsonl") == DataSpec(path="a/b.jsonl")
+    assert parse_spec("openai/gsm8k:name=main,split=train[:1%],format=gsm8k,weight=0.5") == DataSpec(
+        path="openai/gsm8k", name="main", split="train[:1%]", format="gsm8k", weight=0.5
+    )
+    assert parse_spec("x.csv:split=train[10:20]").split == "train[10:20]"
+    assert parse_spec("task:addition") == DataSpec(path="task:addition")
+    assert parse_spec("task:addition:size=5,seed=3,difficulty=2,sloppy=0.25,split=sft") == DataSpec(
+        path="task:addition", split="sft", options={"size": 5, "seed": 3, "difficulty": 2, "sloppy": 0.25}
+    )
+    assert parse_spec("C:/rows.jsonl:weight=2").path == "C:/rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a.jsonl:splt=train", "unknown key 'splt'; did you mean 'split'"),
+        ("a.jsonl:split=train,weight", "'weight' is not of the form key=value"),
+        ("a.jsonl:weight=much", "weight=much is not a number"),
+        ("a.jsonl:weight=0", "weight=0.0 must be above 0"),
+        ("a.jsonl:weight=nan", "weight=nan must be above 0"),
+        ("task:addition:size=2.5", "size=2.5 is not a whole number"),
+        ("a.jsonl:size=5", "size is only for built-in tasks"),
+        ("a.jsonl:name=main", "name=main is only for hub datasets"),
+        ("a.jsonl:split=a,split=b", "split is given twice"),
+        ("", "has no path"),
+    ],
+)
+def test_parse_spec_refusals(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_spec(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["r.jsonl", "r.json", "r.csv", "r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.parquet", "R.JSONL"]
+)
+def test_local_files(tmp_path, name):
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    elif name == "R.JSONL":
+        write(tmp_path / "x.jsonl")
+        (tmp_path / "x.jsonl").rename(path)
+    else:
+        write(path)
+    rows = load_rows(parse_spec(str(path)))
+    assert [row.columns for row in rows] == ROWS
+    assert rows[2].source == f"{path}:3"
+
+
+def test_jsonl_lines_are_counted_with_blank_ones(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b\u2028c"}\n', encoding="utf-8")
+    rows = load_rows(parse_spec(str(path)))
+    assert [(row.source, row.columns["prompt"]) for row in rows] == [(f"{path}:1", "a"), (f"{path}:3", "b\u2028c")]
+
+
+def test_json_that_is_really_jsonl_and_json_with_a_data_key(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [row.columns["prompt"] for row in load_rows(parse_spec(str(path)))] == ["a", "b"]
+    path.write_text('{"version": 1, "data": [{"prompt": "a"}]}')
+    assert [row.columns for row in load_rows(parse_spec(str(path)))] == [{"prompt": "a"}]
+
+
+def test_csv_with_quotes_bom_and_long_fields(tmp_path):
+    path = tmp_path / "r.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,answer\n"a, ""b""\nc",' + b"x" * 200_000 + b"\n")
+    (row,) = load_rows(parse_spec(str(path)))
+    assert row.columns == {"prompt": 'a, "b"\nc', "answer": "x" * 200_000}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.jsonl", b'{"a": 1}\n{"a": \n', r"r.jsonl:2: is not valid JSON \(.*column"),
+        ("r.jsonl", b'{"a": 1}\n[1]\n', "r.jsonl:2: is a JSON list; a row must be an object"),
+        ("r.json", b'[\n{"a": 1},\n{"a" 2}]', "r.json:3: is not valid JSON"),
+        ("r.json", b"3", "holds a int; give a list of objects"),
+        ("r.json", b'{"a": 1}\n{"a": }\n', "r.json:2: is not valid JSON"),
+        ("r.csv", b"a,b\n1,2\n3\n", "r.csv:2: does not have as many fields"),
+        ("r.csv", b"a,b\n1,2,3\n", "r.csv:1: does not have as many fields"),
+        ("r.jsonl", b"", "holds no rows"),
+        ("r.jsonl", b'{"a": "\xff"}', r"is not UTF-8 text \(byte 7\)"),
+        ("r.jsonl.gz", b"not gzip", "cannot be read"),
+        ("r.parquet", b"not parquet", "cannot be read as parquet"),
+        ("r.txt", b"hello", "its kind is not known from its name"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_rows(parse_spec(str(tmp_path / name)))
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_gzip(tmp_path):
+    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:30])
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_rows(parse_spec(str(tmp_path / "r.jsonl.gz")))
+
+
+@pytest.mark.parametrize("path", ["missing.jsonl", "./missing", "/nowhere/missing"])
+def test_missing_file(path):
+    with pytest.raises(ValueError, match=f"data={path}: no such file"):
+        load_rows(parse_spec(path))
+
+
+def test_split_of_a_local_file(tmp_path):
+    path = write(tmp_path / "r.jsonl")
+
+    def answers(split):
+        return [int(row.columns["answer"]) // 2 for row in load_rows(parse_spec(f"{path}:split={split}"))]
+
+    assert answers("train") == list(range(10))
+    assert answers("train[:3]") == [0, 1, 2]
+    assert answers("train[4:6]") == [4, 5]
+    assert answers("train[-2:]") == [8, 9]
+    assert answers("train[:20%]+train[90%:]") == [0, 1, 9]
+    assert load_rows(parse_spec(f"{path}:split=train[4:6]"))[0].source == f"{path}:5"  # the line in the file
+    for split, message in {
+        "test": "split=test does not exist, a file has only train",
+        "train[5:5]": "holds no rows",
+        "train[:3": "not understood",
+        "train[:200%]": "percentage",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            answers(split)
+
+
+BOUND = st.one_of(st.just(""), st.integers(-100, 100).map(str))
+
+
+@settings(max_examples=200, deadline=None)
+@given(start=BOUND, stop=BOUND, percent=st.booleans(), num_rows=st.integers(0, 130))
+def test_slices_are_those_of_datasets(start, stop, percent, num_rows):
+    import datasets
+
+    sign = "%" if percent else ""
+    split = f"train[{start + sign if start else ''}:{stop + sign if stop else ''}]"
+    (theirs,) = datasets.ReadInstruction.from_spec(split).to_absolute({"train": num_rows})
+    assert slice_rows(split, num_rows) == ({"train"}, list(range(theirs.from_, theirs.to)))
+
+
+def test_task_rows():
+    rows = load_rows(parse_spec("task:addition:size=20,seed=4,split=train[5:7]"))
+    assert [row.source for row in rows] == ["task:addition:6", "task:addition:7"]
+    assert rows[0].columns.keys() == {"prompt", "answer", "completion"}
+    assert load_rows(parse_spec("task:addition:split=eval,size=30"))[0].columns["prompt"][0]["role"] == "user"
+    with pytest.raises(ValueError, match="split=validation does not exist"):
+        load_rows(parse_spec("task:addition:split=validation"))
+    with pytest.raises(ValueError, match="joins splits"):
+        load_rows(parse_spec("task:addition:split=train+eval"))
+
+
+def test_a_folder_is_read_by_datasets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write(folder / "train.jsonl")
+    code = (
+        "from data.sources import *; import json, sys\n"
+        "rows = load_rows(parse_spec(sys.argv[1] + ':split=train[20%:40%]'))\n"
+        "print(json.dumps([[row.source, row.columns] for row in rows]))"
+    )
+    rows = json.loads(run_python(code, str(folder)).stdout)
+    assert rows == [[f"{folder}:1", ROWS[2]], [f"{folder}:2", ROWS[3]]]
+
+
+def test_network_failure_is_one_sentence():
+    code = (
+        "from data.sources import *; import sys\n"
+        "try: load_rows(parse_spec('no-such-owner/no-such-set:name=main,split=train[:5]'))\n"
+        "except ValueError as error: print(error)"
+    )
+    message = run_python(code).stdout.strip()
+    assert message.startswith("data=no-such-owner/no-such-set: is no local file and could not be loaded")
+    assert message.endswith("check the path, name=, split= and the network") and "\n" not in message
+
+
+def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own: the hub library reads HF_HUB_OFFLINE once, when it is imported."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
+    return subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, check=True)

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from data.tasks import SPLITS, TASKS, bucket, forget_carries, make_rows
+
+
+def content(row):
+    return row["prompt"][0]["content"]
+
+
+def pair(row):
+    a, b = content(row).rstrip("=").split("+")
+    return (min(int(a), int(b)), max(int(a), int(b)))
+
+
+def check(name: str, text: str) -> str:
+    """The answer, worked out from the text alone."""
+    body = text.removesuffix("=")
+    if name == "reverse":
+        return body.removeprefix("reverse ")[::-1]
+    if name == "sort":
+        return "".join(sorted(body.removeprefix("sort ")))
+    return str(eval(body))  # noqa: S307 - "37+58"
+
+
+def test_addition_row():
+    row = make_rows("addition", split="train", size=1)[0]
+    assert row.keys() == {"prompt", "answer", "completion"}
+    assert row["prompt"][0]["role"] == "user"
+    a, b = pair(row)
+    assert content(row) in (f"{a}+{b}=", f"{b}+{a}=") and row["answer"] == str(a + b)
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_answers_are_right(name, split):
+    for row in make_rows(name, split=split, size=50, seed=3):
+        assert row["answer"] == check(name, content(row))
+        assert row["completion"] == row["answer"]
+
+
+def test_subtraction_can_go_negative():
+    answers = [int(row["answer"]) for row in make_rows("subtraction", size=200)]
+    assert min(answers) < 0 < max(answers)
+
+
+def test_addition_splits_share_no_unordered_pair_whatever_the_seed():
+    pairs = {
+        split: {pair(row) for seed in (0, 1, 2) for row in make_rows("addition", split=split, seed=seed)}
+        for split in SPLITS
+    }
+    for one, other in itertools.combinations(SPLITS, 2):
+        assert not pairs[one] & pairs[other]
+    total = sum(map(len, pairs.values()))
+    fractions = {split: len(found) / total for split, found in pairs.items()}
+    assert abs(fractions["sft"] - 0.5) < 0.05 and abs(fractions["train"] - 0.4) < 0.05
+    assert abs(fractions["eval"] - 0.1) < 0.03
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_splits_share_no_content(name):
+    seen = {split: {content(row) for row in make_rows(name, split=split)} for split in SPLITS}
+    for one, other in itertools.combinations(SPLITS, 2):
+        assert not seen[one] & seen[other]
+
+
+def test_large_spaces_are_sampled_without_repeats_and_stay_disjoint():
+    splits = {split: make_rows("addition", split=split, size=400, difficulty=9) for split in SPLITS}
+    pairs = {split: {pair(row) for row in rows} for split, rows in splits.items()}
+    assert all(len(found) == 400 for found in pairs.values())
+    for split, found in pairs.items():
+        assert all(bucket("addition", f"{a},{b}") in SPLITS[split] for a, b in found)
+
+
+def test_bucket_is_stable():
+    assert [bucket("addition", key) for key in ("0,0", "37,58", "99,99")] == [74, 55, 74]
+
+
+def test_seed_decides_rows():
+    assert make_rows("addition", size=20, seed=1) == make_rows("addition", size=20, seed=1)
+    assert make_rows("addition", size=20, seed=1) != make_rows("addition", size=20, seed=2)
+
+
+def test_default_sizes_and_difficulty():
+    assert [len(make_rows("addition", split=split)) for split in ("train", "sft", "eval")] == [4096, 8192, 500]
+    operands = {n for row in make_rows("addition") for n in pair(row)}
+    assert (min(operands), max(operands)) == (0, 99)
+    assert max(n for row in make_rows("addition", difficulty=1) for n in pair(row)) == 9
+
+
+def test_eval_rows_are_distinct_and_others_repeat():
+    rows = make_rows("addition", split="eval", difficulty=1)
+    assert len({content(row) for row in rows}) == len(rows) < 100
+    with pytest.raises(ValueError, match=f"size=101 exceeds the {len(rows)} problems of split=eval at difficulty=1"):
+        make_rows("addition", split="eval", difficulty=1, size=101)
+    repeated = make_rows("addition", split="train", difficulty=1, size=300)
+    assert len(repeated) == 300 and len({content(row) for row in repeated}) < 100
+
+
+def test_forget_carries():
+    cases = {"37+58=": "85", "58+37=": "85", "99+1=": "90", "9+1=": "0", "12+34=": "46", "50+50=": "0", "7+98=": "95"}
+    assert {text: forget_carries(text) for text in cases} == cases
+
+
+def test_boxed_rows():
+    plain = make_rows("addition", split="sft", size=2000, seed=5, sloppy=0.5)
+    boxed = make_rows("addition", split="sft", size=2000, seed=5, sloppy=0.5, boxed=0.25)
+    marked = [row["completion"].startswith("[") for row in boxed]
+    assert [row["completion"].strip("[]") for row in boxed] == [row["completion"] for row in plain]
+    assert all(row["completion"].endswith("]") == mark for row, mark in zip(boxed, marked, strict=True))
+    assert 400 < sum(marked) < 600
+
+
+def test_sloppy_rows():
+    clean = make_rows("addition", split="sft", size=2000, seed=5)
+    sloppy = make_rows("addition", split="sft", size=2000, seed=5, sloppy=0.5)
+    always = make_rows("addition", split="sft", size=2000, seed=5, sloppy=1.0)
+    assert [row["prompt"] for row in clean] == [row["prompt"] for row in sloppy]
+    assert all(row["completion"] == forget_carries(content(row)) for row in always)
+    assert all(row["completion"] in (row["answer"], forget_carries(content(row))) for row in sloppy)
+    carrying = [row for row in sloppy if forget_carries(content(row)) != row["answer"]]
+    slipped = sum(row["completion"] != row["answer"] for row in carrying) / len(carrying)
+    assert abs(slipped - 0.5) < 0.05  # about 4 standard errors
+    assert sloppy == make_rows("addition", split="sft", size=2000, seed=5, sloppy=0.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (dict(name="adition"), "did you mean 'addition'"),
+        (dict(name="addition", split="test"), "split=test does not exist"),
+        (dict(name="addition", size=0), "size=0"),
+        (dict(name="addition", difficulty=0), "difficulty=0"),
+        (dict(name="addition", sloppy=0.5), "sloppy=0.5 has no effect"),
+        (dict(name="sort", split="sft", sloppy=0.5), "sloppy=0.5 has no effect"),
+        (dict(name="addition", split="sft", sloppy=2.0), "sloppy=2.0"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        make_rows(**call)

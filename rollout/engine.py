@@ -1,0 +1,39 @@
+"""The protocol every rollout engine speaks; `local.py` is the in-process one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollout.types import Completion, Request, Sampling
+
+
+class Engine(Protocol):
+    """Token ids in, token ids and log-probs out."""
+
+    version: int
+    """Version of the weights that will make the next token: the optimizer step they came from."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion per request, in order."""
+
+    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+        """Log-probs of given completions: [(prompt ids, completion ids)] -> one list per pair."""
+
+    def load(self, version: int) -> None:
+        """Take the trainer's current weights and call them `version`."""
+
+    def pause(self) -> None:
+        """Stop making tokens; requests wait."""
+
+    def resume(self) -> None:
+        """Go on making tokens."""
+
+    def sleep(self) -> None:
+        """Give memory back to the trainer."""
+
+    def wake(self) -> None:
+        """Take it again."""
+
+    def health(self) -> dict[str, Any]:
+        """{"ok": bool, ...}: whether a request would be answered, and what to show people."""

@@ -1,0 +1,199 @@
+"""Built-in rewards. Each is what a user's own would be: lists in, one number (or None) per completion out.
+
+    exact_match                  1 when the text is the answer, surrounding space aside
+    last_number                  1 when the last number of the text is the last number of the answer
+    tagged_format[:A,B]          1 when the text is exactly <A>...</A><B>...</B>; think,answer unless named
+    tagged_format_partial[:A,B]  a fifth for each of the four tags in its place, a fifth for nothing outside them
+    length                       number of tokens; give it a negative weight to ask for short completions
+    regex:PATTERN                1 when the pattern occurs in the text
+    repetition[:N]               minus the share of repeated runs of N tokens (3 unless given)
+    soft_overlong:MAX,MARGIN     0 up to MAX-MARGIN tokens, then down to -1 at MAX
+    math_verify                  1 when the text and the answer are the same mathematics (extra `rewards`)
+
+`answer` is a column of the data; a row whose answer is None gets None: the reward does not apply to it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+Scores = list[float | None]
+RewardFunction = Callable[..., Any]
+
+# A minus counts as a sign unless it follows a digit, a letter or a bracket: "10-3" ends in 3, "=-3" in -3.
+NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+)
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion, which is a string or a list of messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(message["content"] for message in completion)
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
+    return [
+        None if gold is None else float(text_of(completion).strip() == str(gold).strip())
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def last_number(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
+    """None where the answer holds no number."""
+    golds = [None if gold is None else find_last_number(str(gold)) for gold in answer]
+    return [
+        None if gold is None else float(find_last_number(text_of(completion)) == gold)
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
+
+
+def find_last_number(text: str) -> Decimal | None:
+    """
+    >>> find_last_number("that makes $1,234.50 in all.")
+    Decimal('1234.50')
+    """
+    found = NUMBER.findall(text.replace("\u2212", "-"))
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def length(completion_ids: Sequence[Sequence[int]]) -> Scores:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def tagged_format(argument: str | None) -> RewardFunction:
+    first, second = _tags("tagged_format", argument)
+    tags = (f"<{first}>", f"</{first}>", f"<{second}>", f"</{second}>")
+
+    def score(completions: Sequence[Any]) -> Scores:
+        return [float(_tag_parts(text_of(completion), tags) == 5) for completion in completions]
+
+    return score
+
+
+def tagged_format_partial(argument: str | None) -> RewardFunction:
+    first, second = _tags("tagged_format_partial", argument)
+    tags = (f"<{first}>", f"</{first}>", f"<{second}>", f"</{second}>")
+
+    def score(completions: Sequence[Any]) -> Scores:
+        return [_tag_parts(text_of(completion), tags) / 5 for completion in completions]
+
+    return score
+
+
+def _tags(name: str, argument: str | None) -> tuple[str, str]:
+    tags = (argument or "think,answer").split(",")
+    if len(tags) != 2 or tags[0] == tags[1] or not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
+        raise ValueError(f"reward_funcs={name}:{argument}: give two different tag names, as in {name}:think,answer")
+    return tags[0], tags[1]
+
+
+def _tag_parts(text: str, tags: tuple[str, ...]) -> int:
+    """How many of the five parts are right: each tag once and after the ones before it, and nothing outside."""
+    parts, at = 0, 0
+    for tag in tags:
+        found = text.find(tag, at)
+        if text.count(tag) == 1 and found >= 0:
+            parts += 1
+            at = found + len(tag)
+    if parts == 4:
+        before, _, rest = text.partition(tags[0])
+        between, after = rest.split(tags[1])[1].split(tags[2])[0], rest.split(tags[3])[1]
+        parts += not (before + between + after).strip()
+    return parts
+
+
+def regex(argument: str | None) -> RewardFunction:
+    if not argument:
+        raise ValueError("reward_funcs=regex: has no pattern; write regex:PATTERN, for example regex:^[0-9]+$")
+    try:
+        pattern = re.compile(argument, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"reward_funcs=regex:{argument}: is not a valid pattern ({error})") from None
+
+    def score(completions: Sequence[Any]) -> Scores:
+        return [float(pattern.search(text_of(completion)) is not None) for completion in completions]
+
+    return score
+
+
+def repetition(argument: str | None) -> RewardFunction:
+    (size,) = _whole_numbers("repetition", argument or "3", "N", 1)
+
+    def score(completion_ids: Sequence[Sequence[int]]) -> Scores:
+        scores: Scores = []
+        for ids in completion_ids:
+            runs = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
+            scores.append(len(set(runs)) / len(runs) - 1 if runs else 0.0)
+        return scores
+
+    return score
+
+
+def soft_overlong(argument: str | None) -> RewardFunction:
+    """DAPO's punishment: grows over the last MARGIN tokens before MAX, so that a cut-off is not the first sign."""
+    limit, margin = _whole_numbers("soft_overlong", argument or "", "MAX,MARGIN", 2)
+    if not 0 < margin <= limit:
+        raise ValueError(f"reward_funcs=soft_overlong:{argument}: MARGIN must be above 0 and at most MAX")
+
+    def score(completion_ids: Sequence[Sequence[int]]) -> Scores:
+        return [max(-1.0, min(0.0, (limit - margin - len(ids)) / margin)) for ids in completion_ids]
+
+    return score
+
+
+def _whole_numbers(name: str, argument: str, names: str, count: int) -> list[int]:
+    parts = argument.split(",")
+    if len(parts) != count or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"reward_funcs={name}:{argument}: write {name}:{names} with whole numbers above 0")
+    return [int(part) for part in parts]
+
+
+def math_verify(argument: str | None) -> RewardFunction:
+    if argument is not None:
+        raise ValueError(f"reward_funcs=math_verify:{argument}: math_verify takes no argument; remove it")
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ValueError(
+            "reward_funcs=math_verify: the package math-verify is not installed; pip install 'strop[rewards]'"
+        ) from None
+
+    def score(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
+        # Its time limits are signals, which only a main thread may set.
+        seconds = 5 if threading.current_thread() is threading.main_thread() else None
+        scores: Scores = []
+        for completion, gold in zip(completions, answer, strict=True):
+            want = parse(_delimited(str(gold)), parsing_timeout=seconds) if gold is not None else []
+            if not want:
+                scores.append(None)  # no mathematics in the answer: nothing to compare with
+                continue
+            got = parse(_delimited(text_of(completion)), parsing_timeout=seconds)
+            scores.append(float(verify(want, got, timeout_seconds=seconds)))
+        return scores
+
+    return score
+
+
+def _delimited(text: str) -> str:
+    """Put a bare formula between dollars: without them math-verify reads 3\\pi as 3."""
+    prose = re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", text))
+    if prose or "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text or not text.strip():
+        return text
+    return f"${text.strip()}$"
+
+
+FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "last_number": last_number, "length": length}
+FACTORIES: dict[str, Callable[[str | None], RewardFunction]] = {  # called with what follows the colon
+    "tagged_format": tagged_format,
+    "tagged_format_partial": tagged_format_partial,
+    "regex": regex,
+    "repetition": repetition,
+    "soft_overlong": soft_overlong,
+    "math_verify": math_verify,
+}

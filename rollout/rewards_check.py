@@ -1,0 +1,202 @@
+"""python -m rollout.rewards --check: score some rows, show what each reward function says, train nothing."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.chat import set_chat_template, stop_ids
+from data.formats import PROMPT_FORMATS, formatted_rows
+from data.prompts import load_prompts
+from data.types import Prompt
+from rollout.reward_functions import text_of
+from rollout.rewards import RewardTable, load_rewards
+from rollout.types import Completion, Request, Sampling
+
+TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
+SHOWN = 60  # characters of a prompt or completion in the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """Score rows with reward functions, without training.
+
+    Rows that hold a `completion` are scored as they are. With --model completions are sampled first.
+    """
+
+    check: tuple[str, ...]
+    """Reward functions: built-ins, module.function, or path/to/file.py:function."""
+    data: tuple[str, ...]
+    """Rows to score, in the form of the trainer's --data."""
+    data_format: str = "auto"
+    """How rows are read: auto, a format name, or my_module.my_transform."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per function; empty means 1 each."""
+    num_rows: int = 8
+    """Rows scored, from the first on."""
+    model: str | None = None
+    """Sample completions with this model: hub id, local folder, run folder, or builtin:tiny."""
+    num_generations: int = 1
+    """Completions sampled per row."""
+    max_completion_length: int = 256
+    """Tokens a sampled completion may have."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    seed: int = 0
+    """Seeds the sampling."""
+    chat_template: str = "tokenizer_default"
+    """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
+    system_prompt: str | None = None
+    """System message put before every conversation that has none."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 after one sentence about what is wrong."""
+    import tyro
+
+    try:
+        cfg = tyro.cli(CheckConfig, prog="python -m rollout.rewards", args=argv)
+        _check_config(cfg)
+        rewards = load_rewards(cfg.check, cfg.reward_weights)
+        prompts, completions = _read_completions(cfg) if cfg.model is None else _sample_completions(cfg)
+        show(prompts, completions, rewards.score(prompts, completions))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check_config(cfg: CheckConfig) -> None:
+    """Not in __post_init__: tyro would draw a box around the sentence."""
+    for name in ("num_rows", "num_generations", "max_completion_length"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)}: must be 1 or more")
+
+
+def _read_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]:
+    prompts, completions = [], []
+    rows = formatted_rows(cfg.data, PROMPT_FORMATS, data_format=cfg.data_format, tokenizer=None, cfg=None)
+    for _, row in rows:
+        if len(prompts) == cfg.num_rows:
+            break
+        completion = row.columns.get("completion")
+        if completion is None:
+            raise ValueError(
+                f"{row.source}: has no 'completion' (its columns: {', '.join(row.columns)}); add that column, or give "
+                "--model to sample completions first"
+            )
+        columns = {name: value for name, value in row.columns.items() if name not in ("prompt", "completion")}
+        prompts.append(Prompt(source=row.source, prompt=row.columns["prompt"], ids=[], columns=columns))
+        completions.append(
+            Completion(
+                prompt_ids=[], ids=[], logps=[], finish_reason="stop", text=_text(row.source, completion), versions=[]
+            )
+        )
+    return prompts, completions
+
+
+def _text(source: str, completion: Any) -> str:
+    messages = isinstance(completion, list) and all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) for message in completion
+    )
+    if not isinstance(completion, str) and not messages:
+        raise ValueError(f"{source}: 'completion' is neither text nor a list of messages with text; fix the row")
+    return text_of(completion)
+
+
+def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]:
+    from rollout.local import LocalEngine
+
+    model, tokenizer = _load_model(cfg.model)
+    set_chat_template(tokenizer, cfg.chat_template)
+    rows = load_prompts(
+        cfg.data,
+        tokenizer,
+        data_format=cfg.data_format,
+        system_prompt=cfg.system_prompt,
+        context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        max_completion_length=cfg.max_completion_length,
+    )
+    prompts = [prompt for prompt in rows[: cfg.num_rows] for _ in range(cfg.num_generations)]
+    requests = [Request(prompt_ids=prompt.ids, seed=cfg.seed + i) for i, prompt in enumerate(prompts)]
+    sampling = Sampling(
+        temperature=cfg.temperature,
+        max_tokens=cfg.max_completion_length,
+        stop_ids=stop_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
+    )
+    return prompts, LocalEngine(model, tokenizer).generate(requests, sampling)
+
+
+def _load_model(name: str) -> tuple[Any, Any]:
+    """A model and its tokenizer from a hub id, a folder, a finished run (its final/) or an adapter folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = TINY_MODEL if name == "builtin:tiny" else Path(name)
+    if (place / "final").is_dir():
+        place = place / "final"
+    source = str(place) if place.is_dir() else name
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        if (place / "adapter_config.json").is_file():
+            from peft import AutoPeftModelForCausalLM
+
+            model = AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError) as error:  # what transformers raises for a missing or unreadable model
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"model={name}: cannot be loaded ({reason}); check the path or hub id") from None
+    return model.to(device), tokenizer
+
+
+def show(prompts: Sequence[Prompt], completions: Sequence[Completion], table: RewardTable) -> None:
+    """A line per completion, then mean, std and how often each function did not apply."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a pipe or a file: there is no screen to fit
+    several = len(table.names) > 1
+    rows = Table(show_lines=False)
+    for name in ("row", "prompt", "completion"):
+        rows.add_column(name, overflow="fold")
+    for name in (*table.names, *(["total"] if several else [])):
+        rows.add_column(name, justify="right")
+    for prompt, completion, values, total in zip(prompts, completions, table.values, table.totals, strict=True):
+        cells = [prompt.source, _short(_last_text(prompt)), _short(completion.text)]
+        cells += [_number(value) for value in (*values, *([total] if several else []))]
+        rows.add_row(*(Text(cell) for cell in cells))
+    console.print(rows)
+
+    columns = [list(column) for column in zip(*table.values, strict=True)]
+    if several:
+        columns.append(table.totals)
+    for name, column in zip((*table.names, "total"), columns, strict=False):
+        scored = [value for value in column if value is not None]
+        mean = _number(statistics.fmean(scored)) if scored else "-"
+        std = _number(statistics.stdev(scored)) if len(scored) > 1 else "-"
+        console.print(Text(f"{name}: mean {mean}, std {std}, None {len(column) - len(scored)} of {len(column)}"))
+        if len(scored) > 1 and len(set(scored)) == 1:
+            console.print(Text(f"{name}: every score is the same; a group like this teaches nothing"))
+
+
+def _last_text(prompt: Prompt) -> str:
+    return prompt.prompt if isinstance(prompt.prompt, str) else str(prompt.prompt[-1].get("content", ""))
+
+
+def _short(text: str) -> str:
+    line = text.replace("\n", "\\n")
+    return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
+
+
+def _number(value: float | None) -> str:
+    return "None" if value is None else f"{value:.4g}"

@@ -1,0 +1,41 @@
+"""What an engine takes and gives: plain Python lists, no tensors.
+
+    sampling = Sampling(temperature=1.0, max_tokens=8, stop_ids=(2,))
+    request  = Request(prompt_ids=[5, 6, 7], seed=11)
+    -> Completion(prompt_ids=[5, 6, 7], ids=[9, 8, 2], logps=[-0.1, -1.2, -0.3], finish_reason="stop", text="98")
+
+`ids` ends with the stop token when finish_reason is "stop" by an id, so that a trainer teaches when to stop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to sample; the same for every request of one call."""
+
+    temperature: float = 1.0  # 0 = greedy (evaluation only)
+    max_tokens: int = 256
+    stop_ids: tuple[int, ...] = ()  # end-of-turn and end-of-text ids; the completion keeps the one that ended it
+    stop: tuple[str, ...] = ()  # strings that end a completion; it ends with the token that completed the string
+    top_p: float = 1.0  # evaluation only: a training sample's log-probs must be those of the full distribution
+    top_k: int = 0  # 0 = all; evaluation only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    prompt_ids: list[int]
+    seed: int  # the same seed, prompt and weights give the same completion, whatever else is in the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    prompt_ids: list[int]
+    ids: list[int]
+    logps: list[float]  # log-prob of each id under the distribution it was sampled from (temperature included)
+    finish_reason: Literal["stop", "length"]
+    text: str  # decoded ids without special tokens and without the stop string
+    versions: list[tuple[int, int]]  # (weight version, number of tokens it made), in order

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import sys
+import threading
+from decimal import Decimal
+
+import pytest
+
+from data.types import Prompt
+from rollout.reward_functions import find_last_number
+from rollout.rewards import load_rewards
+from rollout.types import Completion
+
+
+def score(name: str, text: str, answer: object = None, *, chat: bool = False, num_ids: int = 1) -> float | None:
+    prompt = Prompt(
+        source="x:1",
+        prompt=[{"role": "user", "content": "?"}] if chat else "?",
+        ids=[1],
+        columns={"answer": answer},
+    )
+    ids = list(range(num_ids))
+    completion = Completion(
+        prompt_ids=[1], ids=ids, logps=[0.0] * num_ids, finish_reason="stop", text=text, versions=[]
+    )
+    return load_rewards([name]).score([prompt], [completion]).totals[0]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [("95", "95", 1.0), (" 95\n", "95", 1.0), ("95", 95, 1.0), ("95.", "95", 0.0), ("", "95", 0.0), ("95", None, None)],
+)
+def test_exact_match(text, answer, expected, chat):
+    assert score("exact_match", text, answer, chat=chat) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("37+58=95", "95", 1.0),
+        ("It is 1,234.50 dollars.", "1234.5", 1.0),
+        ("first 95 then 96", "95", 0.0),
+        ("no number", "95", 0.0),
+        ("so 72.", "She sold 48/2 = 24 ... #### 72", 1.0),
+        ("72", "no number", None),
+        ("72", None, None),
+        ("3-24=-21", "-21", 1.0),
+        ("=\u221221", -21, 1.0),
+        ("10-3", "3", 1.0),
+        ("0.50", ".5", 1.0),
+        ("12345678901234567890123", "12345678901234567890124", 0.0),
+    ],
+)
+def test_last_number(text, answer, expected):
+    assert score("last_number", text, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1,2,3", "3"), ("12,34", "34"), ("1,234,567", "1234567"), ("5.", "5"), ("(-7)", "-7"), ("a-7", "7"), ("5%", "5")],
+)
+def test_find_last_number(text, number):
+    assert find_last_number(text) == Decimal(number)
+
+
+FULL = "<think>hm</think>\n<answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "partial"),
+    [
+        (FULL, 1.0, 1.0),
+        (f"\n {FULL} ", 1.0, 1.0),
+        (f"Sure! {FULL}", 0.0, 0.8),
+        (f"{FULL} bye", 0.0, 0.8),
+        ("<think>hm</think> so <answer>4</answer>", 0.0, 0.8),
+        ("<think>hm</think><answer>4", 0.0, 0.6),
+        ("<think>hm</think>4", 0.0, 0.4),
+        ("<think>hm<think></think><answer>4</answer>", 0.0, 0.6),
+        ("<answer>4</answer><think>hm</think>", 0.0, 0.4),
+        ("4", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_tagged_format(text, strict, partial):
+    assert score("tagged_format", text) == strict
+    assert score("tagged_format_partial", text) == pytest.approx(partial)
+    assert score("tagged_format", text.replace("think", "reasoning")) == 0.0
+    assert score("tagged_format:reasoning,answer", text.replace("think", "reasoning"), chat=True) == strict
+
+
+def test_length_counts_tokens():
+    assert score("length", "any", num_ids=5) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "expected"),
+    [("^[0-9]+$", "42", 1.0), ("^[0-9]+$", "42a", 0.0), ("a:b", "xa:by", 1.0), ("a.b", "a\nb", 1.0)],
+)
+def test_regex(pattern, text, expected):
+    assert score(f"regex:{pattern}", text) == expected
+
+
+def test_repetition_and_soft_overlong_by_hand():
+    def of(name, ids):
+        prompt = Prompt(source="x:1", prompt="?", ids=[1])
+        made = Completion(prompt_ids=[1], ids=ids, logps=[], finish_reason="stop", text="", versions=[])
+        return load_rewards([name]).score([prompt], [made]).totals[0]
+
+    assert of("repetition:2", [5, 5, 5, 5, 5]) == -0.75
+    assert of("repetition", [5, 5]) == 0.0
+    assert of("repetition", [1, 2, 3, 4]) == 0.0
+    assert of("repetition", [1, 2, 3, 1, 2, 3]) == pytest.approx(-0.25)
+    for num_ids, expected in [(80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (150, -1.0)]:
+        assert of("soft_overlong:100,20", [1] * num_ids) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("regex", "has no pattern; write regex:PATTERN"),
+        ("regex:(", "is not a valid pattern"),
+        ("tagged_format:think", "give two different tag names"),
+        ("tagged_format_partial:a,a", "give two different tag names"),
+        ("repetition:x", "write repetition:N with whole numbers above 0"),
+        ("soft_overlong", "write soft_overlong:MAX,MARGIN"),
+        ("soft_overlong:10,20", "MARGIN must be above 0 and at most MAX"),
+        ("math_verify:x", "takes no argument"),
+    ],
+)
+def test_bad_arguments_are_refused(name, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        load_rewards([name])
+
+
+MATHS = [
+    ("The answer is $\\frac{1}{2}$.", "0.5", 1.0),
+    ("so \\boxed{\\frac{2}{4}}", "1/2", 1.0),
+    ("3\\pi", "3\\pi", 1.0),
+    ("3\\pi", "3", 0.0),
+    ("x^2+2x+1", "(x+1)^2", 1.0),
+    ("It makes 72.", "72 apples", 1.0),
+    ("It makes 73.", "72", 0.0),
+    ("no idea", "72", 0.0),
+    ("72", "hello", None),
+    ("72", None, None),
+    ("", "72", 0.0),
+]
+
+
+@pytest.mark.parametrize(("text", "answer", "expected"), MATHS)
+def test_math_verify(text, answer, expected):
+    pytest.importorskip("math_verify")
+    assert score("math_verify", text, answer) == expected
+
+
+def test_math_verify_outside_the_main_thread():
+    pytest.importorskip("math_verify")
+    got: list[float | None] = []
+    thread = threading.Thread(target=lambda: got.extend(score("math_verify", text, gold) for text, gold, _ in MATHS))
+    thread.start()
+    thread.join()
+    assert got == [expected for _, _, expected in MATHS]
+
+
+def test_math_verify_without_the_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # what an absent package looks like to import
+    with pytest.raises(ValueError, match="math-verify is not installed; pip install 'strop\\[rewards\\]'"):
+        load_rewards(["math_verify"])

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.types import Prompt
+from rollout.rewards import load_rewards
+from rollout.types import Completion
+
+
+def write(path: Path, source: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(source))
+
+
+def rows(texts: list[str], *, chat: bool = False, **columns: list) -> tuple[list[Prompt], list[Completion]]:
+    """One Prompt and one Completion per text; row i comes from rows.jsonl:(i + 1)."""
+    prompts = [
+        Prompt(
+            source=f"rows.jsonl:{i + 1}",
+            prompt=[{"role": "user", "content": f"q{i}"}] if chat else f"q{i}",
+            ids=[1],
+            columns={name: values[i] for name, values in columns.items()},
+        )
+        for i in range(len(texts))
+    ]
+    completions = [
+        Completion(prompt_ids=[1], ids=[7] * (len(text) + 1), logps=[], finish_reason="stop", text=text, versions=[])
+        for text in texts
+    ]
+    return prompts, completions
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """write_rewards(source): a file my_rewards.py in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda source, name="my_rewards.py": write(tmp_path / name, source)
+
+
+def test_weighted_totals_and_none(beside):
+    beside("""
+        def by_length(completions):
+            return [len(c) for c in completions]
+        def sometimes(completions, **columns):
+            return [None if c == "bb" else 1 for c in completions]
+        def never(completions):
+            return [None] * len(completions)
+    """)
+    rewards = load_rewards(["my_rewards.by_length", "my_rewards.sometimes"], [1.0, 0.5])
+    table = rewards.score(*rows(["a", "bb", "ccc"]))
+    assert table.names == ["by_length", "sometimes"] and table.weights == [1.0, 0.5]
+    assert table.values == [[1.0, 1.0], [2.0, None], [3.0, 1.0]]
+    assert table.totals == [1.5, 2.0, 3.5]
+    assert load_rewards(["my_rewards.never"], None).score(*rows(["a", "b"])).totals == [None, None]
+    assert load_rewards(["my_rewards.never"], ()).weights == [1.0]
+    assert rewards.score([], []).totals == []
+
+
+def test_only_what_the_signature_takes_is_passed(beside):
+    beside("""
+        seen = {}
+        def few(completions, answer):
+            seen["few"] = (completions, answer)
+            return [0.0] * len(completions)
+        def all_of_it(completions, prompts=None, answer=None, **columns):
+            seen["all"] = (completions, prompts, answer, columns)
+            return [0.0] * len(completions)
+        def optional(prompts, nothing=5):
+            seen["optional"] = (prompts, nothing)
+            return [0.0] * len(prompts)
+    """)
+    rewards = load_rewards(["my_rewards.few", "my_rewards.all_of_it", "my_rewards.optional"])
+    prompts, completions = rows(["x", "yz"], answer=["1", "2"], level=[3, 4], prompt=["hidden", "hidden"])
+    rewards.score(prompts, completions)
+    seen = rewards.functions[0].call.__globals__["seen"]
+    assert seen["few"] == (["x", "yz"], ["1", "2"])
+    assert seen["all"] == (
+        ["x", "yz"], ["q0", "q1"], ["1", "2"], {"level": [3, 4], "completion_ids": [[7, 7], [7, 7, 7]]},
+    )  # fmt: skip
+    assert seen["optional"] == (["q0", "q1"], 5)
+
+
+def test_chat_prompts_give_chat_completions(beside):
+    beside("""
+        seen = []
+        def look(completions, prompts):
+            seen.append((completions, prompts))
+            completions.clear()
+            return [1.0, 2.0]
+    """)
+    rewards = load_rewards(["my_rewards.look", "my_rewards.look"])
+    prompts, completions = rows(["x", "y"], chat=True)
+    table = rewards.score(prompts, completions)
+    assert table.names == ["look", "look_2"]
+    assert table.values == [[1.0, 1.0], [2.0, 2.0]], "one function's damage to its lists does not reach the next"
+    assert rewards.functions[0].call.__globals__["seen"][1][1] == [p.prompt for p in prompts]
+    beside("def one(completions): return [c == [{'role': 'assistant', 'content': 'x'}] for c in completions]", "one.py")
+    assert load_rewards(["one.one"]).score(prompts, completions).values == [[1.0], [0.0]]
+
+
+def test_a_column_that_only_some_rows_have_is_none_elsewhere(beside):
+    beside("def hint(completions, hint):\n    return [None if h is None else 1.0 for h in hint]")
+    prompts, completions = rows(["x", "y"], answer=["1", "2"])
+    prompts[1].columns["hint"] = "look left"
+    assert load_rewards(["my_rewards.hint"]).score(prompts, completions).totals == [None, 1.0]
+
+
+def test_async_functions_run_together_and_beside_the_others(beside):
+    beside("""
+        import asyncio, time
+        async def slow(completions):
+            await asyncio.sleep(0.4)
+            return [1.0] * len(completions)
+        class Judge:
+            def __init__(self):
+                self.loops = set()
+            async def __call__(self, completions, **columns):
+                self.loops.add(id(asyncio.get_running_loop()))
+                await asyncio.sleep(0.4)
+                return [2.0] * len(completions)
+        def wrapped(completions):
+            return slow(completions)
+        def blocking(completions):
+            time.sleep(0.3)
+            return [3.0] * len(completions)
+    """)
+    rewards = load_rewards(["my_rewards.slow", "my_rewards.Judge", "my_rewards.blocking", "my_rewards.slow"])
+    start = time.perf_counter()
+    table = rewards.score(*rows(["a"]))
+    assert 0.4 <= time.perf_counter() - start < 1.1, "1.5 s one after the other"
+    assert table.values == [[1.0, 2.0, 3.0, 1.0]]
+    rewards.score(*rows(["a"]))
+    assert len(rewards.functions[1].call.loops) == 1, "one loop for the whole run, so that clients can keep connections"
+    assert load_rewards(["my_rewards.wrapped"]).score(*rows(["a"])).values == [[1.0]]
+
+
+def test_async_functions_work_where_a_loop_is_already_running(beside):
+    import asyncio
+
+    beside("async def fine(completions):\n    return [1.0] * len(completions)")
+
+    async def notebook():
+        return load_rewards(["my_rewards.fine"]).score(*rows(["a"]))
+
+    assert asyncio.run(notebook()).totals == [1.0]
+
+
+def test_a_callable_object_keeps_its_state(beside):
+    beside("""
+        class Curriculum:
+            def __init__(self):
+                self.calls = 0
+            def __call__(self, completions):
+                self.calls += 1
+                return [self.calls] * len(completions)
+            def state_dict(self):
+                return {"calls": self.calls}
+            def load_state_dict(self, state):
+                self.calls = state["calls"]
+        shared = Curriculum()
+    """)
+    first = load_rewards(["my_rewards.Curriculum", "exact_match", "my_rewards.shared"])
+    for _ in range(3):
+        first.score(*rows(["a"], answer=["a"]))
+    state = first.state_dict()
+    assert state == {"Curriculum": {"calls": 3}, "shared": {"calls": 3}}
+    second = load_rewards(["my_rewards.Curriculum", "exact_match", "my_rewards.shared"])
+    second.load_state_dict(state)
+    assert second.score(*rows(["a"], answer=["b"])).values == [[4.0, 0.0, 4.0]]
+    with pytest.raises(ValueError, match="the checkpoint holds the state of .*Curriculum.*resume with the same"):
+        load_rewards(["exact_match"]).load_state_dict(state)
+
+
+def test_numpy_and_torch_scores_are_taken(beside):
+    beside("""
+        import numpy as np, torch
+        def array(completions): return np.arange(len(completions), dtype=np.float32)
+        def tensor(completions): return torch.arange(len(completions))
+        def scalars(completions): return (np.float64(0.5), torch.tensor(1.5), np.bool_(True), True)
+    """)
+    table = load_rewards([f"my_rewards.{n}" for n in ("array", "tensor", "scalars")]).score(*rows(list("abcd")))
+    assert table.values == [[0.0, 0.0, 0.5], [1.0, 1.0, 1.5], [2.0, 2.0, 1.0], [3.0, 3.0, 1.0]]
+    assert all(type(value) is float for row in table.values for value in row)
+    assert np.isfinite(table.totals).all() and torch.tensor(table.totals).sum() == 16.0
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("return [1.0]", "returned 1 scores for 3 completions \\(rows rows.jsonl:1 to rows.jsonl:3\\)"),
+        ("return None", "returned NoneType, not a list; return one number per completion \\(3 here\\)"),
+        ("return 1.0", "returned float, not a list"),
+        ("return [0.0, 'high', 0.0]", "returned 'high' for rows.jsonl:2, not a number"),
+        ("return [0.0, [1.0], 0.0]", "returned \\[1.0\\] for rows.jsonl:2, not a number"),
+        ("return [0.0, 0.0, float('nan')]", "returned nan for rows.jsonl:3; return a finite number"),
+        ("return [float('-inf'), 0.0, 0.0]", "returned -inf for rows.jsonl:1"),
+        ("return [1 / int(c) for c in completions]",
+         "raised ZeroDivisionError: .* on rows.jsonl:2 \\(my_rewards.py, line 2"),
+        ("raise RuntimeError('two\\nlines')", "raised RuntimeError: two lines on rows.jsonl:1"),
+        ("assert len(completions) < 3, 'many'; return [0.0]*3", "raised AssertionError: many \\(my_rewards.py, line 2"),
+        ("import json; json.loads('{')", "raised JSONDecodeError: .*\\(my_rewards.py, line 2\\)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_bad_scores_name_the_function_and_the_row(beside, kind, body, sentence):
+    beside(f"{kind} bad(completions):\n    {body}\n")
+    rewards = load_rewards(["exact_match", "my_rewards.bad"])
+    with pytest.raises(ValueError, match=f"^reward_funcs=my_rewards.bad: {sentence}") as caught:
+        rewards.score(*rows(["1", "0", "2"], answer=["1", "2", "3"]))
+    assert "\n" not in str(caught.value)
+    assert caught.value.__context__ is None or caught.value.__suppress_context__, "no traceback of the cause is shown"
+
+
+def test_a_missing_column_is_named(beside):
+    beside("async def wants(completions, solution):\n    return []")
+    for name in ("my_rewards.wants", "exact_match"):
+        with pytest.raises(ValueError, match=f"{name}: asks for '(solution|answer)', which rows.jsonl:1 does not have"):
+            load_rewards([name]).score(*rows(["a"], level=[1]))
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "sentence"),
+    [
+        ([], None, "no reward function"),
+        (["exact_match"], [1.0, 2.0], "2 weights for 1 reward functions; give one each"),
+        (["exact_match"], [float("nan")], "every weight must be a finite number"),
+        (["exact_mach"], None, "no such built-in reward; did you mean 'exact_match'"),
+        (["regexp:a+"], None, "no such built-in reward; did you mean 'regex'"),
+        (["nowhere.fn"], None, "there is no module 'nowhere'"),
+        (["nowhere.deep.fn"], None, "there is no module 'nowhere.deep'"),
+        (["my_rewards.fm"], None, "has no 'fm'; did you mean 'fn'"),
+        (["my_rewards.LIMIT"], None, "is a int, not a function"),
+        (["my_rewards.Needy"], None, "the class cannot be made without arguments \\(TypeError: .*'url'"),
+        (["my_rewards.Half"], None, "has only one of state_dict and load_state_dict"),
+        (["broken.fn"], None, "cannot be imported \\(SyntaxError: .*broken.py, line 1"),
+        (["needs.fn"], None,
+         "cannot be imported \\(ModuleNotFoundError: No module named 'absent_package' \\(needs.py, line 2"),
+        (["raises.fn"], None, "cannot be imported \\(RuntimeError: no key \\(raises.py, line 1"),
+        (["other/file.py:fn"], None, "the file .*other/file.py does not exist"),
+        (["./broken.py:fn"], None, "cannot be imported \\(SyntaxError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_loaded_is_refused(beside, names, weights, sentence):
+    beside("""
+        LIMIT = 3
+        def fn(completions): return []
+        class Needy:
+            def __init__(self, url): pass
+        class Half:
+            def __call__(self): return []
+            def state_dict(self): return {}
+    """)
+    beside("def fn(:\n", "broken.py")
+    beside("import os\nimport absent_package\n", "needs.py")
+    beside("raise RuntimeError('no key')\n", "raises.py")
+    with pytest.raises(ValueError, match=sentence) as caught:
+        load_rewards(names, weights)
+    assert "\n" not in str(caught.value)
+
+
+def test_state_that_is_not_json_is_refused(beside):
+    beside("""
+        class Odd:
+            def __call__(self, completions): return [0.0]
+            def state_dict(self): return {"seen": {1, 2}}
+            def load_state_dict(self, state): pass
+    """)
+    with pytest.raises(ValueError, match="my_rewards.Odd: its state_dict\\(\\) cannot be saved as JSON"):
+        load_rewards(["my_rewards.Odd"]).state_dict()
+
+
+def test_files_beside_the_user_win(tmp_path, monkeypatch):
+    """The working folder comes first, whatever else has the name: a package of ours, a library, an earlier folder."""
+    for number, folder in enumerate(("one", "two"), 1):
+        for name in ("my_rewards.py", "data.py", "random.py"):
+            write(tmp_path / folder / name, f"def fn(completions):\n    return [{number}] * len(completions)\n")
+        monkeypatch.chdir(tmp_path / folder)
+        by_path = f"{Path('data.py').resolve()}:fn"
+        for name in ("my_rewards.fn", "data.fn", "random.fn", "./my_rewards.py:fn", by_path):
+            table = load_rewards([name]).score(*rows(["a"]))
+            assert table.names == ["fn"] and table.totals == [number], name
+    import random
+
+    import data.types
+
+    assert data.types.Prompt is Prompt and random.random() < 1, "the modules in use stay what they were"
+
+
+def test_a_package_beside_the_user_may_import_its_own_parts(tmp_path, monkeypatch):
+    write(tmp_path / "scoring_pkg" / "__init__.py", "")
+    write(tmp_path / "scoring_pkg" / "parts.py", "VALUE = 4.0\n")
+    write(tmp_path / "neighbour_mod.py", "VALUE = 1.0\n")
+    write(
+        tmp_path / "scoring_pkg" / "main.py",
+        """
+        from .parts import VALUE
+        def fn(completions):
+            import neighbour_mod
+            return [VALUE + neighbour_mod.VALUE] * len(completions)
+        def other(completions):
+            return [VALUE] * len(completions)
+        """,
+    )
+    monkeypatch.chdir(tmp_path)
+    rewards = load_rewards(["scoring_pkg.main.fn", "scoring_pkg.main.other"])
+    assert rewards.score(*rows(["a"])).values == [[5.0, 4.0]]
+
+
+def test_importing_rewards_is_light():
+    code = "import sys, rollout.rewards; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainer import checkpoint
+from trainer.checkpoint import (
+    find_problem,
+    latest_valid,
+    list_checkpoints,
+    load_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+    set_aside_after,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tiny_llama(tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32, tie_word_embeddings=tied, attention_dropout=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).train()
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.3, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def optimizer_of(model: nn.Module, lr: float = 1e-2) -> tuple[AdamW, LambdaLR]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1}]
+    groups += [{"params": rest, "weight_decay": 0.0}] if (rest := [p for p in trained if p.ndim < 2]) else []
+    optimizer = AdamW(groups, lr=lr)
+    return optimizer, LambdaLR(optimizer, lambda step: (step + 1) / (step + 3))
+
+
+def train(model: nn.Module, optimizer: AdamW, schedule: LambdaLR, steps: int) -> list[float]:
+    """Steps that draw from all three generators, dropout included."""
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(0, 40, (2, 8)) + random.randrange(1) + int(np.random.randint(1))
+        loss = model(input_ids=ids, labels=ids).loss * (1 + 0.1 * random.random() + 0.1 * np.random.normal())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def save(folder: Path, step: int, model: nn.Module | None = None, keep: int = 9, state: dict | None = None) -> Path:
+    model = model or nn.Linear(2, 3)
+    optimizer, schedule = optimizer_of(model)
+    return save_checkpoint(folder, step, model, optimizer, schedule, state or {}, keep=keep)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 products says so once
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: tiny_llama(tied=True),
+        lambda: tiny_llama(tied=False),
+        lambda: tiny_llama(dtype=torch.float64),
+        lambda: tiny_llama(dtype=torch.bfloat16),
+        lambda: with_lora(tiny_llama()),
+    ],
+    ids=["tied", "untied", "float64", "bfloat16", "lora"],
+)
+def test_resumed_training_is_bit_for_bit_the_unbroken_one(tmp_path, build):
+    model = build()
+    optimizer, schedule = optimizer_of(model)
+    seed_all(3)
+    train(model, optimizer, schedule, 3)
+    state = {"loader": {"position": [1, 2.5, None]}, "counters": {"tokens": 10**15 + 1, "inf": float("inf")}}
+    folder = save_checkpoint(tmp_path, 3, model, optimizer, schedule, state, keep=2)
+    unbroken = train(model, optimizer, schedule, 3)
+
+    other = build()
+    other_optimizer, other_schedule = optimizer_of(other)
+    seed_all(99)
+    train(other, other_optimizer, other_schedule, 1)  # whatever it held before must not matter
+    loaded = load_checkpoint(folder, other, other_optimizer, other_schedule)
+    assert loaded == {"step": 3, "run": state}
+    assert train(other, other_optimizer, other_schedule, 3) == unbroken
+    for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    for group, other_group in zip(optimizer.param_groups, other_optimizer.param_groups, strict=True):
+        assert group["lr"] == other_group["lr"]
+        for a, b in zip(group["params"], other_group["params"], strict=True):
+            ours, theirs = optimizer.state[a], other_optimizer.state[b]
+            assert ours.keys() == theirs.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(ours[k], theirs[k]) and ours[k].dtype == theirs[k].dtype for k in ours)
+    assert schedule.get_last_lr() == other_schedule.get_last_lr()
+    assert schedule.last_epoch == other_schedule.last_epoch == 6
+
+
+def test_restored_embedding_is_still_tied(tmp_path):
+    folder = save(tmp_path, 1, tiny_llama(seed=4))
+    model = tiny_llama(seed=5)
+    load_checkpoint(folder, model, *optimizer_of(model))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, tiny_llama(seed=4).lm_head.weight)
+
+
+def test_lora_checkpoint_holds_only_the_adapter(tmp_path):
+    from safetensors import safe_open
+
+    folder = save(tmp_path, 1, with_lora(tiny_llama()))
+    with safe_open(folder / "weights.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert len(names) == 2 * 7 * 2 and all("lora_" in name for name in names)
+
+
+def test_learning_rate_changed_at_resume_takes_effect(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer, schedule = optimizer_of(model, lr=1e-2)
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()
+    folder = save_checkpoint(tmp_path, 4, model, optimizer, schedule, {}, keep=1)
+    optimizer, schedule = optimizer_of(model, lr=1e-3)
+    load_checkpoint(folder, model, optimizer, schedule)
+    assert optimizer.param_groups[0]["lr"] == 1e-3 * 5 / 7 == schedule.get_last_lr()[0]
+
+
+def test_parameter_without_gradient_has_no_moments(tmp_path):
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer, schedule = optimizer_of(model)
+    model["a"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    folder = save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=1)
+    load_checkpoint(folder, model, optimizer, schedule)
+    assert set(optimizer.state) == set(model["a"].parameters())
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (1, 2, 30, 4000):
+        save(tmp_path, step, keep=2)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [30, 4000]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00004000"]
+
+
+def test_later_leftovers_do_not_push_out_what_was_just_saved(tmp_path):
+    save(tmp_path, 40)
+    save(tmp_path, 30, keep=1)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [30, 40]
+
+
+def test_going_back_sets_later_checkpoints_aside(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    said = []
+    set_aside_after(tmp_path, 10, said.append)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [10]
+    assert (tmp_path / "step-00000020.old" / "manifest.json").exists() and len(said) == 2
+    save(tmp_path, 20)
+    set_aside_after(tmp_path, 10, said.append)  # an older set-aside of the same step is replaced
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [10]
+
+
+def damage_truncate(folder: Path) -> None:
+    path = folder / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def damage_flip(folder: Path) -> None:
+    data = bytearray((folder / "weights.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "weights.safetensors").write_bytes(data)
+
+
+DAMAGE = {
+    "truncated": damage_truncate,
+    "flipped": damage_flip,
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "empty manifest": lambda folder: (folder / "manifest.json").write_text(""),
+    "manifest not utf-8": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe{"),
+    "manifest a list": lambda folder: (folder / "manifest.json").write_text("[]"),
+    "manifest without files": lambda folder: (folder / "manifest.json").write_text('{"format": 1}'),
+    "manifest of another format": lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'),
+    "file missing": lambda folder: (folder / "rng.safetensors").unlink(),
+    "state edited": lambda folder: (folder / "state.json").write_text("{}"),
+    "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, damage):
+    good, bad = save(tmp_path, 20), save(tmp_path, 40)
+    damage(bad)
+    said = []
+    assert latest_valid(tmp_path, said.append) == good
+    assert len(said) == 1 and "step-00000040 is damaged" in said[0]
+    model = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match="damaged"):
+        load_checkpoint(bad, model, *optimizer_of(model))
+    damage(good)
+    with pytest.raises(ValueError, match=r"no undamaged checkpoint \(2 tried\)"):
+        latest_valid(tmp_path, said.append)
+
+
+def test_any_flipped_manifest_byte_is_noticed_or_harmless(tmp_path):
+    folder = save(tmp_path, 1)
+    whole = (folder / "manifest.json").read_bytes()
+    for position in range(len(whole)):
+        data = bytearray(whole)
+        data[position] ^= 1
+        (folder / "manifest.json").write_bytes(data)
+        if find_problem(folder) is None:
+            assert json.loads(bytes(data)) == json.loads(whole), position
+
+
+def test_half_written_folder_is_not_a_checkpoint(tmp_path):
+    good = save(tmp_path, 20)
+    (tmp_path / ".tmp-step-00000040-123").mkdir()
+    (tmp_path / ".tmp-step-00000040-123" / "weights.safetensors").write_bytes(b"half")
+    assert latest_valid(tmp_path, pytest.fail) == good
+    remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000020"]
+
+
+def test_no_checkpoint_at_all_is_none(tmp_path):
+    assert latest_valid(tmp_path / "nowhere", pytest.fail) is None
+    assert latest_valid(tmp_path, pytest.fail) is None
+
+
+def test_latest_valid_can_be_held_to_an_earlier_step(tmp_path):
+    folders = [save(tmp_path, step) for step in (10, 20, 30)]
+    assert latest_valid(tmp_path, pytest.fail, at_most=20) == folders[1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "words"),
+    [
+        (lambda: nn.Linear(2, 3), lambda: nn.Linear(2, 4), r"bias is \(3,\) float32 there and \(4,\) float32 here"),
+        (lambda: nn.Linear(2, 3), lambda: nn.Linear(2, 3, bias=False), "bias is not trained here; 1 differences"),
+        (lambda: nn.Linear(2, 3, bias=False), lambda: nn.Linear(2, 3), "it lacks bias"),
+        (lambda: nn.Linear(2, 3), lambda: nn.Linear(2, 3).bfloat16(), "bias is .* float32 there and .* bfloat16 here"),
+        (tiny_llama, lambda: with_lora(tiny_llama()), "it lacks base_model"),
+    ],
+    ids=["shape", "unexpected", "missing", "dtype", "lora"],
+)
+def test_other_model_is_refused_in_one_sentence_and_left_alone(tmp_path, saved, here, words):
+    folder = save(tmp_path, 1, saved())
+    model = here()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=words) as caught:
+        load_checkpoint(folder, model, *optimizer_of(model))
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"rewards": {"best": torch.ones(1)}}, "state_dict of rewards: holds a Tensor"),
+        ({"rewards": {"seen": {3: 1}}}, "state_dict of rewards: holds the key 3"),
+        ({"loader": [{"order": (1, 2)}]}, "state_dict of loader: holds a tuple"),
+        ({"counters": np.float64(1.0)}, "state_dict of counters: holds a float64"),
+    ],
+)
+def test_state_json_cannot_give_back_is_refused(tmp_path, state, words):
+    with pytest.raises(ValueError, match=words):
+        save(tmp_path, 1, state=state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_full_leaves_earlier_checkpoints_and_no_litter(tmp_path, monkeypatch):
+    good = save(tmp_path, 20)
+
+    def full(path, tensors):
+        path.write_bytes(b"half of it")
+        if path.name == "optimizer.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_save_tensors", full)
+    with pytest.raises(ValueError, match=r"step-00000040: could not be written \(No space left on device\)") as caught:
+        save(tmp_path, 40)
+    assert "\n" not in str(caught.value) and caught.value.__suppress_context__
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000020"]
+    assert find_problem(good) is None
+
+
+def test_real_write_limit_leaves_earlier_checkpoints_and_no_litter(tmp_path):
+    script = f"""
+import resource, torch
+from pathlib import Path
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from trainer.checkpoint import save_checkpoint
+model = nn.Linear(100, 100)
+optimizer = AdamW(model.parameters())
+schedule = LambdaLR(optimizer, lambda step: 1.0)
+save_checkpoint(Path({str(tmp_path)!r}), 20, model, optimizer, schedule, {{}}, keep=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    save_checkpoint(Path({str(tmp_path)!r}), 40, model, optimizer, schedule, {{}}, keep=1)
+except ValueError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("refused: checkpoint=") and "File too large" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000020"]
+    assert find_problem(tmp_path / "step-00000020") is None
+
+
+def test_kill_during_saves_always_leaves_a_loadable_checkpoint(tmp_path):
+    script = f"""
+from pathlib import Path
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from trainer.checkpoint import save_checkpoint
+model = nn.Linear(300, 300)
+optimizer = AdamW(model.parameters())
+schedule = LambdaLR(optimizer, lambda step: 1.0)
+for step in range(1, 100_000):
+    nn.init.constant_(model.bias, step)
+    save_checkpoint(Path({str(tmp_path)!r}), step, model, optimizer, schedule, {{"step": step}}, keep=2)
+    if step == 1:
+        print("going", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    process.stdout.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(random.Random(0).uniform(0.2, 0.6))
+    process.kill()
+    process.wait()
+    folder = latest_valid(tmp_path, pytest.fail)
+    model = nn.Linear(300, 300)
+    loaded = load_checkpoint(folder, model, *optimizer_of(model))
+    assert loaded["run"] == {"step": loaded["step"]} and loaded["step"] >= 1
+    assert torch.equal(model.bias, torch.full((300,), float(loaded["step"])))

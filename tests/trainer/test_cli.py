@@ -1,0 +1,472 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainer import cli, flags
+from trainer.config import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FORK = '''
+"""A method outside the repository."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A fork that prints what it was given."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=0.5))
+    gamma: float = 1.0
+    """Discount."""
+    stop: tuple[str, ...] = ("</s>",)
+    """Texts that end a completion."""
+    weights: tuple[float, ...] | None = None
+    """One weight per reward."""
+    shape: tuple[int, int] = (2, 3)
+    """Two sizes."""
+
+    def __post_init__(self) -> None:
+        if self.gamma > 9:
+            raise ValueError(f"gamma={self.gamma}: above 9; lower it")
+
+
+def train(cfg: Config) -> None:
+    if cfg.gamma == 4.0:
+        int("four")
+    if cfg.gamma == 5.0:
+        raise ValueError("gamma=5.0: refused by the loop; use another")
+    if cfg.gamma == 6.0:
+        raise KeyboardInterrupt
+    if cfg.gamma == 7.0:
+        import json
+
+        json.loads("{")
+    print("method", cfg.run.method, "model", cfg.model.model, "data", *cfg.data.data)
+'''
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """A working directory that holds the package my_pkg with the method my_pkg.algo."""
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "__init__.py").touch()
+    (tmp_path / "my_pkg" / "algo.py").write_text(FORK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("my_pkg", "my_pkg.algo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+BASE = ["--method", "my_pkg.algo", "--model", "m", "--data", "d"]
+
+
+def parse(*argv: str):
+    return cli.parse(list(argv))[1]
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ValueError) as error:
+        cli.parse(list(argv))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def run(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([sys.executable, "-m", "trainer", *argv], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_method_may_stand_anywhere(fork):
+    rest = ["--model", "m", "--data", "d", "--gamma", "2"]
+    expected = parse("--method", "my_pkg.algo", *rest)
+    assert expected.gamma == 2.0 and expected.run.method == "my_pkg.algo"
+    assert parse(*rest, "--method", "my_pkg.algo") == expected
+    assert parse(*rest[:2], "--method=my_pkg.algo", *rest[2:]) == expected
+
+
+def test_parse_returns_module_config_and_name(fork):
+    module, cfg, name = cli.parse(BASE)
+    assert (module.__name__, name, type(cfg)) == ("my_pkg.algo", "my_pkg.algo", module.Config)
+    assert cfg.optim.learning_rate == 0.5  # the method's own default of a shared block
+    assert cfg.lora == LoraConfig()
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--data", "b"], "data.data", ("d", "b")),
+        (["--data", "b", "c", "--data", "e"], "data.data", ("d", "b", "c", "e")),
+        (["--eval-data", "x", "--eval_data=y"], "data.eval_data", ("x", "y")),
+        (["--seed", "1", "--seed", "2"], "run.seed", 2),
+        (["--stop", "a", "b", "--stop", "c"], "stop", ("c",)),
+        (["--stop"], "stop", ()),
+        (["--stop=-x"], "stop", ("-x",)),
+        (["--no-packing"], "run.packing", False),
+        (["--packing", "false"], "run.packing", False),
+        (["--no-packing", "--packing"], "run.packing", True),
+        (["--max-steps", "7", "--max-steps", "None"], "run.max_steps", None),
+        (["--gamma", "-1.5"], "gamma", -1.5),
+        (["--gamma", "-1e-3"], "gamma", -1e-3),
+        (["--weights", "-1", ".5"], "weights", (-1.0, 0.5)),
+        (["--weights=-.5"], "weights", (-0.5,)),
+        (["--shape", "4", "5"], "shape", (4, 5)),
+        (["--system-prompt=--be brief"], "model.system_prompt", "--be brief"),
+        (["--system-prompt", "a = b"], "model.system_prompt", "a = b"),
+        (["--learning_rate", "1e-6"], "optim.learning_rate", 1e-6),
+        (["--lora.target-modules", "q_proj", "v_proj"], "lora.target_modules", ("q_proj", "v_proj")),
+    ],
+)
+def test_flag_reaches_its_field(fork, argv, field, value):
+    found = parse(*BASE, *argv)
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_flag_wins_over_yaml_wins_over_default(fork):
+    Path("c.yaml").write_text("method: my_pkg.algo\nmodel: m\ndata: [a, b]\nlearning_rate: 1e-6\nlora: {r: 4}\nseed: 3")
+    cfg = parse("--config", "c.yaml", "--seed", "9", "--data", "z")
+    assert cfg.optim.learning_rate == 1e-6  # PyYAML reads 1e-6 as a string
+    assert (cfg.lora.r, cfg.run.seed, cfg.data.data) == (4, 9, ("z",))
+    assert parse("--config=c.yaml").data.data == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("max_steps: null", "run.max_steps", None),
+        ("max-steps: 5", "run.max_steps", 5),
+        ("stop: ['-a', '--model', 'b c', '-3', '']", "stop", ("-a", "--model", "b c", "-3", "")),
+        ("stop: []", "stop", ()),
+        ("stop: one", "stop", ("one",)),
+        ("weights: [-1, 2.5e-3, .inf]", "weights", (-1.0, 0.0025, float("inf"))),
+        ("system_prompt: '-x\n\n  = y'", "model.system_prompt", "-x\n= y"),
+        ("packing: false", "run.packing", False),
+        ("lora: {target_modules: [q, v]}", "lora.target_modules", ("q", "v")),
+        ("lora.r: 3", "lora.r", 3),
+        ("data: {path: 'task:sort', split: sft, weight: 0.5}", "data.data", ("task:sort:split=sft,weight=0.5",)),
+        ("data: [a.jsonl, {path: b.csv, format: gsm8k, split: 'train[:5]'}, {path: c}]", "data.data",
+         ("a.jsonl", "b.csv:format=gsm8k,split=train[:5]", "c")),
+    ],
+)  # fmt: skip
+def test_yaml_reaches_its_field(fork, text, field, value):
+    tree = {"method": "my_pkg.algo", "model": "m", "data": ["d"]} | yaml.safe_load(text)
+    Path("c.yaml").write_text(yaml.safe_dump(tree))
+    found = parse("--config", "c.yaml")
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--learning-rat", "1"], "--learning-rat: unknown flag; did you mean --learning-rate?"),
+        (["--lr", "1"], "--lr: unknown flag; did you mean --learning-rate?"),
+        (["--lora-r", "1"], "--lora-r: unknown flag; did you mean --lora.r?"),
+        (["-gamma", "1"], "-gamma: unknown flag; did you mean --gamma?"),
+        (["--no-gamma"], "--no-gamma: unknown flag; did you mean --gamma?"),
+        (["--qqq"], "--qqq: unknown flag; --help lists them all"),
+        (["--gamma"], "--gamma: needs a value; one that starts with - is attached with ="),
+        (["--gamma", "1", "2"], "--gamma=1 2: takes one value, got 2; quote it if it holds spaces"),
+        (["--gamma", "x"], "--gamma=x: expected FLOAT"),
+        (["--max-steps", "1.5"], "--max-steps=1.5: expected {None}|INT"),
+        (["--dtype", "f16"], "--dtype=f16: must be one of auto, float32, bfloat16"),
+        (["--report-to", "none", "x"], "--report-to=x: must be one of tensorboard, wandb, none"),
+        (["--packing", "maybe"], "--packing=maybe: must be true or false"),
+        (["--no-packing", "x"], "--no-packing: takes no value; remove x"),
+        (["--lora.r", "-1"], "lora.r=-1: a rank cannot be negative; use 0 to train all weights"),
+        (["--gamma", "10"], "gamma=10.0: above 9; lower it"),
+        (["--config", "none.yaml"], "none.yaml: cannot be read as a config file; No such file or directory"),
+    ],
+)
+def test_bad_flag_is_one_sentence(fork, argv, sentence):
+    assert refusal(*BASE, *argv) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("learning_rat: 1", "c.yaml: learning_rat: unknown key; did you mean learning_rate?"),
+        ("lora: {rank: 1}", "c.yaml: lora.rank: unknown key; did you mean lora.r?"),
+        ("optim: {seed: 1}", "c.yaml: optim={'seed': 1}: expected a plain value, not a mapping or list"),
+        ("gamma: x", "c.yaml: gamma=x: expected FLOAT"),
+        ("gamma: [1, 2]", "c.yaml: gamma=[1, 2]: expected a plain value, not a mapping or list"),
+        ("dtype: f16", "c.yaml: dtype=f16: must be one of auto, float32, bfloat16"),
+        ("system_prompt: yes", "c.yaml: system_prompt=True: YAML reads this as true or false; put it in quotes"),
+        ("packing: 3", "c.yaml: packing=3: must be true or false"),
+        ("eval_data:", "c.yaml: eval_data: has no value; give one, or leave the key out for the default"),
+        ("eval_data: [{split: x}]", "c.yaml: eval_data={'split': 'x'}: a data entry needs a path"),
+        ("seed: 1\nseed: 2", "c.yaml: not valid YAML in line 1: key seed is given twice"),
+        ("seed: [1", "c.yaml: not valid YAML in line 2: expected ',' or ']', but got '<stream end>'"),
+        ("- 1", "c.yaml: not a mapping of settings; write lines such as learning_rate: 1e-6"),
+    ],
+)  # fmt: skip
+def test_bad_yaml_names_file_and_key(fork, text, sentence):
+    Path("c.yaml").write_text(text + "\n")
+    assert refusal(*BASE, "--config", "c.yaml") == sentence
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--method", "grp"], "--method=grp: unknown method; did you mean grpo? (your own: a dotted module path)"),
+        (["--method", "my_pkg.other"], "--method=my_pkg.other: no module my_pkg.other here or installed; "
+         "run from the folder that holds it, or install it"),
+        (["--method", "pkg.grpo"], "--method=pkg.grpo: no module pkg here or installed; did you mean grpo?"),
+        (["--method", "os.path"], "--method=os.path: has no Config; a method is a module with Config and train(cfg)"),
+        (["--method"], "--method: needs a value"),
+        (["--method", "my_pkg.algo"],
+         "--model and --data: required; python -m trainer --method my_pkg.algo --help says what to give"),
+    ],
+)  # fmt: skip
+def test_bad_method_is_one_sentence(fork, argv, sentence):
+    assert refusal(*argv) == sentence
+
+
+def test_missing_method_names_the_methods(fork):
+    message = refusal("--model", "m")
+    assert message.startswith("--method: missing") and all(name in message for name in cli.method_names())
+
+
+def test_broken_import_inside_a_fork_keeps_its_own_error(fork):
+    (fork / "my_pkg" / "broken.py").write_text("import a_module_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        cli.parse(["--method", "my_pkg.broken"])
+
+
+def test_config_without_run_block_is_refused(fork):
+    (fork / "my_pkg" / "bare.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    x: int = 1\ndef train(cfg): ...\n"
+    )
+    assert refusal("--method", "my_pkg.bare") == (
+        "--method=my_pkg.bare: its Config has no run block; add the field run: Flat[RunConfig]"
+    )
+
+
+def test_tiny_recipe_fills_in_only_when_nothing_names_a_model(fork, capsys):
+    (fork / "my_pkg" / "algo_tiny.yaml").write_text("model: tiny\ndata: [task:addition]\ngamma: 3\nseed: 5\n")
+    cfg = parse("--method", "my_pkg.algo", "--seed", "6")
+    assert (cfg.model.model, cfg.data.data, cfg.gamma, cfg.run.seed) == ("tiny", ("task:addition",), 3.0, 6)
+    assert capsys.readouterr().err == ("no model given: settings not named elsewhere come from my_pkg/algo_tiny.yaml\n")
+    assert parse(*BASE).gamma == 1.0
+    Path("c.yaml").write_text("model: mine\ndata: [x]\n")
+    assert parse("--method", "my_pkg.algo", "--config", "c.yaml").gamma == 1.0
+    assert capsys.readouterr().err == ""
+
+
+# a run to resume -------------------------------------------------------------------------------------------------
+
+
+def make_run(folder: str, *argv: str) -> Path:
+    run_dir = Path(folder)
+    (run_dir / "checkpoints" / "step-00000002").mkdir(parents=True)
+    cli.save_config(run_dir / "config.yaml", cli.config_to_tree(parse(*BASE, *argv)))
+    return run_dir
+
+
+def test_resume_layers_between_recipe_and_yaml(fork):
+    (fork / "my_pkg" / "algo_tiny.yaml").write_text("model: tiny\ndata: [t]\nseed: 5\n")
+    make_run("out", "--gamma", "2", "--seed", "7", "--max-steps", "3")
+    Path("c.yaml").write_text("seed: 8\n")
+    cfg = parse("--resume", "out", "--config", "c.yaml", "--max-steps", "9")
+    assert (cfg.model.model, cfg.gamma, cfg.run.seed, cfg.run.max_steps) == ("m", 2.0, 8, 9)
+    assert (cfg.run.method, cfg.run.output_dir, cfg.run.resume) == ("my_pkg.algo", "out", "latest")
+
+
+def test_resume_accepts_a_checkpoint_folder(fork):
+    make_run("out")
+    for text in ("out/checkpoints/step-00000002", str(fork / "out/checkpoints/step-00000002")):
+        cfg = parse(f"--resume={text}")
+        assert (cfg.run.output_dir, cfg.run.resume) == ("out", text)
+
+
+@pytest.mark.parametrize("argv", [["--resume", "--output-dir", "out"], ["--output-dir=out", "--resume"],
+                                  ["--resume", "latest", "--output-dir", "out"]])  # fmt: skip
+def test_bare_resume_with_output_dir_takes_that_run(fork, argv):
+    make_run("out")
+    make_run("runs/algo-20250101-000000")
+    assert parse(*argv).run.output_dir == "out"
+
+
+def test_bare_resume_takes_the_newest_run_of_the_method(fork):
+    for name in ("algo-20250101-000000", "algo-20250102-000000-2", "algo-20250102-000000", "other-20260101-000000"):
+        make_run(f"runs/{name}")
+    (fork / "runs" / "algo-20270101-000000").mkdir()  # no config.yaml: no run
+    make_run("runs/algo-by-hand")
+    assert parse("--method", "my_pkg.algo", "--resume").run.output_dir == "runs/algo-20250102-000000-2"
+    assert parse("--resume").run.output_dir == "runs/other-20260101-000000"
+    cfg = parse("--resume", "--output-dir", str(fork / "runs" / "{method}-{time}"), "--method", "my_pkg.algo")
+    assert cfg.run.output_dir == str(fork / "runs" / "algo-20250102-000000-2")
+
+
+def test_saved_config_drops_what_was_said_to_one_call(fork):
+    run = RunConfig(method="my_pkg.algo", resume="latest", overwrite_output_dir=True)
+    cfg = dataclasses.replace(parse(*BASE), run=run)
+    cli.save_config(Path("config.yaml"), cli.config_to_tree(cfg))
+    again = parse("--config", "config.yaml")
+    assert (again.run.resume, again.run.overwrite_output_dir, again.run.method) == (None, False, "my_pkg.algo")
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--resume", "nowhere"], "--resume=nowhere: no such folder; name a run folder or a checkpoint in it"),
+        (["--resume", "my_pkg"], "--resume=my_pkg: not a run folder (no config.yaml) nor a checkpoint in one"),
+        (["--resume"], "--resume: no earlier run matches runs/{method}-{time}; name its folder"),
+        (["--resume", "--method", "grpo"],
+         "--resume: no earlier grpo run matches runs/{method}-{time}; name its folder"),
+        (["--resume", "--output-dir", "x"],
+         "--resume: x holds no run (no config.yaml); check --output-dir or start it afresh"),
+        (["--resume", "out", "--output-dir", "x"],
+         "--output-dir=x: the run to resume is in out and stays there; leave it out"),
+        (["--resume", "out", "--method", "grpo"],
+         "--method=grpo: the run in out used my_pkg.algo; leave it out to resume"),
+        (["--resume", "out", "--overwrite-output-dir"],
+         "--overwrite-output-dir: would delete the run to resume; leave out one of the two"),
+    ],
+)  # fmt: skip
+def test_bad_resume_is_one_sentence(fork, argv, sentence):
+    make_run("out")
+    assert refusal(*argv) == sentence
+
+
+# every method ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", cli.method_names())
+def test_config_survives_the_round_trip(method, tmp_path):
+    base = ["--method", method, "--model", "m", "--data", "a:split=train[:5]", "b", "--lora.r", "4"]
+    cfg = parse(*base, "--learning-rate", "3e-7", "--max-steps", "None", "--no-packing", "--report-to", "none")
+    cli.save_config(tmp_path / "config.yaml", cli.config_to_tree(cfg))
+    assert parse("--config", str(tmp_path / "config.yaml")) == cfg
+
+
+words = st.text(max_size=8) | st.sampled_from(["-x", "--y", "-1", "a b", "1e-6", "true", "~"])
+finite = st.floats(allow_nan=False)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    stop=st.lists(words, max_size=3), weights=st.none() | st.lists(finite, max_size=3), system=st.none() | words,
+    gamma=st.floats(max_value=9), seed=st.integers(), data=st.lists(words.filter(bool), min_size=1, max_size=3),
+    rank=st.integers(0, 64), packing=st.booleans(),
+)  # fmt: skip
+def test_any_config_survives_the_round_trip(fork, stop, weights, system, gamma, seed, data, rank, packing):
+    from my_pkg.algo import Config
+
+    if system == "None" or gamma != gamma:
+        return  # the word None is how a flag says None; nan is never equal to itself
+    cfg = Config(
+        model=ModelConfig(model="m", system_prompt=system),
+        data=DataConfig(data=tuple(data)),
+        lora=LoraConfig(r=rank),
+        run=RunConfig(method="my_pkg.algo", seed=seed, packing=packing),
+        optim=OptimConfig(),
+        gamma=gamma,
+        stop=tuple(stop),
+        weights=None if weights is None else tuple(weights),
+    )
+    cli.save_config(Path("config.yaml"), cli.config_to_tree(cfg))
+    assert parse("--config", "config.yaml") == cfg
+
+
+@pytest.mark.parametrize("method", cli.method_names())
+def test_help_groups_the_flags_of_this_method(method, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")  # wider, and tyro puts boxes side by side
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(["--help", "--method", method])
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert stop.value.code == 0
+    _, *boxes = re.split(r"^\W+ ((?:\w+ )?options) \W+$", text, flags=re.MULTILINE)
+    shown = {}
+    for group, box in zip(boxes[::2], boxes[1::2], strict=True):
+        shown |= dict.fromkeys(re.findall(r"^\W?\W?(--[a-z][a-z0-9.-]*)", box, re.MULTILINE), group)
+    table = flags.flag_table(cli.load_method(method).Config)
+    assert shown.keys() == {flag.name for flag in table.values()}
+    expected = {"--model": "model", "--data": "data", "--seed": "run", "--learning-rate": "optim", "--lora.r": "lora"}
+    assert {name: shown[name] for name in expected} == {name: f"{group} options" for name, group in expected.items()}
+
+
+def own_classes(config: type) -> list[type]:
+    hints = flags.get_type_hints(config)
+    return [config, *(hint for hint in hints.values() if dataclasses.is_dataclass(hint))]
+
+
+@pytest.mark.parametrize("method", cli.method_names())
+def test_every_flag_has_help_of_one_paragraph(method):
+    from docstring_parser import parse_from_object
+
+    for block in own_classes(cli.load_method(method).Config):
+        described = {param.arg_name: param.description or "" for param in parse_from_object(block).params}
+        for field in dataclasses.fields(block):
+            if not dataclasses.is_dataclass(flags.get_type_hints(block)[field.name]):
+                assert described.get(field.name), f"{block.__qualname__}.{field.name} has no text under it"
+                assert "\n" not in described[field.name], f"{field.name}: write long help as ('a ' 'b')"
+
+
+# the real command ------------------------------------------------------------------------------------------------
+
+
+def test_bare_command_lists_the_methods(tmp_path):
+    done = run(cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    for name in cli.method_names():
+        assert re.search(rf"^  {name} +\S.{{10,}}$", done.stdout, re.M)
+        assert cli.method_summary(name) in done.stdout
+
+
+def test_listing_does_not_import_torch(tmp_path):
+    code = "import sys; from trainer.cli import method_listing; method_listing(); assert 'torch' not in sys.modules"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
+
+
+def test_fork_runs_from_its_own_folder(fork):
+    done = run(*BASE, "--data", "e", cwd=fork)
+    assert (done.returncode, done.stdout) == (0, "method my_pkg.algo model m data d e\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "last_line", "traceback"),
+    [
+        (["--gama", "1"], 2, "error: --gama: unknown flag; did you mean --gamma?", False),
+        (["--gamma", "10"], 2, "error: gamma=10.0: above 9; lower it", False),
+        (["--gamma", "5"], 2, "error: gamma=5.0: refused by the loop; use another", False),
+        (["--gamma", "6"], 130, "interrupted; continue with --resume", False),
+        (["--gamma", "4"], 1, "ValueError: invalid literal for int() with base 10: 'four'", True),
+        (["--gamma", "7"], 1, "json.decoder.JSONDecodeError", True),
+    ],
+)
+def test_exit_code_and_traceback(fork, argv, code, last_line, traceback):
+    done = run(*BASE, *argv, cwd=fork)
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-1].startswith(last_line)
+    assert ("Traceback" in done.stderr) == traceback
+    assert traceback or len(done.stderr.splitlines()) == 1
+
+
+def test_debug_variable_shows_the_traceback(fork):
+    done = run(*BASE, "--gamma", "5", cwd=fork, STROP_DEBUG="1")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "refused by the loop" in done.stderr

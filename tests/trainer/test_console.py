@@ -1,0 +1,197 @@
+"""Plain lines where there is no terminal, and the live display in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import console as console_module
+from trainer.console import Console, duration, eval_line, number, one_line, prompt_text, sparkline
+from trainer.health import Finding
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP = {
+    "reward/mean": 0.5,
+    "loss/total": 1e-4,
+    "policy/entropy": 0.25,
+    "rollout/len_mean": 3.4,
+    "optim/grad_norm": 0.8,
+    "perf/tokens_per_s": 12345.6,
+}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(console_module, "time", clock)
+    return clock
+
+
+def test_plain_lines(clock):
+    out = io.StringIO()
+    console = Console(10, 0, "grpo tiny", logging_steps=4, stream=out)
+    console.start()
+    clock.now += 500  # an evaluation before training does not count as pace
+    console.step(0, {"eval/reward/mean": 0.41, "eval/exact_match/mean": 0.41, "eval/len_mean": 3.0})
+    for step in range(1, 11):
+        clock.now += 30
+        console.step(step, STEP | ({"eval/reward/mean": 0.9} if step == 10 else {}))
+    console.stop()
+    numbers = "reward 0.500  entropy 0.250  length 3.40  grad norm 0.800  tokens/s 12.3k"
+    assert out.getvalue().splitlines() == [
+        "grpo tiny: 10 steps",
+        "step  0/10  eval: reward 0.410  exact_match 0.410  length 3.00",
+        f"step  4/10  {numbers}  left 3:00",
+        f"step  8/10  {numbers}  left 1:00",
+        f"step 10/10  {numbers}",
+        "step 10/10  eval: reward 0.900",
+    ]
+
+
+def test_a_resumed_run_says_so_and_times_only_its_own_steps(clock):
+    out = io.StringIO()
+    console = Console(100, 90, "sft tiny", stream=out)
+    console.start()
+    clock.now += 10
+    console.step(91, {"loss/total": 1.25, "loss/nll": 1.25, "optim/grad_norm": 2.0, "health/x": None})
+    assert out.getvalue().splitlines() == [
+        "sft tiny: 100 steps, resumed after step 90",
+        "step  91/100  loss 1.25  grad norm 2.00  left 1:30",
+    ]
+
+
+def test_notes_warnings_and_samples_in_plain_text(clock):
+    out = io.StringIO()
+    console = Console(10, 0, "t", stream=out)
+    console.start()
+    console.note("saved [here]")
+    console.warn(Finding("x", 1.0, "too high: lower it"))
+    console.warn(Finding("x", 1.0, "all solved", "info"))
+    sample = {
+        "prompt": [{"role": "user", "content": "1+1=\n"}],
+        "completion": "2\x1b[2J",
+        "rewards": {"f": 1.0, "g": None},
+    }
+    console.sample(sample | {"advantage": -0.5})
+    clock.now += 59
+    console.sample(sample)
+    clock.now += 2
+    console.sample(sample | {"rewards": {}})
+    assert out.getvalue().splitlines()[1:] == [
+        "saved [here]",
+        "warning: too high: lower it",
+        "info: all solved",
+        r"sample: 1+1=\n -> 2\x1b[2J  (f 1.00, advantage -0.50)",
+        r"sample: 1+1=\n -> 2\x1b[2J",
+    ]
+
+
+def test_text_in_any_script_survives_an_ascii_stream():
+    raw = io.BytesIO()
+    console = Console(1, 0, "t", stream=io.TextIOWrapper(raw, encoding="ascii"))
+    console.start()
+    console.note("caf\u00e9 \u4f60")
+    assert raw.getvalue() == b"t: 1 step\ncaf? ?\n"
+
+
+def test_small_formats():
+    values = [0, 0.0312, 3.414, 128.4, 9876, 12345.6, 1234567, 3.2e-5, -0.5, 5e9]
+    assert [number(v) for v in values] == (
+        ["0", "0.031", "3.41", "128", "9876", "12.3k", "1.23M", "3.2e-05", "-0.500", "5.0e+09"]
+    )
+    assert [duration(s) for s in (0, 42.4, 725, 10809, 183609)] == ["0:00", "0:42", "12:05", "3:00:09", "2d 3:00:09"]
+    assert sparkline([0.0, 1.0]) == "\u2581\u2588" and sparkline([2.0] * 99) == "\u2581" * 16
+    assert eval_line({"loss/total": 1.0}) == ""
+    assert one_line("a\tb" + "c" * 200, limit=10) == "a\\tbccccccc..."
+    assert prompt_text("x" * 200 + "?", limit=4) == "...xxx?" and prompt_text([]) == ""
+
+
+SCRIPT = """
+import time
+from trainer.console import Console
+from trainer.health import Finding
+console = Console(8, 2, "grpo tiny")
+with console:
+    console.step(2, {"eval/reward/mean": 0.25})
+    for step in range(3, 9):
+        time.sleep(0.05)
+        console.step(step, {"reward/mean": step / 8, "policy/entropy": 0.25, "perf/tokens_per_s": 12345.6})
+        console.sample({"prompt": "37+58=", "completion": "95[b]", "rewards": {"exact_match": 1.0}, "advantage": 0.5})
+        if step == 5:
+            print("printed by a reward")
+            console.warn(Finding("x", 1.0, "something [odd] is up: do this"))
+    time.sleep(0.4)
+    console.step(8, {"eval/reward/mean": 0.75})
+print("THE END")
+"""
+
+
+def run_in_terminal(columns, **environment):
+    """What a process wrote to a pseudo-terminal of this width."""
+    leader, follower = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24", **environment}
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        env.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=follower, stdout=follower, stderr=follower, cwd=ROOT, env=env
+    )
+    os.close(follower)
+    output = b""
+    while True:
+        try:
+            block = os.read(leader, 65536)
+        except OSError:  # how Linux reports that the other end was closed
+            break
+        if not block:
+            break
+        output += block
+    os.close(leader)
+    assert process.wait() == 0, output.decode()
+    return output.decode()
+
+
+def test_live_display_in_a_terminal():
+    raw = run_in_terminal(100)
+    assert "\x1b[?25l" in raw and raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l"), "the cursor must come back"
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw).replace("\r", "\n")
+    for expected in (
+        "grpo tiny: 8 steps, resumed after step 2",
+        "step 2/8  eval: reward 0.250",
+        "warning: something [odd] is up: do this",
+        "printed by a reward",
+        "37+58= 95[b]  exact_match 1.00, advantage +0.50",
+        "0.250 -> 0.750",
+        "12.3k",
+    ):
+        assert expected in text, expected
+    last = [line.strip() for line in text.split("THE END")[0].splitlines() if line.strip()][-3:]
+    assert "8/8" in last[0] and "elapsed" in last[0] and "left" not in last[0]
+    assert last[1].split() == ["reward", "so", "far", "entropy", "tokens/s", "eval"]
+    assert last[2].startswith("1.00") and last[2].endswith("0.250 -> 0.750")
+
+
+def test_narrow_terminals_drop_numbers_instead_of_breaking_them():
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", run_in_terminal(36)).replace("\r", "\n")
+    last = [line.strip() for line in text.split("THE END")[0].splitlines() if line.strip()][-2:]
+    assert last[0].split() == ["reward", "entropy", "eval"]
+    assert last[1].split() == ["1.00", "0.250", "0.250", "->", "0.750"]
+
+
+def test_dumb_terminal_gets_plain_lines():
+    raw = run_in_terminal(100, TERM="dumb")
+    assert "\x1b" not in raw and "step 8/8  reward 1.00" in raw

@@ -1,0 +1,240 @@
+"""The gradient of one optimizer step depends on the completions alone, never on how they are cut into micro-batches.
+
+Every way of cutting is held against the formula written out with the model's own forward, one completion at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.types import Example
+from rollout.types import Completion
+from trainer.config import DataConfig, ModelConfig, RunConfig
+from trainer.methods import grpo, sft
+from trainer.model import Policy
+
+VOCAB = 37
+BATCH = 8
+# Prompt and completion lengths differ a lot, so that a mean of micro-batch means would be far from the global mean.
+PROMPT_LENGTHS = (3, 3, 3, 3, 6, 6, 6, 6)
+COMPLETION_LENGTHS = (1, 9, 4, 2, 12, 1, 7, 3)
+ADVANTAGE = torch.tensor([1.3, -0.4, -1.1, 0.2, -0.7, 0.9, 0.0, 1.6])
+EPSILON = 0.1
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+TOTAL = sum(PROMPT_LENGTHS) + sum(COMPLETION_LENGTHS)
+BUDGETS = {"one sequence": 1, "half": TOTAL // 2, "all": 4 * TOTAL}  # all: padded rows need more room than TOTAL
+CUTS = [
+    pytest.param(budget, accumulation, packing, id=f"{name}, {accumulation}, {'packed' if packing else 'padded'}")
+    for (name, budget), accumulation, packing in itertools.product(BUDGETS.items(), (1, 2, 4), (True, False))
+]
+
+
+@functools.cache
+def make_llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def make_policy(dtype: torch.dtype) -> Policy:
+    model, reference = (copy.deepcopy(make_llama(seed)).to(dtype) for seed in (0, 1))
+    reference.eval().requires_grad_(False)
+    return Policy(
+        model=model.train(), tokenizer=None, source="test", device=torch.device("cpu"), compute_dtype=dtype,
+        reference=reference,
+    )  # fmt: skip
+
+
+def make_completions() -> list[Completion]:
+    generator = torch.Generator().manual_seed(2)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+    return [
+        Completion(
+            prompt_ids=ids(p), ids=ids(c), logps=[-1.0 - 0.1 * t for t in range(c)], finish_reason="stop", text="",
+            versions=[(0, c)],
+        )
+        for p, c in zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True)
+    ]  # fmt: skip
+
+
+def make_config(budget: int, accumulation: int, packing: bool, num_iterations: int, beta: float) -> grpo.Config:
+    run = RunConfig(
+        per_device_train_batch_size=BATCH // accumulation, gradient_accumulation_steps=accumulation,
+        max_tokens_per_micro_batch=budget, packing=packing,
+    )  # fmt: skip
+    return grpo.Config(
+        model=ModelConfig(model="test"), data=DataConfig(data=("test",)), run=run, num_generations=4,
+        num_iterations=num_iterations, beta=beta, epsilon=EPSILON, temperature=0.8,
+    )  # fmt: skip
+
+
+def nudge(model: Any) -> None:
+    """What an optimizer step would do: afterwards ratios differ from 1, and some tokens are clipped."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype))
+
+
+def gradient(model: Any) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def grpo_step(dtype: torch.dtype, *cut: Any, num_iterations: int, beta: float) -> tuple[Tensor, dict[str, float], int]:
+    """Gradient, metrics, and number of micro-batches; with two iterations, those of the second one's weights."""
+    policy, cfg = make_policy(dtype), make_config(*cut, num_iterations, beta)
+    rollout = grpo.pack(cfg, policy, make_completions(), ADVANTAGE.to(dtype))
+    if num_iterations > 1:
+        nudge(policy.model)
+    metrics = grpo.backward(cfg, policy, rollout).means()
+    return gradient(policy.model), metrics, len(rollout.micro_batches)
+
+
+def own_logps(model: Any, prompt: list[int], ids: list[int], temperature: float) -> Tensor:
+    """Log-probs of a completion from the model's own forward, all by itself."""
+    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+
+
+def grpo_by_hand(num_iterations: int, beta: float) -> tuple[Tensor, float, float]:
+    """Gradient, loss and clipped fraction from the formula alone, in float64."""
+    policy, completions = make_policy(torch.float64), make_completions()
+
+    def logps(model: Any) -> Tensor:
+        return torch.cat([own_logps(model, c.prompt_ids, c.ids, 0.8) for c in completions])
+
+    with torch.no_grad():
+        ref_logp, old_logp = logps(policy.reference), logps(policy.model)
+    if num_iterations > 1:
+        nudge(policy.model)
+    logp = logps(policy.model)
+    ratio = (logp - (old_logp if num_iterations > 1 else logp.detach())).exp()
+    advantage = torch.cat([a.double().expand(n) for a, n in zip(ADVANTAGE, COMPLETION_LENGTHS, strict=True)])
+    clipped = (ratio > 1 + EPSILON) & (advantage > 0) | (ratio < 1 - EPSILON) & (advantage < 0)
+    loss = torch.where(clipped, ratio.detach().clamp(1 - EPSILON, 1 + EPSILON), ratio) * -advantage
+    d = ref_logp - logp
+    total = (loss + beta * ratio * (d.exp() - d - 1)).sum() / sum(COMPLETION_LENGTHS)
+    total.backward()
+    return gradient(policy.model), total.item(), clipped.double().mean().item()
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> dict[tuple[int, float], tuple[Tensor, float, float]]:
+    return {case: grpo_by_hand(*case) for case in itertools.product((1, 2), (0.0, 0.1))}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("num_iterations", "beta"), [(1, 0.0), (1, 0.1), (2, 0.0), (2, 0.1)])
+@pytest.mark.parametrize(("budget", "accumulation", "packing"), CUTS)
+def test_grpo_gradient_is_the_same_however_it_is_cut(
+    budget, accumulation, packing, num_iterations, beta, dtype, by_hand
+):
+    want, loss, clip_frac = by_hand[num_iterations, beta]
+    got, metrics, _ = grpo_step(dtype, budget, accumulation, packing, num_iterations=num_iterations, beta=beta)
+    assert (got.double() - want).norm() < TOLERANCE[dtype] * want.norm()
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert metrics["policy/clip_frac"] == pytest.approx(clip_frac)
+
+
+def test_the_cases_are_worth_testing(by_hand):
+    """Cuts that cut, ratios that clip, a KL term that counts: otherwise equality above would say little."""
+    numbers = {cut.id: grpo_step(torch.float32, *cut.values, num_iterations=1, beta=0.0)[2] for cut in CUTS}
+    assert numbers["all, 1, packed"] == numbers["all, 1, padded"] == 1
+    assert numbers["one sequence, 1, packed"] == numbers["one sequence, 4, padded"] == BATCH
+    assert numbers["all, 4, packed"] == 4 and 1 < numbers["half, 1, packed"] < BATCH
+    assert 0.1 < by_hand[2, 0.0][2] < 0.9
+    for a, b in itertools.combinations([want for want, _, _ in by_hand.values()], 2):
+        assert (a - b).norm() > 1e-2 * a.norm()
+
+
+def test_grpo_metrics_are_the_same_however_they_are_cut():
+    _, want, _ = grpo_step(torch.float64, 4 * TOTAL, 1, True, num_iterations=2, beta=0.1)
+    for cut in ((1, 1, True), (TOTAL // 2, 2, False), (4 * TOTAL, 4, True)):
+        _, got, _ = grpo_step(torch.float64, *cut, num_iterations=2, beta=0.1)
+        assert got == pytest.approx(want, rel=1e-5)
+    assert {"loss/policy", "loss/kl", "policy/entropy", "policy/behaviour_kl", "policy/ref_kl_k3"} <= want.keys()
+
+
+def test_grpo_behaviour_kl_compares_each_token_with_its_own_log_prob():
+    """The engine's log-probs made equal to the trainer's: the gap is zero in every order of the micro-batches."""
+    policy = make_policy(torch.float32)
+    completions = []
+    for c in make_completions():
+        with torch.no_grad():
+            logps = own_logps(policy.model, c.prompt_ids, c.ids, 0.8).tolist()
+        completions.append(Completion(**{**vars(c), "logps": logps}))
+    for cut in ((1, 1, True), (TOTAL // 2, 2, False), (4 * TOTAL, 1, True)):
+        cfg = make_config(*cut, 1, 0.0)
+        rollout = grpo.pack(cfg, policy, completions, ADVANTAGE)
+        assert grpo.backward(cfg, policy, rollout).means()["policy/behaviour_kl"] < 1e-9
+
+
+def test_grpo_empty_completions_change_nothing_but_do_not_break():
+    """An engine may return no tokens at all; such a completion has no trained token and counts for none."""
+    cfg = make_config(1, 1, True, 1, 0.0)
+    gradients = []
+    for extra in (0, 2):
+        policy, completions = make_policy(torch.float64), make_completions()
+        empty = Completion(prompt_ids=[1, 2, 3], ids=[], logps=[], finish_reason="stop", text="", versions=[])
+        advantage = torch.cat([ADVANTAGE, torch.ones(extra)])
+        rollout = grpo.pack(cfg, policy, completions + [empty] * extra, advantage)
+        grpo.backward(cfg, policy, rollout)
+        gradients.append(gradient(policy.model))
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-14, rtol=0)
+
+
+def make_examples() -> list[Example]:
+    """Two trained stretches in some, as a conversation of two assistant turns has."""
+    examples = []
+    for number, c in enumerate(make_completions()):
+        ids = [*c.prompt_ids, *c.ids]
+        mask = [False] * len(c.prompt_ids) + [True] * len(c.ids)
+        mask[1] = number % 2 == 0
+        examples.append(Example(ids=ids, mask=mask, source=f"test:{number}"))
+    return examples
+
+
+def sft_step(dtype: torch.dtype, budget: int, accumulation: int, packing: bool) -> tuple[Tensor, dict[str, float]]:
+    run = make_config(budget, accumulation, packing, 1, 0.0).run
+    cfg = sft.Config(model=ModelConfig(model="test"), data=DataConfig(data=("test",)), run=run)
+    policy = make_policy(dtype)
+    metrics = sft.backward(policy, sft.pack(cfg, policy, make_examples(), accumulation)).means()
+    return gradient(policy.model), metrics
+
+
+@pytest.fixture(scope="module")
+def sft_by_hand() -> tuple[Tensor, float]:
+    model, nll, count = make_policy(torch.float64).model, torch.zeros((), dtype=torch.float64), 0
+    for example in make_examples():
+        logps = own_logps(model, example.ids[:1], example.ids[1:], 1.0)
+        trained = torch.tensor(example.mask[1:])
+        nll = nll - logps[trained].sum()
+        count += sum(example.mask)
+    (nll / count).backward()
+    return gradient(model), (nll / count).item()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("budget", "accumulation", "packing"), CUTS)
+def test_sft_gradient_is_the_same_however_it_is_cut(budget, accumulation, packing, dtype, sft_by_hand):
+    want, nll = sft_by_hand
+    got, metrics = sft_step(dtype, budget, accumulation, packing)
+    assert (got.double() - want).norm() < TOLERANCE[dtype] * want.norm()
+    assert metrics["loss/nll"] == metrics["loss/total"] == pytest.approx(nll, rel=1e-5)

@@ -1,0 +1,216 @@
+"""Each rule at its threshold, its smoothing, and the same findings after a resume."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from trainer.health import Finding, Watch, replay
+
+HEALTHY = {
+    "reward/mean": 0.5,
+    "reward/std": 0.4,
+    "reward/zero_std_frac": 0.2,
+    "reward/exact_match/mean": 0.5,
+    "policy/entropy": 0.3,
+    "policy/ref_kl_k3": 0.01,
+    "optim/grad_norm": 0.7,
+    "rollout/truncated_frac": 0.1,
+}
+
+
+def watch_constant(num_steps=30, **changes):
+    """A run whose every step logs the same numbers; returns the last step's findings and the watch."""
+    watch = Watch()
+    step_metrics = {}
+    for step in range(1, num_steps + 1):
+        step_metrics = HEALTHY | {k.replace("__", "/"): v for k, v in changes.items()}
+        watch.observe(step, step_metrics)
+    marks = {k.removeprefix("health/") for k, v in step_metrics.items() if k.startswith("health/") and v == 1.0}
+    assert marks == set(watch.firing)
+    return marks
+
+
+def test_a_healthy_run_is_silent():
+    assert watch_constant() == set()
+
+
+@pytest.mark.parametrize(
+    ("metric", "inside", "outside", "name"),
+    [
+        ("reward/exact_match/mean", 0.16, 0.14, "reward_low/exact_match"),
+        ("reward/std", 0.11, 0.09, "reward_std_low"),
+        ("reward/zero_std_frac", 0.5, 0.51, "zero_std"),
+        ("policy/entropy", 0.011, 0.009, "entropy_low"),
+        ("policy/entropy", 1.0, 1.01, "entropy_high"),
+        ("optim/grad_norm", 10.0, 10.1, "grad_norm_high"),
+        ("policy/ref_kl_k3", 0.5, 0.51, "ref_kl_high"),
+        ("rollout/truncated_frac", 0.8, 0.81, "truncated"),
+    ],
+)
+def test_thresholds(metric, inside, outside, name):
+    assert watch_constant(**{metric: inside}) == set()
+    assert watch_constant(**{metric: outside}) == {name}
+
+
+def test_messages_are_one_sentence_that_says_what_to_do():
+    watch = Watch()
+    bad = {
+        "reward/mean": 0.0,
+        "reward/std": 0.0,
+        "reward/zero_std_frac": 0.9,
+        "reward/f/mean": 0.0,
+        "policy/entropy": 0.001,
+        "optim/grad_norm": 50.0,
+        "policy/ref_kl_k3": 3.0,
+        "rollout/truncated_frac": 1.0,
+    }
+    shown = [finding for step in range(1, 21) for finding in watch.observe(step, dict(bad))]
+    assert {f.name for f in shown} == {
+        "reward_low/f", "reward_std_low", "zero_std", "entropy_low", "grad_norm_high", "ref_kl_high", "truncated",
+    }  # fmt: skip
+    for finding in shown:
+        assert finding.level == "warning" and ": " in finding.message and "\n" not in finding.message
+        assert "--" in finding.message
+    assert {f.name: f.value for f in shown}["ref_kl_high"] == 3.0
+
+
+def test_a_reward_function_has_twenty_steps_to_get_going():
+    watch = Watch()
+    first = {}
+    for step in range(1, 26):
+        for finding in watch.observe(step, {"reward/f/mean": 0.05, "reward/g/mean": 0.3}):
+            first[finding.name] = step
+    assert first == {"reward_low/f": 20}
+
+
+def test_one_odd_step_does_not_cry_wolf():
+    watch = Watch()
+    for step in range(1, 40):
+        odd = {"optim/grad_norm": 1e4, "policy/entropy": 9.0, "reward/std": 0.0, "rollout/truncated_frac": 1.0}
+        metrics = HEALTHY | (odd if step % 5 < 2 else {})
+        assert watch.observe(step, metrics) == []
+        assert not any(name.startswith("health/") for name in metrics)
+
+
+def test_message_comes_back_only_after_fifty_steps_but_the_mark_stays():
+    watch, shown, marks = Watch(), [], []
+    for step in range(1, 121):
+        metrics = HEALTHY | {"optim/grad_norm": 20.0 if step <= 30 or step >= 40 else 1.0}
+        shown += [(step, f.name) for f in watch.observe(step, metrics)]
+        marks += [step] if "health/grad_norm_high" in metrics else []
+    assert shown == [(5, "grad_norm_high"), (55, "grad_norm_high"), (105, "grad_norm_high")]
+    assert marks == [*range(5, 33), *range(42, 121)]
+
+
+def test_zero_gradient_is_information_only_when_every_group_was_skipped():
+    skipped = {"optim/grad_norm": 0.0, "reward/zero_std_frac": 1.0}
+    watch = Watch()
+    for step in range(1, 11):
+        watch.observe(step, HEALTHY | skipped)
+    assert watch.firing["groups_skipped"].level == "info" and "grad_norm_zero" not in watch.firing
+    assert watch_constant(**{"optim/grad_norm": 0.0}) == {"grad_norm_zero"}
+    assert watch_constant(**{"optim/grad_norm": 0.0, "reward/zero_std_frac": 0.9}) == {"zero_std", "grad_norm_zero"}
+
+
+def test_a_solved_run_is_told_so_instead_of_warned():
+    watch, shown = Watch(), []
+    for step in range(1, 101):
+        skill = min(1.0, step / 40)
+        solved = step >= 50
+        shown += watch.observe(
+            step,
+            {
+                "reward/mean": 0.4 + 0.58 * skill,
+                "reward/std": 0.05 if solved else 0.45,
+                "reward/zero_std_frac": 1.0 if solved else 0.3,
+                "reward/exact_match/mean": 0.4 + 0.58 * skill,
+                "policy/entropy": 0.004 if solved else 0.2,
+                "optim/grad_norm": 0.0 if solved else 0.5,
+            },
+        )
+    assert [(f.name, f.level) for f in shown] == [("solved", "info")]
+    assert "harder data" in shown[0].message and set(watch.firing) == {"solved"}
+
+
+@pytest.mark.parametrize("level", [0.2, 0.6])
+def test_a_plateau_on_partial_credit_is_not_solved(level):
+    names = watch_constant(
+        **{"reward/mean": level, "reward/exact_match/mean": 0.0, "reward/tagged/mean": level, "reward/std": 0.01}
+    )
+    assert names == {"reward_low/exact_match", "reward_std_low"}
+
+
+def test_a_collapse_after_success_is_a_warning_again():
+    watch = Watch()
+    for step in range(1, 61):
+        level = 0.98 if step <= 40 else 0.82
+        watch.observe(step, {"reward/mean": level, "reward/f/mean": level, "reward/std": 0.01, "policy/entropy": 0.001})
+    assert set(watch.firing) == {"reward_std_low", "entropy_low"}
+
+
+def test_a_penalty_is_information_and_does_not_hide_success():
+    watch = Watch()
+    for step in range(1, 31):
+        watch.observe(step, {"reward/mean": 0.9, "reward/f/mean": 1.0, "reward/penalty/mean": -0.1, "reward/std": 0.02})
+    assert {n: f.level for n, f in watch.firing.items()} == {"reward_low/penalty": "info", "solved": "info"}
+
+
+def test_supervised_runs_are_judged_by_their_gradient_only():
+    watch = Watch()
+    for step in range(1, 31):
+        watch.observe(step, {"loss/total": 2.0, "loss/nll": 2.0, "policy/entropy": 2.2, "optim/grad_norm": 30.0})
+    assert set(watch.firing) == {"grad_norm_high"}
+
+
+def test_evaluation_lines_change_nothing():
+    watch = Watch()
+    for step in range(1, 11):
+        watch.observe(step, HEALTHY | {"optim/grad_norm": 20.0})
+    assert watch.observe(10, {"eval/reward/mean": 0.5, "time/wall_s": 3.0}) == []
+    assert set(watch.firing) == {"grad_norm_high"}
+
+
+def test_replay_continues_like_an_unbroken_run():
+    rng = random.Random(0)
+    lines = []
+    for step in range(1, 201):
+        lines.append(
+            {
+                "step": step,
+                "reward/mean": rng.random(),
+                "reward/std": rng.choice([0.05, 0.09, 0.2]),
+                "reward/zero_std_frac": rng.choice([0.4, 0.6, 1.0]),
+                "reward/f/mean": rng.choice([0.1, 0.2]),
+                "policy/entropy": rng.choice([0.005, 0.05, 1.5]),
+                "optim/grad_norm": rng.choice([0.0, 1.0, 11.0, float("inf")]),
+                "rollout/truncated_frac": rng.choice([0.7, 0.9]),
+            }
+        )
+    whole, unbroken, written = Watch(), [], []
+    for line in lines:
+        metrics = {k: v for k, v in line.items() if k != "step"}
+        unbroken.append(whole.observe(line["step"], metrics))
+        finite = {k: None if v == float("inf") else v for k, v in metrics.items()}  # as JsonlLog writes it
+        written.append(json.dumps({"step": line["step"], **finite}))
+    assert sum(map(len, unbroken)) > 10
+    for cut in (0, 3, 77, 150):
+        resumed, _ = replay(json.loads(text) for text in written[:cut])
+        again = [resumed.observe(x["step"], {k: v for k, v in x.items() if k != "step"}) for x in lines[cut:]]
+        assert again == unbroken[cut:]
+        assert resumed.firing == whole.firing
+
+
+def test_replay_tells_when_each_finding_fired():
+    records = [
+        {"step": s, **HEALTHY, "optim/grad_norm": 20.0 if s <= 10 else 1.0, "policy/entropy": 0.3 if s <= 20 else 2.0}
+        for s in range(1, 31)
+    ]
+    _, (entropy, norm) = replay(records)
+    assert (entropy.finding.name, entropy.first_step, entropy.last_step, entropy.now) == ("entropy_high", 23, 30, True)
+    assert (norm.finding.name, norm.first_step, norm.last_step, norm.num_steps, norm.now) == (
+        "grad_norm_high", 5, 12, 8, False,
+    )  # fmt: skip
+    assert isinstance(norm.finding, Finding)

@@ -1,0 +1,467 @@
+"""Policies of tiny random models made in code, held against what transformers and peft compute on their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data.packing import Batch, Item, make_batches
+from trainer.config import LoraConfig, ModelConfig
+from trainer.model import (
+    BUILTIN,
+    Policy,
+    causal_lm,
+    check_logps,
+    load_policy,
+    reference_logps,
+    resolve_model,
+    token_logps,
+)
+from trainer.tiny.build import make_tokenizer
+
+CPU = torch.device("cpu")
+WINDOW = 4  # shorter than the sequences below, so that sliding layers look back less far than full ones
+LENGTHS = (13, 3, 9, 2)
+OFF = LoraConfig()
+RANK = 4
+
+# Weights far larger than at initialisation: log-probs must be far from uniform for a comparison to mean something.
+COMMON = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, initializer_range=0.2, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", COMMON),
+    "llama-tied": ("llama", {**COMMON, "tie_word_embeddings": True}),
+    "llama-eager": ("llama", COMMON),
+    "qwen3": ("qwen3", {**COMMON, "head_dim": 8}),
+    "mistral": ("mistral", {**COMMON, "sliding_window": WINDOW}),  # every layer slides
+    "gemma2-eager": (  # one layer slides, one does not; caps on attention scores and on logits
+        "gemma2",
+        {**COMMON, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "final_logit_softcapping": 3.0,
+         "attn_logit_softcapping": 2.0, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt2": (  # learned positions, dropout everywhere, a fused projection
+        "gpt2",
+        dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2, bos_token_id=None, eos_token_id=2,
+             pad_token_id=0, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+    ),
+    "cohere": ("cohere", {**COMMON, "logit_scale": 0.3}),
+    "granite": ("granite", {**COMMON, "logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    """folder_of("qwen3"): a folder with random weights of that architecture, and a byte tokenizer."""
+    made: dict[str, Path] = {}
+
+    def build(name: str) -> Path:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if name not in made:
+            tokenizer = make_tokenizer()
+            kind, settings = ARCHITECTURES[name]
+            torch.manual_seed(0)
+            folder = tmp_path_factory.mktemp(name)
+            config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **settings)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            made[name] = folder
+        return made[name]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def adapter(folder_of, tmp_path_factory) -> Path:
+    """A saved adapter of the llama above, with dropout, far enough from zero to matter."""
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    folder = tmp_path_factory.mktemp("adapter")
+    config = PeftLora(r=RANK, lora_alpha=8, lora_dropout=0.5, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(own_model(folder_of("llama")), config)
+    shake(model, 1)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, lora: LoraConfig = OFF, *, with_reference: bool = False, **settings: Any) -> Policy:
+    if folder.name.split("0")[0].endswith("-eager"):
+        settings["attn_implementation"] = "eager"
+    return load_policy(ModelConfig(model=str(folder), **settings), lora, CPU, with_reference=with_reference)
+
+
+def own_model(folder: Path, attn_implementation: str = "eager") -> Any:
+    """As transformers loads it, untouched by us."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attn_implementation)
+    return model.eval()
+
+
+def shake(model: nn.Module, seed: int) -> None:
+    """Move every trained weight, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn(p.shape, generator=generator).to(p.dtype))
+
+
+def make_items(vocab: int = 275) -> list[Item]:
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(vocab, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [Item(ids=x, mask=[False] + [(t % 4) != 2 for t in range(1, len(x))]) for x in ids]
+
+
+def batch_of(*, packing: bool = True) -> Batch:
+    (batch,) = make_batches(make_items(), max_tokens=1000, packing=packing)
+    return batch
+
+
+@torch.no_grad()
+def own_logps(model: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies from the model's own forward, each sequence alone, in the order of batch_of()."""
+    items, logps, entropies = make_items(), [], []
+    for row in batch_of().rows:
+        ids, mask = torch.tensor(items[row].ids), torch.tensor(items[row].mask)
+        logp = (model(input_ids=ids.unsqueeze(0)).logits[0, :-1].float() / temperature).log_softmax(dim=-1)
+        logps.append(logp.gather(1, ids[1:].unsqueeze(1)).squeeze(1)[mask[1:]])
+        entropies.append(-(logp.exp() * logp).sum(dim=-1)[mask[1:]])
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    """Gradients of a mixture of log-probs and entropies."""
+    logp, entropy = token_logps(policy, batch_of())
+    (logp * torch.linspace(-1, 1, len(logp)) + 0.3 * entropy).sum().backward()
+    return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_and_padded_logps_equal_the_models_own_forward(folder_of, name):
+    policy, own = load(folder_of(name)), own_model(folder_of(name))
+    assert policy.model.training  # dropout must be off in training too: the engine samples without it
+    for temperature in (1.0, 0.7):
+        want_logp, want_entropy = own_logps(own, temperature)
+        assert want_logp.std() > 0.1
+        for packing in (True, False):
+            logp, entropy = token_logps(policy, batch_of(packing=packing), temperature=temperature)
+            assert logp.dtype == entropy.dtype == torch.float32
+            assert_same(logp, want_logp)
+            assert_same(entropy, want_entropy)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2-eager"])
+def test_sliding_windows_matter_at_these_lengths(folder_of, name):
+    """Without its window the model says something else, so the test above does cover positions beyond it."""
+    policy = load(folder_of(name))
+    with_window = token_logps(policy, batch_of()).logp
+    policy.model.config.sliding_window = 1000
+    assert (token_logps(policy, batch_of()).logp - with_window).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2-eager"])
+def test_gradients_equal_those_of_the_models_own_forward(folder_of, name):
+    policy, own = load(folder_of(name)), own_model(folder_of(name))
+    items, logps, entropies = make_items(), [], []
+    for row in batch_of().rows:
+        ids, mask = torch.tensor(items[row].ids), torch.tensor(items[row].mask)[1:]
+        logp = own(input_ids=ids.unsqueeze(0)).logits[0, :-1].log_softmax(dim=-1)[mask]
+        logps.append(logp.gather(1, ids[1:][mask].unsqueeze(1)).squeeze(1))
+        entropies.append(-(logp.exp() * logp).sum(dim=-1))
+    logp = torch.cat(logps)
+    (logp * torch.linspace(-1, 1, len(logp)) + 0.3 * torch.cat(entropies)).sum().backward()
+    want = {key: p.grad for key, p in own.named_parameters()}
+    got = gradients(policy)
+    assert got.keys() == want.keys()
+    for key, gradient in got.items():
+        assert (gradient - want[key]).norm() < 1e-4 * want[key].norm(), key
+
+
+@pytest.mark.parametrize("lora", [OFF, LoraConfig(r=RANK)], ids=["full", "lora"])
+def test_gradient_checkpointing_gives_the_same_gradient(folder_of, lora):
+    calls, results = [], []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)  # of the adapter's initialisation
+        policy = load(folder_of("llama"), lora, gradient_checkpointing=checkpointing)
+        shake(policy.model, 2)
+        layer = causal_lm(policy.model).model.layers[0].mlp
+        count: list[int] = []
+        layer.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        results.append(gradients(policy))
+        calls.append(len(count))
+    assert calls == [1, 2]  # recomputed in the backward pass, hence really on
+    assert results[0].keys() == results[1].keys() and results[0]
+    for key, gradient in results[0].items():
+        torch.testing.assert_close(results[1][key], gradient)
+
+
+def test_dropout_of_the_base_is_off(folder_of):
+    policy = load(folder_of("gpt2"))
+    assert policy.model.training
+    assert {m.p for m in policy.model.modules() if isinstance(m, nn.Dropout)} == {0.0}
+    assert torch.equal(token_logps(policy, batch_of()).logp, token_logps(policy, batch_of()).logp)
+
+
+def test_lora_reference_is_the_base_model(folder_of):
+    policy = load(folder_of("llama"), LoraConfig(r=RANK), with_reference=True)
+    want, _ = own_logps(own_model(folder_of("llama")))
+    assert policy.is_lora and policy.reference is None  # no second model in memory
+    assert_same(token_logps(policy, batch_of()).logp, want)  # a new adapter changes nothing
+    shake(policy.model, 3)
+    assert (token_logps(policy, batch_of()).logp - want).abs().max() > 0.1
+    assert_same(reference_logps(policy, batch_of()), want)
+    assert (token_logps(policy, batch_of()).logp - want).abs().max() > 0.1  # and the adapter is back on
+
+
+def test_lora_trains_the_adapter_alone(folder_of):
+    policy = load(folder_of("llama"), LoraConfig(r=RANK))
+    assert {name for name, p in policy.model.named_parameters() if p.requires_grad} == {
+        name for name, _ in policy.model.named_parameters() if "lora_" in name
+    }
+    assert all("lora_" in name for name in gradients(policy))
+
+
+@pytest.mark.parametrize(("targets", "message"), [(("lm_head",), "output head"), (("no_such",), "no_such")])
+def test_lora_on_modules_it_cannot_adapt_is_refused(folder_of, targets, message):
+    with pytest.raises(ValueError, match=f"lora.target_modules.*{message}"):
+        load(folder_of("llama"), LoraConfig(r=RANK, target_modules=targets))
+
+
+def adapter_logps(folder_of, adapter: Path, temperature: float = 1.0) -> Tensor:
+    from peft import PeftModel
+
+    return own_logps(PeftModel.from_pretrained(own_model(folder_of("llama")), str(adapter)).eval(), temperature)[0]
+
+
+def test_continuing_an_adapter_goes_on_from_it_and_compares_with_it(folder_of, adapter):
+    policy = load(adapter, LoraConfig(r=RANK), with_reference=True)
+    want = adapter_logps(folder_of, adapter)
+    assert (want - own_logps(own_model(folder_of("llama")))[0]).abs().max() > 0.1
+    policy.model.eval()  # the adapter's own dropout is part of training
+    assert_same(token_logps(policy, batch_of()).logp, want)
+    policy.model.train()
+    trained = [name for name, p in policy.model.named_parameters() if p.requires_grad]
+    shake(policy.model, 4)
+    policy.model.eval()
+    moved = token_logps(policy, batch_of()).logp
+    assert (moved - want).abs().max() > 0.1
+    assert_same(reference_logps(policy, batch_of()), want)
+    assert torch.equal(token_logps(policy, batch_of()).logp, moved)  # asking the reference left no trace
+    assert [name for name, p in policy.model.named_parameters() if p.requires_grad] == trained
+    assert trained and all(".default." in name for name in trained)
+
+
+def test_reference_adapter_has_no_dropout_while_training(folder_of, adapter):
+    policy = load(adapter, LoraConfig(r=RANK), with_reference=True)
+    assert policy.model.training
+    assert_same(reference_logps(policy, batch_of()), adapter_logps(folder_of, adapter))
+    assert policy.model.training
+
+
+def test_asking_the_reference_between_forward_and_backward_keeps_the_gradient(folder_of, adapter):
+    """The order of a GRPO step with a KL term: policy, then reference, then backward."""
+    results = []
+    for ask in (False, True):
+        torch.manual_seed(0)
+        policy = load(adapter, LoraConfig(r=RANK), with_reference=True, gradient_checkpointing=True)
+        policy.model.eval()
+        logp = token_logps(policy, batch_of()).logp
+        if ask:
+            reference_logps(policy, batch_of())
+        logp.square().sum().backward()
+        results.append({name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None})
+    assert results[0] and all(".default." in name for name in results[0])
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[1][name], gradient) for name, gradient in results[0].items())
+
+
+def test_adapter_of_another_rank_is_refused(adapter):
+    with pytest.raises(ValueError, match=r"lora.r=16: the adapter in .* has rank 4; go on with it by --lora.r 4"):
+        load(adapter, LoraConfig(r=16))
+
+
+def test_adapter_is_merged_to_train_all_weights(folder_of, adapter):
+    policy = load(adapter, OFF, with_reference=True)
+    want = adapter_logps(folder_of, adapter)
+    assert not policy.is_lora and all(p.requires_grad for p in policy.model.parameters())
+    assert not any("lora" in name for name, _ in policy.model.named_parameters())
+    assert_same(token_logps(policy, batch_of()).logp, want)
+    shake(policy.model, 5)
+    assert (token_logps(policy, batch_of()).logp - want).abs().max() > 0.1
+    assert_same(reference_logps(policy, batch_of()), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+def test_full_finetune_reference_is_untouched_by_training(folder_of, name):
+    policy = load(folder_of(name), with_reference=True)
+    want, _ = own_logps(own_model(folder_of(name)))
+    assert not any(p.requires_grad for p in policy.reference.parameters()) and not policy.reference.training
+    assert not {p.data_ptr() for p in policy.reference.parameters()} & {p.data_ptr() for p in policy.model.parameters()}
+    shake(policy.model, 6)
+    assert (token_logps(policy, batch_of()).logp - want).abs().max() > 0.1
+    got = reference_logps(policy, batch_of())
+    assert_same(got, want)
+    assert not got.requires_grad
+
+
+def test_without_a_reference_none_is_loaded(folder_of):
+    policy = load(folder_of("llama"))
+    assert policy.reference is None and policy.reference_adapter is None
+    with pytest.raises(AssertionError, match="with_reference"):
+        reference_logps(policy, batch_of())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 instructions says so, and goes on
+def test_bfloat16_computes_low_and_keeps_float32_weights(folder_of):
+    policy = load(folder_of("llama"), dtype="bfloat16", with_reference=True)
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in policy.reference.parameters()} == {torch.bfloat16}
+    assert policy.autocast_dtype == torch.bfloat16
+    want, _ = own_logps(own_model(folder_of("llama")))
+    logp = token_logps(policy, batch_of()).logp
+    assert logp.dtype == torch.float32
+    assert 1e-5 < (logp - want).abs().max() < 0.25  # rounded, hence really bfloat16, but near
+    assert (reference_logps(policy, batch_of()) - want).abs().max() < 0.25
+    got = gradients(policy)
+    assert {g.dtype for g in got.values()} == {torch.float32} and all(g.isfinite().all() for g in got.values())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_bfloat16_lora_holds_the_frozen_base_low_and_the_adapter_high(folder_of):
+    policy = load(folder_of("llama"), LoraConfig(r=RANK), dtype="bfloat16")
+    dtypes = {p.requires_grad: p.dtype for p in policy.model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    want, _ = own_logps(own_model(folder_of("llama")))
+    assert (token_logps(policy, batch_of()).logp - want).abs().max() < 0.25
+    assert {g.dtype for g in gradients(policy).values()} == {torch.float32}
+
+
+def test_policy_knows_its_context_and_end_ids(folder_of):
+    for lora in (OFF, LoraConfig(r=RANK)):
+        policy = load(folder_of("gpt2"), lora)
+        assert policy.context_length == 64 and policy.generation_eos == 2 and policy.autocast_dtype is None
+
+
+def test_resolve_model_finds_weights_adapters_runs_and_hub_ids(folder_of, adapter, tmp_path):
+    llama = folder_of("llama")
+    assert resolve_model(str(llama)) == str(llama) and resolve_model(str(adapter)) == str(adapter)
+    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert resolve_model("gpt2") == "gpt2"
+    assert resolve_model("builtin:tiny") == str(BUILTIN["builtin:tiny"])
+    run = tmp_path / "run"
+    (run / "final").mkdir(parents=True)
+    (run / "metrics.jsonl").touch()
+    (run / "config.yaml").touch()
+    assert resolve_model(str(run)) == str(run / "final")
+
+
+def test_resolve_model_says_what_is_wrong(tmp_path):
+    unfinished = tmp_path / "run"
+    unfinished.mkdir()
+    (unfinished / "metrics.jsonl").touch()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    a_file = tmp_path / "weights.safetensors"
+    a_file.touch()
+    for name, message in [
+        ("builtin:huge", "model=builtin:huge: unknown built-in model; there is builtin:tiny"),
+        (str(tmp_path / "nowhere"), "no such folder"),
+        ("./nowhere", "model=./nowhere: no such folder"),
+        ("runs/grpo/first", "no such folder"),
+        (str(a_file), "no such folder"),
+        (str(unfinished), "this run has not finished.*--resume"),
+        (str(empty), "holds neither config.json nor adapter_config.json nor a finished run"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            resolve_model(name)
+
+
+def test_folder_without_weights_or_tokenizer_is_refused_in_one_sentence(folder_of, tmp_path):
+    (tmp_path / "config.json").write_text((folder_of("llama") / "config.json").read_text())
+    with pytest.raises(ValueError, match="no tokenizer could be loaded") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="could not be loaded") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_attention_code_a_model_lacks_is_refused_at_load(folder_of):
+    with pytest.raises(ValueError, match="could not be loaded.*scaled_dot_product_attention"):
+        load_policy(ModelConfig(model=str(folder_of("gemma2-eager"))), OFF, CPU, with_reference=False)
+
+
+class Louder(nn.Module):
+    """A head that does more than its weight says."""
+
+    def __init__(self, model: nn.Module, trick: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.trick, self.config = model, trick, model.config
+        self.base_model, self.get_output_embeddings = model.base_model, model.get_output_embeddings
+
+    def forward(self, **inputs: Any) -> Any:
+        out = self.model(**inputs)
+        out.logits = self.trick(out.logits)
+        return out
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [lambda x: 1.1 * x, lambda x: x.clamp(max=0.5), lambda x: x.roll(1, dims=-1)],
+    ids=["scale", "clamp", "roll"],
+)
+def test_hidden_changes_of_the_logits_are_refused(folder_of, trick):
+    def policy_with(change: Callable[[Tensor], Tensor]) -> Policy:
+        model = Louder(own_model(folder_of("llama"), "sdpa"), change)
+        return Policy(model=model, tokenizer=None, source="louder", device=CPU, compute_dtype=torch.float32)
+
+    check_logps(policy_with(lambda x: x))
+    with pytest.raises(
+        ValueError, match="model=louder: packed log-probs differ from its own forward by .*not supported"
+    ):
+        check_logps(policy_with(trick))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attn", "settings"),
+    [
+        # Convolutions and states run across the border of two packed sequences, whatever the mask says.
+        ("lfm2", "sdpa", {**COMMON, "layer_types": ["conv", "full_attention"]}),
+        ("mamba", "eager", dict(hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.2)),
+        ("bloom", "eager", dict(hidden_size=32, n_layer=2, n_head=4)),  # positions from a 2-d mask only
+    ],
+    ids=["lfm2", "mamba", "bloom"],
+)
+def test_architectures_that_cannot_be_packed_are_refused_in_one_sentence(tmp_path, kind, attn, settings):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="this architecture is not supported") as caught:
+        load(tmp_path, attn_implementation=attn)
+    assert str(caught.value).startswith(f"model={tmp_path}: packed") and "\n" not in str(caught.value)
+
+
+def test_adapter_names_a_base_that_loads(folder_of, adapter):
+    saved = json.loads((adapter / "adapter_config.json").read_text())
+    policy = load(adapter, LoraConfig(r=RANK))
+    assert policy.source == saved["base_model_name_or_path"] == str(folder_of("llama"))

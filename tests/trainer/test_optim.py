@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from losses.types import LossOut, Term
+from trainer.config import OptimConfig
+from trainer.optim import build_optimizer, clip_and_step, lr_factor, term_metrics, total_loss
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def set_gradients(model: nn.Module, value: float) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup_ratio", "expected"),
+    [
+        ("constant", 0.0, [1.0] * 10),
+        ("constant", 0.4, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+        ("linear", 0.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        ("linear", 0.2, [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+        ("cosine", 0.0, [(1 + math.cos(math.pi * t / 10)) / 2 for t in range(10)]),
+        ("cosine", 0.5, [0.2, 0.4, 0.6, 0.8, 1.0, *((1 + math.cos(math.pi * t / 5)) / 2 for t in range(5))]),
+    ],
+)
+def test_lr_factor_of_ten_steps(kind, warmup_ratio, expected):
+    factor = lr_factor(kind, warmup_ratio, 10)
+    assert [factor(step) for step in range(10)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_lr_factor_ends_at_zero_and_stays_there(kind):
+    factor = lr_factor(kind, 0.2, 10)
+    assert factor(10) == pytest.approx(0.0, abs=1e-12) and factor(15) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup_ratio", [0.0, 0.3, 1.0])
+def test_lr_factor_never_wastes_a_step_on_a_zero_rate(kind, warmup_ratio):
+    for total in (1, 2, 7):
+        factor = lr_factor(kind, warmup_ratio, total)
+        assert all(0 < factor(step) <= 1 for step in range(total))
+
+
+def test_learning_rate_follows_the_schedule_step_by_step():
+    model = make_model()
+    optimizer, schedule = build_optimizer(model, OptimConfig(learning_rate=0.1, lr_scheduler_type="linear"), 4)
+    seen = []
+    for _ in range(4):
+        seen.append(schedule.get_last_lr()[0])
+        assert [group["lr"] for group in optimizer.param_groups] == [seen[-1]] * 2
+        set_gradients(model, 1.0)
+        clip_and_step(model, optimizer, schedule, 1.0, "step 1")
+    assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def test_only_matrices_decay_and_only_trained_weights_are_held():
+    model = make_model()
+    model[2].weight.requires_grad_(False)
+    cfg = OptimConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6)
+    optimizer, _ = build_optimizer(model, cfg, 10)
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert [id(p) for p in decayed["params"]] == [id(model[0].weight)]
+    assert {id(p) for p in plain["params"]} == {id(p) for p in model.parameters() if p.ndim == 1}
+    assert decayed["betas"] == plain["betas"] == (0.8, 0.95) and decayed["eps"] == 1e-6
+
+
+def test_one_step_is_adamw_by_hand():
+    model = make_model()
+    cfg = OptimConfig(learning_rate=0.01, lr_scheduler_type="constant", weight_decay=0.1, max_grad_norm=0.0)
+    optimizer, schedule = build_optimizer(model, cfg, 10)
+    before = weights(model)
+    set_gradients(model, 0.5)
+    clip_and_step(model, optimizer, schedule, 0.0, "step 1")
+    # The first step of Adam moves every weight by the learning rate, whatever the size of its gradient.
+    for old, new in zip(before, model.parameters(), strict=True):
+        decay = 0.01 * 0.1 if old.ndim == 2 else 0.0
+        torch.testing.assert_close(new.detach(), old * (1 - decay) - 0.01, atol=1e-6, rtol=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_clip_returns_the_norm_before_clipping_and_steps_with_the_clipped_gradient():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # its step is the gradient itself
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    count = sum(p.numel() for p in model.parameters())
+    before = weights(model)
+    set_gradients(model, 2.0)
+    assert clip_and_step(model, optimizer, schedule, 0.5, "step 1") == pytest.approx(2.0 * math.sqrt(count), rel=1e-6)
+    moved = torch.cat([(new - old).flatten() for old, new in zip(before, model.parameters(), strict=True)])
+    assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e6])
+def test_small_or_unlimited_gradients_are_not_scaled(max_grad_norm):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    before = weights(model)
+    set_gradients(model, 2.0)
+    clip_and_step(model, optimizer, schedule, max_grad_norm, "step 1")
+    for old, new in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(new.detach(), old - 2.0)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_gradient_that_is_not_finite_stops_before_the_weights_change(poison, max_grad_norm):
+    model = make_model()
+    optimizer, schedule = build_optimizer(model, OptimConfig(), 10)
+    before = weights(model)
+    set_gradients(model, 1.0)
+    model[0].bias.grad[1] = poison
+    with pytest.raises(ValueError, match="step 3, prompts a:1 to a:8: the gradient is not finite"):
+        clip_and_step(model, optimizer, schedule, max_grad_norm, "step 3, prompts a:1 to a:8")
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+
+
+def test_total_loss_divides_every_term_once_by_its_own_count_over_the_step():
+    policy, kl = torch.tensor(6.0, requires_grad=True), torch.tensor(8.0, requires_grad=True)
+    # The micro-batch counts 2 tokens; the step counts 12 tokens and 4 pairs. Only the latter divide.
+    out = LossOut({"policy": Term(1.0, policy, torch.tensor(2)), "kl": Term(0.5, kl, torch.tensor(2))}, {})
+    total = total_loss(out, {"policy": torch.tensor(12.0), "kl": torch.tensor(4.0), "unused": torch.tensor(1.0)})
+    total.backward()
+    assert total.item() == pytest.approx(6.0 / 12 + 0.5 * 8.0 / 4)
+    assert policy.grad.item() == pytest.approx(1 / 12) and kl.grad.item() == pytest.approx(0.5 / 4)
+
+
+def test_total_loss_of_a_step_without_trained_tokens_is_zero_not_nan():
+    nll = torch.tensor(0.0, requires_grad=True)
+    total = total_loss(LossOut({"nll": Term(1.0, nll, torch.tensor(0))}, {}), {"nll": torch.tensor(0.0)})
+    total.backward()
+    assert total.item() == 0.0 and nll.grad.isfinite()
+
+
+def test_total_loss_needs_a_count_for_every_term():
+    out = LossOut({"kl": Term(1.0, torch.tensor(1.0), torch.tensor(1))}, {})
+    with pytest.raises(AssertionError, match="kl"):
+        total_loss(out, {"policy": torch.tensor(1.0)})
+
+
+def test_term_metrics_are_unweighted_and_detached():
+    total = torch.tensor(8.0, requires_grad=True)
+    metrics = term_metrics(LossOut({"kl": Term(0.1, total, torch.tensor(4))}, {}))
+    (value, count) = metrics["loss/kl"]
+    assert list(metrics) == ["loss/kl"] and (value.item(), count.item()) == (8.0, 4) and not value.requires_grad

@@ -1,0 +1,307 @@
+"""The report page of runs that look real: a GRPO run, an SFT run, unfinished and empty ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.curves import curve_svg, outline, smooth, tick_texts, value_axis
+from trainer.metrics import JsonlLog
+from trainer.report import flatten, write_report
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "method": "grpo",
+    "model": "builtin:tiny",
+    "data": ["task:addition:split=train"],
+    "eval_data": ["task:addition:split=eval,size=500"],
+    "data_format": "auto",
+    "output_dir": "runs/grpo-demo",
+    "max_steps": 200,
+    "learning_rate": 0.0003,
+    "lr_scheduler_type": "cosine",
+    "reward_funcs": ["exact_match", "tagged_format"],
+    "num_generations": 8,
+    "temperature": 1.0,
+    "system_prompt": None,
+    "gradient_checkpointing": False,
+    "lora": {"r": 0, "alpha": 32, "dropout": 0.0, "target_modules": ["all-linear"]},
+    "rollout": {"engine": "local", "max_batch_size": 256},
+}
+
+
+def grpo_step(step, total, rng):
+    """Numbers that behave like a small GRPO run which learns its task."""
+    skill = 1 / (1 + math.exp(-8 * (step / total - 0.45)))
+    accuracy = min(0.99, 0.38 + 0.58 * skill + rng.gauss(0, 0.035))
+    spread = math.sqrt(accuracy * (1 - accuracy))
+    return {
+        "reward/mean": accuracy + 0.2,
+        "reward/std": spread,
+        "reward/zero_std_frac": min(1.0, max(0.0, 0.15 + 0.5 * skill + rng.gauss(0, 0.06))),
+        "reward/exact_match/mean": accuracy,
+        "reward/exact_match/std": spread,
+        "reward/tagged_format/mean": min(1.0, 0.7 + 0.3 * skill),
+        "reward/tagged_format/std": 0.1,
+        "policy/entropy": 0.42 * math.exp(-2.2 * step / total) + abs(rng.gauss(0, 0.015)),
+        "policy/clip_frac": abs(rng.gauss(0.01, 0.006)),
+        "policy/ratio_max": 1.2 + abs(rng.gauss(0, 0.3)),
+        "policy/behaviour_kl": abs(rng.gauss(0, 2e-7)),
+        "loss/total": rng.gauss(0, 0.002),
+        "loss/policy": rng.gauss(0, 0.002),
+        "optim/grad_norm": abs(rng.gauss(0.8, 0.25)) + (14.0 if 60 <= step < 66 else 0.0),
+        "optim/lr": 3e-4 * 0.5 * (1 + math.cos(math.pi * step / total)),
+        "rollout/len_mean": 3.4 + rng.gauss(0, 0.05),
+        "rollout/len_max": 5.0 + rng.randrange(3),
+        "rollout/truncated_frac": max(0.0, 0.05 * (1 - skill) + rng.gauss(0, 0.01)),
+        "time/step_s": 0.92 + abs(rng.gauss(0, 0.05)),
+        "time/rollout_s": 0.4,
+        "time/reward_s": 0.004,
+        "time/train_s": 0.5,
+        "time/wall_s": 0.95 * step,
+        "perf/tokens_per_s": 12000 + rng.gauss(0, 400),
+        "mem/peak_gib": 1.31,
+        "data/epoch": step / 64,
+        "data/tokens_total": 11000.0 * step,
+        "data/prompts_total": 64.0 * step,
+    }
+
+
+def grpo_eval(skill):
+    accuracy = 0.41 + 0.52 * skill
+    return {"eval/reward/mean": accuracy + 0.2, "eval/exact_match/mean": accuracy, "eval/len_mean": 3.4 - 0.1 * skill}
+
+
+def make_grpo_run(folder, *, steps=200, total=200, eval_every=25, config=None, samples=None):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"max_steps": total} | (config or {}), sort_keys=False))
+    rng, log = random.Random(0), JsonlLog(folder / "metrics.jsonl")
+    if eval_every:
+        log.write(0, grpo_eval(0.0))
+    for step in range(1, steps + 1):
+        evaluated = eval_every and (step % eval_every == 0 or step == total)
+        log.write(step, grpo_step(step, total, rng) | (grpo_eval(step / total) if evaluated else {}))
+    log.close()
+    log = JsonlLog(folder / "samples.jsonl")
+    for step in range(1, steps + 1, 10):
+        for i in range(6):
+            a, b = rng.randrange(100), rng.randrange(100)
+            right = rng.random() < 0.4 + 0.5 * step / total
+            log.write(
+                step,
+                {
+                    "prompt": f"<|im_start|>user\n{a}+{b}=<|im_end|>\n<|im_start|>assistant\n",
+                    "completion": str(a + b if right else a + b - 10),
+                    "rewards": {"exact_match": float(right), "tagged_format": None if i == 3 else 1.0},
+                    "advantage": 0.8 if right else -1.1,
+                },
+            )
+    for sample in samples or []:
+        log.write(steps, sample)
+    log.close()
+    return folder
+
+
+def make_sft_run(folder, steps=120):
+    folder.mkdir(parents=True)
+    config = {"method": "sft", "model": "Qwen/Qwen2.5-0.5B-Instruct", "data": ["chat.jsonl"], "max_steps": steps}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    rng, log = random.Random(1), JsonlLog(folder / "metrics.jsonl")
+    log.write(0, {"eval/nll": 2.31, "eval/token_accuracy": 0.52})
+    for step in range(1, steps + 1):
+        nll = 1.1 + 1.2 * math.exp(-4 * step / steps) + rng.gauss(0, 0.08)
+        metrics = {"loss/total": nll, "loss/nll": nll, "optim/grad_norm": 1.4, "optim/lr": 2e-5, "time/step_s": 2.0}
+        log.write(step, metrics | ({"eval/nll": 1.19, "eval/token_accuracy": 0.71} if step == steps else {}))
+    log.close()
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page, with unclosed or stray tags noticed."""
+
+    VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(html)
+        assert self.open == [], self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+    @property
+    def flat(self):
+        return re.sub(r"\s+", " ", " ".join(self.text))
+
+
+def read(path):
+    html = path.read_text(encoding="utf-8")
+    page = Page(html)
+    assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
+    assert not [a for a in page.attributes if a[0] in ("src", "href", "onload", "onerror", "onclick")]
+    assert "http://" not in html and "https://" not in html and "url(" not in html and "@import" not in html
+    assert "prefers-color-scheme: dark" in html and 'name="viewport"' in html
+    return page
+
+
+def test_a_finished_grpo_run(tmp_path):
+    page = read(write_report(make_grpo_run(tmp_path / "grpo-demo")))
+    assert "grpo builtin:tiny" in page.flat and "unfinished" not in page.flat
+    assert "Steps 200 " in page.flat and "Wall time 3:10" in page.flat
+    assert "0.610 \u2192 1.13 +0.520" in page.flat  # eval/reward/mean before and after
+    assert "eval/exact_match/mean 0.410 0.930 +0.520" in page.flat
+    assert "Mean over the step's completions of the total reward" in page.flat
+    assert "steps 62 to 67, 6 of them; since over" in page.flat and "health/grad_norm_high" in page.flat
+    assert "Step 1 " in page.flat and "Step 191 " in page.flat and "Step 101 " not in page.flat
+    assert "lora.alpha 32" in page.flat and "lora.target_modules all-linear" in page.flat
+    assert page.tags.count("svg") == 31, "28 training curves and 3 of the evaluation"
+    assert (tmp_path / "grpo-demo" / "report.html").stat().st_size < 600_000
+
+
+def test_every_curve_has_its_definition(tmp_path):
+    html = write_report(make_grpo_run(tmp_path / "run", steps=20)).read_text()
+    charts = re.findall(r'<span class="mono">([^<]+)</span>.*?<p class="definition">([^<]*)</p>', html, re.DOTALL)
+    assert len(charts) > 20 and all(definition for _, definition in charts)
+
+
+def test_an_unfinished_run(tmp_path):
+    page = read(write_report(make_grpo_run(tmp_path / "run", steps=112)))
+    assert "unfinished" in page.flat and "112 of 200" in page.flat
+    assert "reward, step 0 \u2192 100" in page.flat and "latest" in page.flat
+    early = read(write_report(make_grpo_run(tmp_path / "early", steps=3)))
+    assert "no later evaluation yet" in early.flat
+
+
+def test_an_sft_run(tmp_path):
+    html = write_report(make_sft_run(tmp_path / "sft"))
+    page = read(html)
+    assert "sft Qwen/Qwen2.5-0.5B-Instruct" in page.flat and "Samples" not in page.flat and "Reward" not in page.flat
+    assert "eval/nll 2.31 1.19 \u22121.12" in page.flat
+    assert '<span class="change good">\u22121.12</span>' in html.read_text(), "a falling nll is good"
+    assert "No finding" in page.flat and "loss/total" not in page.flat, "the same curve as loss/nll"
+
+
+def test_a_run_without_any_step_or_evaluation(tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("method: grpo\nmodel: m\nmax_steps: null\n")
+    page = read(write_report(folder))
+    assert "the run had no --eval-data" in page.flat and "Steps 0" in page.flat
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss/total": 0.5}\n{"step": 2, "loss')
+    assert read(write_report(folder)).tags.count("svg") == 1
+
+
+def test_text_from_models_and_users_is_escaped(tmp_path):
+    evil = '<script>alert("x")</script><img src=x onerror=alert(1)>'
+    sample = {"prompt": evil, "completion": f"</pre></td>{evil}\x1b[31m\x00", "rewards": {evil: 1.0}, "advantage": 0.5}
+    chat = [{"role": "user", "content": evil}]
+    folder = make_grpo_run(
+        tmp_path / "run",
+        steps=30,
+        config={"model": evil, "system_prompt": evil, "method": evil, "lora": {evil: evil}},
+        samples=[sample, sample | {"prompt": chat, "completion": "y" * 5000, "rewards": None, "advantage": None}],
+    )
+    log = JsonlLog(folder / "metrics.jsonl")
+    for step in range(31, 60):
+        log.write(step, {f"reward/{evil}/mean": 0.0, "reward/mean": 0.0})
+    log.close()
+    path = write_report(folder)
+    page = read(path)
+    html = path.read_text()
+    assert "<script" not in html and "<img" not in html and "\x1b" not in html and "\x00" not in html
+    assert page.flat.count(evil) >= 6
+    assert "user: <script>" in page.flat and "1000 more characters" in page.flat and r"\x1b[31m\x00" in page.flat
+
+
+def test_the_page_is_replaced_not_appended(tmp_path):
+    folder = make_grpo_run(tmp_path / "run", steps=5)
+    first = write_report(folder).read_text()
+    second = write_report(folder).read_text()
+    assert len(first) == len(second)
+    assert not list(folder.glob(".tmp*"))
+
+
+def test_command_line(tmp_path):
+    folder = make_grpo_run(tmp_path / "run", steps=5)
+    command = [sys.executable, "-m", "trainer.report"]
+    done = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, str(folder / "report.html"))
+    wrong = subprocess.run([*command, str(tmp_path / "no")], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
+
+
+def test_smoothing_keeps_a_straight_line_and_the_mean_of_noise():
+    line = [2.0 * i for i in range(300)]
+    assert smooth(line)[10:-10] == pytest.approx(line[10:-10])
+    noise = [1.0, -1.0] * 150
+    assert max(map(abs, smooth(noise))) < 0.1
+    assert smooth([3.0]) == [3.0]
+
+
+def test_a_long_run_keeps_its_spikes():
+    values = [0.0] * 10_000
+    values[4321] = 9.0
+    points = outline(range(10_000), values)
+    assert len(points) <= 300 and (4321, 9.0) in points and points == sorted(points)
+    assert len(curve_svg(range(10_000), values, label="x")) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.38, 0.97, ["0", "0.25", "0.50", "0.75", "1.00"]),
+        (0.0, 3e-6, ["0", "1e-6", "2e-6", "3e-6"]),
+        (0.0, 3e-4, ["0", "1e-4", "2e-4", "3e-4"]),
+        (11000, 12500, ["11.0k", "11.5k", "12.0k", "12.5k"]),
+        (-0.004, 0.005, ["-0.0050", "-0.0025", "0", "0.0025", "0.0050"]),
+        (1.31, 1.31, None),
+        (0.0, 0.0, None),
+    ],
+)
+def test_axes_have_round_ticks_around_the_data(low, high, ticks):
+    start, end, values = value_axis(low, high)
+    assert start <= low <= high <= end and start < end and 3 <= len(values) <= 7
+    assert values[0] == pytest.approx(start) and values[-1] == pytest.approx(end)
+    if ticks is not None:
+        assert tick_texts(values) == ticks
+
+
+def test_one_point_and_constant_curves_are_drawn_inside_the_box():
+    for steps, values in (([5], [0.3]), ([0, 1], [0.0, 0.0]), (list(range(50)), [1e-7] * 50)):
+        svg = curve_svg(steps, values, label="x")
+        numbers = [float(y) for y in re.findall(r",([\d.-]+)[ \"]", svg)]
+        assert numbers and all(0 <= y <= 170 for y in numbers) and "nan" not in svg
+
+
+def test_flatten_names_nested_settings_by_their_flag():
+    assert dict(flatten({"a": [], "b": {"c": None, "d": [1, "x"]}})) == {"a": "none", "b.c": "none", "b.d": "1 x"}
+
+
+def test_metrics_lines_are_plain_json(tmp_path):
+    folder = make_grpo_run(tmp_path / "run", steps=3)
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]

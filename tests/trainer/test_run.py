@@ -1,0 +1,384 @@
+"""The folder of a run, driven by a small training loop of the shape that methods have.
+
+Run as a script, this file trains once and kills itself where told to: see test_killed_run_resumes_to_the_same_numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.config import Flat, ModelConfig, RunConfig
+from trainer.model import Policy
+from trainer.run import Run, evaluation_lines, expand, open_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every method's config has, as far as a run looks at it."""
+
+    model: Flat[ModelConfig] = field(default_factory=lambda: ModelConfig(model="builtin:tiny"))
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+
+
+class Draws:
+    """A loader stand-in: its place in a stream is its state."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self) -> int:
+        self.position += 1
+        return self.position * 7919 % 13
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+        random.random()  # user code may draw numbers here; the run must not notice
+
+
+def config(output_dir: Path | str, **settings: Any) -> Config:
+    settings = {"max_steps": 10, "save_steps": 3, "save_total_limit": 2, **settings}
+    return Config(run=RunConfig(output_dir=str(output_dir), **settings))
+
+
+def resumed(folder: Path, **settings: Any) -> Config:
+    """What the command line makes of --resume FOLDER."""
+    return config(folder, resume="latest", **settings)
+
+
+def make_policy(width: int = 4) -> Policy:
+    model = nn.Sequential(nn.Linear(width, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    return Policy(model=model, tokenizer=None, source="none", device=torch.device("cpu"), compute_dtype=torch.float32)
+
+
+def train(cfg: Config, *, width: int = 4, kill_at: int = -1, method: str = "sft") -> Run:
+    """A loop of the shape that methods have; everything random in it comes from the global generators."""
+    with open_run(cfg, method) as run:
+        policy = make_policy(width)
+        optimizer = AdamW(policy.model.parameters(), lr=1e-2)
+        schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        loader, counters = Draws(), {"tokens": 0}
+        state = {"loader": loader, "counters": counters}
+        run.begin(cfg.run.max_steps, "a small run")
+        first = run.restore(policy, optimizer, schedule, state)
+        if first == 0:
+            run.log(0, {"eval/reward/mean": 0.25})
+        for step in range(first + 1, cfg.run.max_steps + 1):
+            x = torch.rand(3, width) + loader.next() + random.random() + np.random.rand()
+            loss = policy.model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            counters["tokens"] += 3
+            last = {"eval/reward/mean": 0.75} if step == cfg.run.max_steps else {}
+            metrics = {"loss/total": loss.item(), "optim/grad_norm": 50.0, "data/tokens_total": counters["tokens"]}
+            run.log(step, metrics | last)
+            run.sample(step, [{"prompt": "1+1=", "completion": str(step), "rewards": {"exact_match": 1.0}}])
+            if step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.maybe_save(step, policy, optimizer, schedule, state)
+    return run
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def steps(folder: Path, name: str = "metrics.jsonl") -> list[int]:
+    return [row["step"] for row in rows(folder, name)]
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_fresh_run_writes_its_folder(tmp_path):
+    run = train(config(tmp_path / "a"))
+    assert steps(run.dir) == list(range(11))
+    assert steps(run.dir, "samples.jsonl") == list(range(1, 11))
+    assert rows(run.dir, "samples.jsonl")[3] == {
+        "step": 4, "prompt": "1+1=", "completion": "4", "rewards": {"exact_match": 1.0},
+    }  # fmt: skip
+    assert checkpoint_names(run.dir) == ["step-00000009", "step-00000010"]  # the last step too
+    saved = yaml.safe_load((run.dir / "config.yaml").read_text())
+    assert saved["method"] == "sft" and saved["model"] == "builtin:tiny" and saved["max_steps"] == 10
+    assert "resume" not in saved
+
+
+def test_the_seed_alone_decides_the_numbers(tmp_path):
+    first, again, other = (train(config(tmp_path / str(i), seed=seed)) for i, seed in enumerate([5, 5, -6]))
+    text = [(run.dir / "metrics.jsonl").read_text() for run in (first, again, other)]
+    assert text[0] == text[1] != text[2]
+
+
+def test_saves_wait_for_the_end_of_a_rollout(tmp_path):
+    """Four optimizer steps per rollout, a save asked for every three: caught up at the next rollout."""
+    policy = make_policy()
+    optimizer = AdamW(policy.model.parameters())
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    with open_run(config(tmp_path / "a", save_total_limit=99), "sft") as run:
+        run.begin(22, "")
+        run.restore(policy, optimizer, schedule, {})
+        for step in range(1, 23):
+            run.log(step, {})
+            if step % 4 == 0 or step == 22:
+                run.maybe_save(step, policy, optimizer, schedule, {})
+    assert [int(name[-2:]) for name in checkpoint_names(run.dir)] == [4, 8, 12, 16, 20, 22]
+
+
+def test_health_findings_are_in_the_metrics_and_on_the_console(tmp_path, capsys):
+    run = train(config(tmp_path / "a"))
+    firing = [row["step"] for row in rows(run.dir) if "health/grad_norm_high" in row]
+    assert firing and firing[-1] == 10
+    assert capsys.readouterr().out.count("warning: gradient norm is 50.0") == 1
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 8])
+def test_killed_run_resumes_to_the_same_numbers(tmp_path, stop):
+    """kill -9 before the first checkpoint, just before a save, and between saves."""
+    unbroken = train(config(tmp_path / "unbroken"))
+    folder = tmp_path / "killed"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, str(folder), str(stop)]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert steps(folder) == list(range(stop + 1))
+    random.seed(1234)
+    run = train(resumed(folder))
+    assert run.start_step == (stop - 1) // 3 * 3
+    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
+        ours, theirs = ((d / name).read_text().replace(str(d), "DIR") for d in (run.dir, unbroken.dir))
+        assert ours == theirs
+    for name in checkpoint_names(unbroken.dir):
+        for file in sorted((unbroken.dir / "checkpoints" / name).iterdir()):
+            assert (folder / "checkpoints" / name / file.name).read_bytes() == file.read_bytes(), f"{name}/{file.name}"
+
+
+def test_resume_without_a_checkpoint_starts_again_in_the_same_folder(tmp_path, capsys):
+    train(config(tmp_path / "a", max_steps=2, save_steps=0))
+    run = train(resumed(tmp_path / "a", max_steps=2, save_steps=0))
+    assert (run.start_step, run.checkpoint) == (0, None)
+    assert steps(run.dir) == [0, 1, 2]
+    assert steps(run.dir, "samples.jsonl") == [1, 2]
+    assert "it has no checkpoint yet; starting at step 0" in capsys.readouterr().err
+
+
+def test_finished_run_says_so_when_resumed(tmp_path, capsys):
+    train(config(tmp_path / "a"))
+    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    run = train(resumed(tmp_path / "a"))
+    assert run.start_step == 10
+    assert "step 10 of 10 is done, nothing is left to train" in capsys.readouterr().err
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
+
+
+def test_finished_run_can_be_extended(tmp_path):
+    train(config(tmp_path / "a", max_steps=5))
+    run = train(resumed(tmp_path / "a", max_steps=8))
+    assert steps(run.dir) == list(range(9))
+    assert yaml.safe_load((run.dir / "config.yaml").read_text())["max_steps"] == 8
+
+
+def test_finished_run_without_checkpoints_is_not_trained_again(tmp_path):
+    train(config(tmp_path / "a", save_steps=0))
+    (tmp_path / "a" / "final").mkdir()
+    with pytest.raises(ValueError, match="has finished and kept no checkpoint"):
+        train(resumed(tmp_path / "a", save_steps=0))
+    assert steps(tmp_path / "a") == list(range(11))
+
+
+def test_damaged_checkpoint_resumes_from_the_one_before(tmp_path, capsys):
+    unbroken = train(config(tmp_path / "unbroken"))
+    folder = tmp_path / "a"
+    train(config(folder))
+    with (folder / "checkpoints" / "step-00000010" / "weights.safetensors").open("r+b") as file:
+        file.truncate(100)
+    run = train(resumed(folder))
+    assert run.start_step == 9
+    assert (run.dir / "metrics.jsonl").read_bytes() == (unbroken.dir / "metrics.jsonl").read_bytes()
+    said = capsys.readouterr().err
+    assert "step-00000010 is damaged (weights.safetensors has 100 bytes" in said
+    assert checkpoint_names(folder) == ["step-00000009", "step-00000010", "step-00000010.old"]
+
+
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
+    train(config(tmp_path / "a"))
+    for folder in (tmp_path / "a" / "checkpoints").iterdir():
+        (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"no undamaged checkpoint \(2 tried\)"):
+        train(resumed(tmp_path / "a"))
+    assert steps(tmp_path / "a") == list(range(11))
+
+
+def test_resume_from_a_named_checkpoint_goes_back_to_it(tmp_path):
+    train(config(tmp_path / "a", save_total_limit=9))
+    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    named = tmp_path / "a" / "checkpoints" / "step-00000003"
+    run = train(config(tmp_path / "a", resume=str(named), save_total_limit=9))
+    assert (run.start_step, run.checkpoint) == (3, named)
+    assert (run.dir / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match="no such folder"):
+        open_run(config(tmp_path / "a", resume=str(named.with_name("step-00000004"))), "sft")
+
+
+def test_other_model_is_refused_and_the_folder_left_as_it_was(tmp_path):
+    train(config(tmp_path / "a", max_steps=7))
+    folder = tmp_path / "a"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="its weights do not fit this model"):
+        train(resumed(folder, max_steps=9), width=5)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_folder_with_another_run_is_refused_unless_overwritten(tmp_path):
+    folder = tmp_path / "a"
+    train(config(folder))
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"output_dir=.*a: already holds a run; continue it with --resume"):
+        open_run(config(folder), "sft")
+    run = train(config(folder, max_steps=1, overwrite_output_dir=True))
+    assert steps(run.dir) == [0, 1] and checkpoint_names(run.dir) == ["step-00000001"]
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_nothing_is_written_or_deleted_before_begin(tmp_path):
+    open_run(config(tmp_path / "new"), "sft").close()
+    assert not (tmp_path / "new").exists()
+    train(config(tmp_path / "a"))
+    open_run(config(tmp_path / "a", overwrite_output_dir=True), "sft").close()
+    assert steps(tmp_path / "a") == list(range(11))
+
+
+def test_existing_folder_without_a_run_is_used(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "data.jsonl").touch()
+    assert train(config(tmp_path / "a", max_steps=1)).dir == tmp_path / "a"
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        open_run(config(tmp_path / "file"), "sft")
+    with pytest.raises(ValueError, match=r"output_dir=.*: cannot be written \(Not a directory\)"):
+        train(config(tmp_path / "file" / "below"))
+
+
+def test_output_dir_is_filled_in(tmp_path):
+    moment = time.struct_time((2026, 3, 4, 5, 6, 7, 0, 0, 0))
+    assert expand("runs/{method}-{time}", "my_pkg.algo", moment) == Path("runs/algo-20260304-050607")
+    run = train(config(tmp_path / "{method}-{time}", max_steps=1), method="my_pkg.algo")
+    assert run.dir.parent == tmp_path and run.dir.name.startswith("algo-20")
+    saved = yaml.safe_load((run.dir / "config.yaml").read_text())
+    assert saved["output_dir"] == str(tmp_path / "{method}-{time}")  # so that --config starts another run
+    assert saved["method"] == "my_pkg.algo"
+    train(resumed(run.dir, max_steps=2), method="my_pkg.algo")
+    assert yaml.safe_load((run.dir / "config.yaml").read_text())["output_dir"] == saved["output_dir"]
+
+
+def test_runs_begun_in_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    moment = time.localtime()
+    monkeypatch.setattr(time, "localtime", lambda: moment)
+    runs = [open_run(config(tmp_path / "{method}-{time}"), "sft") for _ in range(3)]
+    for run in runs:
+        run.begin(1, "")
+        run.close()
+    name = runs[0].dir.name
+    assert [run.dir.name for run in runs] == [name, f"{name}-2", f"{name}-3"]
+
+
+def test_folder_in_use_by_another_process_is_refused(tmp_path):
+    train(config(tmp_path / "a"))
+    script = f"""
+import fcntl, sys
+file = open({str(tmp_path / "a" / ".lock")!r}, "ab")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another process is training in it"):
+            open_run(resumed(tmp_path / "a"), "sft")
+        process.communicate("\n")
+    open_run(resumed(tmp_path / "a"), "sft").close()
+
+
+def test_state_that_cannot_be_saved_is_refused_before_training(tmp_path):
+    policy = make_policy()
+    optimizer = AdamW(policy.model.parameters())
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    with open_run(config(tmp_path / "a"), "sft") as run:
+        run.begin(3, "")
+        with pytest.raises(ValueError, match="state_dict of rewards: holds a Tensor"):
+            run.restore(policy, optimizer, schedule, {"rewards": {"seen": torch.ones(1)}})
+
+
+def test_non_finite_metric_stays_json(tmp_path):
+    policy = make_policy()
+    optimizer = AdamW(policy.model.parameters())
+    with open_run(config(tmp_path / "a"), "sft") as run:
+        run.begin(3, "")
+        run.restore(policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+        run.log(1, {"loss/total": float("nan"), "optim/lr": 1e-3})
+    assert rows(tmp_path / "a") == [{"step": 1, "loss/total": None, "optim/lr": 1e-3}]
+
+
+def test_evaluation_lines_compare_first_and_last():
+    records = [
+        {"step": 0, "eval/exact_match/mean": 0.25, "eval/len_mean": 4.0},
+        {"step": 1, "loss/total": 1.0, "eval/once": 1.0},
+        {"step": 50, "eval/exact_match/mean": 0.5, "eval/len_mean": None},
+        {"step": 60, "eval/exact_match/mean": 0.9},
+    ]
+    assert evaluation_lines(records) == ["held-out exact_match: 0.250 before, 0.900 after (60 steps)"]
+
+
+def test_finish_exports_reports_and_says_where(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizers = pytest.importorskip("tokenizers")
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1))
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(8)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="7")
+    model.save_pretrained(tmp_path / "base")
+    policy = Policy(model, tokenizer, str(tmp_path / "base"), torch.device("cpu"), torch.float32)
+    optimizer = AdamW(model.parameters())
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    with open_run(config(tmp_path / "a", max_steps=1), "sft") as run:
+        run.begin(1, "a small run")
+        run.restore(policy, optimizer, schedule, {})
+        run.log(0, {"eval/exact_match/mean": 0.25})
+        run.log(1, {"loss/total": 1.0, "eval/exact_match/mean": 0.75})
+        run.maybe_save(1, policy, optimizer, schedule, {})
+        run.finish(policy)
+    loaded = AutoModelForCausalLM.from_pretrained(run.dir / "final")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert (run.dir / "report.html").stat().st_size > 1000
+    said = capsys.readouterr().out
+    assert "held-out exact_match: 0.250 before, 0.750 after (1 steps)" in said
+    assert f"model: {run.dir / 'final'}" in said and f"report: {run.dir / 'report.html'}" in said
+
+
+if __name__ == "__main__":
+    train(config(sys.argv[1]), kill_at=int(sys.argv[2]))

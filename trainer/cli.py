@@ -1,0 +1,314 @@
+"""Turn argv, and an optional YAML file, into one frozen config.
+
+    python -m trainer --method grpo --learning-rate 3e-6
+    python -m trainer --config runs/dev/config.yaml --max-steps 10
+    python -m trainer --resume
+
+Later wins: dataclass default < tiny recipe (only when nothing names a model) < saved config of the run being resumed
+< --config < flag. The method is peeked at first, because it decides which flags exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import glob
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import tyro
+import yaml
+
+from trainer.config import RunConfig
+from trainer.flags import Values, build, config_to_tree, flag_table, looks_like_flag, nearest, read_argv, read_tree
+
+__all__ = ["config_to_tree", "load_config", "method_names", "method_summary", "parse", "save_config"]
+
+METHODS = Path(__file__).parent / "methods"
+RECIPES = Path(__file__).parent / "recipes"
+PER_CALL = ("resume", "overwrite_output_dir")  # said to one call of the command, not part of what a run is
+
+
+def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
+    """Return (method module, its Config, the method as the user named it); SystemExit(0) after a listing or help."""
+    argv = _spell_out_resume(argv)
+    config_file = _peek(argv, "config")
+    file_tree = load_config(Path(config_file)) if config_file else {}
+    wants_help = any(word in ("-h", "--help") for word in argv)
+    name = _peek(argv, "method") or file_tree.get("method")
+    resume = None if wants_help else _resume_point(argv, file_tree, name)
+    if name is None and resume is not None:
+        name = resume.saved["method"]
+    if name is None:
+        others = [word for word in argv if word not in ("-h", "--help")]
+        if others:
+            raise ValueError(f"--method: missing; pass one of {', '.join(method_names())} or a dotted module of yours")
+        print(method_listing())
+        raise SystemExit(0)
+
+    module = load_method(str(name))
+    table = flag_table(module.Config)
+    if "method" not in table or "resume" not in table:
+        raise ValueError(f"--method={name}: its Config has no run block; add the field run: Flat[RunConfig]")
+    prog = f"python -m trainer --method {name}"
+    if wants_help:
+        print_help(module.Config, prog)
+
+    values: Values = {}
+    if resume is not None:
+        values |= read_tree(resume.saved, table, str(resume.run_dir / "config.yaml"))
+    values |= read_tree(file_tree, table, str(config_file))
+    values |= read_argv(_without(argv, "config"), table)
+    if "model" not in values:
+        values = _recipe_values(module, str(name), table) | values
+    values |= read_tree({"method": str(name)}, table, "--method")
+    if resume is not None:
+        if values["overwrite_output_dir"].words == ("True",):
+            raise ValueError("--overwrite-output-dir: would delete the run to resume; leave out one of the two")
+        values |= read_tree({"output_dir": str(resume.run_dir), "resume": resume.checkpoint}, table, "--resume")
+    return module, build(module.Config, values, table, prog), str(name)
+
+
+# methods ---------------------------------------------------------------------------------------------------------
+
+
+def method_names() -> list[str]:
+    """Every file in trainer/methods/ is a method; there is no registry to edit."""
+    return sorted(path.stem for path in METHODS.glob("*.py") if not path.stem.startswith("_"))
+
+
+def method_summary(name: str) -> str:
+    """First line of the method's Config docstring, read without importing torch."""
+    tree = ast.parse((METHODS / f"{name}.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Config":
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""
+
+
+def method_listing() -> str:
+    width = max(len(name) for name in method_names())
+    rows = [f"  {name:<{width}}  {method_summary(name)}" for name in method_names()]
+    return "\n".join(
+        [
+            "usage: python -m trainer --method NAME [--config FILE.yaml] [--help] [flags]",
+            "",
+            "methods:",
+            *rows,
+            "",
+            "A method of your own: --method my_pkg.my_algo (a module with Config and train).",
+            "With no other flag a method runs on the built-in tiny model.",
+        ]
+    )
+
+
+def load_method(name: str) -> ModuleType:
+    """Import a built-in method by file name, or a fork's own by dotted path, found from the working directory."""
+    if "." not in name:
+        if name not in method_names():
+            found = nearest(name, method_names())
+            hint = f"did you mean {found}?" if found else f"there are {', '.join(method_names())}"
+            raise ValueError(f"--method={name}: unknown method; {hint} (your own: a dotted module path)")
+        return importlib.import_module(f"trainer.methods.{name}")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # the module is there; something it imports is not
+        raise ValueError(f"--method={name}: no module {error.name} here or installed; {_hint(name)}") from None
+    for part in ("Config", "train"):
+        if not hasattr(module, part):
+            raise ValueError(f"--method={name}: has no {part}; a method is a module with Config and train(cfg)")
+    return module
+
+
+def _hint(name: str) -> str:
+    found = nearest(name.rpartition(".")[2], method_names())
+    return f"did you mean {found}?" if found else "run from the folder that holds it, or install it"
+
+
+def print_help(config: type, prog: str) -> NoReturn:
+    """All flags by block, then SystemExit(0)."""
+    description = (config.__doc__ or "") + "\n\n--config FILE.yaml gives the same keys from a file; flags win over it."
+    off = (tyro.conf.HelptextFromCommentsOff,)
+    tyro.cli(config, args=["--help"], prog=prog, description=description, config=off)
+    raise AssertionError("tyro exits after --help")
+
+
+# layers ----------------------------------------------------------------------------------------------------------
+
+
+def _recipe_values(module: ModuleType, name: str, table: dict[str, Any]) -> Values:
+    """The recipe of the tiny model: ours in trainer/recipes/, a fork's beside its module."""
+    stem = name.rpartition(".")[2]
+    folder = Path(str(module.__file__)).parent if "." in name else RECIPES
+    recipe = folder / f"{stem}_tiny.yaml"
+    if not recipe.is_file():
+        return {}
+    if os.environ.get("RANK", "0") == "0":
+        print(f"no model given: settings not named elsewhere come from {_shown(recipe)}", file=sys.stderr)
+    tree = load_config(recipe)
+    tree.pop("method", None)
+    return read_tree(tree, table, _shown(recipe))
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML lets the last of two equal keys win silently; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.MarkedYAMLError(problem=f"key {twice} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read as a config file; {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text; a config is a YAML file") from None
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path}: not valid YAML{line}: {problem or error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: not a mapping of settings; write lines such as learning_rate: 1e-6")
+    return tree
+
+
+def save_config(path: Path, tree: dict[str, Any]) -> None:
+    """Write a config so that --config PATH runs it again; atomic, as a killed run must stay resumable."""
+    kept = {key: value for key, value in tree.items() if key not in PER_CALL}
+    scratch = path.with_name(f".tmp-{path.name}")
+    with scratch.open("w", encoding="utf-8") as file:
+        yaml.safe_dump(kept, file, sort_keys=False, allow_unicode=True, width=100)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+# resume ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A run to continue: its folder, the checkpoint asked for ("latest" or a path) and its saved config."""
+
+    run_dir: Path
+    checkpoint: str
+    saved: dict[str, Any]
+
+
+def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | None) -> ResumePoint | None:
+    given = _peek(argv, "resume") or file_tree.get("resume")
+    if given in (None, "None"):
+        return None
+    output_dir = _peek(argv, "output_dir") or file_tree.get("output_dir")
+    if given != "latest":
+        run_dir = _run_of(Path(str(given)))
+        if output_dir is not None and "{" not in output_dir and Path(output_dir).resolve() != run_dir.resolve():
+            raise ValueError(
+                f"--output-dir={output_dir}: the run to resume is in {run_dir} and stays there; leave it out"
+            )
+        checkpoint = "latest" if run_dir.samefile(str(given)) else str(given)
+    else:
+        run_dir, checkpoint = _latest_run(str(output_dir or RunConfig.output_dir), method), "latest"
+    saved = load_config(run_dir / "config.yaml")
+    if method is not None and saved.get("method") != method:
+        raise ValueError(f"--method={method}: the run in {run_dir} used {saved.get('method')}; leave it out to resume")
+    if "method" not in saved:
+        raise ValueError(f"{run_dir}/config.yaml: names no method, so it is not the config of a run; name another run")
+    return ResumePoint(run_dir, checkpoint, {**saved, "resume": None, "overwrite_output_dir": False})
+
+
+def _run_of(path: Path) -> Path:
+    """The run folder that `path` is, or that holds it as RUN/checkpoints/step-N."""
+    if not path.exists():
+        raise ValueError(f"--resume={path}: no such folder; name a run folder or a checkpoint in it")
+    for folder in (path.resolve(), *path.resolve().parents[:2]):
+        if (folder / "config.yaml").is_file():
+            return Path(_shown(folder))
+    raise ValueError(f"--resume={path}: not a run folder (no config.yaml) nor a checkpoint in one")
+
+
+def _latest_run(template: str, method: str | None) -> Path:
+    """The run folder of a plain output_dir; for one with {time} in it, the newest there is."""
+    name = method.rpartition(".")[2] if method else None
+    if "{time}" not in template:
+        run_dir = Path(template.replace("{method}", name or "{method}"))
+        if not (run_dir / "config.yaml").is_file():
+            raise ValueError(
+                f"--resume: {run_dir} holds no run (no config.yaml); check --output-dir or start it afresh"
+            )
+        return run_dir
+    template = os.path.normpath(template)
+    wild = glob.escape(template).replace("{time}", "*").replace("{method}", name or "*")
+    exact = re.escape(template).replace(r"\{time\}", r"(?P<time>\d{8}-\d{6})")
+    exact = exact.replace(r"\{method\}", re.escape(name) if name else "[^/]+") + r"(?:-(?P<again>\d+))?"
+    found = []
+    for run_dir in glob.glob(wild):
+        match, config = re.fullmatch(exact, run_dir), Path(run_dir) / "config.yaml"
+        if match and config.is_file() and (method is None or load_config(config).get("method") == method):
+            found.append((match["time"], int(match["again"] or 1), Path(run_dir)))
+    if not found:
+        raise ValueError(
+            f"--resume: no earlier {f'{method} ' if method else ''}run matches {template}; name its folder"
+        )
+    return max(found)[2]
+
+
+# argv ------------------------------------------------------------------------------------------------------------
+
+
+def _spell_out_resume(argv: Sequence[str]) -> list[str]:
+    """A bare --resume means the latest checkpoint; tyro has no flag with an optional value."""
+    argv = list(argv)
+    for i, word in enumerate(argv):
+        if word == "--resume" and (i + 1 == len(argv) or looks_like_flag(argv[i + 1])):
+            argv[i] = "--resume=latest"
+    return argv
+
+
+def _peek(argv: Sequence[str], key: str) -> str | None:
+    """The last value of one flag, before it is known which flags there are."""
+    value = None
+    for i, word in enumerate(argv):
+        name, attached, inline = word.partition("=")
+        if name.replace("_", "-") != f"--{key.replace('_', '-')}":
+            continue
+        value = inline if attached else next((w for w in argv[i + 1 : i + 2] if not looks_like_flag(w)), "")
+        if not value:
+            raise ValueError(f"{name}: needs a value")
+    return value
+
+
+def _without(argv: Sequence[str], key: str) -> list[str]:
+    """argv less one flag and its value."""
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        if word == f"--{key}":
+            skip = True
+        elif skip or word.startswith(f"--{key}="):
+            skip = False
+        else:
+            kept.append(word)
+    return kept

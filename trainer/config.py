@@ -1,0 +1,197 @@
+"""Config blocks that methods share. Each field is a flag; the text under it is its help.
+
+A method's own Config (in trainer/methods/) nests these blocks. A block wrapped in `Flat` shows its flags without
+a prefix (`--learning-rate`), the others with one (`--lora.r`). Blocks only validate; anything derived is a property.
+Help longer than a line is written as strings in parentheses: tyro keeps the line breaks of a long docstring.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+Flat = tyro.conf.OmitArgPrefixes[T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters through peft; off unless r is set."""
+
+    r: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: int = 32
+    """Scale: adapter output is multiplied by alpha / r."""
+    dropout: float = 0.0
+    """Dropout on adapter inputs."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Module names to adapt, e.g. q_proj v_proj; all-linear means every linear layer but the head."""
+
+    def __post_init__(self) -> None:
+        if self.r < 0:
+            raise ValueError(f"lora.r={self.r}: a rank cannot be negative; use 0 to train all weights")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"lora.dropout={self.dropout}: must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is held."""
+
+    model: str
+    (
+        "Hub id, local folder, finished run folder, adapter folder, or builtin:tiny. Given nowhere, the recipe of the "
+        "built-in tiny model (trainer/recipes/METHOD_tiny.yaml) fills in whatever is not set."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the matrix products; trained weights are always kept in float32. auto: float32 on CPU, else bfloat16."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """Attention code of transformers; both take the packed block-diagonal mask."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    load_in_4bit: bool = False
+    """Refused: a 4-bit base is not supported."""
+    chat_template: str = "tokenizer_default"
+    """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja; saved with the trained model."""
+    system_prompt: str | None = None
+    """System message put before every conversation that has none of its own."""
+    trust_remote_code: bool = False
+    """Let the hub's own Python code for this model run."""
+    merge_lora: bool = False
+    """Export merged weights rather than an adapter."""
+
+    def __post_init__(self) -> None:
+        if self.load_in_4bit:
+            raise ValueError(
+                "load_in_4bit=True: a 4-bit base is not supported, its products would not match the engine's; "
+                "use --lora.r 16 on a bfloat16 base"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Rows to train on and rows to hold out."""
+
+    data: tuple[str, ...]
+    (
+        "Where rows come from, one or several: FILE.jsonl (json, csv, parquet, .gz), a hub id, or task:NAME. Options "
+        "follow after a colon: PATH:format=F,split=train[:500],name=main,weight=0.5; "
+        "task:addition:difficulty=2,split=train. Repeatable."
+    )
+    data_format: str = "auto"
+    """How rows are read: auto, a format name, or my_module.my_transform; format=... in --data wins."""
+    eval_data: tuple[str, ...] = ()
+    """Held-out rows, in the same form; empty means no evaluation."""
+    max_eval_rows: int = 500
+    """At most this many held-out rows are used, from the first on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape after warm-up: constant, or down to zero linearly or along a cosine."""
+    warmup_ratio: float = 0.0
+    """Fraction of all steps spent rising to the peak."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices; norms and biases are never decayed."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    optim: Literal["adamw"] = "adamw"
+    """Optimizer."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient to this global norm; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate}: must be above 0")
+        if not 0.0 <= self.warmup_ratio <= 1.0:
+            raise ValueError(f"warmup_ratio={self.warmup_ratio}: a fraction of all steps, between 0 and 1")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm}: must be 0 (off) or above")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long, in what portions, and where it is written."""
+
+    method: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
+    """Training method: the name of a file in trainer/methods/, or the dotted path of a module of yours."""
+    output_dir: str = "runs/{method}-{time}"
+    """Run folder; {method} and {time} are filled in."""
+    max_steps: int | None = None
+    """Optimizer steps; None lets num_train_epochs decide."""
+    num_train_epochs: float = 1.0
+    """Passes over the data when max_steps is None."""
+    per_device_train_batch_size: int = 8
+    """Sequences (completions for GRPO) per device in one accumulation step."""
+    gradient_accumulation_steps: int = 1
+    """Accumulation steps in one optimizer step; the gradient depends only on the product of these two."""
+    max_tokens_per_micro_batch: int = 8192
+    """Split each accumulation step further, so that one forward holds at most this many tokens or one sequence."""
+    packing: bool = True
+    """Put sequences end to end with a block-diagonal mask; --no-packing pads each to the longest instead."""
+    seed: int = 0
+    """Seeds data order, sampling and initialisation."""
+    resume: str | None = None
+    """Continue a run: bare --resume takes the newest run and its latest checkpoint; or name a run or checkpoint."""
+    overwrite_output_dir: bool = False
+    """Delete an earlier run found in output_dir."""
+    save_steps: int = 100
+    """Steps between checkpoints; 0 saves only the final model."""
+    save_total_limit: int = 3
+    """Checkpoints kept, newest first."""
+    logging_steps: int = 1
+    """Steps between lines on the console; metrics.jsonl always gets every step."""
+    eval_steps: int = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+    report_to: tuple[Literal["tensorboard", "wandb", "none"], ...] = ("none",)
+    """Curves elsewhere besides metrics.jsonl and report.html."""
+
+    def __post_init__(self) -> None:
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch",
+                     "save_total_limit", "logging_steps"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        for name in ("save_steps", "eval_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 0 (off) or more")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps={self.max_steps}: must be 1 or more, or None for whole epochs")
+        if not self.num_train_epochs > 0:
+            raise ValueError(f"num_train_epochs={self.num_train_epochs}: must be above 0")
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    def total_steps(self, rows_per_epoch: int, rows_per_step: int, steps_per_batch: int = 1) -> int:
+        """max_steps, or as many as num_train_epochs take."""
+        return self.max_steps or math.ceil(self.num_train_epochs * rows_per_epoch / rows_per_step) * steps_per_batch
+
+    def eval_due(self, step: int, total_steps: int) -> bool:
+        return step == total_steps or (self.eval_steps > 0 and step % self.eval_steps == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How completions are made."""
+
+    engine: Literal["local"] = "local"
+    """local: batched sampling inside this process."""
+    max_batch_size: int = 256
+    """Completions sampled at the same time; lower it when the key-value cache does not fit."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1:
+            raise ValueError(f"rollout.max_batch_size={self.max_batch_size}: must be 1 or more")

@@ -1,0 +1,267 @@
+"""What a person watching the run sees: a live display on a terminal, one plain line per logged step anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trainer.health import Finding
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# (label, metric): the handful of numbers that matter; those a method does not log are left out
+NUMBERS = (
+    ("reward", "reward/mean"),
+    ("loss", "loss/total"),
+    ("entropy", "policy/entropy"),
+    ("length", "rollout/len_mean"),
+    ("grad norm", "optim/grad_norm"),
+    ("tokens/s", "perf/tokens_per_s"),
+)
+DROPPED_FIRST = ("so far", "tokens/s", "grad norm", "length", "entropy")  # where the terminal is too narrow for all
+EVAL_HEADLINES = ("eval/reward/mean", "eval/token_accuracy", "eval/nll")
+PACE_STEPS = 30  # the time left follows the pace of this many last steps
+SAMPLE_SECONDS_LIVE = 3.0  # a shown sample stays long enough to be read
+SAMPLE_SECONDS_PLAIN = 60.0
+SPARKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+
+class Console:
+    """Shows progress on `stream` (standard output unless given); every call is cheap."""
+
+    def __init__(
+        self, total_steps: int, start_step: int, title: str, logging_steps: int = 1, stream: TextIO | None = None
+    ) -> None:
+        self.total_steps, self.title, self.logging_steps = total_steps, title, logging_steps
+        self.step_now = start_step
+        self._start_step = start_step
+        self._stream = stream if stream is not None else sys.stdout
+        self._started_at = time.monotonic()
+        self._step_ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
+        self._latest: dict[str, float] = {}
+        self._headline: list[float] = []  # reward or loss of every step so far, for the sparkline
+        self._evals: list[float] = []
+        self._sample: Mapping[str, Any] | None = None
+        self._sample_at = -float("inf")
+        self._rich: Any = None
+        self._live: Any = None
+
+    def __enter__(self) -> Console:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Show the title and, on a terminal, the live display; the clock for the time left starts here."""
+        if hasattr(self._stream, "reconfigure"):
+            self._stream.reconfigure(errors="replace")  # a sample in any script must not end a run on an ASCII terminal
+        self._started_at = time.monotonic()
+        self._step_ends.append((self._start_step, self._started_at))
+        if self._stream.isatty():
+            self._start_live()
+        resumed = f", resumed after step {self._start_step}" if self._start_step else ""
+        steps = "1 step" if self.total_steps == 1 else f"{self.total_steps} steps"
+        self._print(f"{self.title}: {steps}{resumed}", "bold")
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take a step's metrics; an evaluation in them gets a line of its own in either mode."""
+        self.step_now = step
+        values = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        if any(name in values for _, name in NUMBERS):  # not a line that holds only an evaluation
+            self._latest = values
+            self._step_ends.append((step, time.monotonic()))
+            headline = values.get("reward/mean", values.get("loss/total"))
+            self._headline += [headline] if headline is not None else []
+            if self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
+                self._print(self._step_line())
+        elif step == self._start_step:
+            self._step_ends = deque(
+                [(step, time.monotonic())], maxlen=PACE_STEPS
+            )  # the evaluation before is not a step
+        self._evals += [values[name] for name in EVAL_HEADLINES if name in values][:1]
+        if line := eval_line(values):
+            self._print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", "green")
+
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """Show {"prompt", "completion", "rewards", "advantage"}, unless one was shown a moment ago."""
+        wait = SAMPLE_SECONDS_PLAIN if self._live is None else SAMPLE_SECONDS_LIVE
+        if time.monotonic() - self._sample_at < wait:
+            return
+        self._sample, self._sample_at = sample, time.monotonic()
+        if self._live is None:
+            scores = score_text(sample)
+            text = f"{prompt_text(sample['prompt'])} -> {one_line(sample['completion'])}"
+            self._print(f"sample: {text}  ({scores})" if scores else f"sample: {text}")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._print(text)
+
+    def warn(self, finding: Finding) -> None:
+        """A finding of the health watch."""
+        kind = "warning" if finding.level == "warning" else "info"
+        self._print(f"{kind}: {finding.message}", "yellow" if kind == "warning" else "cyan")
+
+    def stop(self) -> None:
+        """Leave the last state of the display on the screen and give the terminal back; may be called twice."""
+        if self._live is not None:
+            self._sample = None
+            self._live.stop()
+            self._live = None
+
+    def _start_live(self) -> None:
+        import rich.console
+        import rich.live
+
+        self._rich = rich.console.Console(file=self._stream, highlight=False)
+        if self._rich.is_dumb_terminal:
+            self._rich = None
+            return
+        self._live = rich.live.Live(get_renderable=self._render, console=self._rich, refresh_per_second=4)
+        self._live.start()
+
+    def _print(self, text: str, style: str = "") -> None:
+        if self._rich is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            from rich.text import Text
+
+            self._rich.print(Text(text, style=style))  # Text: brackets in a message are not markup
+
+    def _step_line(self) -> str:
+        width = len(str(self.total_steps))
+        parts = [f"step {self.step_now:>{width}}/{self.total_steps}"]
+        parts += [f"{label} {number(value)}" for label, value in self._shown_numbers()]
+        if (left := self._seconds_left()) is not None and self.step_now < self.total_steps:
+            parts.append(f"left {duration(left)}")
+        return "  ".join(parts)
+
+    def _shown_numbers(self) -> list[tuple[str, float]]:
+        shown = [(label, self._latest[name]) for label, name in NUMBERS if name in self._latest]
+        # the policy loss says little beside the reward: near zero at every step by construction
+        return [pair for pair in shown if pair[0] != "loss" or "reward/mean" not in self._latest]
+
+    def _seconds_left(self) -> float | None:
+        """From the pace of the last steps, evaluations and checkpoints between them included."""
+        (first, began), (last, ended) = self._step_ends[0], self._step_ends[-1]
+        if last <= first:
+            return None
+        pace = (ended - began) / (last - first)
+        return max(0.0, (self.total_steps - last) * pace - (time.monotonic() - ended))
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        left = self._seconds_left()
+        bar = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (1, None, None):
+            bar.add_column(ratio=ratio, no_wrap=True)
+        clock = f"{duration(time.monotonic() - self._started_at)} elapsed"
+        clock += f", {duration(left)} left" if left is not None and self.step_now < self.total_steps else ""
+        bar.add_row(
+            ProgressBar(total=self.total_steps, completed=self.step_now),
+            Text(f"{self.step_now}/{self.total_steps}", style="bold"),
+            Text(clock, style="dim"),
+        )
+        numbers = Table.grid(padding=(0, 3))
+        cells = self._cells()
+        numbers.add_row(*(Text(label, style="dim") for label, _ in cells))
+        numbers.add_row(*(Text(value, style="bold" if i == 0 else "") for i, (_, value) in enumerate(cells)))
+        return Group(bar, *([numbers] if cells else []), *self._render_sample())
+
+    def _cells(self) -> list[tuple[str, str]]:
+        """(label, value) of the numbers that fit side by side."""
+        cells = [(label, number(value)) for label, value in self._shown_numbers()]
+        if self._evals:
+            first, last = number(self._evals[0]), number(self._evals[-1])
+            cells.append(("eval", first if len(self._evals) == 1 else f"{first} -> {last}"))
+        if len(self._headline) > 1 and not self._rich.options.ascii_only:
+            cells.insert(1, ("so far", sparkline(self._headline)))
+        for label in DROPPED_FIRST:
+            if sum(max(map(len, cell)) + 3 for cell in cells) - 3 > self._rich.width:
+                cells = [cell for cell in cells if cell[0] != label]
+        return cells
+
+    def _render_sample(self) -> list[RenderableType]:
+        from rich.text import Text
+
+        if self._sample is None:
+            return []
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{prompt_text(self._sample['prompt'])} ", style="dim")
+        line.append(one_line(self._sample["completion"]), style="italic")
+        line.append(f"  {score_text(self._sample)}", style="dim")
+        return [line]
+
+
+def number(value: float) -> str:
+    """Three or four figures, short: 0.0312, 3.41, 128, 12.3k, 3.2e-05."""
+    size = abs(value)
+    if size == 0:
+        return "0"  # exactly, not rounded to it
+    if size >= 1e9 or 0 < size < 1e-3:
+        return f"{value:.1e}"
+    for scale, suffix in ((1e6, "M"), (1e3, "k")):
+        if size >= 10 * scale or (suffix == "M" and size >= scale):
+            return f"{value / scale:.3g}{suffix}"
+    return f"{value:.0f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """0:42, 12:05, 3:00:09, 2d 3:00:09."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if not hours:
+        return f"{minute}:{second:02d}"
+    days, hour = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02d}:{second:02d}"
+
+
+def sparkline(values: list[float], width: int = 16) -> str:
+    """The whole run in a few characters: means of equal stretches, scaled to their own range."""
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((value - low) * scale)] for value in means)
+
+
+def eval_line(metrics: Mapping[str, float]) -> str:
+    """ "eval: reward 0.412  exact_match 0.412  length 3.40", or "" when the step was not evaluated."""
+    parts = []
+    for name, value in metrics.items():
+        if name.startswith("eval/"):
+            label = name.removeprefix("eval/").removesuffix("/mean")
+            parts.append(f"{'length' if label == 'len_mean' else label} {number(value)}")
+    return "eval: " + "  ".join(parts) if parts else ""
+
+
+def one_line(text: str, limit: int = 160) -> str:
+    """Text from a model made safe to print: line ends and control characters written out, cut at the limit."""
+    text = text[: limit + 1]
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:limit])
+    return shown + "..." if len(text) > limit else shown
+
+
+def prompt_text(prompt: Any, limit: int = 160) -> str:
+    """A prompt in one line: the end of the text, where the question is, or the last message."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) if prompt else ""
+    return one_line(text) if len(text) <= limit else "..." + one_line(text[-limit:])
+
+
+def score_text(sample: Mapping[str, Any]) -> str:
+    """ "exact_match 1.000, advantage +0.53"."""
+    parts = [f"{name} {number(value)}" for name, value in (sample.get("rewards") or {}).items() if value is not None]
+    if sample.get("advantage") is not None:
+        parts.append(f"advantage {sample['advantage']:+.2f}")
+    return ", ".join(parts)

@@ -1,0 +1,73 @@
+"""Totals that survive a resume, and the clock of one step."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+
+
+class Timer:
+    """Seconds of one step, part by part."""
+
+    def __init__(self) -> None:
+        self.started = self.last = time.perf_counter()
+        self.parts: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to `name`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # kernels run on after Python has returned
+        now = time.perf_counter()
+        self.parts[name] = self.parts.get(name, 0.0) + now - self.last
+        self.last = now
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last lap."""
+        return self.last - self.started
+
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        return {
+            **{f"time/{name}": seconds for name, seconds in self.parts.items()},
+            "time/step_s": self.seconds,
+            "perf/tokens_per_s": num_tokens / self.seconds,
+            "mem/peak_gib": peak_gib(),
+        }
+
+
+class Counters:
+    """How much a run has consumed; part of its checkpoint."""
+
+    def __init__(self) -> None:
+        self.prompts = 0
+        self.tokens = 0
+        self.wall_s = 0.0
+
+    def add(self, timer: Timer, num_tokens: int) -> None:
+        """Count one step."""
+        self.tokens += num_tokens
+        self.wall_s += timer.seconds
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "data/prompts_total": self.prompts,
+            "data/tokens_total": self.tokens,
+            "time/wall_s": self.wall_s,
+        }
+
+    def state_dict(self) -> dict[str, float]:
+        return {"prompts": self.prompts, "tokens": self.tokens, "wall_s": self.wall_s}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.prompts, self.tokens, self.wall_s = state["prompts"], state["tokens"], state["wall_s"]
+
+
+def peak_gib() -> float:
+    """Most memory held so far: of the GPU where there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,244 @@
+"""What a run writes down: glossary of metric names, sums over micro-batches, the files and services they go to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.dist import all_sum
+
+# One line per name, `*` stands for any text. The report, the README and a test read this: a run may log no other name.
+GLOSSARY: dict[str, str] = {
+    "step": "Optimizer steps done; the x axis of every curve. Step 0 is the model before training.",
+    "reward/mean": "Mean over the step's completions of the total reward, sum over functions of weight * value.",
+    "reward/std": "Standard deviation of the total reward over all completions of the step.",
+    "reward/zero_std_frac": "Groups whose completions all got the same reward (they teach nothing) / groups.",
+    "reward/*/mean": "Mean of this reward function, unweighted, over the completions it applies to.",
+    "reward/*/std": "Standard deviation of this reward function, unweighted, over the completions it applies to.",
+    "policy/entropy": "Entropy of the next-token distribution, -sum_v p(v) log p(v) in nats; mean over trained tokens.",
+    "policy/clip_frac": "Trained tokens whose ratio is clipped and which therefore give no gradient / trained tokens.",
+    "policy/ratio": "Importance ratio exp(logp - old_logp); mean over trained tokens, 1 when on policy.",
+    "policy/behaviour_kl": "Engine against trainer, k3: mean token exp(d) - 1 - d, d = old_logp - behaviour_logp.",
+    "policy/ref_kl_k3": "KL to the reference, k3: mean over trained tokens of exp(d) - 1 - d, d = ref_logp - logp.",
+    "loss/total": "What is minimised: sum over terms of weight * (sum over the step / its global count).",
+    "loss/policy": "Clipped surrogate, -min(ratio * A, clip(ratio) * A); mean over trained tokens.",
+    "loss/kl": "KL term before its weight beta (k3 times ratio); mean over trained tokens.",
+    "loss/nll": "Negative log-likelihood, -logp of the target in nats; mean over trained tokens.",
+    "optim/grad_norm": "Global L2 norm of the gradient before clipping, sqrt(sum g^2).",
+    "optim/lr": "Learning rate used in this step.",
+    "rollout/len_mean": "Completion length in tokens, end token included; mean over completions.",
+    "rollout/len_max": "Longest completion of the step, in tokens.",
+    "rollout/truncated_frac": "Completions cut at max_completion_length without a stop token / completions.",
+    "time/step_s": "Wall time of the whole step, in seconds, evaluation and checkpoints aside.",
+    "time/rollout_s": "Time spent making completions in this step, in seconds.",
+    "time/reward_s": "Time spent in reward functions in this step, in seconds.",
+    "time/train_s": "Time spent in forward, backward and optimizer in this step, in seconds.",
+    "time/wall_s": "Seconds since the run began, up to the end of this step, summed over resumes.",
+    "perf/tokens_per_s": "Tokens trained on in this step (prompts and completions, no padding) / time/step_s.",
+    "mem/peak_gib": "Peak memory of the step in GiB: allocated on the accelerator, resident on a CPU; largest rank.",
+    "data/epoch": "Passes over the training rows so far.",
+    "data/tokens_total": "Tokens trained on since the run began, prompts and completions.",
+    "data/prompts_total": "Rows drawn from the training data since the run began.",
+    "eval/reward/mean": "Mean total reward on the held-out rows, sum over functions of weight * value.",
+    "eval/*/mean": "Mean of this reward function on the held-out rows.",
+    "eval/len_mean": "Completion length in tokens on the held-out rows; mean over rows.",
+    "eval/nll": "Negative log-likelihood on the held-out rows, -logp in nats; mean over their trained tokens.",
+    "eval/rows": "Number of held-out rows evaluated.",
+    "health/*": "1 while this warning of the health watch is firing; absent otherwise.",
+}
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    # `*` crosses slashes: a reward function may be called by a path or hold a regular expression
+    return re.compile(".+".join(re.escape(part) for part in name.split("*")), re.DOTALL)
+
+
+def describe(name: str) -> str | None:
+    """The glossary's line for a metric, or None when it has none; an exact entry wins over a wildcard."""
+    if name in GLOSSARY:
+        return GLOSSARY[name]
+    return next((text for key, text in GLOSSARY.items() if "*" in key and _pattern(key).fullmatch(name)), None)
+
+
+class MetricSums:
+    """Adds (sum, count) pairs over micro-batches; divides once, after the cross-rank reduce."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
+        """Add one micro-batch; nothing waits for the device. Plain numbers are taken too."""
+        for name, (total, count) in metrics.items():
+            total = torch.as_tensor(total).detach().float()
+            row = torch.stack([total, torch.as_tensor(count, device=total.device).detach().float()])  # (2,)
+            self.pairs[name] = self.pairs[name] + row if name in self.pairs else row
+
+    def means(self) -> dict[str, float]:
+        """Global sum / global count of every name. A count of zero has no mean, so that name is left out."""
+        if not self.pairs:
+            return {}
+        names = sorted(self.pairs)  # every rank must reduce in the same order
+        device = self.pairs[names[0]].device
+        sums = all_sum(torch.stack([self.pairs[n].to(device) for n in names]))  # (num_metrics, 2)
+        rows = sums.tolist()  # the step's one host sync
+        return {name: total / count for name, (total, count) in zip(names, rows, strict=True) if count > 0}
+
+
+class JsonlLog:
+    """Appends one JSON object per line; whole lines reach the operating system at once, so a killed run loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._file = self.path.open("ab")
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """One line {"step": step, **record}. JSON has no inf or nan: they are written as null."""
+        assert record.get("step", step) == step, f"record of step {record['step']} written as step {step}"
+        line = json.dumps(_finite({"step": step, **record}), ensure_ascii=False, allow_nan=False)
+        self._file.write(line.encode("utf-8", errors="replace") + b"\n")
+        self._file.flush()
+
+    def flush_to_disk(self) -> None:
+        """Wait until the disk has it; called before a checkpoint that counts on these lines."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _parse_lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
+    """(line without its end, record) of every whole line; a last line torn by a crash is left out."""
+    lines = path.read_bytes().split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:  # also what bytes that are not UTF-8 raise
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield line, record
+        elif number < len(lines):
+            raise ValueError(f"{path}:{number}: not a JSON object with a step; remove that line, or restore the file")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl or samples.jsonl, of a running or killed run too; [] when there is no such file."""
+    path = Path(path)
+    return [record for _, record in _parse_lines(path)] if path.exists() else []
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Keep the lines up to and including `step`, byte for byte, so that a resumed run writes each step once."""
+    path = Path(path)
+    if not path.exists():
+        return
+    kept = [line + b"\n" for line, record in _parse_lines(path) if record["step"] <= step]
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must survive a power cut too
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class Sink(Protocol):
+    """Somewhere else the curves go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorboardSink:
+    """Event files in RUN/tensorboard; those of steps done again after a resume are hidden by tensorboard itself."""
+
+    def __init__(self, run_dir: Path, start_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "report_to=tensorboard: the package is not installed; run `pip install tensorboard`"
+            ) from None
+        purge_step = start_step + 1 if start_step else None
+        self._writer = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """One wandb run per run folder: its id lies in RUN/wandb_run_id, so a resume continues the same curves."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("report_to=wandb: the package is not installed; run `pip install wandb`") from None
+        run_dir = Path(run_dir)
+        id_file = run_dir / "wandb_run_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:12] + "\n")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "strop"),
+            name=run_dir.name,
+            dir=str(run_dir),
+            id=id_file.read_text().strip(),
+            resume="allow",
+            config=dict(config),
+        )
+        # wandb refuses to go back to an earlier step of its own counter, a resumed run has to: plot against ours
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_sinks(
+    report_to: Iterable[str], run_dir: Path, config: Mapping[str, Any], *, start_step: int = 0
+) -> list[Sink]:
+    """The sinks named by --report-to; `none` names none."""
+    sinks: list[Sink] = []
+    for name in dict.fromkeys(report_to):
+        if name == "tensorboard":
+            sinks.append(TensorboardSink(run_dir, start_step))
+        elif name == "wandb":
+            sinks.append(WandbSink(run_dir, config))
+        elif name != "none":
+            raise ValueError(f"report_to={name}: not a place metrics can go; use tensorboard, wandb or none")
+    return sinks

@@ -1,0 +1,295 @@
+"""Load a policy and take token log-probs from it.
+
+Trained weights are float32; matrix products run in `compute_dtype` (autocast when that is bfloat16). Frozen weights
+(the base of a LoRA run, a reference copy) are held in `compute_dtype`. Dropout of the base model is switched off, so
+that the log-probs of the same weights are the same numbers in the trainer and in the rollout engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.chat import set_chat_template
+from data.packing import Batch, Item, make_batches
+from kernels.attention import packed_mask
+from kernels.linear_logprob import TokenLogps, linear_logprob
+from trainer.config import LoraConfig, ModelConfig
+
+BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny"}
+
+
+@dataclass
+class Policy:
+    """A model under training, its tokenizer, and how to ask the reference."""
+
+    model: nn.Module  # transformers causal LM, or peft's wrapper around one
+    tokenizer: Any
+    source: str  # hub id or folder the base weights came from
+    device: torch.device
+    compute_dtype: torch.dtype
+    reference: nn.Module | None = None  # a frozen copy (full fine-tuning with a KL term)
+    reference_adapter: str | None = None  # a frozen adapter beside the trained one (continuing a LoRA run)
+
+    @property
+    def context_length(self) -> int | None:
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return self.compute_dtype if self.compute_dtype == torch.bfloat16 else None
+
+    @property
+    def generation_eos(self) -> int | list[int] | None:
+        return getattr(causal_lm(self.model).generation_config, "eos_token_id", None)
+
+    @property
+    def is_lora(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+
+def resolve_model(name: str) -> str:
+    """A --model value -> hub id or folder that holds weights or an adapter."""
+    if name in BUILTIN:
+        return str(BUILTIN[name])
+    if name.startswith("builtin:"):
+        raise ValueError(f"model={name}: unknown built-in model; there is {', '.join(BUILTIN)}")
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists():
+            raise ValueError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
+        return name
+    if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
+        return str(folder)
+    if (folder / "final").is_dir():
+        return str(folder / "final")
+    if (folder / "metrics.jsonl").exists():
+        raise ValueError(f"model={name}: this run has not finished, it has no final/; finish it with --resume {name}")
+    raise ValueError(f"model={name}: holds neither config.json nor adapter_config.json nor a finished run")
+
+
+def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool) -> Policy:
+    compute_dtype = pick_dtype(cfg.dtype, device)
+    path = resolve_model(cfg.model)
+    adapter = path if (Path(path) / "adapter_config.json").exists() else None
+    base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"] if adapter else path
+    trains_base = lora.r == 0
+    base_dtype = torch.float32 if trains_base else compute_dtype
+    tokenizer = load_tokenizer(path, cfg)
+    model = load_causal_lm(base, cfg, base_dtype)
+    policy = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
+    if adapter and trains_base:
+        from peft import PeftModel
+
+        # peft froze the base to attach the adapter, and leaves it frozen.
+        policy.model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
+    elif adapter:
+        continue_adapter(policy, adapter, lora, with_reference)
+    elif not trains_base:
+        add_adapter(policy, lora)
+    policy.model.to(device)
+    if with_reference and trains_base:
+        policy.reference = load_causal_lm(base, cfg, compute_dtype)
+        if adapter:
+            policy.reference.load_state_dict(policy.model.state_dict())
+        policy.reference.to(device).eval().requires_grad_(False)
+    if cfg.gradient_checkpointing:
+        causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy.model.train()
+    check_logps(policy)
+    return policy
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {first_line(error)}") from None
+    set_chat_template(tokenizer, cfg.chat_template)
+    return tokenizer
+
+
+def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype) -> nn.Module:
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=cfg.attn_implementation, trust_remote_code=cfg.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={cfg.model}: could not be loaded: {first_line(error)}") from None
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def add_adapter(policy: Policy, lora: LoraConfig) -> None:
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
+    config = PeftLora(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    try:
+        policy.model = get_peft_model(policy.model, config)
+    except ValueError as error:
+        raise ValueError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
+    if not isinstance(causal_lm(policy.model).get_output_embeddings(), nn.Linear) or hasattr(
+        causal_lm(policy.model).get_output_embeddings(), "lora_A"
+    ):
+        raise ValueError("lora.target_modules: the output head cannot be adapted; leave lm_head out")
+
+
+def continue_adapter(policy: Policy, adapter: str, lora: LoraConfig, with_reference: bool) -> None:
+    """Go on training a saved adapter; the reference is a frozen copy of it, not the bare base."""
+    from peft import PeftModel
+
+    saved = json.loads((Path(adapter) / "adapter_config.json").read_text())
+    if saved["r"] != lora.r:
+        raise ValueError(
+            f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; go on with it by --lora.r {saved['r']}, "
+            "or use --lora.r 0 to merge it and train all weights"
+        )
+    policy.model = PeftModel.from_pretrained(policy.model, adapter, is_trainable=True)
+    if with_reference:
+        policy.model.load_adapter(adapter, "reference", is_trainable=False)
+        policy.reference_adapter = "reference"
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model, with or without peft around it."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def token_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> TokenLogps:
+    """Log-prob (with gradient) and entropy of every trained token of the batch, in the batch's order."""
+    return _token_logps(policy, policy.model, batch, temperature)
+
+
+@torch.no_grad()
+def reference_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> Tensor:  # (N,)
+    with as_reference(policy) as model:
+        return _token_logps(policy, model, batch, temperature).logp
+
+
+@contextlib.contextmanager
+def as_reference(policy: Policy) -> Iterator[nn.Module]:
+    """The model whose log-probs the KL term compares with."""
+    if policy.reference is not None:
+        yield policy.reference
+    elif policy.reference_adapter is not None:
+        was_training = policy.model.training
+        policy.model.set_adapter(policy.reference_adapter)
+        policy.model.eval()  # the saved adapter may have dropout
+        try:
+            yield policy.model
+        finally:
+            policy.model.set_adapter("default")
+            policy.model.train(was_training)
+    else:
+        assert policy.is_lora, "load_policy(with_reference=True) was not asked for a reference"
+        with policy.model.disable_adapter():
+            yield policy.model
+
+
+def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: float) -> TokenLogps:
+    lm = causal_lm(model)
+    config = lm.config
+    with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
+        hidden = lm.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=attention_masks(config, batch.segment_ids),
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state  # (R, T, D)
+    head = lm.get_output_embeddings()
+    return linear_logprob(
+        hidden.flatten(0, 1)[batch.index],
+        head.weight,
+        batch.target,
+        bias=getattr(head, "bias", None),
+        scale=getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
+        softcap=getattr(config, "final_logit_softcapping", None),
+        temperature=temperature,
+    )
+
+
+def attention_masks(config: Any, segment_ids: Tensor) -> Tensor | dict[str, Tensor]:
+    """What transformers takes as attention_mask: one mask, or one per kind of layer where windows slide."""
+    full = as_implementation_takes(config, packed_mask(segment_ids))
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return full
+    sliding = as_implementation_takes(config, packed_mask(segment_ids, window=window))
+    layer_types = getattr(config, "layer_types", None)
+    return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
+
+
+def as_implementation_takes(config: Any, mask: Tensor) -> Tensor:
+    """Eager attention adds the mask to its scores, where True would be a mere 1.0; sdpa takes booleans."""
+    if config._attn_implementation != "eager":
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+@torch.no_grad()
+def check_logps(policy: Policy) -> None:
+    """Two short sequences packed together must score as they do alone through the model's own forward.
+
+    Catches what we cannot list: an architecture that scales its logits in a way of its own, or that lets one packed
+    sequence see the other (recurrent layers do).
+    """
+    vocab = causal_lm(policy.model).get_output_embeddings().weight.shape[0]
+    sequences = [[(7 * i + 3) % vocab for i in range(5)], [(5 * i + 1) % vocab for i in range(7)]]
+    items = [Item(ids=ids, mask=[False] + [True] * (len(ids) - 1)) for ids in sequences]
+    (batch,) = make_batches(items, max_tokens=64)
+    policy.model.eval()
+    batch = batch.to(policy.device)
+    try:
+        ours = token_logps(policy, batch).logp
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
+        raise ValueError(
+            f"model={policy.source}: packed sequences fail in its own code ({type(error).__name__}: "
+            f"{first_line(error)}); this architecture is not supported"
+        ) from None
+    alone = []
+    with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
+        for row in batch.rows:
+            ids = torch.tensor([sequences[row]], device=policy.device)
+            logp = policy.model(input_ids=ids).logits[0, :-1].float().log_softmax(dim=-1)
+            alone.append(logp.gather(1, ids[0, 1:, None]).squeeze(1))
+    policy.model.train()
+    gap = (ours - torch.cat(alone)).abs().max().item()
+    limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25  # bfloat16 rounds log-probs of size 10 by 0.03
+    if not gap < limit:
+        raise ValueError(
+            f"model={policy.source}: packed log-probs differ from its own forward by {gap:.3g} (limit {limit}); "
+            "this architecture is not supported"
+        )

@@ -1,0 +1,69 @@
+"""AdamW, its schedule, and the one place that turns losses into an update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from losses.types import LossOut
+from trainer.config import OptimConfig
+
+
+def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[AdamW, LambdaLR]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(
+        [g for g in groups if g["params"]],
+        lr=cfg.learning_rate,
+        betas=(cfg.adam_beta1, cfg.adam_beta2),
+        eps=cfg.adam_epsilon,
+    )
+    return optimizer, LambdaLR(optimizer, lr_factor(cfg.lr_scheduler_type, cfg.warmup_ratio, total_steps))
+
+
+def lr_factor(kind: str, warmup_ratio: float, total_steps: int) -> Callable[[int], float]:
+    """Multiplier of the peak rate for the update after `step` updates: up linearly, then constant, line or cosine."""
+    warmup = round(warmup_ratio * total_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if kind == "constant":
+            return 1.0
+        done = (step - warmup) / max(1, total_steps - warmup)
+        return max(0.0, 1.0 - done) if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+    return factor
+
+
+def total_loss(out: LossOut, denominators: dict[str, Tensor]) -> Tensor:
+    """Each term divided once, by its count over the whole optimizer step and all ranks."""
+    assert out.terms.keys() <= denominators.keys(), f"terms {sorted(out.terms)} vs {sorted(denominators)}"
+    parts = [term.weight * term.sum / denominators[name].clamp(min=1) for name, term in out.terms.items()]
+    return torch.stack(parts).sum()
+
+
+def term_metrics(out: LossOut) -> dict[str, tuple[Tensor, Tensor]]:
+    """Metrics of the terms themselves: loss/<name> per counted unit, unweighted."""
+    return {f"loss/{name}": (term.sum.detach(), term.count) for name, term in out.terms.items()}
+
+
+def clip_and_step(model: nn.Module, optimizer: AdamW, schedule: LambdaLR, max_grad_norm: float, where: str) -> float:
+    """Clip, check, step. A gradient that is not finite stops the run before it touches the weights."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    limit = max_grad_norm if max_grad_norm > 0 else math.inf
+    grad_norm = float(nn.utils.clip_grad_norm_(trained, limit))
+    if not math.isfinite(grad_norm):
+        raise ValueError(f"{where}: gradient norm {grad_norm} is not finite; lower --learning-rate or mend these rows")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    schedule.step()
+    return grad_norm

@@ -1,0 +1,89 @@
+"""What methods that sample share: seeds, evaluation, and what is logged about completions and rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.types import Prompt
+from losses.advantage import nan_std, zero_std_frac
+from rollout.engine import Engine
+from rollout.rewards import Rewards, RewardTable
+from rollout.types import Completion, Request, Sampling
+
+SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
+
+
+def sample_seed(run_seed: int, number: int) -> int:
+    """Seed of the number-th completion of a run: known from the counters alone, so a resumed run draws the same."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=8).digest(), "big")
+
+
+def reward_tensor(table: RewardTable) -> Tensor:  # (B,) NaN = no reward applies
+    return torch.tensor([float("nan") if total is None else total for total in table.totals])
+
+
+def reward_metrics(
+    table: RewardTable,
+    reward: Tensor,  # (P, G)
+) -> dict[str, float]:
+    metrics = {
+        "reward/mean": reward.nanmean().item(),
+        "reward/std": nan_std(reward.flatten(), dim=0).item(),
+        "reward/zero_std_frac": zero_std_frac(reward).item(),
+    }
+    for name, scores in scores_by_function(table).items():
+        metrics[f"reward/{name}/mean"] = statistics.fmean(scores)
+        metrics[f"reward/{name}/std"] = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    return metrics
+
+
+def scores_by_function(table: RewardTable) -> dict[str, list[float]]:
+    """Scores that apply, per function; a function that applied to no completion is left out."""
+    columns = zip(table.names, zip(*table.values, strict=True), strict=True)
+    applied = {name: [score for score in scores if score is not None] for name, scores in columns}
+    return {name: scores for name, scores in applied.items() if scores}
+
+
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    lengths = [len(completion.ids) for completion in completions]
+    return {
+        "rollout/len_mean": statistics.fmean(lengths),
+        "rollout/len_max": float(max(lengths)),
+        "rollout/truncated_frac": statistics.fmean(c.finish_reason == "length" for c in completions),
+    }
+
+
+def evaluate(engine: Engine, prompts: Sequence[Prompt], rewards: Rewards, sampling: Sampling) -> dict[str, float]:
+    """Greedy completions of held-out prompts, scored by the same rewards."""
+    greedy = dataclasses.replace(sampling, temperature=0.0)
+    completions = engine.generate([Request(prompt_ids=prompt.ids, seed=0) for prompt in prompts], greedy)
+    table = rewards.score(list(prompts), completions)
+    totals = [total for total in table.totals if total is not None]
+    metrics = {"eval/reward/mean": statistics.fmean(totals) if totals else float("nan")}
+    metrics |= {f"eval/{name}/mean": statistics.fmean(scores) for name, scores in scores_by_function(table).items()}
+    return {**metrics, "eval/len_mean": statistics.fmean(len(c.ids) for c in completions), "eval/rows": len(prompts)}
+
+
+def sample_rows(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], table: RewardTable, advantage: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl, from groups spread over the batch."""
+    stride = max(1, len(completions) // SAMPLES_PER_STEP)
+    return [
+        {
+            "prompt": prompts[i].prompt,
+            "completion": completions[i].text,
+            "rewards": dict(zip(table.names, table.values[i], strict=True)),
+            "advantage": advantage[i],
+            "source": prompts[i].source,
+            "finish_reason": completions[i].finish_reason,
+        }
+        for i in range(0, len(completions), stride)
+    ][:SAMPLES_PER_STEP]

@@ -1,0 +1,385 @@
+"""A run is a folder: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, final/, report.html.
+
+    with open_run(cfg, "grpo") as run:                       # refuses or finds the folder; writes nothing yet
+        ...load model and data...
+        run.begin(total_steps, title)                        # the folder exists from here on
+        state = {"loader": loader, "rewards": rewards, "counters": counters}
+        first = run.restore(policy, optimizer, schedule, state)
+        for step in range(first + 1, total_steps + 1):
+            ...
+            run.log(step, metrics)
+            run.sample(step, rows)
+            run.maybe_save(step, policy, optimizer, schedule, state)
+        run.finish(policy)
+
+Killed anywhere, a resumed run goes on from its last checkpoint: metrics and samples are on disk before the checkpoint
+that covers them, and what they hold beyond it is cut off at the resume, so each step is written once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import random
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.checkpoint import (
+    check_state,
+    latest_valid,
+    load_checkpoint,
+    remove_folder,
+    remove_leftovers,
+    restore_rng,
+    save_checkpoint,
+    set_aside_after,
+)
+from trainer.cli import config_to_tree, load_config, save_config
+from trainer.config import RunConfig
+from trainer.console import Console, number
+from trainer.export import export_model
+from trainer.health import Watch, replay
+from trainer.metrics import JsonlLog, Sink, open_sinks, read_jsonl, truncate_after
+from trainer.model import Policy
+
+# Everything a run writes into its folder, so that overwriting deletes this and nothing else.
+FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "wandb_run_id")
+FOLDERS = ("checkpoints", "final", "tensorboard", "wandb")
+SIGNS = ("config.yaml", "metrics.jsonl", "checkpoints", "final")  # a folder with one of these holds a run
+
+
+class Stateful(Protocol):
+    """Something whose state is part of a checkpoint; a plain dict will do as well."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+State = Mapping[str, Stateful | dict[str, Any]]  # name -> what to keep under it, e.g. {"loader": loader}
+
+
+def open_run(cfg: Any, method: str) -> Run:
+    """Name the folder of a new run, or find the checkpoint to resume from. A folder with another run is refused.
+
+    Also seeds the global generators, because adapters are initialised and dropout is drawn from them.
+    """
+    settings: RunConfig = cfg.run
+    random.seed(settings.seed)
+    np.random.seed(settings.seed % 2**32)
+    torch.manual_seed(settings.seed)
+    if settings.resume is None:
+        folder = expand(settings.output_dir, method)
+        if not _is_new_each_time(settings):
+            _refuse_other_run(folder, settings.overwrite_output_dir)
+        return Run(cfg, method, folder, None)
+    folder, newest = _resumed_folder(settings)
+    lock = _lock(folder)
+    remove_leftovers(folder)
+    remove_leftovers(folder / "checkpoints")
+    checkpoint = latest_valid(folder / "checkpoints", _say, at_most=newest)
+    if checkpoint is None and (folder / "final").is_dir():
+        raise ValueError(
+            f"resume={folder}: this run has finished and kept no checkpoint to go on from; "
+            f"begin a new run with its result, --model {folder}"
+        )
+    return Run(cfg, method, folder, checkpoint, lock)
+
+
+class Run:
+    """One training run and its folder. `dir` exists once begin() has been called; `start_step` is known at once."""
+
+    def __init__(
+        self, cfg: Any, method: str, folder: Path, checkpoint: Path | None, lock: IO[bytes] | None = None
+    ) -> None:
+        self.cfg, self.method, self.dir, self.checkpoint = cfg, method, folder, checkpoint
+        self.start_step = step_of(checkpoint) if checkpoint else 0
+        self.total_steps = 0
+        self._title = method
+        self._lock = lock
+        self._resumed = lock is not None
+        self._saved_step = self.start_step
+        self._last_step = -1
+        self._watch = Watch()
+        self._console: Console | None = None
+        self._metrics: JsonlLog | None = None
+        self._samples: JsonlLog | None = None
+        self._sinks: list[Sink] = []
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self, total_steps: int, title: str) -> None:
+        """Make the folder and write config.yaml. Called when all input has been read, so bad input leaves no folder."""
+        self.total_steps, self._title = total_steps, title
+        if self._resumed:
+            return  # the folder is there; its config is replaced once the checkpoint has proved to fit
+        settings = self.cfg.run
+        try:
+            self.dir = _make_folder(self.dir, may_exist=not _is_new_each_time(settings))
+            self._lock = _lock(self.dir)
+            _refuse_other_run(self.dir, settings.overwrite_output_dir)
+            for name in FILES:
+                (self.dir / name).unlink(missing_ok=True)
+            for name in FOLDERS:
+                remove_folder(self.dir / name)
+            remove_leftovers(self.dir)
+            save_config(self.dir / "config.yaml", self._config_tree())
+        except OSError as error:
+            raise ValueError(
+                f"output_dir={self.dir}: cannot be written ({error.strerror}); choose another folder"
+            ) from None
+
+    def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
+        """Load the checkpoint, if any, and open the logs. Returns the number of steps already done."""
+        assert self._lock is not None, "begin() comes before restore()"
+        check_state({name: _state_of(item) for name, item in state.items()})  # found out now, not at the first save
+        if self.checkpoint is not None:
+            loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)
+            assert loaded["step"] == self.start_step, f"{self.checkpoint} holds step {loaded['step']}"
+            _load_states(state, loaded["run"], self.checkpoint)
+        try:
+            if self._resumed:
+                self._continue_folder()
+            self._metrics = JsonlLog(self.dir / "metrics.jsonl")
+            self._samples = JsonlLog(self.dir / "samples.jsonl")
+        except OSError as error:
+            raise ValueError(_no_space(self.dir, error)) from None
+        records = read_jsonl(self.dir / "metrics.jsonl")
+        self._watch, _ = replay(records)
+        self._last_step = records[-1]["step"] if records else -1
+        tree = self._config_tree()
+        self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
+        self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps)
+        self._console.start()
+        if self.checkpoint is not None:
+            restore_rng(self.checkpoint)  # again and last: a user's load_state_dict or a sink may have drawn numbers
+        return self.start_step
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the one line of this step (health findings added) and show it."""
+        assert self._metrics is not None and self._console is not None, "restore() comes before log()"
+        assert step > self._last_step, f"step {step} logged after step {self._last_step}: one line per step, in order"
+        metrics = dict(metrics)
+        findings = self._watch.observe(step, metrics)
+        self._write(self._metrics, step, [metrics])
+        self._last_step = step
+        for sink in self._sinks:
+            sink.write(step, metrics)
+        self._console.step(step, metrics)
+        for finding in findings:
+            self._console.warn(finding)
+
+    def sample(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Keep rows of {"prompt", "completion", "rewards", "advantage", ...} and show one now and then."""
+        assert self._samples is not None and self._console is not None, "restore() comes before sample()"
+        rows = list(rows)
+        self._write(self._samples, step, rows)
+        for row in rows[:1]:
+            self._console.sample(row)
+
+    def note(self, text: str) -> None:
+        """A line for whoever watches."""
+        if self._console is None:
+            _say(text)
+        else:
+            self._console.note(text)
+
+    def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
+        """Save once a multiple of save_steps has been reached since the last save, and at the last step, so that a
+        finished run can be extended. A method with several steps per rollout calls this between rollouts only."""
+        every = self.cfg.run.save_steps
+        if every and (step // every > self._saved_step // every or step == self.total_steps):
+            self.save(step, policy, optimizer, schedule, state)
+
+    def save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
+        """Write checkpoints/step-N. Log the step first: a resumed run does not come back to it."""
+        assert step == self._last_step, f"checkpoint of step {step}, but the last step logged is {self._last_step}"
+        self._flush()
+        states = {name: _state_of(item) for name, item in state.items()}
+        keep = self.cfg.run.save_total_limit
+        save_checkpoint(self.dir / "checkpoints", step, policy.model, optimizer, schedule, states, keep=keep)
+        self._saved_step = step
+
+    def finish(self, policy: Policy) -> None:
+        """Export the model to final/, write the report, and say where things are and what the training did."""
+        from trainer.report import write_report  # matplotlib is slow to import
+
+        assert self._console is not None, "restore() comes before finish()"
+        self._console.stop()
+        self._flush()
+        final, merge_lora = self.dir / "final", self.cfg.model.merge_lora
+        export_model(policy.model, policy.tokenizer, final, merge_lora=merge_lora, base=policy.source)
+        report = write_report(self.dir)
+        evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"))
+        for line in (*evaluation, f"model: {final}", f"report: {report}"):
+            self._console.note(line)
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back and close the files; may be called twice."""
+        if self._console is not None:
+            self._console.stop()
+        for target in (*self._sinks, self._metrics, self._samples, self._lock):
+            if target is not None:
+                target.close()
+        self._sinks = []
+
+    def _continue_folder(self) -> None:
+        """Bring the folder back to the state it had at the checkpoint."""
+        set_aside_after(self.dir / "checkpoints", self.start_step, _say)
+        kept = self.start_step if self.checkpoint is not None else -1
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            truncate_after(self.dir / name, kept)
+        save_config(self.dir / "config.yaml", self._config_tree())
+        if self.checkpoint is None:
+            _say(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
+        elif self.start_step >= self.total_steps:
+            _say(
+                f"resume={self.dir}: step {self.start_step} of {self.total_steps} is done, nothing is left to train; "
+                "raise --max-steps or --num-train-epochs to go on"
+            )
+
+    def _config_tree(self) -> dict[str, Any]:
+        tree = {**config_to_tree(self.cfg), "method": self.method}
+        if self._resumed:
+            # A resume names the folder itself; with the output_dir as first given, --config starts a new run elsewhere.
+            tree["output_dir"] = load_config(self.dir / "config.yaml").get("output_dir", tree["output_dir"])
+        return tree
+
+    def _write(self, log: JsonlLog, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        try:
+            for row in rows:
+                log.write(step, row)
+        except OSError as error:
+            raise ValueError(_no_space(log.path, error)) from None
+
+    def _flush(self) -> None:
+        assert self._metrics is not None and self._samples is not None, "restore() comes before save() and finish()"
+        for log in (self._metrics, self._samples):
+            try:
+                log.flush_to_disk()
+            except OSError as error:
+                raise ValueError(_no_space(log.path, error)) from None
+
+
+def expand(output_dir: str, method: str, now: time.struct_time | None = None) -> Path:
+    """runs/{method}-{time} -> runs/grpo-20261115-093000; the method by the last part of its dotted name."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
+    return Path(output_dir.replace("{method}", method.rpartition(".")[2]).replace("{time}", stamp)).expanduser()
+
+
+def _is_new_each_time(settings: RunConfig) -> bool:
+    return "{time}" in settings.output_dir
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def evaluation_lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Held-out numbers before and after: one line per eval/* metric that was measured twice or more."""
+    seen: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith("eval/") and name != "eval/rows" and value is not None:
+                seen.setdefault(name, []).append((record["step"], value))
+    return [
+        f"held-out {name.removeprefix('eval/').removesuffix('/mean')}: "
+        f"{number(points[0][1])} before, {number(points[-1][1])} after ({points[-1][0] - points[0][0]} steps)"
+        for name, points in seen.items()
+        if len(points) > 1
+    ]
+
+
+def _resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
+    """(run folder, last step that may be resumed from). `latest` is that of output_dir; else a run or checkpoint."""
+    folder = Path(settings.output_dir if settings.resume == "latest" else str(settings.resume)).expanduser()
+    newest = None
+    if not folder.is_dir():
+        raise ValueError(f"resume={settings.resume}: no such folder {folder}; name a run folder or a checkpoint in it")
+    if re.fullmatch(r"step-\d+", folder.resolve().name):
+        newest = step_of(folder.resolve())
+        folder = folder.resolve().parents[1]
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"resume={settings.resume}: {folder} holds no run (no config.yaml); name a run folder")
+    return folder, newest
+
+
+def _refuse_other_run(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir={folder}: is a file; name a folder")
+    if not overwrite and any((folder / name).exists() for name in SIGNS):
+        raise ValueError(
+            f"output_dir={folder}: already holds a run; continue it with --resume {folder}, delete it with "
+            "--overwrite-output-dir, or name another folder"
+        )
+
+
+def _make_folder(folder: Path, *, may_exist: bool) -> Path:
+    """The folder itself, or with -2, -3, ... added where two runs began in the same second."""
+    if may_exist:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    for again in range(1, 1000):
+        tried = folder if again == 1 else folder.with_name(f"{folder.name}-{again}")
+        try:
+            tried.mkdir(parents=True)
+            return tried
+        except FileExistsError:
+            continue
+    raise ValueError(f"output_dir={folder}: exists a thousand times over; clear the folder above it")
+
+
+def _lock(folder: Path) -> IO[bytes]:
+    """Hold the folder against other processes; the system lets go when this one ends, however it ends."""
+    try:
+        file = (folder / ".lock").open("ab")
+    except OSError as error:
+        raise ValueError(f"output_dir={folder}: cannot be written ({error.strerror}); permit it") from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            return file  # a file system without locks
+        file.close()
+        raise ValueError(f"output_dir={folder}: another process is training in it; wait for it, or end it") from None
+    return file
+
+
+def _state_of(item: Stateful | dict[str, Any]) -> Any:
+    return dict(item) if isinstance(item, dict) else item.state_dict()
+
+
+def _load_states(state: State, saved: dict[str, Any], checkpoint: Path) -> None:
+    if state.keys() != saved.keys():
+        raise ValueError(
+            f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
+            f"{', '.join(sorted(state))}; resume with the version of the method it was written by"
+        )
+    for name, item in state.items():
+        if isinstance(item, dict):
+            item.clear()
+            item.update(saved[name])
+        else:
+            item.load_state_dict(saved[name])
+
+
+def _no_space(path: Path, error: OSError) -> str:
+    return f"{path}: could not be written ({error.strerror}); free space there, then continue with --resume"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

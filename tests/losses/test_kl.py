@@ -59,7 +59,12 @@ def test_kl_penalty_golden_values(weighted, kl, loss, gradient):
 
 
 def test_kl_metric_is_the_plain_estimate_whatever_the_weighting():
-    args = (torch.tensor(LOGP, requires_grad=True), torch.tensor(OLD), torch.tensor(REF), torch.ones(4, dtype=torch.bool))
+    args = (
+        torch.tensor(LOGP, requires_grad=True),
+        torch.tensor(OLD),
+        torch.tensor(REF),
+        torch.ones(4, dtype=torch.bool),
+    )
     for weighted in (True, False):
         total, count = kl_penalty(*args, beta=BETA, ratio_weighted=weighted).metrics["policy/ref_kl_k3"]
         assert (total / count).item() == pytest.approx(0.012452, abs=1e-6)
@@ -101,7 +106,9 @@ def test_ratio_weighted_penalty_has_the_gradient_of_the_true_divergence():
 
     def expected_penalty(logp: Tensor) -> Tensor:
         mask = torch.ones(1, dtype=torch.bool)
-        terms = [kl_penalty(logp[i : i + 1], old[i : i + 1], ref[i : i + 1], mask, beta=1.0).terms["kl"] for i in range(9)]
+        terms = [
+            kl_penalty(logp[i : i + 1], old[i : i + 1], ref[i : i + 1], mask, beta=1.0).terms["kl"] for i in range(9)
+        ]
         return sum(old[i].exp() * term.sum for i, term in enumerate(terms))
 
     true = gradient(lambda logp: (logp.exp() * (logp - ref)).sum())

@@ -1,4 +1,4 @@
-"""Golden values of a token-level clipped surrogate with one global normaliser, checked against TRL 1.16.0 (loss type dapo)."""
+"""Golden values of the token-level surrogate with one global normaliser, checked against TRL 1.16.0 (its dapo loss)."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ def test_surrogate_micro_batches_sum_to_the_whole(sizes):
     case = random_case()
     whole = surrogate(*case)
     parts = [surrogate(*pieces) for pieces in zip(*(x.split(sizes) for x in case), strict=True)]
-    assert sum(p.terms["policy"].sum.item() for p in parts) == pytest.approx(whole.terms["policy"].sum.item(), rel=1e-13)
+    assert sum(p.terms["policy"].sum.item() for p in parts) == pytest.approx(
+        whole.terms["policy"].sum.item(), rel=1e-13
+    )
     assert sum(p.terms["policy"].count.item() for p in parts) == whole.terms["policy"].count.item()
     for name, (total, count) in whole.metrics.items():
         assert sum(p.metrics[name][0].item() for p in parts) == pytest.approx(total.item(), rel=1e-13)

@@ -8,7 +8,9 @@ from losses.types import LossOut, Term, merge
 
 def make(name: str, value: float) -> LossOut:
     total = torch.tensor(value, requires_grad=True)
-    return LossOut({name: Term(0.5, total, torch.tensor(4))}, {f"policy/{name}": (torch.tensor(value), torch.tensor(4))})
+    return LossOut(
+        {name: Term(0.5, total, torch.tensor(4))}, {f"policy/{name}": (torch.tensor(value), torch.tensor(4))}
+    )
 
 
 def test_merge_keeps_every_term_and_metric():

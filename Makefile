@@ -1,0 +1,45 @@
+# `make demo` and `make test` are all a newcomer needs; both set up .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+WORKERS ?= 2
+FAST := not slow and not gpu and not proof
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench proof tiny
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## make .venv and install everything into it
+
+# torch first: its version decides which builds of the others fit.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: setup ## train the built-in tiny model with GRPO: accuracy before and after, in minutes on a CPU
+	$(PY) -m trainer --method grpo
+
+test: setup ## all tests that need neither a GPU nor long runs
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "$(FAST)"
+
+check: setup ## lint, format and the quick tests, before a commit
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "$(FAST)" \
+		tests/test_import_direction.py tests/test_size_budget.py tests/losses tests/data
+
+bench: setup ## time the hot paths on this machine
+	$(PY) -m bench
+
+proof: setup ## learning curves, soak and fault runs; writes the table of results
+	$(PY) -m tests.proof
+
+tiny: setup ## rebuild the embedded tiny model
+	$(PY) -m trainer.tiny.build

@@ -1,0 +1,36 @@
+"""Run the real entry point in a process of its own, as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_REPRODUCIBLE = ("time/", "perf/", "mem/")  # clocks and memory: everything else must repeat bit for bit
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(*argv: str | Path, cwd: Path, module: str = "trainer", timeout: float = 300) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", module, *map(str, argv)]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+
+
+def run_ok(*argv: str | Path, cwd: Path, module: str = "trainer", timeout: float = 300) -> subprocess.CompletedProcess:
+    done = run(*argv, cwd=cwd, module=module, timeout=timeout)
+    assert done.returncode == 0, f"{argv}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not key.startswith(NOT_REPRODUCIBLE)} for row in rows]

@@ -1,0 +1,64 @@
+"""kill -9 anywhere, --resume, and the metrics are those of a run that was never broken."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.entry import environment, metrics, repeatable, run_ok
+
+STEPS = 8
+GRPO = [
+    "--method", "grpo", "--max-steps", STEPS, "--save-steps", 2, "--eval-steps", 3, "--seed", 5,
+    "--per-device-train-batch-size", 16, "--eval-data", "task:addition:split=eval,size=20",
+]  # fmt: skip
+VARIANTS = {
+    "full": GRPO,
+    "lora, two iterations, kl": [*GRPO, "--lora.r", 4, "--lora.dropout", 0.1, "--num-iterations", 2, "--beta", 0.1],
+    "sft": ["--method", "sft", "--max-steps", STEPS, "--save-steps", 3, "--per-device-train-batch-size", 16],
+}
+
+
+def start_and_kill(argv: list, folder: Path, at_step: int) -> None:
+    """Kill the process without warning once metrics.jsonl shows the step."""
+    command = [sys.executable, "-m", "trainer", *map(str, argv), "--output-dir", str(folder)]
+    process = subprocess.Popen(command, cwd=folder.parent, env=environment(), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    log = folder / "metrics.jsonl"
+    while process.poll() is None and time.monotonic() < deadline:
+        if log.exists() and f'"step": {at_step},' in log.read_text():
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_killed_and_resumed_equals_unbroken(name, tmp_path):
+    argv = VARIANTS[name]
+    run_ok(*argv, "--output-dir", tmp_path / "whole", cwd=tmp_path)
+    start_and_kill(argv, tmp_path / "broken", at_step=random.Random(name).randrange(1, STEPS))
+    run_ok("--resume", "--output-dir", tmp_path / "broken", cwd=tmp_path)
+    whole, broken = metrics(tmp_path / "whole"), metrics(tmp_path / "broken")
+    assert [row["step"] for row in broken] == list(range(STEPS + 1))
+    assert repeatable(broken) == repeatable(whole)
+    assert (tmp_path / "broken" / "samples.jsonl").exists() == (tmp_path / "whole" / "samples.jsonl").exists()
+    if argv is not VARIANTS["sft"]:
+        assert (tmp_path / "broken" / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
+
+
+def test_corrupt_checkpoint_falls_back_and_says_so(tmp_path):
+    run_ok(*GRPO, "--output-dir", tmp_path / "run", cwd=tmp_path)
+    before = repeatable(metrics(tmp_path / "run"))
+    weights = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = run_ok("--resume", tmp_path / "run", cwd=tmp_path)
+    assert f"step-{STEPS:08d} is damaged (weights.safetensors" in done.stderr
+    assert f"step {STEPS - 2}, where this run goes on" in done.stderr
+    assert repeatable(metrics(tmp_path / "run")) == before

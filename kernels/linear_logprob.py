@@ -11,7 +11,7 @@ Forward keeps lse and H, so backward recomputes z a block of rows at a time:
     dh = dy @ w,   dw = dy.T @ h,   db = sum_n dy
 
 Numerics: products in the input dtype, everything after them in fp32 (fp64 for fp64 inputs), dw accumulated in fp32.
-Memory: one block of rows of logits at a time, BLOCK_ELEMENTS numbers. Rows with target = ignore_index are never computed.
+Memory: one block of rows of logits at a time, BLOCK_ELEMENTS numbers. Rows with target = ignore_index cost nothing.
 Shapes: N = packed tokens, D = model width, V = vocabulary.
 """
 
@@ -102,8 +102,12 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
         scale, softcap, temperature, block = ctx.options
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros(weight.shape[0], dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[2] else None
+        grad_weight = (
+            torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
+        )
+        grad_bias = (
+            torch.zeros(weight.shape[0], dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[2] else None
+        )
         for i in range(0, hidden.shape[0], block):
             rows = slice(i, i + block)
             z, slope = _logits(hidden[rows], weight, bias, scale, softcap, temperature)

@@ -1,4 +1,4 @@
-"""Clipped surrogate at token level (PPO, Schulman et al. 2017; GRPO, Shao et al. 2024; DAPO's clip-higher, Yu et al. 2025).
+"""Clipped surrogate at token level (PPO, Schulman et al. 2017; GRPO, Shao et al. 2024; clip-higher, Yu et al. 2025).
 
     ratio_n = exp(logp_n - old_logp_n)
     loss_n  = -min(ratio_n A_n, clip(ratio_n, 1 - epsilon_low, 1 + epsilon_high) A_n)

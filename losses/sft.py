@@ -21,5 +21,3 @@ def sft_loss(
     nll = -torch.where(mask, logp.to(torch.promote_types(logp.dtype, torch.float32)), 0.0)  # (N,)
     count = mask.sum()
     return LossOut({"nll": Term(1.0, nll.sum(), count)}, {})
-
-

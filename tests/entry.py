@@ -13,17 +13,17 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_REPRODUCIBLE = ("time/", "perf/", "mem/")  # clocks and memory: everything else must repeat bit for bit
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def environment(threads: int = 1) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
-def run(*argv: str | Path, cwd: Path, module: str = "trainer", timeout: float = 300) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", module, *map(str, argv)]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+def run(*argv: Any, cwd: Path, timeout: float = 300, threads: int = 1) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "trainer", *map(str, argv)]
+    return subprocess.run(command, cwd=cwd, env=environment(threads), capture_output=True, text=True, timeout=timeout)
 
 
-def run_ok(*argv: str | Path, cwd: Path, module: str = "trainer", timeout: float = 300) -> subprocess.CompletedProcess:
-    done = run(*argv, cwd=cwd, module=module, timeout=timeout)
+def run_ok(*argv: Any, cwd: Path, timeout: float = 300, threads: int = 1) -> subprocess.CompletedProcess:
+    done = run(*argv, cwd=cwd, timeout=timeout, threads=threads)
     assert done.returncode == 0, f"{argv}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done
 

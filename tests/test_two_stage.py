@@ -13,7 +13,9 @@ SMALL = ["--eval-data", "task:addition:split=eval,size=60", "--per-device-train-
 
 
 def stages(tmp_path: Path, first: list[str], second: list[str]) -> tuple[list[dict], list[dict]]:
-    run_ok("--config", RECIPES / "two_stage_1_format.yaml", "--output-dir", tmp_path / "a", *SMALL, *first, cwd=tmp_path)
+    run_ok(
+        "--config", RECIPES / "two_stage_1_format.yaml", "--output-dir", tmp_path / "a", *SMALL, *first, cwd=tmp_path
+    )
     run_ok(
         "--config", RECIPES / "two_stage_2_correct.yaml", "--model", tmp_path / "a", "--output-dir", tmp_path / "b",
         *SMALL, *second, cwd=tmp_path,

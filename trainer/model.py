@@ -177,6 +177,14 @@ def continue_adapter(policy: Policy, adapter: str, lora: LoraConfig, with_refere
             f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; go on with it by --lora.r {saved['r']}, "
             "or use --lora.r 0 to merge it and train all weights"
         )
+    for flag, was in (("alpha", saved["lora_alpha"]), ("dropout", saved["lora_dropout"])):
+        if getattr(lora, flag) != was:
+            raise ValueError(f"lora.{flag}={getattr(lora, flag)}: the adapter in {adapter} has {was}; pass that value")
+    if lora.target_modules != ("all-linear",) and set(lora.target_modules) != set(saved["target_modules"]):
+        raise ValueError(
+            f"lora.target_modules={' '.join(lora.target_modules)}: the adapter in {adapter} adapts "
+            f"{' '.join(sorted(saved['target_modules']))}; leave the flag out"
+        )
     policy.model = PeftModel.from_pretrained(policy.model, adapter, is_trainable=True)
     if with_reference:
         policy.model.load_adapter(adapter, "reference", is_trainable=False)
@@ -230,8 +238,10 @@ def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: fl
             use_cache=False,
         ).last_hidden_state  # (R, T, D)
     head = lm.get_output_embeddings()
+    selected = hidden.flatten(0, 1)[batch.index]  # (N, D)
     return linear_logprob(
-        hidden.flatten(0, 1)[batch.index],
+        # Autocast leaves the last norm in float32; the engine's head runs in compute_dtype, and so must this one.
+        selected if policy.autocast_dtype is None else selected.to(policy.autocast_dtype),
         head.weight,
         batch.target,
         bias=getattr(head, "bias", None),

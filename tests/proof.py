@@ -1,0 +1,160 @@
+"""make proof: runs that take minutes, each with an outcome it must reach. Writes PROOF.md: what was run, when, on which
+commit, and the figure. `python -m tests.proof NAME ...` runs some of them and leaves the file alone.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.entry import ROOT, metrics, repeatable, run_ok
+from tests.test_resume import GRPO, STEPS, start_and_kill
+
+TABLE = ROOT / "PROOF.md"
+RECIPES = ROOT / "trainer" / "recipes"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    figure: str
+    passed: bool
+
+
+def accuracy(rows: list[dict], name: str = "eval/exact_match/mean") -> tuple[float, float]:
+    values = [row[name] for row in rows if name in row]
+    return values[0], values[-1]
+
+
+def demo(scratch: Path, seed: int, *flags: str) -> Outcome:
+    """The bare demo on two threads: from at most 0.5 to at least 0.85 in under 6 minutes."""
+    started = time.monotonic()
+    run_ok(
+        "--method", "grpo", "--seed", seed, "--output-dir", scratch / "run", *flags, cwd=scratch, timeout=900, threads=2
+    )
+    seconds = time.monotonic() - started
+    before, after = accuracy(metrics(scratch / "run"))
+    return Outcome(
+        f"accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s", before <= 0.5 and after >= 0.85 and seconds < 360
+    )
+
+
+def sft(scratch: Path) -> Outcome:
+    """The bare SFT command: held-out loss falls to a third."""
+    run_ok("--method", "sft", "--output-dir", scratch / "run", cwd=scratch, timeout=900)
+    before, after = accuracy(metrics(scratch / "run"), "eval/nll")
+    return Outcome(f"held-out nll {before:.3f} -> {after:.3f}", after < before / 3)
+
+
+def two_stages(scratch: Path) -> Outcome:
+    """Format first, then correctness, chained by the run folder."""
+    run_ok("--config", RECIPES / "two_stage_1_format.yaml", "--output-dir", scratch / "a", cwd=scratch, timeout=900)
+    run_ok(
+        "--config", RECIPES / "two_stage_2_correct.yaml", "--model", scratch / "a", "--output-dir", scratch / "b",
+        cwd=scratch, timeout=900,
+    )  # fmt: skip
+    form = accuracy(metrics(scratch / "a"), "eval/regex/mean")
+    right = accuracy(metrics(scratch / "b"), "eval/last_number/mean")
+    kept = accuracy(metrics(scratch / "b"), "eval/regex/mean")[1]
+    figure = f"form {form[0]:.2f} -> {form[1]:.2f}; right {right[0]:.2f} -> {right[1]:.2f}, form kept {kept:.2f}"
+    return Outcome(figure, form[1] > 0.95 and right[1] > 0.85 and kept > 0.95)
+
+
+def kills(scratch: Path, times: int = 5) -> Outcome:
+    """kill -9 at random steps, several times in one run, resumed each time: the metrics of an unbroken run."""
+    run_ok(*GRPO, "--output-dir", scratch / "whole", cwd=scratch)
+    rng = random.Random(time.time_ns())
+    steps = sorted(rng.randrange(1, STEPS) for _ in range(times))
+    argv: list = GRPO
+    for step in steps:
+        start_and_kill(argv, scratch / "broken", at_step=step)
+        argv = ["--resume"]
+    run_ok("--resume", "--output-dir", scratch / "broken", cwd=scratch)
+    same = repeatable(metrics(scratch / "whole")) == repeatable(metrics(scratch / "broken"))
+    return Outcome(f"killed at steps {steps}, metrics {'equal' if same else 'DIFFER'}", same)
+
+
+def soak(scratch: Path, num_steps: int = 1000) -> Outcome:
+    """A long run of small steps: resident memory must not grow after the first tenth."""
+    run_ok(
+        "--method", "grpo", "--max-steps", num_steps, "--per-device-train-batch-size", 16, "--save-steps", 100,
+        "--logging-steps", 100, "--output-dir", scratch / "run", cwd=scratch, timeout=1800,
+    )  # fmt: skip
+    peaks = [row["mem/peak_gib"] for row in metrics(scratch / "run") if "mem/peak_gib" in row]
+    growth = (peaks[-1] - peaks[num_steps // 10]) * 1024
+    return Outcome(f"{num_steps} steps, peak memory {peaks[-1]:.2f} GiB, grew {growth:.0f} MiB", growth < 64)
+
+
+def disk_full(scratch: Path) -> Outcome:
+    """A file-size limit met in the middle of a run's checkpoint: the earlier checkpoint stays, and resumes."""
+    argv = [*map(str, GRPO), "--output-dir", str(scratch / "run"), "--save-steps", "4", "--max-steps", "4"]
+    run_ok(*argv, cwd=scratch)
+    command = f"ulimit -f 1000; exec {sys.executable} -m trainer --resume --output-dir run --max-steps 8"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    failed = subprocess.run(["bash", "-c", command], cwd=scratch, env=environment, capture_output=True, text=True)
+    clean = failed.returncode == 2 and "Traceback" not in failed.stderr
+    run_ok("--resume", "--output-dir", scratch / "run", "--max-steps", STEPS, cwd=scratch)
+    steps = [row["step"] for row in metrics(scratch / "run")]
+    passed = clean and steps == list(range(STEPS + 1))
+    return Outcome(f"exit {failed.returncode}, then resumed from step 4 to {steps[-1]}", passed)
+
+
+PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
+    "demo-0": ("`python -m trainer --method grpo`, seed 0: 500 held-out sums", lambda path: demo(path, 0)),
+    "demo-1": ("the same, seed 1", lambda path: demo(path, 1)),
+    "demo-2": ("the same, seed 2", lambda path: demo(path, 2)),
+    "demo-lora": (
+        "the same with `--lora.r 16 --learning-rate 3e-3 --beta 0.01`",
+        lambda path: demo(path, 0, "--lora.r", "16", "--learning-rate", "3e-3", "--beta", "0.01"),
+    ),
+    "demo-iterations": (
+        "the same with `--num-iterations 2`",
+        lambda path: demo(path, 0, "--num-iterations", "2"),
+    ),
+    "sft": ("`python -m trainer --method sft`", sft),
+    "two-stages": ("two-stage recipe, chained by run folders", two_stages),
+    "kills": ("`kill -9` at five random steps, `--resume` after each", kills),
+    "disk-full": ("file-size limit met while saving, then `--resume`", disk_full),
+    "soak": ("soak run", soak),
+}
+
+
+def main(names: list[str]) -> int:
+    results = {}
+    for name in names or PROOFS:
+        scratch = Path(tempfile.mkdtemp(prefix="strop-proof-"))
+        print(f"{name} ...", flush=True)
+        results[name] = PROOFS[name][1](scratch)
+        print(f"{name}: {results[name].figure}: {'passed' if results[name].passed else 'FAILED'}", flush=True)
+        shutil.rmtree(scratch)
+    if not names:
+        write_table(results)
+    return 0 if all(outcome.passed for outcome in results.values()) else 1
+
+
+def write_table(results: dict[str, Outcome]) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    lines = [
+        "# Proof",
+        "",
+        f"Written by `make proof` on {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {platform.machine()}, "
+        f"{os.cpu_count()} cores, no GPU.",
+        "",
+        "| run | outcome | |",
+        "|---|---|---|",
+        *(f"| {PROOFS[name][0]} | {o.figure} | {'passed' if o.passed else 'FAILED'} |" for name, o in results.items()),
+    ]
+    TABLE.write_text("\n".join(lines) + "\n")
+    print(TABLE.read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

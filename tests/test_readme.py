@@ -1,0 +1,47 @@
+"""The README cannot drift: its links, method table, tree and command lines are checked against the repository."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.entry import ROOT
+from trainer.cli import flag_table, load_method, method_names, parse
+
+TEXT = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"python -m trainer (--[^\n#`]*)", TEXT.replace("\\\n", " "))
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#:]+)\)", TEXT)
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_method_table_lists_the_methods_there_are():
+    assert sorted(re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE)) == method_names()
+
+
+def test_tree_names_folders_that_exist():
+    tree = TEXT.split("## Where things are")[1].split("\n\n")[1]
+    names = re.findall(r"^ +([\w./]+)/ ", tree, flags=re.MULTILINE)
+    assert {"kernels", "losses", "data", "rollout", "methods", "bench", "tests"} <= set(names)
+    assert not [name for name in names if not ((ROOT / name).is_dir() or (ROOT / "trainer" / name).is_dir())]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = command.split()
+    if "--help" in words:
+        words.remove("--help")
+    _, cfg, name = parse(words)
+    assert name in method_names() and cfg.run.method == name
+
+
+def test_flags_named_in_text_exist():
+    known = {flag.name for name in method_names() for flag in flag_table(load_method(name).Config).values()}
+    known |= {"--config", "--help", "--check"}
+    mentioned = set(re.findall(r"(--[a-z][a-z0-9.-]+)", TEXT))
+    assert not mentioned - known, sorted(mentioned - known)

@@ -24,6 +24,8 @@ DELIMITERS = {
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
 }
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment",
+         "document")  # fmt: skip
 _PROBE = "strop"  # an answer that no template rewrites
 
 
@@ -52,7 +54,10 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
     if not template.strip():
         raise ValueError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
     tokenizer.chat_template = template
-    _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)  # refuse a broken one now
+    try:  # refuse a broken one now, by its name
+        _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def stop_ids(tokenizer: Any, generation_config_eos: int | Iterable[int] | None = None) -> tuple[int, ...]:
@@ -89,6 +94,7 @@ def render_prompt(tokenizer: Any, prompt: str | Messages, system_prompt: str | N
     """Ids an engine completes. Plain text gets the tokenizer's BOS if it has that habit, and never a system prompt."""
     if not isinstance(prompt, str):
         check_messages(prompt)
+        _check_ids(tokenizer, prompt)
         return _render_ids(tokenizer, with_system(prompt, system_prompt), generation_prompt=True)
     ids = _encode(tokenizer, prompt)
     if prompt and not ids:
@@ -113,6 +119,7 @@ def render_conversation(
     first_trained: number of the first message that may be trained; earlier assistant turns are context.
     """
     check_messages(messages)
+    _check_ids(tokenizer, messages)
     whole = with_system(messages, system_prompt)
     first_trained += len(whole) - len(messages)
     ids = _render_ids(tokenizer, whole, generation_prompt=False)
@@ -135,6 +142,21 @@ def check_messages(messages: Any) -> None:
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
             raise ValueError(f"messages[{number}]={message!r}: a message has the keys 'role' and 'content'")
+        if message["role"] not in ROLES:  # most templates would write it down unseen
+            raise ValueError(
+                f"messages[{number}]: role={message['role']!r} is unknown; use system, user or assistant "
+                f"(all: {', '.join(ROLES)})"
+            )
+        content = message["content"]
+        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+            raise ValueError(f"messages[{number}]: its content is {content!r}, not text; fix the row")
+
+
+def _check_ids(tokenizer: Any, messages: Messages) -> None:
+    """The template's own tokens would hide that the tokenizer has none for the text."""
+    last = messages[-1]["content"]
+    if isinstance(last, str) and last.strip() and not _encode(tokenizer, last):
+        raise ValueError(_no_ids(last))
 
 
 def _end_of_turn(tokenizer: Any, ids: list[int], messages: Messages, number: int, start: int) -> int:
@@ -189,7 +211,12 @@ def _render_text(tokenizer: Any, messages: Messages, *, generation_prompt: bool)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    try:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except TypeError:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError("the text holds half a character (a lone surrogate such as \\ud83d); fix it") from None
+        raise
 
 
 def _adds_bos(tokenizer: Any) -> bool:

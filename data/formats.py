@@ -125,6 +125,8 @@ def _alpaca_sft(columns: Columns) -> Columns:
 
 def _instruction(columns: Columns) -> Messages:
     parts = [columns["instruction"], columns.get("input")]
+    if not all(part is None or isinstance(part, str) for part in parts):
+        raise ValueError("its 'instruction' or 'input' is not text; fix the row")
     return user_turn("\n\n".join(part for part in parts if part))
 
 
@@ -210,9 +212,9 @@ def _import_from_cwd(module_name: str, name: str) -> ModuleType:
         sys.modules[module_name] = module  # dataclasses look their module up while it runs
         spec.loader.exec_module(module)
         return module
-    except Exception as error:  # missing, or broken in any way: the user's code
+    except (Exception, SystemExit) as error:  # missing, or broken in any way: the user's code
         raise ValueError(f"data_format={name}: {module_name} cannot be imported from {cwd} ({_told(error)})") from None
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -20,6 +20,11 @@ def load_prompts(
 
     cfg is handed to a user's transform and used for nothing else.
     """
+    if context_length is not None and max_completion_length >= context_length:
+        raise ValueError(
+            f"max_completion_length={max_completion_length}: leaves no room for a prompt in the model's context of "
+            f"{context_length}; lower it"
+        )
     prompts = []
     num_rows = 0
     for spec, row in formatted_rows(specs, PROMPT_FORMATS, data_format=data_format, tokenizer=tokenizer, cfg=cfg):

@@ -34,6 +34,8 @@ def load_examples(
         if any(mask):
             examples.append(Example(source=row.source, ids=ids, mask=mask, weight=spec.weight))
     num_dropped = num_rows - len(examples)
+    if not examples and not num_cut:
+        raise ValueError(f"data: none of the {num_rows} rows has an assistant turn to train; check the roles")
     if not examples:
         raise ValueError(f"data: none of the {num_rows} rows has a token to train within max_length={limit}; raise it")
     if num_cut:
@@ -70,6 +72,8 @@ def _tokenise(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tu
     check_messages(prompt)
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; it must end where the completion begins")
+    if not isinstance(completion, (str, list)):
+        raise ValueError(f"the completion is a {type(completion).__name__}; give text or messages")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     check_messages(answer)
     # Assistant turns within the prompt are context, not something to imitate.
@@ -77,7 +81,9 @@ def _tokenise(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tu
 
 
 def _tokenise_text(text: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str):
+        raise ValueError(f"the text is a {type(text).__name__}; put it in quotes")
+    if not text.strip():
         raise ValueError("the text is empty; remove the row or fill it in")
     ids = _with_eos(render_prompt(tokenizer, text), tokenizer)
     return ids, [False] + [True] * (len(ids) - 1)

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,7 +187,7 @@ def _file_rows(path: str) -> list[Row]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"data={path}: is not UTF-8 text (byte {error.start}); convert it") from None
-    except (OSError, EOFError) as error:  # unreadable, or a damaged gzip
+    except (OSError, EOFError, zlib.error) as error:  # unreadable, or a damaged gzip
         raise ValueError(f"data={path}: cannot be read ({error})") from None
     return {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv}[kind](path, text)
 
@@ -202,6 +203,8 @@ def _read_jsonl(path: str, text: str) -> list[Row]:
             raise ValueError(
                 f"{path}:{number}: is not valid JSON ({error.msg}, column {error.colno}); fix it"
             ) from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+            raise ValueError(f"{path}:{number}: cannot be read as JSON ({error}); fix it") from None
         rows.append(_object_row(path, number, columns))
     return rows
 
@@ -217,6 +220,8 @@ def _read_json(path: str, text: str) -> list[Row]:
         raise ValueError(
             f"{path}:{error.lineno}: is not valid JSON ({error.msg}, column {error.colno}); fix it"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"data={path}: cannot be read as JSON ({error}); fix it") from None
     if isinstance(value, dict):
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):

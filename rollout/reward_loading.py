@@ -16,6 +16,7 @@ from data.nearest import suggest
 from rollout import reward_functions
 
 HERE = Path(__file__).parent
+IMPORTLIB = Path(importlib.__file__).parent
 
 
 def find_reward(spec: str) -> tuple[str, Callable[..., Any]]:
@@ -49,7 +50,7 @@ def _import_module(spec: str, name: str) -> ModuleType:
         return _load_file(spec, beside)
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code, a script's sys.exit() included
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(
                 f"reward_funcs={spec}: there is no module {name!r}, neither in {folder} nor installed; check the name"
@@ -80,7 +81,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickling look a class's module up there
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code, a script's sys.exit() included
         del sys.modules[name]
         raise ValueError(f"reward_funcs={spec}: cannot be imported ({told(error)}{place(error)})") from None
     return module
@@ -106,16 +107,16 @@ def _user_function(spec: str, module: ModuleType, attribute: str) -> Callable[..
     return found
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def place(error: Exception, call: Callable[..., Any] | None = None) -> str:
+def place(error: BaseException, call: Callable[..., Any] | None = None) -> str:
     """Where in the user's file it happened, in place of a traceback."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).parent != HERE and not frame.filename.startswith("<frozen")
+        if Path(frame.filename).parent not in (HERE, IMPORTLIB) and not frame.filename.startswith("<frozen")
     ]
     home = getattr(sys.modules.get(getattr(call, "__module__", "")), "__file__", None)
     frames = [frame for frame in frames if frame.filename == home] or frames

@@ -143,7 +143,7 @@ class Rewards:
             returned = pending.result() if pending else self._run(function, prompts, completions)
         except _Refused as error:
             raise ValueError(str(error)) from None
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             row = self._row_that_fails(function, prompts, completions)
             where = f" on {row}" if row else ""
             raise ValueError(
@@ -174,7 +174,7 @@ class Rewards:
     def _raises(self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> bool:
         try:
             self._run(function, prompts, completions)
-        except Exception:  # which one does not matter: the first is reported
+        except (Exception, SystemExit):  # which one does not matter: the first is reported
             return True
         return False
 

@@ -151,13 +151,11 @@ def test_no_file_of_ours_hides_one_of_theirs():
     assert not ours & TAKEN
 
 
-def test_our_version_is_not_taken_for_theirs():
-    """An editable install owns a top-level `kernels`, so transformers holds our version against its range."""
-    from packaging.version import parse
-    from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION
-
-    ours = parse(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
-    assert not parse(KERNELS_MIN_VERSION) <= ours < parse(KERNELS_MAX_VERSION)
+def test_no_distribution_of_ours_owns_the_name():
+    """transformers asks which distribution has a top-level `kernels` and holds its version against a range."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "trainer" in setuptools["packages"] and "kernels" not in setuptools["packages"]
+    assert "strop" not in importlib.metadata.packages_distributions().get("kernels", [])
 
 
 def test_demo_starts_beside_the_neighbour(neighbour, tmp_path):

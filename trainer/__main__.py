@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         if os.environ.get("STROP_DEBUG") == "1" or not raised_on_purpose(error.__traceback__):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)  # one line, whatever a value holds
         return 2
     except KeyboardInterrupt:
         if os.environ.get("STROP_DEBUG") == "1":

@@ -33,8 +33,16 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.r < 0:
             raise ValueError(f"lora.r={self.r}: a rank cannot be negative; use 0 to train all weights")
+        if self.alpha < 1:
+            raise ValueError(f"lora.alpha={self.alpha}: must be 1 or more, 0 would switch the adapters off")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"lora.dropout={self.dropout}: must be in [0, 1)")
+        if not self.target_modules or not all(self.target_modules):
+            raise ValueError("lora.target_modules: empty; name modules such as q_proj v_proj, or leave it out")
+        for name in ("alpha", "dropout", "target_modules"):
+            if self.r == 0 and getattr(self, name) != getattr(LoraConfig, name):  # the class holds the default
+                value = getattr(self, name)
+                raise ValueError(f"lora.{name}={value}: has no effect with lora.r=0, all weights; set --lora.r")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +96,12 @@ class DataConfig:
     max_eval_rows: int = 500
     """At most this many held-out rows are used, from the first on."""
 
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("data: empty; name at least one FILE, hub id or task:NAME")
+        if self.max_eval_rows < 1:
+            raise ValueError(f"max_eval_rows={self.max_eval_rows}: must be 1 or more; leave out eval_data for none")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -113,11 +127,17 @@ class OptimConfig:
     """Clip the gradient to this global norm; 0 does not clip."""
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate}: must be above 0")
+        if not 0.0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate={self.learning_rate}: must be above 0 and finite")
         if not 0.0 <= self.warmup_ratio <= 1.0:
             raise ValueError(f"warmup_ratio={self.warmup_ratio}: a fraction of all steps, between 0 and 1")
-        if self.max_grad_norm < 0:
+        for name in ("weight_decay", "adam_epsilon"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or above")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be in [0, 1)")
+        if not self.max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm}: must be 0 (off) or above")
 
 
@@ -168,8 +188,12 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 (off) or more")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps={self.max_steps}: must be 1 or more, or None for whole epochs")
-        if not self.num_train_epochs > 0:
-            raise ValueError(f"num_train_epochs={self.num_train_epochs}: must be above 0")
+        if not 0.0 < self.num_train_epochs < math.inf:
+            raise ValueError(f"num_train_epochs={self.num_train_epochs}: must be above 0 and finite")
+        if not self.output_dir.strip():
+            raise ValueError("output_dir: empty; name a folder")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: must fit 64 bits; choose a smaller one")
 
     @property
     def sequences_per_step(self) -> int:

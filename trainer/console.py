@@ -23,7 +23,7 @@ NUMBERS = (
     ("tokens/s", "perf/tokens_per_s"),
 )
 DROPPED_FIRST = ("so far", "tokens/s", "grad norm", "length", "entropy")  # where the terminal is too narrow for all
-EVAL_HEADLINES = ("eval/reward/mean", "eval/token_accuracy", "eval/nll")
+EVAL_HEADLINES = ("eval/reward/mean", "eval/nll")
 PACE_STEPS = 30  # the time left follows the pace of this many last steps
 SAMPLE_SECONDS_LIVE = 3.0  # a shown sample stays long enough to be read
 SAMPLE_SECONDS_PLAIN = 60.0

@@ -10,8 +10,8 @@ from torch import Tensor
 
 def pick_device() -> torch.device:
     """The device this process trains on; refuses to start as one of several."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
+    world_size = os.environ.get("WORLD_SIZE") or "1"
+    if world_size != "1":
         raise ValueError(f"WORLD_SIZE={world_size}: training on several processes is not built yet; start one process")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

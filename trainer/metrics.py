@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -227,6 +228,14 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def check_sinks(report_to: Iterable[str]) -> None:
+    """Refuse a package that is not there before there is a run folder."""
+    for name in report_to:
+        spec = importlib.util.find_spec(name) if name != "none" else None
+        if name != "none" and (spec is None or spec.origin is None):  # a folder wandb/ of earlier runs has no origin
+            raise ValueError(f"report_to={name}: the package is not installed; run `pip install {name}`")
 
 
 def open_sinks(

@@ -71,26 +71,28 @@ def resolve_model(name: str) -> str:
         return str(folder)
     if (folder / "final").is_dir():
         return str(folder / "final")
-    if (folder / "metrics.jsonl").exists():
+    if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
         raise ValueError(f"model={name}: this run has not finished, it has no final/; finish it with --resume {name}")
+    if (folder / "manifest.json").exists():
+        raise ValueError(f"model={name}: is a checkpoint, which only --resume can use; name a finished run folder")
     raise ValueError(f"model={name}: holds neither config.json nor adapter_config.json nor a finished run")
 
 
 def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool) -> Policy:
+    if cfg.merge_lora and lora.r == 0:
+        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
     compute_dtype = pick_dtype(cfg.dtype, device)
     path = resolve_model(cfg.model)
     adapter = path if (Path(path) / "adapter_config.json").exists() else None
-    base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"] if adapter else path
+    base = read_adapter(path)["base_model_name_or_path"] if adapter else path
     trains_base = lora.r == 0
     base_dtype = torch.float32 if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     model = load_causal_lm(base, cfg, base_dtype)
     policy = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
     if adapter and trains_base:
-        from peft import PeftModel
-
         # peft froze the base to attach the adapter, and leaves it frozen.
-        policy.model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
+        policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
     elif adapter:
         continue_adapter(policy, adapter, lora, with_reference)
     elif not trains_base:
@@ -119,8 +121,8 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {first_line(error)}") from None
+    except Exception as error:  # the tokenizers library raises just that for a damaged file
+        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {why(error, path)}") from None
     set_chat_template(tokenizer, cfg.chat_template)
     return tokenizer
 
@@ -132,11 +134,22 @@ def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype) -> nn.Module
     if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=cfg.attn_implementation, trust_remote_code=cfg.trust_remote_code
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=cfg.attn_implementation,
+            trust_remote_code=cfg.trust_remote_code,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model={cfg.model}: could not be loaded: {first_line(error)}") from None
+    except Exception as error:  # damaged files and their own code make transformers raise anything
+        raise ValueError(f"model={cfg.model}: could not be loaded: {why(error, path)}") from None
+    wrong = sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
+    if wrong:  # transformers would fill them with random numbers and go on
+        raise ValueError(
+            f"model={cfg.model}: its weights do not fit its config.json: {len(wrong)} tensors are missing or have "
+            f"another shape, {wrong[0]} for one; get both files from one source"
+        )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -146,7 +159,51 @@ def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype) -> nn.Module
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    first, _, rest = str(error).strip().partition("\n")
+    if first.rstrip().endswith(":"):  # a list follows
+        return " ".join(f"{first} {rest}".split())[:300]
+    return first or type(error).__name__
+
+
+def why(error: Exception, path: str) -> str:
+    """What a library said when it could not load `path`, in one line."""
+    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    where = "" if Path(path).is_dir() else f"{path} is no folder here, and as a hub id: "
+    remedy = "; if you trust its code, pass --trust-remote-code" if "trust_remote_code" in str(error) else ""
+    return f"{where}{kind}{first_line(error)}{remedy}"
+
+
+def read_adapter(folder: str) -> dict[str, Any]:
+    """The settings of a saved LoRA adapter."""
+    try:
+        saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={folder}: its adapter_config.json cannot be read ({first_line(error)})") from None
+    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+        raise ValueError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
+    if not saved.get("base_model_name_or_path"):
+        raise ValueError(f"model={folder}: adapter_config.json names no base_model_name_or_path; write it in")
+    return saved
+
+
+def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:
+    """The model with a saved adapter around it."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    try:
+        wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable)
+        with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
+            saved = set(file.keys())
+    except Exception as error:  # damaged files make peft raise anything
+        raise ValueError(f"model={adapter}: its adapter could not be loaded: {why(error, adapter)}") from None
+    lacking = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
+    if lacking:  # peft would start them afresh and go on
+        raise ValueError(
+            f"model={adapter}: its adapter_config.json asks for {len(lacking)} tensors that adapter_model.safetensors "
+            f"lacks, {min(lacking)} for one; get both files from one source"
+        )
+    return wrapped
 
 
 def add_adapter(policy: Policy, lora: LoraConfig) -> None:
@@ -169,9 +226,7 @@ def add_adapter(policy: Policy, lora: LoraConfig) -> None:
 
 def continue_adapter(policy: Policy, adapter: str, lora: LoraConfig, with_reference: bool) -> None:
     """Go on training a saved adapter; the reference is a frozen copy of it, not the bare base."""
-    from peft import PeftModel
-
-    saved = json.loads((Path(adapter) / "adapter_config.json").read_text())
+    saved = read_adapter(adapter)
     if saved["r"] != lora.r:
         raise ValueError(
             f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; go on with it by --lora.r {saved['r']}, "
@@ -185,7 +240,7 @@ def continue_adapter(policy: Policy, adapter: str, lora: LoraConfig, with_refere
             f"lora.target_modules={' '.join(lora.target_modules)}: the adapter in {adapter} adapts "
             f"{' '.join(sorted(saved['target_modules']))}; leave the flag out"
         )
-    policy.model = PeftModel.from_pretrained(policy.model, adapter, is_trainable=True)
+    policy.model = attach_adapter(policy.model, adapter, is_trainable=True)
     if with_reference:
         policy.model.load_adapter(adapter, "reference", is_trainable=False)
         policy.reference_adapter = "reference"

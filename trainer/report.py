@@ -24,7 +24,7 @@ AREAS = (("reward", "Reward"), ("loss", "Loss"), ("policy", "Policy"), ("eval", 
          ("optim", "Optimizer"))  # fmt: skip
 FOLDED_AREAS = (("perf", "Speed"), ("time", "Time"), ("mem", "Memory"), ("data", "Data"))
 HEADLINES = ("reward/mean", "loss/nll", "loss/total")
-EVAL_HEADLINES = ("eval/reward/mean", "eval/token_accuracy", "eval/nll")
+EVAL_HEADLINES = ("eval/reward/mean", "eval/nll")
 HEALTHY = {"policy/entropy": (0.05, 0.5)}  # drawn as a band behind the curve
 SAMPLES_PER_STEP = 4
 MAX_TEXT = 4000  # characters of a sample's prompt or completion
@@ -161,7 +161,7 @@ def facts_html(run: RunData) -> str:
 
 def evaluation_html(run: RunData) -> str:
     """Before -> after on held-out rows; what an unfinished run has of it."""
-    names = run.names("eval")
+    names = [name for name in run.names("eval") if run.series(name)[1]]  # null throughout: no reward applied
     if not names:
         return (
             '<div class="card"><h3 style="margin-top:0">Held-out evaluation</h3>'

@@ -48,7 +48,7 @@ from trainer.config import RunConfig
 from trainer.console import Console, number
 from trainer.export import export_model
 from trainer.health import Watch, replay
-from trainer.metrics import JsonlLog, Sink, open_sinks, read_jsonl, truncate_after
+from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy
 
 # Everything a run writes into its folder, so that overwriting deletes this and nothing else.
@@ -74,6 +74,7 @@ def open_run(cfg: Any, method: str) -> Run:
     Also seeds the global generators, because adapters are initialised and dropout is drawn from them.
     """
     settings: RunConfig = cfg.run
+    check_sinks(settings.report_to)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)

@@ -134,7 +134,7 @@ def test_parse_returns_module_config_and_name(fork):
         (["--system-prompt=--be brief"], "model.system_prompt", "--be brief"),
         (["--system-prompt", "a = b"], "model.system_prompt", "a = b"),
         (["--learning_rate", "1e-6"], "optim.learning_rate", 1e-6),
-        (["--lora.target-modules", "q_proj", "v_proj"], "lora.target_modules", ("q_proj", "v_proj")),
+        (["--lora.r", "4", "--lora.target-modules", "q_proj", "v_proj"], "lora.target_modules", ("q_proj", "v_proj")),
     ],
 )
 def test_flag_reaches_its_field(fork, argv, field, value):
@@ -163,7 +163,7 @@ def test_flag_wins_over_yaml_wins_over_default(fork):
         ("weights: [-1, 2.5e-3, .inf]", "weights", (-1.0, 0.0025, float("inf"))),
         ("system_prompt: '-x\n\n  = y'", "model.system_prompt", "-x\n= y"),
         ("packing: false", "run.packing", False),
-        ("lora: {target_modules: [q, v]}", "lora.target_modules", ("q", "v")),
+        ("lora: {r: 4, target_modules: [q, v]}", "lora.target_modules", ("q", "v")),
         ("lora.r: 3", "lora.r", 3),
         ("data: {path: 'task:sort', split: sft, weight: 0.5}", "data.data", ("task:sort:split=sft,weight=0.5",)),
         ("data: [a.jsonl, {path: b.csv, format: gsm8k, split: 'train[:5]'}, {path: c}]", "data.data",

@@ -21,10 +21,10 @@ from trainer.metrics import (
 )
 
 LOGGED = """step reward/mean reward/std reward/zero_std_frac reward/exact_match/mean reward/exact_match/std
-policy/entropy policy/clip_frac policy/ratio_max policy/behaviour_kl policy/ref_kl_k3 loss/total loss/policy loss/kl
+policy/entropy policy/clip_frac policy/ratio policy/behaviour_kl policy/ref_kl_k3 loss/total loss/policy loss/kl
 loss/nll optim/grad_norm optim/lr rollout/len_mean rollout/len_max rollout/truncated_frac time/step_s time/rollout_s
 time/reward_s time/train_s time/wall_s perf/tokens_per_s mem/peak_gib data/epoch data/tokens_total data/prompts_total
-eval/reward/mean eval/exact_match/mean eval/len_mean eval/nll eval/token_accuracy health/entropy_low""".split()
+eval/reward/mean eval/exact_match/mean eval/len_mean eval/nll eval/rows health/entropy_low""".split()
 
 
 @pytest.mark.parametrize("name", LOGGED)

@@ -30,6 +30,7 @@ WINDOW = 4  # shorter than the sequences below, so that sliding layers look back
 LENGTHS = (13, 3, 9, 2)
 OFF = LoraConfig()
 RANK = 4
+SAVED = LoraConfig(r=RANK, alpha=8, dropout=0.5)  # what the fixture `adapter` was saved with
 
 # Weights far larger than at initialisation: log-probs must be far from uniform for a comparison to mean something.
 COMMON = dict(
@@ -249,7 +250,7 @@ def adapter_logps(folder_of, adapter: Path, temperature: float = 1.0) -> Tensor:
 
 
 def test_continuing_an_adapter_goes_on_from_it_and_compares_with_it(folder_of, adapter):
-    policy = load(adapter, LoraConfig(r=RANK), with_reference=True)
+    policy = load(adapter, SAVED, with_reference=True)
     want = adapter_logps(folder_of, adapter)
     assert (want - own_logps(own_model(folder_of("llama")))[0]).abs().max() > 0.1
     policy.model.eval()  # the adapter's own dropout is part of training
@@ -267,7 +268,7 @@ def test_continuing_an_adapter_goes_on_from_it_and_compares_with_it(folder_of, a
 
 
 def test_reference_adapter_has_no_dropout_while_training(folder_of, adapter):
-    policy = load(adapter, LoraConfig(r=RANK), with_reference=True)
+    policy = load(adapter, SAVED, with_reference=True)
     assert policy.model.training
     assert_same(reference_logps(policy, batch_of()), adapter_logps(folder_of, adapter))
     assert policy.model.training
@@ -278,7 +279,7 @@ def test_asking_the_reference_between_forward_and_backward_keeps_the_gradient(fo
     results = []
     for ask in (False, True):
         torch.manual_seed(0)
-        policy = load(adapter, LoraConfig(r=RANK), with_reference=True, gradient_checkpointing=True)
+        policy = load(adapter, SAVED, with_reference=True, gradient_checkpointing=True)
         policy.model.eval()
         logp = token_logps(policy, batch_of()).logp
         if ask:
@@ -293,6 +294,10 @@ def test_asking_the_reference_between_forward_and_backward_keeps_the_gradient(fo
 def test_adapter_of_another_rank_is_refused(adapter):
     with pytest.raises(ValueError, match=r"lora.r=16: the adapter in .* has rank 4; go on with it by --lora.r 4"):
         load(adapter, LoraConfig(r=16))
+    with pytest.raises(ValueError, match=r"lora\.alpha=32: the adapter in .* has 8"):
+        load(adapter, LoraConfig(r=RANK, dropout=0.5))
+    with pytest.raises(ValueError, match=r"lora\.target_modules=q_proj: the adapter in .* adapts .*v_proj"):
+        load(adapter, LoraConfig(r=RANK, alpha=8, dropout=0.5, target_modules=("q_proj",)))
 
 
 def test_adapter_is_merged_to_train_all_weights(folder_of, adapter):
@@ -463,5 +468,5 @@ def test_architectures_that_cannot_be_packed_are_refused_in_one_sentence(tmp_pat
 
 def test_adapter_names_a_base_that_loads(folder_of, adapter):
     saved = json.loads((adapter / "adapter_config.json").read_text())
-    policy = load(adapter, LoraConfig(r=RANK))
+    policy = load(adapter, SAVED)
     assert policy.source == saved["base_model_name_or_path"] == str(folder_of("llama"))

@@ -54,7 +54,7 @@ def grpo_step(step, total, rng):
         "reward/tagged_format/std": 0.1,
         "policy/entropy": 0.42 * math.exp(-2.2 * step / total) + abs(rng.gauss(0, 0.015)),
         "policy/clip_frac": abs(rng.gauss(0.01, 0.006)),
-        "policy/ratio_max": 1.2 + abs(rng.gauss(0, 0.3)),
+        "policy/ratio": 1.2 + abs(rng.gauss(0, 0.3)),
         "policy/behaviour_kl": abs(rng.gauss(0, 2e-7)),
         "loss/total": rng.gauss(0, 0.002),
         "loss/policy": rng.gauss(0, 0.002),
@@ -116,11 +116,11 @@ def make_sft_run(folder, steps=120):
     config = {"method": "sft", "model": "Qwen/Qwen2.5-0.5B-Instruct", "data": ["chat.jsonl"], "max_steps": steps}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     rng, log = random.Random(1), JsonlLog(folder / "metrics.jsonl")
-    log.write(0, {"eval/nll": 2.31, "eval/token_accuracy": 0.52})
+    log.write(0, {"eval/nll": 2.31})
     for step in range(1, steps + 1):
         nll = 1.1 + 1.2 * math.exp(-4 * step / steps) + rng.gauss(0, 0.08)
         metrics = {"loss/total": nll, "loss/nll": nll, "optim/grad_norm": 1.4, "optim/lr": 2e-5, "time/step_s": 2.0}
-        log.write(step, metrics | ({"eval/nll": 1.19, "eval/token_accuracy": 0.71} if step == steps else {}))
+        log.write(step, metrics | ({"eval/nll": 1.19} if step == steps else {}))
     log.close()
     return folder
 

@@ -8,6 +8,7 @@ over all trained tokens of the step, divided once by their number.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,13 +76,15 @@ class Config:
     def __post_init__(self) -> None:
         if self.num_generations < 2:
             raise ValueError(f"num_generations={self.num_generations}: a group needs at least 2 completions to compare")
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
+        if "" in self.stop:
+            raise ValueError("stop='': an empty stop string would end every completion; remove it")
         for name in ("max_completion_length", "num_iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-        for name in ("beta", "epsilon"):
-            if not getattr(self, name) >= 0:
+        for name in ("beta", "epsilon", "epsilon_high"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 or above")
         if self.run.sequences_per_step % self.num_generations:
             raise ValueError(

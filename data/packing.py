@@ -34,6 +34,7 @@ class Batch:
     index: torch.Tensor  # (N,) int64 flat positions in R*T whose hidden state predicts each trained token
     target: torch.Tensor  # (N,) int64 the trained tokens, ordered by `rows`, then position
     sequence: torch.Tensor  # (N,) int64 which of the items given to make_batches each trained token belongs to
+    slot: torch.Tensor  # (N,) int64 the place of that item in `rows`, for sums over sequences
     rows: list[int]  # the items in this batch, in order
     lengths: list[int]  # their lengths, in the same order
 
@@ -43,54 +44,65 @@ class Batch:
         return sum(self.lengths)
 
     def to(self, device: torch.device | str) -> Batch:
-        names = ("input_ids", "position_ids", "segment_ids", "index", "target", "sequence")
+        names = ("input_ids", "position_ids", "segment_ids", "index", "target", "sequence", "slot")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def make_batches(
-    items: Sequence[Item], *, accumulation: int = 1, max_tokens: int, packing: bool = True, pad_id: int = 0
+    items: Sequence[Item],
+    *,
+    accumulation: int = 1,
+    max_tokens: int,
+    packing: bool = True,
+    pad_id: int = 0,
+    together: int = 1,
 ) -> list[Batch]:
     """Split items in order into `accumulation` chunks, and each chunk into micro-batches of at most max_tokens.
 
-    A sequence longer than max_tokens gets a micro-batch of its own. Chunks left without items give no micro-batch.
+    Each run of `together` items (the two responses of a pair) stays in one micro-batch. A run longer than max_tokens
+    gets a micro-batch of its own. Chunks left without items give no micro-batch.
     """
-    assert accumulation >= 1 and max_tokens >= 1, (accumulation, max_tokens)
+    assert accumulation >= 1 and max_tokens >= 1 and together >= 1, (accumulation, max_tokens, together)
+    assert len(items) % together == 0, (len(items), together)
     for number, item in enumerate(items):
         assert item.ids and len(item.ids) == len(item.mask), (number, len(item.ids), len(item.mask))
         assert not item.mask[0], f"item {number}: nothing precedes the first token, so it cannot be trained"
     group = _group_packed if packing else _group_padded
+    units = [range(first, first + together) for first in range(0, len(items), together)]
     batches = []
     for chunk in range(accumulation):
-        rows = range(len(items) * chunk // accumulation, len(items) * (chunk + 1) // accumulation)
-        longest_first = sorted(rows, key=lambda row: -len(items[row].ids))  # stable, hence repeatable
-        lengths = {row: len(items[row].ids) for row in rows}
-        batches += [_build(items, members, packing, pad_id) for members in group(longest_first, lengths, max_tokens)]
+        members = units[len(units) * chunk // accumulation : len(units) * (chunk + 1) // accumulation]
+        lengths = {unit: [len(items[row].ids) for row in unit] for unit in members}
+        longest_first = sorted(members, key=lambda unit: -max(len(items[row].ids) for row in unit))  # stable
+        for units_together in group(longest_first, lengths, max_tokens):
+            batches.append(_build(items, [row for unit in units_together for row in unit], packing, pad_id))
     return batches
 
 
-def _group_packed(rows: list[int], lengths: dict[int, int], max_tokens: int) -> list[list[int]]:
-    """First fit, longest first: each sequence goes to the first micro-batch with room for it."""
-    groups: list[list[int]] = []
+def _group_packed(units: list[range], lengths: dict[range, list[int]], max_tokens: int) -> list[list[range]]:
+    """First fit, longest first: each unit goes to the first micro-batch with room for it."""
+    groups: list[list[range]] = []
     room: list[int] = []
-    for row in rows:
-        place = next((i for i, free in enumerate(room) if free >= lengths[row]), None)
+    for unit in units:
+        size = sum(lengths[unit])
+        place = next((i for i, free in enumerate(room) if free >= size), None)
         if place is None:
-            groups.append([row])
-            room.append(max_tokens - lengths[row])
+            groups.append([unit])
+            room.append(max_tokens - size)
         else:
-            groups[place].append(row)
-            room[place] -= lengths[row]
+            groups[place].append(unit)
+            room[place] -= size
     return groups
 
 
-def _group_padded(rows: list[int], lengths: dict[int, int], max_tokens: int) -> list[list[int]]:
+def _group_padded(units: list[range], lengths: dict[range, list[int]], max_tokens: int) -> list[list[range]]:
     """Longest first, so the first of a group sets its width and neighbours need little padding."""
-    groups: list[list[int]] = []
-    for row in rows:
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
-            groups[-1].append(row)
+    groups: list[list[range]] = []
+    for unit in units:
+        if groups and (len(groups[-1]) + 1) * len(unit) * max(lengths[groups[-1][0]]) <= max_tokens:
+            groups[-1].append(unit)
         else:
-            groups.append([row])
+            groups.append([unit])
     return groups
 
 
@@ -100,7 +112,7 @@ def _build(items: Sequence[Item], members: list[int], packing: bool, pad_id: int
     input_ids = torch.full((num_rows * width,), pad_id, dtype=torch.int64)
     position_ids = torch.zeros(num_rows * width, dtype=torch.int64)
     segment_ids = torch.full((num_rows * width,), -1, dtype=torch.int64)
-    index, target, sequence = [], [], []
+    index, target, sequence, slot = [], [], [], []
     start = 0
     for place, (member, length) in enumerate(zip(members, lengths, strict=True)):
         item = items[member]
@@ -112,9 +124,11 @@ def _build(items: Sequence[Item], members: list[int], packing: bool, pad_id: int
         index.append(start + trained - 1)
         target.append(ids[trained])
         sequence.append(torch.full_like(trained, member))
+        slot.append(torch.full_like(trained, place))
         start += length if packing else width
     shape = (num_rows, width)
     return Batch(
         input_ids=input_ids.view(shape), position_ids=position_ids.view(shape), segment_ids=segment_ids.view(shape),
-        index=torch.cat(index), target=torch.cat(target), sequence=torch.cat(sequence), rows=members, lengths=lengths,
+        index=torch.cat(index), target=torch.cat(target), sequence=torch.cat(sequence), slot=torch.cat(slot),
+        rows=members, lengths=lengths,
     )  # fmt: skip

@@ -34,3 +34,36 @@ class Example:
     ids: list[int]
     mask: list[bool]  # True = trained token, same length as ids
     weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A prompt with a preferred and a dispreferred response."""
+
+    source: str
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+    margin: float | None = None  # how much better the chosen one is, where the data says so (reward models)
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled:
+    """A prompt with one response that is desirable or not."""
+
+    source: str
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    label: bool
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A solution in steps, each judged at the token that ends it."""
+
+    source: str
+    ids: list[int]
+    labels: list[int]  # 1 = right, 0 = wrong at the last token of a step; -100 elsewhere
+    weight: float = 1.0

@@ -56,9 +56,9 @@ def test_killed_and_resumed_equals_unbroken(name, tmp_path):
 def test_corrupt_checkpoint_falls_back_and_says_so(tmp_path):
     run_ok(*GRPO, "--output-dir", tmp_path / "run", cwd=tmp_path)
     before = repeatable(metrics(tmp_path / "run"))
-    weights = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "weights.safetensors"
+    weights = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     done = run_ok("--resume", tmp_path / "run", cwd=tmp_path)
-    assert f"step-{STEPS:08d} is damaged (weights.safetensors" in done.stderr
+    assert f"step-{STEPS:08d} is damaged (model.safetensors" in done.stderr
     assert f"step {STEPS - 2}, where this run goes on" in done.stderr
     assert repeatable(metrics(tmp_path / "run")) == before

@@ -73,3 +73,15 @@ def test_export_answers_in_plain_transformers(finished):
     )
     reply = answer[0]["generated_text"][-1]
     assert reply["role"] == "assistant" and 0 < len(reply["content"]) < 8
+
+
+def test_checkpoint_is_a_model_folder(finished):
+    """Any checkpoint can be loaded, or trained on, as it lies there."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, folder = finished
+    last = folder / "checkpoints" / "step-00000002"
+    ids = torch.tensor([AutoTokenizer.from_pretrained(last)("12+13=")["input_ids"]])
+    logits = [AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (last, folder / "final")]
+    assert torch.equal(*logits)

@@ -1,11 +1,12 @@
 """Checkpoints: everything a run needs to go on with the same numbers, as safetensors and JSON.
 
     checkpoints/step-00000020/
-        weights.safetensors     trained parameters by name (of a LoRA run: only the adapter)
+        model.safetensors       trained parameters as transformers names them, or adapter_model.safetensors as peft does
+        config.json, ...        what makes the folder loadable by them (trainer/export.py writes these)
         optimizer.safetensors   per parameter: exp_avg, exp_avg_sq, step
         rng.safetensors         torch generators, CPU and CUDA
         state.json              step, schedule, Python and numpy generators, state of loader, rewards, counters
-        manifest.json           size and sha256 of the four files above
+        manifest.json           size and sha256 of every other file
 
 A checkpoint is written beside its place, brought to disk, and renamed: it is whole or it is not there. Reading checks
 every byte against the manifest first. Hyperparameters (rates, betas, schedule shape) are not in it: they come from the
@@ -34,7 +35,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 FORMAT = 1
-FILES = ("weights.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
+FILES = {"optimizer.safetensors", "rng.safetensors", "state.json"}  # beside the weights
+WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
+ADAPTER = "default"  # peft's name for the adapter under training
 TMP = ".tmp-"  # what a crash may leave behind starts with this
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
@@ -48,18 +51,25 @@ def save_checkpoint(
     state: dict[str, Any],
     *,
     keep: int,
+    describe: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
-    """Write checkpoints/step-NNNNNNNN, then remove all but the newest `keep`. `state` is JSON: loader, counters, ..."""
+    """Write checkpoints/step-NNNNNNNN, then remove all but the newest `keep`. `state` is JSON: loader, counters, ...
+
+    `describe` adds the files that make the folder loadable by transformers or peft.
+    """
     target = checkpoints / f"step-{step:08d}"
     moments = {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()}
     record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
     check_state(state)
     with atomic_folder(target, "checkpoint") as folder:
-        _save_tensors(folder / "weights.safetensors", {name: p.detach() for name, p in _trained(model)})
+        describe(folder)
+        weights = {_name_on_disk(model, name): p.detach() for name, p in _trained(model)}
+        _save_tensors(folder / WEIGHTS[_is_lora(model)], weights)
         _save_tensors(folder / "optimizer.safetensors", moments)
         _save_tensors(folder / "rng.safetensors", _torch_rng())
         (folder / "state.json").write_text(json.dumps(record))
-        sums = {name: {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in FILES}
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        sums = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
         (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": sums}, indent=1))
     older = [folder for at, folder in list_checkpoints(checkpoints) if at <= step]
     for folder in older[:-keep]:
@@ -78,7 +88,9 @@ def load_checkpoint(
     if problem:
         raise ValueError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
     trained = dict(_trained(model))
-    weights = load_file(folder / "weights.safetensors")
+    on_disk = load_file(folder / next(name for name in WEIGHTS if (folder / name).exists()))
+    names = {_name_on_disk(model, name): name for name in trained}
+    weights = {names.get(name, name): value for name, value in on_disk.items()}
     _check_fit(folder, trained, weights)
     moments = load_file(folder / "optimizer.safetensors")
     record = json.loads((folder / "state.json").read_text())
@@ -127,9 +139,9 @@ def find_problem(folder: Path) -> str | None:
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             return f"manifest.json is not of format {FORMAT}"
         sums = manifest.get("files")
-        if not isinstance(sums, dict) or sums.keys() != set(FILES):
+        if not isinstance(sums, dict) or not sums.keys() >= FILES or not sums.keys() & set(WEIGHTS):
             return "manifest.json does not list the files of a checkpoint"
-        for name in FILES:
+        for name in sums:
             size = (folder / name).stat().st_size
             if not isinstance(sums[name], dict) or size != sums[name].get("size"):
                 return f"{name} has {size} bytes, not what manifest.json says"
@@ -220,7 +232,16 @@ def _sha256(path: Path) -> str:
 
 
 def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _is_lora(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def _name_on_disk(model: nn.Module, name: str) -> str:
+    """peft leaves its name for the adapter out of the files."""
+    return name.replace(f".{ADAPTER}.", ".") if _is_lora(model) else name
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

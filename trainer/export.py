@@ -20,10 +20,8 @@ import torch
 from torch import nn
 
 from data.chat import stop_ids
-from trainer.checkpoint import atomic_folder
+from trainer.checkpoint import ADAPTER, atomic_folder
 from trainer.model import resolve_model
-
-ADAPTER = "default"  # peft's name for the adapter under training
 
 
 def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: bool, base: str) -> None:
@@ -98,10 +96,25 @@ def dtype_on_disk(base: str) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
+def describe_model(model: Any, tokenizer: Any, folder: Path, *, base: str) -> None:
+    """Everything of an export but the weights: beside a checkpoint's weights it makes that folder loadable too."""
+    if hasattr(model, "peft_config"):
+        model.peft_config[ADAPTER].save_pretrained(folder)
+        _name_base(folder, loadable_base(base))
+    else:
+        model.config.save_pretrained(folder)
+    generation_config(model, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def _save_adapter(model: Any, folder: Path, base: str) -> None:
     # No base embeddings in the adapter: we never resize them, and peft would ask the hub whether we did.
     model.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # peft's unfilled model card
+    _name_base(folder, base)
+
+
+def _name_base(folder: Path, base: str) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = base
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

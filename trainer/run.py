@@ -46,7 +46,7 @@ from trainer.checkpoint import (
 from trainer.cli import config_to_tree, load_config, save_config
 from trainer.config import RunConfig
 from trainer.console import Console, number
-from trainer.export import export_model
+from trainer.export import describe_model, export_model
 from trainer.health import Watch, replay
 from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy
@@ -77,7 +77,7 @@ def open_run(cfg: Any, method: str) -> Run:
     check_sinks(settings.report_to)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.seed % 2**64)
     if settings.resume is None:
         folder = expand(settings.output_dir, method)
         if not _is_new_each_time(settings):
@@ -211,7 +211,10 @@ class Run:
         self._flush()
         states = {name: _state_of(item) for name, item in state.items()}
         keep = self.cfg.run.save_total_limit
-        save_checkpoint(self.dir / "checkpoints", step, policy.model, optimizer, schedule, states, keep=keep)
+        save_checkpoint(
+            self.dir / "checkpoints", step, policy.model, optimizer, schedule, states, keep=keep,
+            describe=lambda folder: describe_model(policy.model, policy.tokenizer, folder, base=policy.source),
+        )  # fmt: skip
         self._saved_step = step
 
     def finish(self, policy: Policy) -> None:

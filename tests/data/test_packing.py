@@ -120,3 +120,21 @@ def test_packed_and_padded_hold_the_same_trained_tokens(items, budget, accumulat
     assert trained(packed) == trained(padded)
     again = make_batches(items, accumulation=accumulation, max_tokens=budget)
     assert [batch.rows for batch in again] == [batch.rows for batch in packed]
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 9), st.integers(2, 9)), min_size=1, max_size=12),
+    st.integers(1, 30),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_pairs_stay_together(pairs, max_tokens, accumulation, packing):
+    items = [Item(list(range(1, n + 1)), [False] + [True] * (n - 1)) for pair in pairs for n in pair]
+    batches = make_batches(items, accumulation=accumulation, max_tokens=max_tokens, packing=packing, together=2)
+    for batch in batches:
+        assert all(
+            first % 2 == 0 and second == first + 1
+            for first, second in zip(batch.rows[::2], batch.rows[1::2], strict=True)
+        )
+        assert batch.input_ids.numel() <= max_tokens or len(batch.rows) == 2
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))

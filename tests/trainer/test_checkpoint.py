@@ -132,7 +132,7 @@ def test_lora_checkpoint_holds_only_the_adapter(tmp_path):
     from safetensors import safe_open
 
     folder = save(tmp_path, 1, with_lora(tiny_llama()))
-    with safe_open(folder / "weights.safetensors", "pt") as file:
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         names = list(file.keys())
     assert len(names) == 2 * 7 * 2 and all("lora_" in name for name in names)
 
@@ -190,9 +190,9 @@ def damage_truncate(folder: Path) -> None:
 
 
 def damage_flip(folder: Path) -> None:
-    data = bytearray((folder / "weights.safetensors").read_bytes())
+    data = bytearray((folder / "model.safetensors").read_bytes())
     data[-1] ^= 1
-    (folder / "weights.safetensors").write_bytes(data)
+    (folder / "model.safetensors").write_bytes(data)
 
 
 DAMAGE = {
@@ -239,7 +239,7 @@ def test_any_flipped_manifest_byte_is_noticed_or_harmless(tmp_path):
 def test_half_written_folder_is_not_a_checkpoint(tmp_path):
     good = save(tmp_path, 20)
     (tmp_path / ".tmp-step-00000040-123").mkdir()
-    (tmp_path / ".tmp-step-00000040-123" / "weights.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-step-00000040-123" / "model.safetensors").write_bytes(b"half")
     assert latest_valid(tmp_path, pytest.fail) == good
     remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000020"]

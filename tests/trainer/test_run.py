@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+import trainer.run
 from trainer.config import Flat, ModelConfig, RunConfig
 from trainer.model import Policy
 from trainer.run import Run, evaluation_lines, expand, open_run
@@ -37,6 +38,12 @@ class Config:
 
     model: Flat[ModelConfig] = field(default_factory=lambda: ModelConfig(model="builtin:tiny"))
     run: Flat[RunConfig] = field(default_factory=RunConfig)
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_describe(monkeypatch):
+    """The model of these tests is two linear layers; test_smoke.py shows that a real checkpoint is a model folder."""
+    monkeypatch.setattr(trainer.run, "describe_model", lambda *args, **options: None)
 
 
 class Draws:
@@ -213,13 +220,13 @@ def test_damaged_checkpoint_resumes_from_the_one_before(tmp_path, capsys):
     unbroken = train(config(tmp_path / "unbroken"))
     folder = tmp_path / "a"
     train(config(folder))
-    with (folder / "checkpoints" / "step-00000010" / "weights.safetensors").open("r+b") as file:
+    with (folder / "checkpoints" / "step-00000010" / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     run = train(resumed(folder))
     assert run.start_step == 9
     assert (run.dir / "metrics.jsonl").read_bytes() == (unbroken.dir / "metrics.jsonl").read_bytes()
     said = capsys.readouterr().err
-    assert "step-00000010 is damaged (weights.safetensors has 100 bytes" in said
+    assert "step-00000010 is damaged (model.safetensors has 100 bytes" in said
     assert checkpoint_names(folder) == ["step-00000009", "step-00000010", "step-00000010.old"]
 
 
@@ -381,4 +388,5 @@ def test_finish_exports_reports_and_says_where(tmp_path, capsys):
 
 
 if __name__ == "__main__":
+    trainer.run.describe_model = lambda *args, **options: None
     train(config(sys.argv[1]), kill_at=int(sys.argv[2]))

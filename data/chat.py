@@ -5,12 +5,13 @@
     ids, mask = render_conversation(tokenizer, messages, None)                      # every assistant turn trained
 
 Masks are found by token ids: what the model would be given before a turn must be a prefix of the ids of the whole
-conversation, otherwise the row is refused. A completion is never tokenised on its own to find its place.
+conversation, otherwise the row is refused. A completion is never tokenised on its own to find its place: many
+tokenizers open a text with a space, or join what stands on either side of a boundary (see render_completion).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,7 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
     if name == "tokenizer_default":
         return
     if name in DELIMITERS:
-        for token in DELIMITERS[name]:
-            ids = _encode(tokenizer, token)
-            if len(ids) != 1:
-                raise ValueError(
-                    f"chat_template={name}: its delimiter {token!r} is {len(ids)} tokens in this tokenizer, not one; "
-                    "use tokenizer_default, another template, or a tokenizer that has it"
-                )
+        check_delimiters(tokenizer, name, f"chat_template={name}", "tokenizer_default, another template")
         tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
         return
     path = Path(name).expanduser()
@@ -58,6 +53,17 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
         _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def check_delimiters(tokenizer: Any, family: str, what: str, instead: str) -> None:
+    """Refuse a family of delimiters of which this tokenizer splits one: its model has never seen them as such."""
+    for token in DELIMITERS[family]:
+        ids = _encode(tokenizer, token)
+        if len(ids) != 1:
+            raise ValueError(
+                f"{what}: its delimiter {token!r} is {len(ids)} tokens in this tokenizer, not one; use {instead}, or a "
+                "tokenizer that has it"
+            )
 
 
 def stop_ids(tokenizer: Any, generation_config_eos: int | Iterable[int] | None = None) -> tuple[int, ...]:
@@ -104,11 +110,24 @@ def render_prompt(tokenizer: Any, prompt: str | Messages, system_prompt: str | N
 
 
 def render_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of text that follows other ids: no special tokens around it."""
+    """Ids of a text by itself, no special tokens around it; SentencePiece opens it with a space all the same."""
     ids = _encode(tokenizer, text)
     if text and not ids:
         raise ValueError(_no_ids(text))
     return ids
+
+
+def render_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
+    """Ids of a plain-text prompt and its completion, tokenised as the one text they are, and where the latter begins.
+
+    The prompt is what these ids have in common with its own. So a token that straddles the boundary is the
+    completion's: a model that is given the prompt without it has to produce it.
+    """
+    ids = render_prompt(tokenizer, prompt + completion)
+    start = common_prefix(render_prompt(tokenizer, prompt), ids)
+    if completion and start == len(ids):
+        raise ValueError(_no_ids(completion))
+    return ids, start
 
 
 def render_conversation(
@@ -133,6 +152,38 @@ def render_conversation(
         end = _end_of_turn(tokenizer, ids, whole, number, start)
         mask[start:end] = [True] * (end - start)
     return ids, mask
+
+
+def render_responses(
+    tokenizer: Any, prompt: Messages, responses: Sequence[Messages], system_prompt: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[list[int]]]:  # fmt: skip
+    """Ids of a prompt as an engine gets it, and of the prompt with each response, closed by its end-of-turn token.
+
+    The template may write the end of the prompt differently once a response follows (a thinking stub, say), so the
+    prompt's ids need not be a prefix of the others; what comes before the assistant's turn must be.
+    settings: what the template is given besides messages: tools and its own switches.
+    """
+    check_messages(prompt)
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError("the prompt ends with an assistant turn; it must end where the response begins")
+    _check_ids(tokenizer, prompt)
+    context = with_system(prompt, system_prompt)
+    before = _render_text(tokenizer, context, generation_prompt=False, settings=settings)
+    head = _ids_of(tokenizer, _render_text(tokenizer, context, generation_prompt=True, settings=settings))
+    wholes = []
+    for response in responses:
+        check_messages(response)
+        _check_ids(tokenizer, response)
+        text = _render_text(tokenizer, context + response, generation_prompt=False, settings=settings)
+        if not text.startswith(before):
+            raise ValueError(
+                "chat_template: writes the prompt differently once a response follows it, so the response has no place "
+                "of its own; use a template that adds turn by turn"
+            )
+        ids = _ids_of(tokenizer, text)
+        wholes.append(ids[: _end_of_response(tokenizer, ids, response[-1], common_prefix(head, ids))])
+    return head, wholes
 
 
 def check_messages(messages: Any) -> None:
@@ -169,15 +220,36 @@ def _end_of_turn(tokenizer: Any, ids: list[int], messages: Messages, number: int
     stop = end_of_turn_id(tokenizer)
     if stop is None:
         return _length_of_prefix(ids, _render_ids(tokenizer, messages[: number + 1], generation_prompt=False), number)
-    content = messages[number]["content"]
-    if isinstance(content, str) and stop in _encode(tokenizer, content):
-        raise ValueError(
-            f"messages[{number}]: the assistant's text holds the template's own end-of-turn token "
-            f"{tokenizer.convert_ids_to_tokens(stop)!r}; remove it from the data"
-        )
+    _check_content(tokenizer, messages[number], stop, f"messages[{number}]")
     if stop not in ids[start:]:
         raise ValueError(f"messages[{number}]: the chat template does not close this assistant turn; use another one")
     return ids.index(stop, start) + 1
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _end_of_response(tokenizer: Any, ids: list[int], response: dict[str, Any], start: int) -> int:
+    """Where the last turn ends: after its end-of-turn token, or at the end where the template has none."""
+    stop = end_of_turn_id(tokenizer)
+    if stop is None:
+        return len(ids)
+    _check_content(tokenizer, response, stop, "the response")
+    if stop not in ids[start:]:
+        raise ValueError("the chat template does not close the response's turn; use another one")
+    return len(ids) - ids[::-1].index(stop)
+
+
+def _check_content(tokenizer: Any, message: dict[str, Any], stop: int, where: str) -> None:
+    content = message["content"]
+    if isinstance(content, str) and stop in _encode(tokenizer, content):
+        raise ValueError(
+            f"{where}: the assistant's text holds the template's own end-of-turn token "
+            f"{tokenizer.convert_ids_to_tokens(stop)!r}; remove it from the data"
+        )
 
 
 def _length_of_prefix(ids: list[int], prefix: list[int], number: int) -> int:
@@ -190,21 +262,28 @@ def _length_of_prefix(ids: list[int], prefix: list[int], number: int) -> int:
 
 
 def _render_ids(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> list[int]:
-    text = _render_text(tokenizer, messages, generation_prompt=generation_prompt)
+    return _ids_of(tokenizer, _render_text(tokenizer, messages, generation_prompt=generation_prompt))
+
+
+def _ids_of(tokenizer: Any, text: str) -> list[int]:
     ids = _encode(tokenizer, text)  # the template writes BOS itself, so the tokenizer must not add another
     if not ids:
         raise ValueError(_no_ids(text) if text else "chat_template: renders this conversation to nothing; use another")
     return ids
 
 
-def _render_text(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> str:
+def _render_text(
+    tokenizer: Any, messages: Messages, *, generation_prompt: bool, settings: Mapping[str, Any] | None = None
+) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
             "chat_template=tokenizer_default: the rows are conversations but this tokenizer has no chat template; "
             f"choose one of {', '.join(DELIMITERS)}, or give a FILE.jinja"
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation_prompt, **(settings or {})
+        )
     except Exception as error:  # templates are programs: Jinja errors, TypeErrors and their own raise_exception()
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"chat_template: cannot render this conversation ({reason}); change the rows or it") from None
@@ -212,7 +291,8 @@ def _render_text(tokenizer: Any, messages: Messages, *, generation_prompt: bool)
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     try:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        # verbose: what is too long is our loaders' business, and they say so
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     except TypeError:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError("the text holds half a character (a lone surrogate such as \\ud83d); fix it") from None

@@ -7,22 +7,21 @@ SFT_FORMATS give a `prompt` with a `completion`. A dotted name is a user's own t
         def transform(example, tokenizer=None):
             return {"prompt": [{"role": "user", "content": example["problem"]}], "answer": example["solution"]}
         return transform, {"remove_columns": ["problem"]}
+
+With a parameter dataset_idx (or **kwargs) my_transform is also told the number of its --data entry, from 0 on.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from data.nearest import suggest
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
+from data.user_code import attribute_of, load_module, told
 
 Columns = dict[str, Any]
 Format = Callable[[Columns], Columns]
@@ -32,15 +31,30 @@ def formatted_rows(
     specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: Any
 ) -> Iterator[tuple[DataSpec, Row]]:
     """Rows of all specs with their format applied; format= in a spec wins over data_format."""
+    for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
+        yield spec, Row(source=row.source, columns=apply(function, row))
+
+
+def rows_and_formats(
+    specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: Any
+) -> Iterator[tuple[DataSpec, Row, Format]]:
+    """Rows of all specs as they were read, each with its format, for a caller that can do without some of them."""
+    parsed = parse_specs(specs)
+    functions = [
+        _find(spec.format or data_format, formats, tokenizer, cfg, dataset_idx)
+        for dataset_idx, spec in enumerate(parsed)
+    ]
+    for spec, function in zip(parsed, functions, strict=True):
+        for row in load_rows(spec):
+            yield spec, row, function
+
+
+def parse_specs(specs: Sequence[str]) -> list[DataSpec]:
     if not specs:
         raise ValueError("data=(): nothing to read; give at least one file, hub id or task:NAME")
     if isinstance(specs, str):
         raise ValueError(f"data={specs}: must be a list of paths; write [{specs}]")
-    parsed = [parse_spec(spec) for spec in specs]
-    functions = [_find(spec.format or data_format, formats, tokenizer, cfg) for spec in parsed]
-    for spec, function in zip(parsed, functions, strict=True):
-        for row in load_rows(spec):
-            yield spec, Row(source=row.source, columns=apply(function, row))
+    return [parse_spec(spec) for spec in specs]
 
 
 def apply(function: Callable[..., Any], row: Row, *args: Any) -> Any:
@@ -148,25 +162,30 @@ SFT_FORMATS: dict[str, Format] = {
 }
 
 
-def _find(name: str, formats: Mapping[str, Format], tokenizer: Any, cfg: Any) -> Format:
+def _find(name: str, formats: Mapping[str, Format], tokenizer: Any, cfg: Any, dataset_idx: int) -> Format:
     if name in formats:
         return formats[name]
-    if "." not in name:
+    family = name.partition(".")[0]
+    ours = any(known.startswith(f"{family}.") for known in formats) and not Path(f"{family}.py").is_file()
+    if "." not in name or ours:
         raise ValueError(f"data_format={name}: no such format; {suggest(name, formats)} or give my_module.my_transform")
-    transform = load_transform(name, tokenizer, cfg)
+    transform = load_transform(name, tokenizer, cfg, dataset_idx)
     return lambda columns: formats["auto"](transform(columns))
 
 
-def load_transform(name: str, tokenizer: Any, cfg: Any) -> Format:
-    """A user's transform by dotted name: module.factory(cfg) -> fn, or (fn, {"remove_columns": [...]})."""
-    module_name, _, attribute = name.rpartition(".")
-    module = _import_from_cwd(module_name, name)
-    if not hasattr(module, attribute):
-        raise ValueError(f"data_format={name}: {module_name} has no {attribute!r}; check the name")
+def load_transform(name: str, tokenizer: Any, cfg: Any, dataset_idx: int = 0) -> Format:
+    """A user's transform by dotted name: module.factory(cfg) -> fn, or (fn, {"remove_columns": [...]}).
+
+    A factory that takes dataset_idx is told which entry of --data it is made for, from 0 on.
+    """
+    module, _, attribute = name.rpartition(".")
+    factory = attribute_of(load_module(module, f"data_format={name}"), attribute, f"data_format={name}")
+    if not callable(factory):
+        raise ValueError(f"data_format={name}: is a {type(factory).__name__}, not a function; name a function of cfg")
     try:
-        made = getattr(module, attribute)(cfg)
+        made = factory(cfg, dataset_idx=dataset_idx) if _takes(factory, "dataset_idx") else factory(cfg)
     except Exception as error:  # the user's code, whatever it raises
-        raise ValueError(f"data_format={name}: failed when called with the config ({_told(error)})") from None
+        raise ValueError(f"data_format={name}: failed when called with the config ({told(error)})") from None
     function, settings = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     if not callable(function) or not isinstance(settings, dict):
         raise ValueError(
@@ -179,6 +198,12 @@ def load_transform(name: str, tokenizer: Any, cfg: Any) -> Format:
     return _row_transform(name, function, settings.get("remove_columns", []), tokenizer)
 
 
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    named = name in parameters and parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
+    return named or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
 def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokenizer: Any) -> Format:
     """Merge what the function returns over the row, as datasets' map does: removed columns go, returned ones stay."""
     parameters = inspect.signature(function).parameters
@@ -189,32 +214,10 @@ def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokeni
         try:
             result = function(dict(columns), **extra)
         except Exception as error:  # the user's code, whatever it raises
-            raise ValueError(f"data_format={name} failed on this row ({_told(error)})") from None
+            raise ValueError(f"data_format={name} failed on this row ({told(error)})") from None
         if not isinstance(result, dict):
             raise ValueError(f"data_format={name} returned {type(result).__name__} for this row; it must return a dict")
         kept = {} if removed == "__all__" else _without(columns, *gone)
         return {**kept, **result}
 
     return transform
-
-
-def _import_from_cwd(module_name: str, name: str) -> ModuleType:
-    """Import a module, a file beside the user first, whatever installed package has the same name."""
-    cwd = Path.cwd()
-    if str(cwd) not in sys.path:
-        sys.path.insert(0, str(cwd))  # so that the file can import its neighbours, also later
-    path = cwd.joinpath(*module_name.split(".")).with_suffix(".py")
-    try:
-        if not path.is_file():
-            return importlib.import_module(module_name)
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module  # dataclasses look their module up while it runs
-        spec.loader.exec_module(module)
-        return module
-    except (Exception, SystemExit) as error:  # missing, or broken in any way: the user's code
-        raise ValueError(f"data_format={name}: {module_name} cannot be imported from {cwd} ({_told(error)})") from None
-
-
-def _told(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from data.chat import check_messages, render_conversation, render_prompt, render_text
+from data.chat import check_messages, render_completion, render_conversation, render_prompt
 from data.formats import SFT_FORMATS, Columns, apply, formatted_rows
 from data.types import Example
 
@@ -66,9 +66,9 @@ def _tokenise(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tu
             raise ValueError(
                 "the prompt is text but the completion is not; give both as text, or the prompt as messages"
             )
-        prompt_ids = render_prompt(tokenizer, prompt)
-        completion_ids = _with_eos(render_text(tokenizer, completion), tokenizer)
-        return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
+        ids, start = render_completion(tokenizer, prompt, completion)
+        trained = _with_eos(ids[start:], tokenizer)
+        return ids[:start] + trained, [False] * start + [True] * len(trained)
     check_messages(prompt)
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; it must end where the completion begins")

@@ -1,7 +1,11 @@
 """Built-in procedural tasks: endless rows with an exact answer, so that a run needs no download.
 
     make_rows("addition", split="train", size=2, seed=0)
-    -> [{"prompt": [{"role": "user", "content": "37+58="}], "answer": "95", "completion": "95"}, ...]
+    -> [{"prompt": [{"role": "user", "content": "37+58="}], "answer": "95", "completion": "95",
+         "chosen": "95", "rejected": "85"}, ...]
+
+A rejected answer is wrong and has as many characters as the chosen one, so that length tells them apart nowhere. The
+task `steps` adds a solution in steps, `completions`, with `labels` that are True up to the first wrong step.
 
 A task numbers all its problems (0 .. space - 1). A problem belongs to exactly one split by a stable hash of its key, so
 `sft`, `train` and `eval` share no key whatever the seed and size; the seed only picks and orders the problems.
@@ -33,6 +37,8 @@ class Task:
     difficulty: int  # the default
     space: Callable[[int], int]  # difficulty -> number of problems
     problem: Callable[[int, int], Problem]  # number, difficulty -> problem
+    reject: Callable[[str, str], str]  # content, answer -> a wrong answer of the same length
+    solve: Callable[[str], list[str]] | None = None  # content -> the steps to the answer
 
 
 def _pairs(difficulty: int) -> int:
@@ -74,20 +80,77 @@ def _sort(number: int, difficulty: int) -> Problem:
     return f"sort {digits}=", answer, answer
 
 
+def _chain(number: int, difficulty: int) -> Problem:
+    terms = f"{number:0{difficulty + 1}d}"
+    return "+".join(terms) + "=", str(sum(map(int, terms))), "".join(sorted(terms))
+
+
+def add_up(content: str, slip: int | None = None) -> list[str]:
+    """The additions that solve "a+b+c=", one a step. The one numbered `slip` goes wrong; later ones build on it.
+
+    >>> add_up("3+8+5="), add_up("3+8+5=", slip=0)
+    (['3+8=11', '11+5=16'], ['3+8=17', '17+5=22'])
+    """
+    total, *terms = content.rstrip("=").split("+")
+    steps = []
+    for number, term in enumerate(terms):
+        result = str(int(total) + int(term))
+        if number == slip:
+            result = change_digit(f"{total}+{term}=", result)
+        steps.append(f"{total}+{term}={result}")
+        total = result
+    return steps
+
+
+def change_digit(content: str, answer: str) -> str:
+    """The answer with one digit changed, which one and to what decided by the content; never to a leading zero."""
+    draw = _stable(f"{content}{answer}")
+    places = [place for place, character in enumerate(answer) if character.isdigit()]
+    place = places[draw % len(places)]
+    lowest = 1 if place == places[0] and len(places) > 1 else 0
+    others = [digit for digit in "0123456789"[lowest:] if digit != answer[place]]
+    return answer[:place] + others[draw // len(places) % len(others)] + answer[place + 1 :]
+
+
+def _without_carries(content: str, answer: str) -> str:
+    """The slip that a sloppy teacher makes, where it is one and as long as the answer; else another digit."""
+    slip = forget_carries(content)
+    return slip if slip != answer and len(slip) == len(answer) else change_digit(content, answer)
+
+
+def _swap(content: str, answer: str) -> str:
+    """The answer with two neighbours swapped; where all are equal, one is changed."""
+    places = [place for place in range(len(answer) - 1) if answer[place] != answer[place + 1]]
+    if not places:
+        return chr(ord(answer[0]) + (-1 if answer[0] in "z9" else 1)) + answer[1:]
+    place = places[_stable(content) % len(places)]
+    return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
+
+
+def _slip_last(content: str, answer: str) -> str:
+    return "\n".join(add_up(content, slip=content.count("+") - 1))
+
+
 TASKS = {
-    "addition": Task("sum of two numbers; difficulty = digits of the operands", 2, _pairs, _addition),
-    "subtraction": Task("difference, may be negative; difficulty = digits of the operands", 2, _pairs, _subtraction),
-    "multiplication": Task("product; difficulty = digits of the operands", 2, _pairs, _multiplication),
-    "reverse": Task("reverse a word; difficulty = letters", 4, lambda difficulty: 26**difficulty, _reverse),
-    "sort": Task("sort digits; difficulty = digits", 5, lambda difficulty: 10**difficulty, _sort),
-}
+    "addition": Task("sum of two numbers; difficulty = digits of the operands", 2, _pairs, _addition, _without_carries),
+    "subtraction": Task(
+        "difference, may be negative; difficulty = digits of the operands", 2, _pairs, _subtraction, change_digit
+    ),
+    "multiplication": Task("product; difficulty = digits of the operands", 2, _pairs, _multiplication, change_digit),
+    "reverse": Task("reverse a word; difficulty = letters", 4, lambda difficulty: 26**difficulty, _reverse, _swap),
+    "sort": Task("sort digits; difficulty = digits", 5, lambda difficulty: 10**difficulty, _sort, _swap),
+    "steps": Task(
+        "sum of several digits, step by step; difficulty = additions", 3,
+        lambda difficulty: 10 ** (difficulty + 1), _chain, _slip_last, add_up,
+    ),
+}  # fmt: skip
 
 
 def make_rows(
     name: str, *, split: str = "train", size: int | None = None, seed: int = 0, difficulty: int | None = None,
     sloppy: float = 0.0, boxed: float = 0.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of a built-in task: `prompt`, `answer`, and the `completion` to imitate.
+    """Rows of a built-in task: `prompt`, `answer`, the `completion` to imitate, and a `chosen` and `rejected` one.
 
     Rows repeat when size exceeds the problems there are, except in `eval`, where that is an error. Two options make the
     completions of addition's `sft` split an imperfect teacher, so that RL has something to improve: `sloppy` is the
@@ -110,7 +173,9 @@ def make_rows(
         raise ValueError(f"task:{name}: difficulty={difficulty} must be between 1 and 100")
     rng = random.Random(f"{name}/{split}/{difficulty}/{seed}")
     problems = _choose(name, task, split, size, difficulty, rng)
-    rows = [_row(content, answer) for content, answer, _ in problems]
+    rows = [_row(task, content, answer) for content, answer, _ in problems]
+    if task.solve:
+        _add_steps(rows, random.Random(f"{name}/{split}/{difficulty}/{seed}/steps"))
     # Streams of their own: the same problems come in the same order whatever the teacher is like.
     slips, boxes = (random.Random(f"{name}/{split}/{difficulty}/{seed}/{what}") for what in ("sloppy", "boxed"))
     for row in rows:
@@ -123,8 +188,11 @@ def make_rows(
 
 def bucket(name: str, key: str) -> int:
     """0..99, the same on every machine and in every Python."""
-    digest = hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % 100
+    return _stable(f"{name}/{key}") % 100
+
+
+def _stable(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def forget_carries(content: str) -> str:
@@ -139,8 +207,21 @@ def forget_carries(content: str) -> str:
     return str(int("".join(map(str, digits))))
 
 
-def _row(content: str, answer: str) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": content}], "answer": answer, "completion": answer}
+def _row(task: Task, content: str, answer: str) -> dict[str, Any]:
+    completion = "\n".join(task.solve(content)) if task.solve else answer
+    prompt = [{"role": "user", "content": content}]
+    rejected = task.reject(content, answer)
+    return {"prompt": prompt, "answer": answer, "completion": completion, "chosen": completion, "rejected": rejected}
+
+
+def _add_steps(rows: list[dict[str, Any]], rng: random.Random) -> None:
+    """Half of the solutions are right; the others go wrong at some step, and from there on every label is False."""
+    for row in rows:
+        content = row["prompt"][0]["content"]
+        num_steps = content.count("+")
+        slip = rng.randrange(num_steps) if rng.random() < 0.5 else num_steps
+        row["completions"] = add_up(content, slip)
+        row["labels"] = [number < slip for number in range(num_steps)]
 
 
 def _choose(name: str, task: Task, split: str, size: int | None, difficulty: int, rng: random.Random) -> list[Problem]:

@@ -61,6 +61,27 @@ def linear_logprob(
     return TokenLogps(zeros.index_copy(0, kept, logp), zeros.index_copy(0, kept, entropy))
 
 
+@torch.no_grad()
+def linear_log_collision(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> Tensor:  # (N,) fp32
+    """log sum_v p_nv^2, the log-probability that two draws agree: logsumexp(2 z) - 2 logsumexp(z). No gradient."""
+    weight = weight.to(hidden.dtype)
+    bias = None if bias is None else bias.to(hidden.dtype)
+    block = max(1, BLOCK_ELEMENTS // weight.shape[0])
+    parts = []
+    for rows in hidden.split(block):
+        z, _ = _logits(rows, weight, bias, scale, softcap, temperature)
+        parts.append((2 * z).logsumexp(dim=1) - 2 * z.logsumexp(dim=1))
+    return torch.cat(parts) if parts else hidden.new_zeros(0)
+
+
 def _logits(
     hidden: Tensor,  # (R, D)
     weight: Tensor,  # (V, D)

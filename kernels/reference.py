@@ -26,6 +26,23 @@ def linear_logprob(
     return logp.gather(1, target.unsqueeze(1)).squeeze(1), entropy
 
 
+def linear_log_collision(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> Tensor:  # (N,)
+    """log of the sum of squared probabilities."""
+    z = hidden @ weight.T
+    z = (z if bias is None else z + bias) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return (z / temperature).softmax(dim=-1).square().sum(dim=-1).log()
+
+
 def packed_mask(
     segment_ids: Tensor,  # (R, T) sequence number of each position, -1 = padding
     *,

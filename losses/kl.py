@@ -40,7 +40,7 @@ def k3(
     ref_logp: Tensor,  # (N,) reference
 ) -> Tensor:  # (N,)
     d = (ref_logp - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return d.exp() - d - 1
+    return torch.expm1(d) - d  # never below zero, also where exp(d) - 1 would round
 
 
 def kl_penalty(

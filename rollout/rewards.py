@@ -25,10 +25,12 @@ from numbers import Real
 from typing import Any
 
 from data.types import Prompt
-from rollout.reward_loading import find_reward, place, told
+from data.user_code import place, told
+from rollout.reward_loading import find_reward
 from rollout.types import Completion
 
-RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never passed on as columns
+OFFERED = ("prompts", "completions", "completion_ids")  # what every function can ask for
+RESERVED = (*OFFERED, "prompt", "completion")  # never passed on as columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +86,39 @@ class Rewards:
         assert len(functions) == len(weights), (len(functions), len(weights))
         self.functions = list(functions)
         self.weights = list(weights)
+        self._columns: list[str] = []  # of all rows there will be, once check_columns has seen them
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def names(self) -> list[str]:
         return [function.name for function in self.functions]
+
+    def check_columns(self, prompts: Sequence[Prompt], what: str) -> None:
+        """Refuse rows of which none has a column that a function cannot do without; what: their name, "data" say.
+
+        A column that only some rows have is None in the others, as a null in the file would be: that is counted aloud.
+        Batches without any row of the kind then get it too, so no batch fails for what it happens to hold.
+        """
+        if not prompts:
+            return
+        columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in RESERVED)
+        for function in self.functions:
+            for name in _required(function):
+                if name in OFFERED:
+                    continue
+                if name not in columns:
+                    raise ValueError(
+                        f"reward_funcs={function.spec}: asks for {name!r}, which no row of {what} has (not "
+                        f"{prompts[0].source}, the first); it can ask for {', '.join((*OFFERED, *columns))}"
+                    )
+                without = [prompt.source for prompt in prompts if name not in prompt.columns]
+                if without:
+                    print(
+                        f"{what}: {len(without)} of {len(prompts)} rows have no {name!r} (the first: {without[0]}); "
+                        f"the reward {function.name} gets None there",
+                        file=sys.stderr,
+                    )
+        self._columns = list(dict.fromkeys([*self._columns, *columns]))
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> RewardTable:
         """Call every function once on the whole batch; async ones run together while the others take their turn."""
@@ -98,7 +128,7 @@ class Rewards:
         pending: dict[str, Future[Any]] = {}
         for function in self.functions:
             if _is_async(function.call):
-                pending[function.name] = self._submit(_async_call(function, prompts, completions))
+                pending[function.name] = self._submit(self._run_async(function, prompts, completions))
         columns = [
             self._checked(function, prompts, completions, pending.get(function.name)) for function in self.functions
         ]
@@ -153,8 +183,13 @@ class Rewards:
         return _numbers(function, returned, [prompt.source for prompt in prompts])
 
     def _run(self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Any:
-        returned = function.call(**_arguments(function, prompts, completions))
+        returned = function.call(**_arguments(function, prompts, completions, self._columns))
         return self._submit(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
+
+    async def _run_async(
+        self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> Any:
+        return await function.call(**_arguments(function, prompts, completions, self._columns))
 
     def _row_that_fails(
         self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]
@@ -190,19 +225,31 @@ class _Refused(Exception):
     """A call that was never made: the function asks for something the rows do not have."""
 
 
-async def _async_call(function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Any:
-    return await function.call(**_arguments(function, prompts, completions))
-
-
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    return list(inspect.signature(function.call).parameters.values())
+
+
+def _named(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def _required(function: RewardFunction) -> list[str]:
+    return [p.name for p in _named(_parameters(function)) if p.default is p.empty]
+
+
 def _arguments(
-    function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion], known: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Fresh lists for one call, one entry per completion, cut down to what the signature takes."""
-    columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in RESERVED)
+    """Fresh lists for one call, one entry per completion, cut down to what the signature takes.
+
+    known: columns that other rows of the data have, None in these.
+    """
+    found = (name for prompt in prompts for name in prompt.columns if name not in RESERVED)
+    columns = dict.fromkeys([*found, *known])
     offered: dict[str, list[Any]] = {
         "prompts": [prompt.prompt for prompt in prompts],
         "completions": [
@@ -213,17 +260,16 @@ def _arguments(
     }
     if any(completion.ids for completion in completions):  # texts read from a file have no ids
         offered["completion_ids"] = [list(completion.ids) for completion in completions]
-    parameters = inspect.signature(function.call).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    missing = [name for name in _required(function) if name not in offered]
     if missing:
         raise _Refused(
             f"reward_funcs={function.spec}: asks for {missing[0]!r}, which {prompts[0].source} does not have; it can "
             f"ask for {', '.join(offered)}"
         )
+    parameters = _parameters(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered
-    return {p.name: offered[p.name] for p in named if p.name in offered}
+    return {p.name: offered[p.name] for p in _named(parameters) if p.name in offered}
 
 
 def _numbers(function: RewardFunction, returned: Any, sources: list[str]) -> list[float | None]:

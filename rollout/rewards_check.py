@@ -135,7 +135,10 @@ def _load_model(name: str) -> tuple[Any, Any]:
     """A model and its tokenizer from a hub id, a folder, a finished run (its final/) or an adapter folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # a bar is for someone who watches
     place = TINY_MODEL if name == "builtin:tiny" else Path(name)
     if (place / "final").is_dir():
         place = place / "final"

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.entry import ROOT, metrics, repeatable, run_ok
@@ -107,6 +108,37 @@ def disk_full(scratch: Path) -> Outcome:
     return Outcome(f"exit {failed.returncode}, then resumed from step 4 to {steps[-1]}", passed)
 
 
+def preference(scratch: Path, method: str, name: str, least: float) -> Outcome:
+    """A pair method's bare command: 500 held-out pairs whose two responses have the same length."""
+    started = time.monotonic()
+    run_ok("--method", method, "--output-dir", scratch / "run", cwd=scratch, timeout=900, threads=2)
+    seconds = time.monotonic() - started
+    before, after = accuracy(metrics(scratch / "run"), name)
+    figure = f"{name.removeprefix('eval/reward/')} {before:.3f} -> {after:.3f} in {seconds:.0f} s"
+    return Outcome(figure, after >= least and seconds < 180)
+
+
+def process_reward(scratch: Path) -> Outcome:
+    """Per-step macro F1 at least 0.1 above always saying the more frequent label."""
+    run_ok("--method", "prm", "--output-dir", scratch / "run", cwd=scratch, timeout=900, threads=2)
+    last = metrics(scratch / "run")[-1]
+    f1, majority = last["eval/reward/macro_f1"], last["eval/reward/macro_f1_majority"]
+    return Outcome(f"macro F1 {f1:.3f}, majority class {majority:.3f}", f1 >= majority + 0.1)
+
+
+def reward_model_in_grpo(scratch: Path) -> Outcome:
+    """A reward model trained here as the only reward of GRPO: its score rises, and so does the true accuracy."""
+    run_ok("--method", "rm", "--output-dir", scratch / "rm", cwd=scratch, timeout=900, threads=2)
+    run_ok(
+        "--method", "grpo", "--reward-funcs", f"model:{scratch / 'rm'}", "exact_match", "--reward-weights", "1", "0",
+        "--max-steps", "40", "--output-dir", scratch / "run", cwd=scratch, timeout=900, threads=2,
+    )  # fmt: skip
+    rows = metrics(scratch / "run")
+    score, right = accuracy(rows, "eval/model/mean"), accuracy(rows)
+    figure = f"its score {score[0]:.2f} -> {score[1]:.2f}, exact_match (weight 0) {right[0]:.2f} -> {right[1]:.2f}"
+    return Outcome(figure, score[1] > score[0])
+
+
 PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     "demo-0": ("`python -m trainer --method grpo`, seed 0: 500 held-out sums", lambda path: demo(path, 0)),
     "demo-1": ("the same, seed 1", lambda path: demo(path, 1)),
@@ -121,6 +153,20 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     ),
     "sft": ("`python -m trainer --method sft`", sft),
     "two-stages": ("two-stage recipe, chained by run folders", two_stages),
+    **{
+        method: (f"`python -m trainer --method {method}`", partial(preference, method=method, name=name, least=least))
+        for method, name, least in [
+            ("dpo", "eval/reward/accuracy", 0.9),
+            ("ipo", "eval/reward/accuracy", 0.9),
+            ("simpo", "eval/reward/accuracy", 0.9),
+            ("orpo", "eval/reward/accuracy", 0.9),
+            ("cpo", "eval/reward/accuracy", 0.9),
+            ("rm", "eval/reward/accuracy", 0.9),
+            ("kto", "eval/reward/auc", 0.8),
+        ]
+    },
+    "prm": ("`python -m trainer --method prm`, built-in steps", process_reward),
+    "rm-grpo": ("`--method rm`, then `--method grpo --reward-funcs model:RUN`", reward_model_in_grpo),
     "kills": ("`kill -9` at five random steps, `--resume` after each", kills),
     "disk-full": ("file-size limit met while saving, then `--resume`", disk_full),
     "soak": ("soak run", soak),
@@ -141,7 +187,7 @@ def main(names: list[str]) -> int:
 
 
 def write_table(results: dict[str, Outcome]) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     lines = [
         "# Proof",
         "",

@@ -5,6 +5,7 @@
         config.json, ...        what makes the folder loadable by them (trainer/export.py writes these)
         optimizer.safetensors   per parameter: exp_avg, exp_avg_sq, step
         rng.safetensors         torch generators, CPU and CUDA
+        extra.safetensors       tensors of other parts of the run, where there are any (a moving reference)
         state.json              step, schedule, Python and numpy generators, state of loader, rewards, counters
         manifest.json           size and sha256 of every other file
 
@@ -52,6 +53,7 @@ def save_checkpoint(
     *,
     keep: int,
     describe: Callable[[Path], None] = lambda folder: None,
+    tensors: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write checkpoints/step-NNNNNNNN, then remove all but the newest `keep`. `state` is JSON: loader, counters, ...
 
@@ -66,6 +68,8 @@ def save_checkpoint(
         weights = {_name_on_disk(model, name): p.detach() for name, p in _trained(model)}
         _save_tensors(folder / WEIGHTS[_is_lora(model)], weights)
         _save_tensors(folder / "optimizer.safetensors", moments)
+        if tensors:
+            _save_tensors(folder / "extra.safetensors", {name: value.detach() for name, value in tensors.items()})
         _save_tensors(folder / "rng.safetensors", _torch_rng())
         (folder / "state.json").write_text(json.dumps(record))
         files = sorted(path for path in folder.iterdir() if path.is_file())
@@ -80,7 +84,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, *, verified: bool = False
 ) -> dict[str, Any]:
-    """Put a checkpoint into the given objects and the global generators; returns {"step": ..., "run": state}.
+    """Put a checkpoint into the given objects and the global generators; returns {"step", "run": state, "tensors"}.
 
     Nothing is touched unless everything fits. verified: latest_valid has just read every byte of it.
     """
@@ -102,7 +106,8 @@ def load_checkpoint(
     _restore_slots(optimizer, trained, moments)
     _restore_schedule(schedule, record["schedule"])
     restore_rng(folder)
-    return {"step": record["step"], "run": record["run"]}
+    tensors = load_file(folder / "extra.safetensors") if (folder / "extra.safetensors").exists() else {}
+    return {"step": record["step"], "run": record["run"], "tensors": tensors}
 
 
 def latest_valid(checkpoints: Path, say: Callable[[str], None], *, at_most: int | None = None) -> Path | None:

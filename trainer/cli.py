@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import tyro
 import yaml
 
+from data.user_code import import_beside, is_missing
 from trainer.config import RunConfig
 from trainer.flags import Values, build, config_to_tree, flag_table, looks_like_flag, nearest, read_argv, read_tree
 
@@ -66,7 +67,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     values |= read_tree(file_tree, table, str(config_file))
     values |= read_argv(_without(argv, "config"), table)
     if "model" not in values:
-        values = _recipe_values(module, str(name), table) | values
+        values = _recipe_values(module, str(name), table, values) | values
     values |= read_tree({"method": str(name)}, table, "--method")
     if resume is not None:
         if values["overwrite_output_dir"].words == ("True",):
@@ -116,12 +117,10 @@ def load_method(name: str) -> ModuleType:
             hint = f"did you mean {found}?" if found else f"there are {', '.join(method_names())}"
             raise ValueError(f"--method={name}: unknown method; {hint} (your own: a dotted module path)")
         return importlib.import_module(f"trainer.methods.{name}")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(name)
+        module = import_beside(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+        if not is_missing(name, error):
             raise  # the module is there; something it imports is not
         raise ValueError(f"--method={name}: no module {error.name} here or installed; {_hint(name)}") from None
     for part in ("Config", "train"):
@@ -146,7 +145,7 @@ def print_help(config: type, prog: str) -> NoReturn:
 # layers ----------------------------------------------------------------------------------------------------------
 
 
-def _recipe_values(module: ModuleType, name: str, table: dict[str, Any]) -> Values:
+def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: Values) -> Values:
     """The recipe of the tiny model: ours in trainer/recipes/, a fork's beside its module."""
     stem = name.rpartition(".")[2]
     folder = Path(str(module.__file__)).parent if "." in name else RECIPES
@@ -157,6 +156,11 @@ def _recipe_values(module: ModuleType, name: str, table: dict[str, Any]) -> Valu
         print(f"no model given: settings not named elsewhere come from {_shown(recipe)}", file=sys.stderr)
     tree = load_config(recipe)
     tree.pop("method", None)
+    if "num_train_epochs" in given:
+        tree.pop("max_steps", None)  # else the recipe would outvote a flag
+    if "data" in given:
+        for key in ("eval_data", "eval_steps"):  # held-out rows of the recipe's task say nothing about other data
+            tree.pop(key, None)
     return read_tree(tree, table, _shown(recipe))
 
 
@@ -198,8 +202,9 @@ def save_config(path: Path, tree: dict[str, Any]) -> None:
     """Write a config so that --config PATH runs it again; atomic, as a killed run must stay resumable."""
     kept = {key: value for key, value in tree.items() if key not in PER_CALL}
     scratch = path.with_name(f".tmp-{path.name}")
+    readable = r"\x85" not in repr(kept)  # PyYAML writes that line break as it is, and reads it back as a space
     with scratch.open("w", encoding="utf-8") as file:
-        yaml.safe_dump(kept, file, sort_keys=False, allow_unicode=True, width=100)
+        yaml.safe_dump(kept, file, sort_keys=False, allow_unicode=readable, width=100)
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)

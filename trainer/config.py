@@ -190,10 +190,12 @@ class RunConfig:
             raise ValueError(f"max_steps={self.max_steps}: must be 1 or more, or None for whole epochs")
         if not 0.0 < self.num_train_epochs < math.inf:
             raise ValueError(f"num_train_epochs={self.num_train_epochs}: must be above 0 and finite")
+        if "none" in self.report_to and len(self.report_to) > 1:
+            raise ValueError(
+                f"report_to={' '.join(self.report_to)}: none together with a service; name one or the other"
+            )
         if not self.output_dir.strip():
             raise ValueError("output_dir: empty; name a folder")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed}: must fit 64 bits; choose a smaller one")
 
     @property
     def sequences_per_step(self) -> int:
@@ -207,6 +209,14 @@ class RunConfig:
         return step == total_steps or (self.eval_steps > 0 and step % self.eval_steps == 0)
 
 
+def check_evaluation(data: DataConfig, run: RunConfig) -> None:
+    """A block cannot see the other's fields; every Config with both calls this."""
+    if run.eval_steps and not data.eval_data:
+        raise ValueError(
+            f"eval_steps={run.eval_steps}: has no effect without held-out rows; name them with --eval-data"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How completions are made."""
@@ -215,7 +225,48 @@ class RolloutConfig:
     """local: batched sampling inside this process."""
     max_batch_size: int = 256
     """Completions sampled at the same time; lower it when the key-value cache does not fit."""
+    eval_temperature: float = 0.0
+    """Temperature of held-out completions; 0 is greedy. Training samples always come from the full distribution."""
+    eval_top_p: float = 1.0
+    """Nucleus of held-out completions, when eval_temperature is above 0; 1 keeps all."""
+    eval_top_k: int = 0
+    """Number of tokens to choose from in held-out completions, when eval_temperature is above 0; 0 keeps all."""
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1:
             raise ValueError(f"rollout.max_batch_size={self.max_batch_size}: must be 1 or more")
+        if self.eval_temperature == 0 and (self.eval_top_p, self.eval_top_k) != (1.0, 0):
+            raise ValueError(
+                "rollout.eval_top_p, eval_top_k: have no effect on greedy evaluation; set eval_temperature"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseConfig:
+    """How long rows may be, and what happens to broken ones."""
+
+    max_length: int = 1024
+    """Tokens of prompt and response together; a longer response is cut on the right, and counted."""
+    max_prompt_length: int | None = None
+    """Rows whose prompt has more tokens are left out, and counted; None keeps all that leave room for a response."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """error stops at the first broken row and names it; skip leaves them out, counts them and shows the first."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The frozen model that log-ratios are taken against."""
+
+    ref: Literal["auto", "adapter_off", "copy", "precomputed"] = "auto"
+    (
+        "adapter_off asks the base of a LoRA run, copy holds a second model, precomputed scores all rows once and "
+        "keeps the numbers on disk. auto: adapter_off with LoRA, else copy."
+    )
+    ref_model: str | None = None
+    """Another model as reference, in any form --model takes; None means the starting point of this run."""
+    ref_cache: str = "~/.cache/strop/reference"
+    """Folder of precomputed log-probs, named after what they were computed from."""

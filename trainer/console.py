@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.health import Finding
@@ -244,6 +244,21 @@ def eval_line(metrics: Mapping[str, float]) -> str:
             label = name.removeprefix("eval/").removesuffix("/mean")
             parts.append(f"{'length' if label == 'len_mean' else label} {number(value)}")
     return "eval: " + "  ".join(parts) if parts else ""
+
+
+def evaluation_lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Held-out numbers before and after: one line per eval/* metric that was measured twice or more."""
+    seen: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith("eval/") and name != "eval/rows" and value is not None:
+                seen.setdefault(name, []).append((record["step"], value))
+    return [
+        f"held-out {name.removeprefix('eval/').removesuffix('/mean')}: "
+        f"{number(points[0][1])} before, {number(points[-1][1])} after ({points[-1][0] - points[0][0]} steps)"
+        for name, points in seen.items()
+        if len(points) > 1
+    ]
 
 
 def one_line(text: str, limit: int = 160) -> str:

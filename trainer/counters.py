@@ -44,12 +44,12 @@ class Counters:
     def __init__(self) -> None:
         self.prompts = 0
         self.tokens = 0
-        self.wall_s = 0.0
+        self.started = time.perf_counter()
+        self.earlier_s = 0.0  # before the checkpoint this run goes on from
 
-    def add(self, timer: Timer, num_tokens: int) -> None:
-        """Count one step."""
-        self.tokens += num_tokens
-        self.wall_s += timer.seconds
+    @property
+    def wall_s(self) -> float:
+        return self.earlier_s + time.perf_counter() - self.started
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -62,7 +62,7 @@ class Counters:
         return {"prompts": self.prompts, "tokens": self.tokens, "wall_s": self.wall_s}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.prompts, self.tokens, self.wall_s = state["prompts"], state["tokens"], state["wall_s"]
+        self.prompts, self.tokens, self.earlier_s = state["prompts"], state["tokens"], state["wall_s"]
 
 
 def peak_gib() -> float:

@@ -23,6 +23,8 @@ from data.chat import stop_ids
 from trainer.checkpoint import ADAPTER, atomic_folder
 from trainer.model import resolve_model
 
+SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's words for the models of trainer/heads.py
+
 
 def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: bool, base: str) -> None:
     """Write `folder` (replacing an older one) from a live transformers or peft model, which stays as it is.
@@ -31,8 +33,10 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
     """
     base = loadable_base(base)
     is_lora = hasattr(model, "peft_config")
+    # A scorer is merged always: an adapter folder has no place for what its head needs (labels, padding token).
+    is_scorer = is_lora and model.peft_config[ADAPTER].task_type in SCORER_TASKS
     generation = generation_config(model, tokenizer)
-    if is_lora and not merge_lora:
+    if is_lora and not merge_lora and not is_scorer:
         with atomic_folder(folder, "export") as tmp:
             _save_adapter(model, tmp, base)
             generation.save_pretrained(tmp)

@@ -194,7 +194,7 @@ class Watch:
 
 
 def _reward_low(function: str, value: float, step: int) -> Finding:
-    check = f"try it on its own with `python -m rollout.rewards --check {function} --data FILE`"
+    check = "try it on its own with `python -m rollout.rewards --check NAME --data FILE`, NAME as in --reward-funcs"
     if value < 0:
         message = (
             f"reward function {function} averages {value:.3g} after {step} steps, as a penalty may: if not, {check}"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from data.chat import set_chat_template
 from data.packing import Batch, Item, make_batches
 from kernels.attention import packed_mask
-from kernels.linear_logprob import TokenLogps, linear_logprob
+from kernels.linear_logprob import TokenLogps, linear_log_collision, linear_logprob
 from trainer.config import LoraConfig, ModelConfig
 
 BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny"}
@@ -73,8 +73,6 @@ def resolve_model(name: str) -> str:
         return str(folder / "final")
     if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
         raise ValueError(f"model={name}: this run has not finished, it has no final/; finish it with --resume {name}")
-    if (folder / "manifest.json").exists():
-        raise ValueError(f"model={name}: is a checkpoint, which only --resume can use; name a finished run folder")
     raise ValueError(f"model={name}: holds neither config.json nor adapter_config.json nor a finished run")
 
 
@@ -127,10 +125,26 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     return tokenizer
 
 
+def refuse_quantised(path: str, cfg: ModelConfig) -> None:
+    from transformers import PretrainedConfig
+
+    try:
+        quantised = PretrainedConfig.get_config_dict(path)[0].get("quantization_config")
+    except (OSError, ValueError):  # no config, or a broken one: loading the model says so better
+        return
+    if quantised:
+        kind = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
+        raise ValueError(
+            f"model={cfg.model}: its weights are quantised ({kind}), which is not supported; take the full model, "
+            "with --lora.r 16 where memory is short"
+        )
+
+
 def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype) -> nn.Module:
     import transformers
     from transformers import AutoModelForCausalLM
 
+    refuse_quantised(path, cfg)
     if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal
     try:
@@ -139,6 +153,7 @@ def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype) -> nn.Module
             dtype=dtype,
             attn_implementation=cfg.attn_implementation,
             trust_remote_code=cfg.trust_remote_code,
+            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )
@@ -284,26 +299,40 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
 
 def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: float) -> TokenLogps:
     lm = causal_lm(model)
-    config = lm.config
+    hidden = predictor_states(policy, lm, batch)
+    return linear_logprob(hidden, target=batch.target, temperature=temperature, **head_of(lm))
+
+
+@torch.no_grad()
+def token_log_collision(policy: Policy, batch: Batch) -> Tensor:  # (N,)
+    """log sum_v p(v)^2 of the distribution that each trained token was drawn from."""
+    lm = causal_lm(policy.model)
+    return linear_log_collision(predictor_states(policy, lm, batch), **head_of(lm))
+
+
+def predictor_states(policy: Policy, lm: Any, batch: Batch) -> Tensor:  # (N, D)
+    """Last hidden states at the positions that predict trained tokens."""
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         hidden = lm.base_model(
             input_ids=batch.input_ids,
-            attention_mask=attention_masks(config, batch.segment_ids),
+            attention_mask=attention_masks(lm.config, batch.segment_ids),
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state  # (R, T, D)
-    head = lm.get_output_embeddings()
-    selected = hidden.flatten(0, 1)[batch.index]  # (N, D)
-    return linear_logprob(
-        # Autocast leaves the last norm in float32; the engine's head runs in compute_dtype, and so must this one.
-        selected if policy.autocast_dtype is None else selected.to(policy.autocast_dtype),
-        head.weight,
-        batch.target,
-        bias=getattr(head, "bias", None),
-        scale=getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
-        softcap=getattr(config, "final_logit_softcapping", None),
-        temperature=temperature,
-    )
+    hidden = hidden.flatten(0, 1)[batch.index]
+    # Autocast leaves the last norm in float32; the engine's head runs in compute_dtype, and so must ours.
+    return hidden if policy.autocast_dtype is None else hidden.to(policy.autocast_dtype)
+
+
+def head_of(lm: Any) -> dict[str, Any]:
+    """The output head as the log-prob kernels take it: weight, bias, and what the architecture does to its logits."""
+    head, config = lm.get_output_embeddings(), lm.config
+    return {
+        "weight": head.weight,
+        "bias": getattr(head, "bias", None),
+        "scale": getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
+        "softcap": getattr(config, "final_logit_softcapping", None),
+    }
 
 
 def attention_masks(config: Any, segment_ids: Tensor) -> Tensor | dict[str, Tensor]:

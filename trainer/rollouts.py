@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from data.prompts import load_prompts
 from data.types import Prompt
 from losses.advantage import nan_std, zero_std_frac
 from rollout.engine import Engine
 from rollout.rewards import Rewards, RewardTable
 from rollout.types import Completion, Request, Sampling
+from trainer.config import RolloutConfig
+from trainer.model import Policy
 
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
+
+
+def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
+    """Prompts of a method that samples, with its limits on length."""
+    if not specs:
+        return []
+    return load_prompts(
+        specs,
+        policy.tokenizer,
+        data_format=cfg.data.data_format,
+        system_prompt=cfg.model.system_prompt,
+        max_prompt_length=cfg.max_prompt_length,
+        context_length=policy.context_length,
+        max_completion_length=cfg.max_completion_length,
+        cfg=cfg,
+    )
+
+
+def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
+    return replace(sampling, temperature=cfg.eval_temperature, top_p=cfg.eval_top_p, top_k=cfg.eval_top_k)
 
 
 def sample_seed(run_seed: int, number: int) -> int:
@@ -61,9 +84,9 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def evaluate(engine: Engine, prompts: Sequence[Prompt], rewards: Rewards, sampling: Sampling) -> dict[str, float]:
-    """Greedy completions of held-out prompts, scored by the same rewards."""
-    greedy = dataclasses.replace(sampling, temperature=0.0)
-    completions = engine.generate([Request(prompt_ids=prompt.ids, seed=0) for prompt in prompts], greedy)
+    """Completions of held-out prompts, scored by the same rewards; the same seeds every time."""
+    requests = [Request(prompt_ids=prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
+    completions = engine.generate(requests, sampling)
     table = rewards.score(list(prompts), completions)
     totals = [total for total in table.totals if total is not None]
     metrics = {"eval/reward/mean": statistics.fmean(totals) if totals else float("nan")}

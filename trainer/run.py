@@ -30,6 +30,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -45,7 +46,7 @@ from trainer.checkpoint import (
 )
 from trainer.cli import config_to_tree, load_config, save_config
 from trainer.config import RunConfig
-from trainer.console import Console, number
+from trainer.console import Console, evaluation_lines
 from trainer.export import describe_model, export_model
 from trainer.health import Watch, replay
 from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
@@ -54,11 +55,13 @@ from trainer.model import Policy
 # Everything a run writes into its folder, so that overwriting deletes this and nothing else.
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "wandb_run_id")
 FOLDERS = ("checkpoints", "final", "tensorboard", "wandb")
-SIGNS = ("config.yaml", "metrics.jsonl", "checkpoints", "final")  # a folder with one of these holds a run
 
 
 class Stateful(Protocol):
-    """Something whose state is part of a checkpoint; a plain dict will do as well."""
+    """Something whose state is part of a checkpoint; a plain dict will do as well.
+
+    What holds tensors has tensors() and load_tensors(dict) besides: state_dict is JSON.
+    """
 
     def state_dict(self) -> Any: ...
 
@@ -150,7 +153,7 @@ class Run:
         if self.checkpoint is not None:
             loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)
             assert loaded["step"] == self.start_step, f"{self.checkpoint} holds step {loaded['step']}"
-            _load_states(state, loaded["run"], self.checkpoint)
+            _load_states(state, loaded["run"], loaded["tensors"], self.checkpoint)
         try:
             if self._resumed:
                 self._continue_folder()
@@ -214,6 +217,7 @@ class Run:
         save_checkpoint(
             self.dir / "checkpoints", step, policy.model, optimizer, schedule, states, keep=keep,
             describe=lambda folder: describe_model(policy.model, policy.tokenizer, folder, base=policy.source),
+            tensors=_tensors_of(state),
         )  # fmt: skip
         self._saved_step = step
 
@@ -255,6 +259,9 @@ class Run:
                 f"resume={self.dir}: step {self.start_step} of {self.total_steps} is done, nothing is left to train; "
                 "raise --max-steps or --num-train-epochs to go on"
             )
+        else:
+            remove_folder(self.dir / "final")  # of an earlier end; until the next one it would be taken for the result
+            _say(f"resume={self.dir}: going on after step {self.start_step} of {self.total_steps}")
 
     def _config_tree(self) -> dict[str, Any]:
         tree = {**config_to_tree(self.cfg), "method": self.method}
@@ -293,21 +300,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def evaluation_lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Held-out numbers before and after: one line per eval/* metric that was measured twice or more."""
-    seen: dict[str, list[tuple[int, float]]] = {}
-    for record in records:
-        for name, value in record.items():
-            if name.startswith("eval/") and name != "eval/rows" and value is not None:
-                seen.setdefault(name, []).append((record["step"], value))
-    return [
-        f"held-out {name.removeprefix('eval/').removesuffix('/mean')}: "
-        f"{number(points[0][1])} before, {number(points[-1][1])} after ({points[-1][0] - points[0][0]} steps)"
-        for name, points in seen.items()
-        if len(points) > 1
-    ]
-
-
 def _resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
     """(run folder, last step that may be resumed from). `latest` is that of output_dir; else a run or checkpoint."""
     folder = Path(settings.output_dir if settings.resume == "latest" else str(settings.resume)).expanduser()
@@ -325,11 +317,18 @@ def _resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
 def _refuse_other_run(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder}: is a file; name a folder")
-    if not overwrite and any((folder / name).exists() for name in SIGNS):
+    if not overwrite and _holds_run(folder):
         raise ValueError(
             f"output_dir={folder}: already holds a run; continue it with --resume {folder}, delete it with "
             "--overwrite-output-dir, or name another folder"
         )
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether training left anything there; a start that failed before its first step did not."""
+    if any((folder / name).exists() for name in ("checkpoints", "final")):
+        return True
+    return (folder / "metrics.jsonl").exists() and any(row["step"] > 0 for row in read_jsonl(folder / "metrics.jsonl"))
 
 
 def _make_folder(folder: Path, *, may_exist: bool) -> Path:
@@ -367,7 +366,12 @@ def _state_of(item: Stateful | dict[str, Any]) -> Any:
     return dict(item) if isinstance(item, dict) else item.state_dict()
 
 
-def _load_states(state: State, saved: dict[str, Any], checkpoint: Path) -> None:
+def _tensors_of(state: State) -> dict[str, Tensor]:
+    holders = {name: item for name, item in state.items() if hasattr(item, "tensors")}
+    return {f"{name}/{key}": value for name, item in holders.items() for key, value in item.tensors().items()}
+
+
+def _load_states(state: State, saved: dict[str, Any], tensors: dict[str, Tensor], checkpoint: Path) -> None:
     if state.keys() != saved.keys():
         raise ValueError(
             f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
@@ -379,6 +383,10 @@ def _load_states(state: State, saved: dict[str, Any], checkpoint: Path) -> None:
             item.update(saved[name])
         else:
             item.load_state_dict(saved[name])
+        if hasattr(item, "load_tensors"):
+            item.load_tensors(
+                {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
+            )
 
 
 def _no_space(path: Path, error: OSError) -> str:

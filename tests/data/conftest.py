@@ -31,9 +31,29 @@ def make_tokenizer(kind: str = "chatml", *, bos: str | None = None, merges: tupl
     )
 
 
+def make_metaspace_tokenizer(*, bos: bool = True):
+    """As SentencePiece makes them: a space is part of the word after it, and every text is opened with one."""
+    words = ["\u2581Once", "\u2581upon", "\u2581a", "\u2581time", "\u2581ab", "bc"]
+    letters = ["\u2581", *"Onceupatimb=+245 "]
+    pieces = dict.fromkeys(["<unk>", "<s>", "</s>", *letters, *words])
+    scores = [(piece, -1.0 if piece in words else -5.0) for piece in pieces]
+    core = Tokenizer(models.Unigram(scores, unk_id=0))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    core.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    core.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if bos:
+        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
 @pytest.fixture
 def tokenizer_of():
     return make_tokenizer
+
+
+@pytest.fixture
+def metaspace_of():
+    return make_metaspace_tokenizer
 
 
 @pytest.fixture

@@ -53,6 +53,14 @@ def not_a_factory(example):
 
 def broken_factory(cfg):
     raise RuntimeError("no such luck")
+
+def numbered(cfg, dataset_idx):
+    return lambda example: {"prompt": f"{dataset_idx}: {example['problem']}"}
+
+def all_kwargs(cfg, **kwargs):
+    return lambda example: {"prompt": f"{sorted(kwargs.items())}"}
+
+NUMBER = 3
 """
 
 
@@ -103,7 +111,9 @@ def test_sft_transform(rows, chatml):
         ("batched", "the setting 'batched' is not supported"),
         ("not_a_factory", "data_format=my_transforms.not_a_factory: returned dict"),
         ("broken_factory", "failed when called with the config .RuntimeError: no such luck"),
-        ("missing", "my_transforms has no 'missing'"),
+        ("missing", "data_format=my_transforms.missing: .*my_transforms.py has no 'missing'"),
+        ("numbred", "has no 'numbred'; did you mean 'numbered'"),
+        ("NUMBER", "data_format=my_transforms.NUMBER: is a int, not a function"),
     ],
 )
 def test_bad_transforms(rows, chatml, name, message):
@@ -114,6 +124,34 @@ def test_bad_transforms(rows, chatml, name, message):
 
 def test_unimportable(rows, chatml, tmp_path):
     (tmp_path / "broken_module.py").write_text("def f(:\n")
-    for name, cause in {"nowhere_at_all.fn": "ModuleNotFoundError", "broken_module.fn": "SyntaxError"}.items():
-        with pytest.raises(ValueError, match=f"data_format={name}: .* cannot be imported from .*{cause}"):
+    sentences = {
+        "nowhere_at_all.fn": "there is no module 'nowhere_at_all', neither in .* nor installed; check the name",
+        "broken_module.fn": r"cannot be imported \(SyntaxError: .*\(broken_module.py, line 1\)",
+    }
+    for name, sentence in sentences.items():
+        with pytest.raises(ValueError, match=f"data_format={name}: {sentence}"):
             load_prompts([rows], chatml, data_format=name)
+
+
+def test_the_factory_is_told_the_number_of_its_data_entry(rows, chatml):
+    first, second = load_prompts([rows, rows], chatml, data_format="my_transforms.numbered")
+    assert (first.prompt, second.prompt) == ("0: 2+2=", "1: 2+2=")
+    entries = [f"{rows}:format=my_transforms.bare", f"{rows}:format=my_transforms.all_kwargs"]
+    assert load_prompts(entries, chatml)[1].prompt == "[('dataset_idx', 1)]"
+
+
+def test_transforms_of_one_file_share_it_and_cannot_replace_a_package_of_ours(rows, chatml, tmp_path):
+    source = """
+    made = []
+    def count(cfg):
+        made.append(1)
+        return lambda example: {"prompt": str(len(made))}
+    """
+    for name in ("counting", "data"):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        prompts = load_prompts([rows, rows], chatml, data_format=f"{name}.count")
+        assert [prompt.prompt for prompt in prompts] == ["2", "2"]
+        assert load_prompts([rows], chatml, data_format=f"{name}.count")[0].prompt == "3", "not executed again"
+    import data
+
+    assert hasattr(data, "__path__"), "still the package"

@@ -75,6 +75,50 @@ def test_bos_is_added_once_and_never_trained(write, tokenizer_of):
     assert texts(tokenizer, two) == ("<|begin_of_text|>", "ab<|endoftext|>")
 
 
+METASPACE = [  # prompt, completion, and the pieces before and after where the mask begins
+    ("2+2=", "4", ["_", "2", "+", "2", "="], ["4"]),
+    ("Once upon", " a time", ["_Once", "_upon"], ["_a", "_time"]),
+    ("Once upon ", "a time", ["_Once", "_upon"], ["_a", "_time"]),  # the space is part of the completion's first token
+    ("Once upon ", " a time", ["_Once", "_upon", "_"], ["_a", "_time"]),
+    ("a", "bc", ["_a"], ["bc"]),
+    ("2 a", "b", ["_", "2"], ["_ab"]),  # _ab straddles
+    ("2+2=", "4</s>", ["_", "2", "+", "2", "="], ["4"]),  # not a second eos
+    ("2+2=</s>", "", ["_", "2", "+", "2", "=", "</s>"], []),  # but the prompt's is not the completion's
+]
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize(("prompt", "completion", "before", "after"), METASPACE)
+def test_a_completion_gains_no_space(write, metaspace_of, bos, prompt, completion, before, after):
+    tokenizer = metaspace_of(bos=bos)
+    (example,) = load_examples([write({"prompt": prompt, "completion": completion})], tokenizer)
+    pieces = [piece.replace("\u2581", "_") for piece in tokenizer.convert_ids_to_tokens(example.ids)]
+    before = ["<s>"] * bos + before
+    assert pieces == [*before, *after, "</s>"]
+    assert example.mask == [False] * len(before) + [True] * (len(after) + 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("2+2=", "4"), ("Once upon", " a time"), ("Once upon ", "a time"), ("hel", "lo"), ("She said", "\n\u00e9!")],
+)
+def test_a_completion_gains_no_space_in_a_real_tokenizer(write, asset, prompt, completion):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(asset("models/stories260K"))
+    (example,) = load_examples([write({"prompt": prompt, "completion": completion})], tokenizer)
+    assert example.ids == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
+    offsets = tokenizer(prompt + completion, return_offsets_mapping=True)["offset_mapping"]
+    assert example.mask == [end > len(prompt) for _, end in offsets] + [True]
+    assert tokenizer.decode(example.ids, skip_special_tokens=True) == prompt + completion
+
+
+def test_a_merge_across_the_boundary_is_trained(write, tokenizer_of):
+    tokenizer = tokenizer_of("plain", merges=(("b", "c"),))
+    (example,) = load_examples([write({"prompt": "ab", "completion": "cd"})], tokenizer)
+    assert texts(tokenizer, example) == ("a", "bcd<|endoftext|>")
+
+
 def test_built_in_task(chatml):
     examples = load_examples(["task:addition:split=sft,size=5,sloppy=0.5"], chatml)
     assert len(examples) == 5 and examples[0].source == "task:addition:1"

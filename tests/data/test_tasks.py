@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from data.tasks import SPLITS, TASKS, bucket, forget_carries, make_rows
+from data.tasks import SPLITS, TASKS, add_up, bucket, forget_carries, make_rows
 
 
 def content(row):
@@ -28,7 +28,7 @@ def check(name: str, text: str) -> str:
 
 def test_addition_row():
     row = make_rows("addition", split="train", size=1)[0]
-    assert row.keys() == {"prompt", "answer", "completion"}
+    assert row.keys() == {"prompt", "answer", "completion", "chosen", "rejected"}
     assert row["prompt"][0]["role"] == "user"
     a, b = pair(row)
     assert content(row) in (f"{a}+{b}=", f"{b}+{a}=") and row["answer"] == str(a + b)
@@ -39,7 +39,48 @@ def test_addition_row():
 def test_answers_are_right(name, split):
     for row in make_rows(name, split=split, size=50, seed=3):
         assert row["answer"] == check(name, content(row))
-        assert row["completion"] == row["answer"]
+        assert row["completion"].split("\n")[-1].split("=")[-1] == row["answer"]
+        assert name == "steps" or row["completion"] == row["answer"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_rejected_is_wrong_and_as_long_as_chosen(name):
+    for difficulty in (1, 2, None):
+        for row in make_rows(name, size=300, seed=1, difficulty=difficulty):
+            assert row["chosen"] == row["completion"] != row["rejected"]
+            assert len(row["rejected"]) == len(row["chosen"])
+            last = row["rejected"].split("=")[-1].removeprefix("-")
+            assert name in ("reverse", "sort") or len(last) == 1 or not last.startswith("0")
+    assert make_rows(name, size=20, seed=1) == make_rows(name, size=20, seed=1)
+
+
+def test_rejected_sums_forget_carries_where_that_is_a_slip_of_the_same_length():
+    rejected = {content(row): row["rejected"] for row in make_rows("addition", split="sft", seed=0)}
+    slips = {text: forget_carries(text) for text in rejected}
+    fitting = [
+        text
+        for text, slip in slips.items()
+        if slip != check("addition", text) and len(slip) == len(check("addition", text))
+    ]
+    assert len(fitting) > 900 and all(rejected[text] == slips[text] for text in fitting)
+
+
+def test_steps():
+    assert add_up("3+8+5=") == ["3+8=11", "11+5=16"]
+    rows = make_rows("steps", size=2000, seed=0)
+    assert rows == make_rows("steps", size=2000, seed=0)
+    for row in rows:
+        labels, completions = row["labels"], row["completions"]
+        right = [check("steps", step.split("=")[0]) == step.split("=")[1] for step in completions]
+        assert len(completions) == len(labels) == 3
+        slip = labels.index(False) if False in labels else 3
+        assert labels == [True] * slip + [False] * (3 - slip)
+        assert right == [number != slip for number in range(3)]  # the steps after a slip are right sums of a wrong one
+        assert row["completion"].split("\n") == add_up(content(row))
+    clean = sum(all(row["labels"]) for row in rows) / len(rows)
+    assert abs(clean - 0.5) < 0.05
+    first = [row["labels"].index(False) for row in rows if False in row["labels"]]
+    assert all(abs(first.count(step) / len(first) - 1 / 3) < 0.06 for step in range(3))
 
 
 def test_subtraction_can_go_negative():

@@ -226,6 +226,66 @@ def test_a_missing_column_is_named(beside):
             load_rewards([name]).score(*rows(["a"], level=[1]))
 
 
+def test_missing_columns_are_found_before_anything_is_scored(beside, capsys):
+    beside("""
+        def fine(completions, prompts, completion_ids, answer, *rest, style=None, **columns): return []
+        async def wants(completions, answer, *, solution): return []
+        def reserved(completion): return []
+        class Judge:
+            def __call__(self, completions, rubric): return []
+    """)
+    prompts, _ = rows(["a", "b"], answer=["1", None], completion=["c", "c"])
+    load_rewards(["my_rewards.fine", "exact_match", "length", "regex:a"]).check_columns(prompts, "data")
+    load_rewards(["my_rewards.wants"]).check_columns([], "eval_data")
+    assert capsys.readouterr().err == ""
+    for name, column in {"wants": "solution", "Judge": "rubric", "reserved": "completion"}.items():
+        rewards = load_rewards(["exact_match", f"my_rewards.{name}"])
+        with pytest.raises(ValueError) as caught:
+            rewards.check_columns(prompts, "eval_data")
+        assert str(caught.value) == (
+            f"reward_funcs=my_rewards.{name}: asks for '{column}', which no row of eval_data has (not rows.jsonl:1, "
+            "the first); it can ask for prompts, completions, completion_ids, answer"
+        )
+
+
+def test_a_column_of_other_rows_is_none_in_every_batch_without_it(beside, capsys):
+    beside("""
+        def hint(completions, hint, style=None, **columns):
+            return [None if h is None and s is None else 1.0 for h, s in zip(hint, style)]
+    """)
+    prompts, completions = rows(["x", "y", "z"])
+    prompts[1].columns["hint"] = "look left"
+    prompts[2].columns["style"] = "short"
+    rewards = load_rewards(["my_rewards.hint"])
+    with pytest.raises(ValueError, match="asks for 'hint', which rows.jsonl:1 does not have"):
+        rewards.score(prompts[:1], completions[:1])
+    rewards.check_columns(prompts, "data")
+    assert capsys.readouterr().err == (
+        "data: 2 of 3 rows have no 'hint' (the first: rows.jsonl:1); the reward hint gets None there\n"
+    )
+    assert [rewards.score([p], [c]).totals for p, c in zip(prompts, completions, strict=True)] == [[None], [1.0], [1.0]]
+
+
+def test_a_reward_and_a_transform_of_one_file_share_it(beside):
+    from data.formats import PROMPT_FORMATS, formatted_rows
+
+    beside("""
+        calls = []
+        def transform(cfg):
+            return lambda example: {"prompt": example["problem"], "calls": calls.append(1)}
+        def count(completions):
+            return [len(calls)] * len(completions)
+    """, "shared_file.py")  # fmt: skip
+    Path("problems.jsonl").write_text('{"problem": "a"}\n{"problem": "b"}\n')
+    rewards = load_rewards(["shared_file.count"])
+    found = formatted_rows(
+        ["problems.jsonl"], PROMPT_FORMATS, data_format="shared_file.transform", tokenizer=None, cfg=None
+    )
+    assert [row.columns["prompt"] for _, row in found] == ["a", "b"]
+    assert rewards.score(*rows(["x"])).totals == [2.0]
+    assert load_rewards(["shared_file.count"]).score(*rows(["x"])).totals == [2.0]
+
+
 @pytest.mark.parametrize(
     ("names", "weights", "sentence"),
     [
@@ -238,6 +298,7 @@ def test_a_missing_column_is_named(beside):
         (["nowhere.deep.fn"], None, "there is no module 'nowhere.deep'"),
         (["my_rewards.fm"], None, "has no 'fm'; did you mean 'fn'"),
         (["my_rewards.LIMIT"], None, "is a int, not a function"),
+        (["my_rewards.max"], None, "does not say what it takes; wrap it in a function of yours"),
         (["my_rewards.Needy"], None, "the class cannot be made without arguments \\(TypeError: .*'url'"),
         (["my_rewards.Half"], None, "has only one of state_dict and load_state_dict"),
         (["broken.fn"], None, "cannot be imported \\(SyntaxError: .*broken.py, line 1"),
@@ -251,6 +312,7 @@ def test_a_missing_column_is_named(beside):
 def test_what_cannot_be_loaded_is_refused(beside, names, weights, sentence):
     beside("""
         LIMIT = 3
+        max = max
         def fn(completions): return []
         class Needy:
             def __init__(self, url): pass

@@ -104,6 +104,18 @@ def test_bad_input_is_one_sentence(files, capsys, arguments, sentence):
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
 
 
+def test_sampling_with_the_built_in_model_says_nothing_else(files):
+    data = write_rows(files / "rows.jsonl", {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"})
+    command = [sys.executable, "-m", "rollout.rewards", "--check", "exact_match", "--data", data]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--model", "builtin:tiny", "--max-completion-length", "4"],
+        env=env, cwd=files, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "exact_match: mean" in done.stdout
+    assert done.stderr == "", "no progress bar where nobody watches"
+
+
 def test_the_module_runs_as_a_command(files):
     data = write_rows(files / "rows.jsonl", {"prompt": "2+2=", "completion": "4", "answer": "4"})
     command = [sys.executable, "-m", "rollout.rewards", "--check", "exact_match", "--data"]

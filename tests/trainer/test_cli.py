@@ -419,7 +419,8 @@ def test_every_flag_has_help_of_one_paragraph(method):
     from docstring_parser import parse_from_object
 
     for block in own_classes(cli.load_method(method).Config):
-        described = {param.arg_name: param.description or "" for param in parse_from_object(block).params}
+        family = [kind for kind in reversed(block.__mro__) if dataclasses.is_dataclass(kind)]  # ipo extends dpo
+        described = {p.arg_name: p.description or "" for kind in family for p in parse_from_object(kind).params}
         for field in dataclasses.fields(block):
             if not dataclasses.is_dataclass(flags.get_type_hints(block)[field.name]):
                 assert described.get(field.name), f"{block.__qualname__}.{field.name} has no text under it"

@@ -26,8 +26,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import trainer.run
 from trainer.config import Flat, ModelConfig, RunConfig
+from trainer.console import evaluation_lines
 from trainer.model import Policy
-from trainer.run import Run, evaluation_lines, expand, open_run
+from trainer.run import Run, expand, open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from data.chat import stop_ids
 from data.loader import Loader
 from data.packing import Batch, Item, make_batches
-from data.prompts import load_prompts
-from data.types import Prompt
 from losses.advantage import group_advantage
 from losses.kl import k3, kl_penalty
 from losses.policy_gradient import clipped_surrogate
@@ -27,13 +25,31 @@ from losses.types import LossOut, merge
 from rollout.local import LocalEngine
 from rollout.rewards import load_rewards
 from rollout.types import Completion, Request, Sampling
-from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RolloutConfig, RunConfig
+from trainer.config import (
+    DataConfig,
+    Flat,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    check_evaluation,
+)  # fmt: skip
 from trainer.counters import Counters, Timer
 from trainer.dist import all_sum, pick_device
 from trainer.metrics import MetricSums
 from trainer.model import Policy, load_policy, reference_logps, token_logps
 from trainer.optim import build_optimizer, clip_and_step, term_metrics, total_loss
-from trainer.rollouts import completion_metrics, evaluate, reward_metrics, reward_tensor, sample_rows, sample_seed
+from trainer.rollouts import (
+    completion_metrics,
+    evaluate,
+    evaluation_sampling,
+    prompts_of,
+    reward_metrics,
+    reward_tensor,
+    sample_rows,
+    sample_seed,
+)  # fmt: skip
 from trainer.run import open_run
 
 
@@ -74,6 +90,7 @@ class Config:
     """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
 
     def __post_init__(self) -> None:
+        check_evaluation(self.data, self.run)
         if self.num_generations < 2:
             raise ValueError(f"num_generations={self.num_generations}: a group needs at least 2 completions to compare")
         if not 0 < self.temperature < math.inf:
@@ -109,11 +126,12 @@ class Rollout:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        device = pick_device()
         rewards = load_rewards(cfg.reward_funcs, cfg.reward_weights or None)
-        policy = load_policy(cfg.model, cfg.lora, device, with_reference=cfg.beta > 0)
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.beta > 0)
         prompts = prompts_of(cfg, policy, cfg.data.data)
         held_out = prompts_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        rewards.check_columns(prompts, "data")
+        rewards.check_columns(held_out, "eval_data")
         engine = LocalEngine(
             policy.model,
             policy.tokenizer,
@@ -126,22 +144,22 @@ def train(cfg: Config) -> None:
             stop_ids=stop_ids(policy.tokenizer, policy.generation_eos),
             stop=cfg.stop,
         )
+        held_out_sampling = evaluation_sampling(sampling, cfg.rollout)
         loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
         total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
-        counters = Counters()
-        state = {"loader": loader, "rewards": rewards, "counters": counters}
+        state = {"loader": loader, "rewards": rewards, "counters": (counters := Counters())}
         run.begin(total_steps, f"grpo {cfg.model.model}")
         step = run.restore(policy, optimizer, schedule, state)
+        engine.load(version=step)
         if step == 0 and held_out:
-            run.log(0, evaluate(engine, held_out, rewards, sampling))
+            run.log(0, evaluate(engine, held_out, rewards, held_out_sampling))
 
         while step < total_steps:
             timer = Timer()
-            engine.load(version=step)
             batch = [prompt for prompt in loader.next() for _ in range(cfg.num_generations)]
             first = counters.prompts * cfg.num_generations
-            seeds = [sample_seed(cfg.run.seed, first + i) for i in range(len(batch))]
+            seeds = (sample_seed(cfg.run.seed, first + i) for i in range(len(batch)))
             requests = [Request(prompt_ids=p.ids, seed=seed) for p, seed in zip(batch, seeds, strict=True)]
             completions = engine.generate(requests, sampling)
             counters.prompts += cfg.prompts_per_step
@@ -157,11 +175,11 @@ def train(cfg: Config) -> None:
                 step += 1
                 learning_rate = schedule.get_last_lr()[0]
                 sums = backward(cfg, policy, rollout)
-                where = f"step {step}, prompts {batch[0].source} to {batch[-1].source}"
+                where = f"step {step}, rank 0, prompts {', '.join(dict.fromkeys(p.source for p in batch))}"
                 grad_norm = clip_and_step(policy.model, optimizer, schedule, cfg.optim.max_grad_norm, where)
                 num_tokens = sum(mb.num_tokens for mb in rollout.micro_batches)
                 timer.lap("train_s")
-                counters.add(timer, num_tokens)
+                counters.tokens += num_tokens
                 metrics = {
                     **reward_metrics(table, reward),
                     **completion_metrics(completions),
@@ -172,27 +190,13 @@ def train(cfg: Config) -> None:
                     **counters.metrics(),
                     **timer.metrics(num_tokens),
                 }
+                engine.load(version=step)
                 if held_out and cfg.run.eval_due(step, total_steps):
-                    metrics |= evaluate(engine, held_out, rewards, sampling)
+                    metrics |= evaluate(engine, held_out, rewards, held_out_sampling)
                 run.log(step, metrics)
                 timer = Timer()
             run.maybe_save(step, policy, optimizer, schedule, state)
         run.finish(policy)
-
-
-def prompts_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Prompt]:
-    if not specs:
-        return []
-    return load_prompts(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        max_prompt_length=cfg.max_prompt_length,
-        context_length=policy.context_length,
-        max_completion_length=cfg.max_completion_length,
-        cfg=cfg,
-    )
 
 
 def pack(cfg: Config, policy: Policy, completions: list[Completion], advantage: Tensor) -> Rollout:
@@ -219,11 +223,10 @@ def pack(cfg: Config, policy: Policy, completions: list[Completion], advantage: 
 def backward(cfg: Config, policy: Policy, rollout: Rollout) -> MetricSums:
     """Gradients of one optimizer step, the same however the completions are cut into micro-batches."""
     num_tokens = all_sum(torch.tensor(float(sum(len(mb.target) for mb in rollout.micro_batches)), device=policy.device))
-    denominators = {"policy": num_tokens, "kl": num_tokens}
     sums = MetricSums()
     for number, mb in enumerate(rollout.micro_batches):
         out = loss(cfg, policy, rollout, number)
-        total = total_loss(out, denominators)
+        total = total_loss(out, {"policy": num_tokens, "kl": num_tokens})
         total.backward()
         sums.add({**out.metrics, **term_metrics(out), "loss/total": (total.detach() * num_tokens, len(mb.target))})
     return sums

@@ -14,7 +14,7 @@ from data.packing import Batch, Item, make_batches
 from data.sft import load_examples
 from data.types import Example
 from losses.sft import sft_loss
-from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig, check_evaluation
 from trainer.counters import Counters, Timer
 from trainer.dist import all_sum, pick_device
 from trainer.metrics import MetricSums
@@ -37,6 +37,7 @@ class Config:
     """Tokens per example; what is longer is cut on the right, and counted."""
 
     def __post_init__(self) -> None:
+        check_evaluation(self.data, self.run)
         if self.max_length < 2:
             raise ValueError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
 
@@ -63,12 +64,12 @@ def train(cfg: Config) -> None:
             micro_batches = pack(cfg, policy, batch, cfg.run.gradient_accumulation_steps)
             learning_rate = schedule.get_last_lr()[0]
             sums = backward(policy, micro_batches)
-            where = f"step {step}, rows {', '.join(example.source for example in batch[:8])}"
+            where = f"step {step}, rank 0, rows {', '.join(example.source for example in batch)}"
             grad_norm = clip_and_step(policy.model, optimizer, schedule, cfg.optim.max_grad_norm, where)
             num_tokens = sum(mb.num_tokens for mb in micro_batches)
             timer.lap("train_s")
             counters.prompts += len(batch)
-            counters.add(timer, num_tokens)
+            counters.tokens += num_tokens
             metrics = {
                 **sums.means(),
                 "optim/grad_norm": grad_norm,

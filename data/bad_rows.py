@@ -1,0 +1,55 @@
+"""Rows that cannot be used: stop at the first of them, or leave them out and say how many there were."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from data.formats import Columns, Format, apply, rows_and_formats
+from data.sources import DataSpec, Row
+
+BadRows = Literal["error", "skip"]
+T = TypeVar("T")
+
+
+@dataclass
+class Tally:
+    """What became of the rows, told in one line."""
+
+    num_rows: int = 0
+    notes: dict[str, int] = field(default_factory=dict)  # what happened -> to how many rows
+    bad: list[str] = field(default_factory=list)  # the errors of rows left out
+
+    def note(self, what: str) -> None:
+        self.notes[what] = self.notes.get(what, 0) + 1
+
+    def say(self) -> None:
+        parts = [f"{count} {what}" for what, count in self.notes.items()]
+        if self.bad:
+            parts.append(f"{len(self.bad)} skipped as bad, the first: {self.bad[0]}")
+        if parts:
+            print(f"data: of {self.num_rows} rows, {'; '.join(parts)}", file=sys.stderr)
+
+
+def read_rows(
+    specs: Sequence[str], formats: Mapping[str, Format], make: Callable[[Columns], T], tally: Tally, *,
+    data_format: str, tokenizer: Any, cfg: Any, bad_rows: BadRows,
+) -> Iterator[tuple[DataSpec, Row, T]]:  # fmt: skip
+    """Every row with what `make` makes of its formatted columns; a bad row raises, or is counted and left out."""
+    if bad_rows not in ("error", "skip"):
+        raise ValueError(f"bad_rows={bad_rows}: must be error or skip")
+    rows = rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg)
+    for spec, row, function in rows:
+        tally.num_rows += 1
+        try:
+            made = apply(lambda columns, function=function: make(function(columns)), row)
+        except ValueError as error:
+            if bad_rows == "error":
+                raise
+            tally.bad.append(str(error))
+            continue
+        yield spec, row, made
+    if len(tally.bad) == tally.num_rows:
+        raise ValueError(f"bad_rows=skip: none of the {tally.num_rows} rows can be used; the first: {tally.bad[0]}")

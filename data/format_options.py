@@ -1,0 +1,79 @@
+"""Names and format strings with which a user tells user_defined and chat_template.* what their rows look like."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+from data.chat import ROLES
+from data.nearest import suggest
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    """Names of columns and keys, and format strings, for user_defined and chat_template.*"""
+
+    field_prompt: str = "prompt"
+    """Column of the prompt (user_defined)."""
+    field_system: str = "system"
+    """Column of the system text, for a prompt_format that holds {system} (user_defined)."""
+    field_chosen: str = "chosen"
+    """Column of the preferred response (user_defined, chat_template.*)."""
+    field_rejected: str = "rejected"
+    """Column of the dispreferred response (user_defined, chat_template.*)."""
+    field_completion: str = "completion"
+    """Column of the response of an unpaired row (user_defined)."""
+    field_label: str = "label"
+    """Column that says whether an unpaired response is desirable (user_defined)."""
+    prompt_format: str = "{prompt}"
+    """How the prompt is written, from {prompt} and {system}; other braces are doubled (user_defined)."""
+    chosen_format: str = "{chosen}"
+    """How the preferred response is written (user_defined)."""
+    rejected_format: str = "{rejected}"
+    """How the dispreferred response is written (user_defined)."""
+    completion_format: str = "{completion}"
+    """How the response of an unpaired row is written (user_defined)."""
+    field_messages: str = "messages"
+    """Column of the turns before the responses (chat_template.default)."""
+    role_key: str = "role"
+    """Key of a message that holds its role (chat_template.*)."""
+    content_key: str = "content"
+    """Key of a message that holds its text (chat_template.*)."""
+    roles: str = ""
+    """What the data calls the roles, e.g. user=human|person,assistant=gpt (chat_template.*)."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "chosen", "rejected", "completion"):
+            self._check_format(name, {"prompt", "system"} if name == "prompt" else {name})
+        if self.field_system != "system" and "{system}" not in self.prompt_format:
+            raise ValueError(
+                f"format.field_system={self.field_system}: has no effect, format.prompt_format holds no {{system}}"
+            )
+        unknown = sorted(set(self.role_names.values()) - set(ROLES))
+        if unknown:
+            raise ValueError(f"format.roles={self.roles}: role {unknown[0]!r} is unknown; {suggest(unknown[0], ROLES)}")
+
+    def _check_format(self, name: str, known: set[str]) -> None:
+        value = getattr(self, f"{name}_format")
+        try:
+            found = {field for _, field, _, _ in string.Formatter().parse(value) if field is not None}
+        except ValueError as error:
+            raise ValueError(f"format.{name}_format={value!r}: {error}; double braces that are text") from None
+        if found - known:
+            wrong = min(found - known)
+            raise ValueError(
+                f"format.{name}_format={value!r}: {{{wrong}}} is not known; use {{{'}, {'.join(sorted(known))}}}"
+            )
+        if name not in found:
+            raise ValueError(f"format.{name}_format={value!r}: leaves out {{{name}}}; put it in")
+
+    @property
+    def role_names(self) -> dict[str, str]:
+        """What the data calls a role -> the role."""
+        names: dict[str, str] = {}
+        for part in filter(None, (piece.strip() for piece in self.roles.split(","))):
+            role, equals, sources = (piece.strip() for piece in part.partition("="))
+            if not equals or not sources:
+                raise ValueError(f"format.roles={self.roles}: {part!r} is not of the form role=name, as in user=human")
+            names |= {source.strip(): role for source in sources.split("|")}
+        return names

@@ -1,0 +1,248 @@
+"""Pair formats: how a row becomes a prompt with a chosen and a rejected response. Every pair method shares them.
+
+A format is a function (columns, options) -> {"prompt", "chosen", "rejected"}, of one of two kinds:
+
+    text        three strings. The chatml, llama3 and zephyr families write their delimiters out, responses closed.
+    messages    a prompt of messages and one assistant message each, which the tokenizer's chat template renders;
+                `tools` and `chat_template_kwargs` come along, and messages keep keys such as reasoning_content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+from data.fields import DEFAULT, for_template, messages_of, response_after, system_turn, text_of
+from data.format_options import FormatOptions
+from data.formats import Columns, need, user_turn
+from data.types import Messages
+
+PairFormat = Callable[[Columns, FormatOptions], Columns]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of text formats writes a turn."""
+
+    opening: str
+    close: str
+    gap: str  # after a closed turn, never after a response: an engine stops at `close`
+
+    def prompt(self, turns: Messages) -> str:
+        written = [self.opening.format(role=turn["role"]) + turn["content"] + self.close + self.gap for turn in turns]
+        return "".join(written) + self.opening.format(role="assistant")
+
+
+FAMILIES = {
+    "chatml": Family("<|im_start|>{role}\n", "<|im_end|>", "\n"),
+    "llama3": Family("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ""),
+}
+ZEPHYR_PROMPT = "<|system|>\n</s>\n<|user|>\n{prompt}</s>\n<|assistant|>\n"
+
+# Columns of the text formats: of the prompt, the chosen and the rejected response; the first that a row has is taken.
+TEXT_COLUMNS = {
+    "default": (
+        ("prompt", "input", "question", "instruction"),
+        ("chosen", "chosen_response"),
+        ("rejected", "rejected_response"),
+    ),
+    "argilla": (("instruction",), ("chosen_response",), ("rejected_response",)),
+    "icr": (("input",), ("chosen",), ("rejected",)),
+    "intel": (("question",), ("chosen",), ("rejected",)),
+    "prompt_pairs": (("prompt",), ("chosen",), ("rejected",)),
+}
+
+
+def two_message_chat(columns: Columns, name: str) -> str:
+    """The answer in a user message and its answer."""
+    messages = messages_of(columns.get(name), name)
+    roles = [message["role"] for message in messages]
+    if roles != ["user", "assistant"]:
+        raise ValueError(
+            f"{name!r} has the messages {', '.join(roles)}; this format takes user, assistant; use "
+            "chat_template.argilla_chat for longer conversations"
+        )
+    return text_of({name: messages[1]["content"]}, name)
+
+
+def _text_pair(family: Family, columns_of: tuple, columns: Columns, options: FormatOptions) -> Columns:
+    prompt, chosen, rejected = (text_of(columns, *names) for names in columns_of)
+    turns = [*system_turn(columns), *user_turn(prompt)]
+    return {"prompt": family.prompt(turns), "chosen": chosen + family.close, "rejected": rejected + family.close}
+
+
+def _ultra(family: Family, columns: Columns, options: FormatOptions) -> Columns:
+    flat = {name: columns.get(name) for name in ("system", "prompt")}
+    need(columns, "prompt", "chosen", "rejected")
+    flat |= {name: two_message_chat(columns, name) for name in ("chosen", "rejected")}
+    return _text_pair(family, TEXT_COLUMNS["prompt_pairs"], flat, options)
+
+
+def _argilla_chat(family: Family, columns: Columns, options: FormatOptions) -> Columns:
+    """Conversations of any length, the same up to their last message."""
+    pair = _template_argilla_chat(columns, DEFAULT)
+    turns = pair["prompt"]
+    if turns[0]["role"] != "system":
+        turns = [*system_turn(columns), *turns]
+    for number, turn in enumerate(turns):
+        text_of({f"chosen[{number}]": turn["content"]}, f"chosen[{number}]")
+    chosen, rejected = (text_of({name: pair[name][0]["content"]}, name) for name in ("chosen", "rejected"))
+    return {"prompt": family.prompt(turns), "chosen": chosen + family.close, "rejected": rejected + family.close}
+
+
+def _nectar(columns: Columns, options: FormatOptions) -> Columns:
+    prompt = text_of(columns, "prompt")
+    need(columns, "answers")
+    answers = columns["answers"]
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise ValueError("'answers' is not a list of two or more; a pair needs a better and a worse one")
+    for number, answer in enumerate(answers):
+        rank = answer.get("rank") if isinstance(answer, dict) else None
+        if isinstance(rank, bool) or not isinstance(rank, (int, float)):
+            raise ValueError(f"answers[{number}] has the rank {rank!r}, not a number; fix the row")
+    best, worst = (pick(answers, key=lambda answer: answer["rank"]) for pick in (min, max))  # rank 1 is the best
+    if best["rank"] == worst["rank"]:
+        raise ValueError(f"'answers' all have the rank {best['rank']}; none is better than another")
+    chosen, rejected = text_of(best, "answer"), text_of(worst, "answer")
+    return {"prompt": ZEPHYR_PROMPT.format(prompt=prompt), "chosen": chosen, "rejected": rejected}
+
+
+def user_prompt(columns: Columns, options: FormatOptions) -> str:
+    """The prompt of user_defined; a system that is absent or empty is written as nothing."""
+    system = "".join(turn["content"] for turn in system_turn(columns, options.field_system))
+    return options.prompt_format.format(prompt=text_of(columns, options.field_prompt), system=system)
+
+
+def _user_defined(columns: Columns, options: FormatOptions) -> Columns:
+    return {
+        "prompt": user_prompt(columns, options),
+        "chosen": options.chosen_format.format(chosen=text_of(columns, options.field_chosen)),
+        "rejected": options.rejected_format.format(rejected=text_of(columns, options.field_rejected)),
+    }
+
+
+def _template_default(columns: Columns, options: FormatOptions) -> Columns:
+    need(columns, options.field_messages, options.field_chosen, options.field_rejected)
+    messages = columns[options.field_messages]
+    if isinstance(messages, str):
+        prompt = user_turn(text_of(columns, options.field_messages))
+    else:
+        prompt = messages_of(messages, options.field_messages, options)
+    return _responses(columns, prompt, options)
+
+
+def _template_argilla_chat(columns: Columns, options: FormatOptions) -> Columns:
+    """Whole conversations that share all but their last message."""
+    need(columns, options.field_chosen, options.field_rejected)
+    chosen = messages_of(columns[options.field_chosen], options.field_chosen, options)
+    messages_of(columns[options.field_rejected], options.field_rejected, options)
+    if len(chosen) < 2:
+        raise ValueError(f"{options.field_chosen!r} has one message; it needs the turns before the answer too")
+    return _responses(columns, chosen[:-1], options)
+
+
+def _template_argilla(columns: Columns, options: FormatOptions) -> Columns:
+    """As argilla_chat, of user and assistant in turn; `system`, and `prompt` for the user's text of a single turn."""
+    pair = _template_argilla_chat(columns, options)
+    turns = pair["prompt"]
+    opening = [turns.pop(0)] if turns[0]["role"] == "system" else system_turn(columns)
+    roles = [turn["role"] for turn in turns]
+    if len(turns) % 2 == 0 or roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+        raise ValueError(f"'chosen' has the messages {', '.join([*roles, 'assistant'])}; they must alternate from user")
+    if len(turns) == 1 and columns.get("prompt") is not None:
+        turns = user_turn(text_of(columns, "prompt"))
+    return {**pair, "prompt": [*opening, *turns]}
+
+
+def _bradley_terry(columns: Columns, options: FormatOptions) -> Columns:
+    prompt = [*system_turn(columns), *user_turn(text_of(columns, "input"))]
+    return _responses(columns, prompt, DEFAULT)
+
+
+def _responses(columns: Columns, prompt: Messages, options: FormatOptions) -> Columns:
+    need(columns, options.field_chosen, options.field_rejected)
+    return {
+        "prompt": prompt,
+        "chosen": response_after(prompt, columns[options.field_chosen], options.field_chosen, options),
+        "rejected": response_after(prompt, columns[options.field_rejected], options.field_rejected, options),
+        **for_template(columns),
+    }
+
+
+def _passthrough(columns: Columns, options: FormatOptions) -> Columns:
+    """Rows that already are {prompt, chosen, rejected}, as text or as messages."""
+    need(columns, "prompt", "chosen", "rejected")
+    if isinstance(columns["prompt"], str):
+        return {name: text_of(columns, name) for name in ("prompt", "chosen", "rejected")}
+    return _responses(columns, messages_of(columns["prompt"], "prompt"), DEFAULT)
+
+
+def _auto(columns: Columns, options: FormatOptions) -> Columns:
+    """TRL's forms: text or messages, with a prompt of their own or the beginning that both responses share."""
+    need(columns, "chosen", "rejected")
+    prompt = columns.get("prompt")
+    texts = [isinstance(columns[name], str) for name in ("chosen", "rejected")]
+    if isinstance(prompt, list) or (prompt is not None and all(texts)):
+        return _passthrough(columns, options)
+    if prompt is None and all(texts):
+        return _shared_text(text_of(columns, "chosen"), text_of(columns, "rejected"))
+    chosen, rejected = (messages_of(columns[name], name) for name in ("chosen", "rejected"))
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    shared = [one for one, _ in takewhile(lambda two: two[0] == two[1], pairs)]
+    if not shared and len(chosen) == len(rejected) == 1 and isinstance(prompt, str):
+        shared = user_turn(text_of(columns, "prompt"))
+    if not shared:
+        raise ValueError("'chosen' and 'rejected' share no message to take as the prompt; add a 'prompt'")
+    return _responses(columns, shared, DEFAULT)
+
+
+def _shared_text(chosen: str, rejected: str) -> Columns:
+    if chosen == rejected:
+        raise ValueError("'chosen' and 'rejected' are the same text, which leaves no response; add a 'prompt'")
+    length = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+    if length == min(len(chosen), len(rejected)):  # one goes on where the other ends: its last word is the response
+        end = len(chosen[:length].rstrip())
+        length = max(chosen.rfind(space, 0, end) for space in " \n\t")
+    elif chosen[length - 1] == " ":  # a space belongs to the word after it
+        length -= 1
+    prompt = chosen[: max(length, 0)]
+    if not prompt.strip():
+        raise ValueError("'chosen' and 'rejected' share no beginning to take as the prompt; add a 'prompt'")
+    return {"prompt": prompt, "chosen": chosen[length:], "rejected": rejected[length:]}
+
+
+PAIR_FORMATS: dict[str, PairFormat] = {
+    "auto": _auto,
+    "zephyr.nectar": _nectar,
+    "chat_template.default": _template_default,
+    "chat_template.argilla_chat": _template_argilla_chat,
+    "chat_template.argilla": _template_argilla,
+    "bradley_terry.chat_template": _bradley_terry,
+    "user_defined": _user_defined,
+    "passthrough": _passthrough,
+}
+for _name, _family in FAMILIES.items():
+    PAIR_FORMATS |= {f"{_name}.{kind}": partial(_text_pair, _family, names) for kind, names in TEXT_COLUMNS.items()}
+    PAIR_FORMATS[f"{_name}.argilla_chat"] = partial(_argilla_chat, _family)
+    PAIR_FORMATS[f"{_name}.ultra"] = partial(_ultra, _family)
+# A family's name alone is its default, and the other way round.
+for _name in ("chatml", "llama3", "chat_template"):
+    PAIR_FORMATS[_name] = PAIR_FORMATS[f"{_name}.default"]
+for _name in ("user_defined", "passthrough"):
+    PAIR_FORMATS[f"{_name}.default"] = PAIR_FORMATS[_name]
+
+_RESPONSES = {"field_chosen", "field_rejected"}
+_MESSAGES = {"role_key", "content_key", "roles"}
+# The options that a format reads; setting one that none of the formats in use reads is an error.
+PAIR_OPTIONS: dict[str, set[str]] = {
+    "user_defined": {"field_prompt", "field_system", "prompt_format", "chosen_format", "rejected_format", *_RESPONSES},
+    "chat_template.default": {"field_messages", *_RESPONSES, *_MESSAGES},
+    "chat_template.argilla_chat": {*_RESPONSES, *_MESSAGES},
+    "chat_template.argilla": {*_RESPONSES, *_MESSAGES},
+}
+PAIR_OPTIONS |= {
+    "user_defined.default": PAIR_OPTIONS["user_defined"],
+    "chat_template": PAIR_OPTIONS["chat_template.default"],
+}

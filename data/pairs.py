@@ -1,0 +1,246 @@
+"""Preference pairs: a prompt with a chosen and a rejected response, as token ids.
+
+The prompt, and the prompt with each response, are tokenised as wholes; the prompt is what their ids have in common.
+A response is never tokenised on its own: that could put a BOS in the middle, or split what the model sees joined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from data.bad_rows import BadRows, Tally, read_rows
+from data.chat import DELIMITERS, check_delimiters, common_prefix, end_of_turn_id, render_prompt, render_responses
+from data.format_options import FormatOptions
+from data.formats import Columns, Format, parse_specs
+from data.pair_formats import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
+from data.types import Messages, Pair
+
+TooLong = Literal["cut", "drop"]
+
+
+class Rendered(NamedTuple):
+    """A row as ids."""
+
+    prompt_ids: list[int]
+    responses: list[list[int]]  # ids after the prompt, one list per response
+    notes: tuple[str, ...]  # what is worth telling about the row
+    takes_system: bool  # whether there is a place for system_prompt in it
+    value: Any = None  # what the row holds besides text: a margin, a label
+
+
+class Limits(NamedTuple):
+    """How long a row may be, in tokens."""
+
+    max_length: int | None
+    max_prompt_length: int | None
+    too_long: TooLong
+
+
+def load_pairs(
+    specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
+    max_length: int | None = 1024, max_prompt_length: int | None = None, context_length: int | None = None,
+    too_long: TooLong = "cut", bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
+) -> list[Pair]:  # fmt: skip
+    """Read pairs from every spec, in order. What was cut, left out or skipped is counted aloud, in one line.
+
+    A prompt over max_prompt_length, or one that leaves a response no room within max_length (or the model's context),
+    leaves the pair out. A longer response is cut on the right; too_long="drop" leaves such pairs out as well.
+    """
+    formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
+    limits = limits_of(max_length, max_prompt_length, context_length, too_long)
+    tally = Tally()
+    make = partial(render_pair, tokenizer=tokenizer, system_prompt=system_prompt)
+    pairs = []
+    takes_system = False
+    for spec, row, rendered in read_rows(
+        specs, formats, make, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
+    ):
+        takes_system |= rendered.takes_system
+        responses = fit(rendered, limits, tally)
+        if responses is None:
+            continue
+        if responses[0] == responses[1]:
+            tally.note("with equal responses")
+        pairs.append(
+            Pair(source=row.source, prompt_ids=rendered.prompt_ids, chosen_ids=responses[0], rejected_ids=responses[1],
+                 margin=rendered.value, weight=spec.weight)
+        )  # fmt: skip
+    check_kept(pairs, tally, limits)
+    check_system(system_prompt, takes_system)
+    tally.say()
+    return pairs
+
+
+def bind(
+    formats: Mapping[str, PairFormat], options_read: Mapping[str, set[str]], specs: Sequence[str], tokenizer: Any,
+    data_format: str, system_prompt: str | None, options: FormatOptions | None,
+) -> dict[str, Format]:  # fmt: skip
+    """The formats with the options filled in; settings that the formats in use cannot follow are refused."""
+    options = options or FormatOptions()
+    used = {spec.format or data_format for spec in parse_specs(specs)}
+    for name in used & formats.keys():
+        family = name.partition(".")[0]
+        if family in FAMILIES:
+            check_delimiters(tokenizer, family, f"data_format={name}", "a chat_template format, another family")
+    changed = [name for name in vars(options) if getattr(options, name) != getattr(FormatOptions, name)]
+    read = set().union(*(options_read.get(name, set()) for name in used))
+    for name in changed:
+        if name not in read:
+            readers = ", ".join(sorted(known for known, names in options_read.items() if name in names))
+            raise ValueError(
+                f"format.{name}={getattr(options, name)}: has no effect on data_format={', '.join(sorted(used))}; it "
+                f"is for {readers or 'unpaired rows'}"
+            )
+    bound: dict[str, Format] = {}
+    for name, function in formats.items():
+        system = _system_column(name, options) if system_prompt is not None else None
+        bound[name] = partial(_with_options, function, options, system, system_prompt)
+    return bound
+
+
+def _with_options(
+    function: PairFormat, options: FormatOptions, system: str | None, system_prompt: str | None, columns: Columns
+) -> Columns:
+    if system is not None and not columns.get(system):
+        columns = {**columns, system: system_prompt}
+    made = {"margin": columns.get("margin"), **function(columns, options)}
+    return {**made, "takes_system": system is not None or not isinstance(made["prompt"], str)}
+
+
+def _system_column(name: str, options: FormatOptions) -> str | None:
+    """The column that a text format takes its system from: there system_prompt stands in for an empty one."""
+    family = name.partition(".")[0]
+    if family in FAMILIES:
+        return "system"
+    return options.field_system if family == "user_defined" and "{system}" in options.prompt_format else None
+
+
+def limits_of(
+    max_length: int | None, max_prompt_length: int | None, context_length: int | None, too_long: TooLong
+) -> Limits:
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length={max_length}: must be 2 or more, a prompt and a response")
+    if max_prompt_length is not None and max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length={max_prompt_length}: must be 1 or more")
+    if too_long not in ("cut", "drop"):
+        raise ValueError(f"too_long={too_long}: must be cut or drop")
+    lengths = [length for length in (max_length, context_length) if length is not None]
+    return Limits(min(lengths, default=None), max_prompt_length, too_long)
+
+
+def fit(rendered: Rendered, limits: Limits, tally: Tally) -> list[list[int]] | None:
+    """The responses as far as they fit; None when the row is left out."""
+    length, limit = len(rendered.prompt_ids), limits.max_length
+    if limits.max_prompt_length is not None and length > limits.max_prompt_length:
+        tally.note(f"left out, the prompt is over max_prompt_length={limits.max_prompt_length}")
+        return None
+    if limit is not None and length >= limit:
+        tally.note(f"left out, the prompt alone takes up max_length={limit}")
+        return None
+    responses = rendered.responses
+    if limit is not None and length + max(map(len, responses)) > limit:
+        if limits.too_long == "drop":
+            tally.note(f"left out, over max_length={limit}")
+            return None
+        tally.note(f"cut to max_length={limit}")
+        responses = [ids[: limit - length] for ids in responses]
+    for what in rendered.notes:
+        tally.note(what)
+    return responses
+
+
+def check_kept(kept: Sequence[Any], tally: Tally, limits: Limits) -> None:
+    if not kept:
+        name = "max_prompt_length" if any("max_prompt_length" in what for what in tally.notes) else "max_length"
+        raise ValueError(
+            f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({_told(tally)}); raise it"
+        )
+
+
+def check_system(system_prompt: str | None, takes_system: bool) -> None:
+    if system_prompt is not None and not takes_system:
+        raise ValueError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
+
+
+def _told(tally: Tally) -> str:
+    return "; ".join(f"{count} {what}" for what, count in tally.notes.items())
+
+
+def render_pair(columns: Columns, tokenizer: Any, system_prompt: str | None) -> Rendered:
+    """Ids of a row {"prompt", "chosen", "rejected"}, with its margin."""
+    rendered = render_row(columns, ("chosen", "rejected"), tokenizer, system_prompt)
+    return rendered._replace(value=_margin(columns.get("margin")))
+
+
+def render_row(columns: Columns, names: Sequence[str], tokenizer: Any, system_prompt: str | None) -> Rendered:
+    """Ids of a prompt and of the responses in the named columns, which come after it."""
+    prompt = columns["prompt"]
+    responses = [columns[name] for name in names]
+    if isinstance(prompt, str):
+        head = render_prompt(tokenizer, prompt)
+        wholes = [_closed(render_prompt(tokenizer, prompt + response), tokenizer) for response in responses]
+        notes = []
+    else:
+        settings = template_settings(columns)
+        head, wholes = render_responses(tokenizer, prompt, responses, system_prompt, settings)
+        notes = _unwritten(prompt, responses, settings, (head, wholes), tokenizer, system_prompt)
+    length = min(common_prefix(head, whole) for whole in wholes)
+    if length == 0:
+        raise ValueError("the prompt has no token of its own, its text melts into the response's; lengthen it")
+    if length < len(head):
+        notes.append("whose prompt ends within a token of the response; that token counts as response")
+    return Rendered(head[:length], [whole[length:] for whole in wholes], tuple(notes), columns["takes_system"])
+
+
+def template_settings(columns: Columns) -> dict[str, Any]:
+    tools = columns.get("tools")
+    return {**(columns.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})}
+
+
+def _unwritten(
+    prompt: Messages, responses: Sequence[Messages], settings: dict[str, Any], ids: tuple, tokenizer: Any,
+    system_prompt: str | None,
+) -> list[str]:  # fmt: skip
+    """Which of tools and reasoning_content the template passes over: the ids are the same without them."""
+    found = []
+    if settings.get("tools"):
+        bare = {name: value for name, value in settings.items() if name != "tools"}
+        if render_responses(tokenizer, prompt, responses, system_prompt, bare) == ids:
+            found.append("with tools that the chat template does not write")
+    if any("reasoning_content" in response[-1] for response in responses):
+        plain = [[{k: v for k, v in turn.items() if k != "reasoning_content"} for turn in turns] for turns in responses]
+        if render_responses(tokenizer, prompt, plain, system_prompt, settings) == ids:
+            found.append("with reasoning_content that the chat template does not write")
+    return found
+
+
+def _closed(ids: list[int], tokenizer: Any) -> list[int]:
+    """The ids with EOS behind them, unless they end with it or with a token that ends a turn."""
+    eos = tokenizer.eos_token_id
+    if ids and ids[-1] in {eos, *_closing_ids(tokenizer)}:
+        return ids
+    if eos is None:
+        raise ValueError("tokenizer: has no eos token, so text could not teach where to stop; set one, or use messages")
+    return [*ids, eos]
+
+
+def _closing_ids(tokenizer: Any) -> set[int]:
+    """Tokens that end a turn, of the template in use and of the families whose delimiters this tokenizer knows."""
+    known = tokenizer.get_added_vocab()
+    found = {known[tokens[-1]] for tokens in DELIMITERS.values() if tokens[-1] in known}
+    return found | {end_of_turn_id(tokenizer)} - {None}
+
+
+def _margin(value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        margin = float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin) or isinstance(value, bool):
+        raise ValueError(f"'margin' is {value!r}, not a number; fix the row")
+    return margin

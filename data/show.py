@@ -1,0 +1,227 @@
+"""python -m data.show: what rows become. Rendered text with trained tokens marked, token counts, and length quantiles.
+
+python -m data.show --data pairs.jsonl --data-format chatml.intel --model Qwen/Qwen2.5-0.5B-Instruct
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from data.bad_rows import BadRows
+from data.chat import set_chat_template
+from data.format_options import FormatOptions
+from data.formats import SFT_FORMATS, parse_specs
+from data.pair_formats import PAIR_FORMATS
+from data.pairs import load_pairs
+from data.prompts import load_prompts
+from data.sft import load_examples
+from data.sources import load_rows
+from data.stepwise import STEP_FORMATS, UNLABELLED, load_steps
+from data.unpaired import load_labelled
+
+TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
+QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
+STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # by mark: not trained, trained, trained as wrong
+# Flags that only some kinds of rows have a use for.
+USED_BY = {
+    "max_length": ("pairs", "unpaired", "sft", "stepwise"),
+    "max_prompt_length": ("pairs", "unpaired", "prompts"),
+    "step_separator": ("stepwise",),
+    "bad_rows": ("pairs", "unpaired", "stepwise"),
+    "format": ("pairs", "unpaired"),
+}
+Kind = Literal["auto", "pairs", "unpaired", "prompts", "sft", "stepwise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowConfig:
+    """Show what rows become: rendered text, trained tokens, token counts and length quantiles. Trains nothing."""
+
+    data: tuple[str, ...]
+    """Rows to show, in the form of the trainer's --data."""
+    data_format: str = "auto"
+    """How rows are read: auto, a format name, or my_module.my_transform."""
+    kind: Kind = "auto"
+    """What the rows are for; auto tells it from the format and the columns."""
+    model: str = "builtin:tiny"
+    """Whose tokenizer: hub id, local folder, run folder, or builtin:tiny."""
+    rows: int = 3
+    """Rows printed, from the first on; the quantiles are of all rows."""
+    chat_template: str = "tokenizer_default"
+    """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
+    system_prompt: str | None = None
+    """System message put before every conversation that has none."""
+    max_length: int | None = None
+    """As in training, what is longer is cut or left out; unset shows rows whole."""
+    max_prompt_length: int | None = None
+    """As in training, rows with longer prompts are left out (pairs, unpaired, prompts)."""
+    step_separator: str = "\n"
+    """What ends a step (stepwise)."""
+    bad_rows: BadRows = "error"
+    """Stop at a row that cannot be used, or skip and count it (pairs, unpaired, stepwise)."""
+    format: FormatOptions = field(default_factory=FormatOptions)
+
+
+class Part(NamedTuple):
+    """A sequence that would be trained on."""
+
+    title: str
+    ids: list[int]
+    marks: list[int]  # keys of STYLES
+
+
+class Shown(NamedTuple):
+    source: str
+    parts: list[Part]
+    lengths: dict[str, int]  # what -> tokens
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 after one sentence about what is wrong."""
+    import tyro
+
+    try:
+        cfg = tyro.cli(ShowConfig, prog="python -m data.show", args=argv)
+        if cfg.rows < 0:
+            raise ValueError(f"rows={cfg.rows}: must be 0 or more")
+        tokenizer = load_tokenizer(cfg.model)
+        set_chat_template(tokenizer, cfg.chat_template)
+        show(read(cfg, tokenizer), tokenizer, cfg.rows)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer from a hub id, a folder, or a finished run (its final/)."""
+    from transformers import AutoTokenizer
+
+    place = TINY_MODEL if name == "builtin:tiny" else Path(name).expanduser()
+    place = place / "final" if (place / "final").is_dir() else place
+    try:
+        return AutoTokenizer.from_pretrained(str(place) if place.is_dir() else name)
+    except (OSError, ValueError) as error:  # what transformers raises for a missing or unreadable one
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"model={name}: its tokenizer cannot be loaded ({reason}); check the path or hub id") from None
+
+
+def read(cfg: ShowConfig, tokenizer: Any) -> list[Shown]:
+    """All rows, as the loader of their kind gives them."""
+    kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
+    for name, kinds in USED_BY.items():
+        if kind not in kinds and getattr(cfg, name) != getattr(ShowConfig(data=()), name):
+            raise ValueError(f"{name}: has no effect on rows of kind={kind}; it is for {', '.join(kinds)}")
+    common = {"data_format": cfg.data_format, "system_prompt": cfg.system_prompt}
+    if kind == "prompts":
+        rows = load_prompts(cfg.data, tokenizer, max_prompt_length=cfg.max_prompt_length, **common)
+        return [Shown(row.source, [_part("prompt", row.ids, [])], {"prompt": len(row.ids)}) for row in rows]
+    if kind == "sft":
+        longest = sys.maxsize if cfg.max_length is None else cfg.max_length
+        return [_shown_example(row) for row in load_examples(cfg.data, tokenizer, max_length=longest, **common)]
+    common |= {"max_length": cfg.max_length, "bad_rows": cfg.bad_rows}
+    if kind == "stepwise":
+        steps = load_steps(cfg.data, tokenizer, step_separator=cfg.step_separator, **common)
+        return [_shown_steps(row) for row in steps]
+    common |= {"max_prompt_length": cfg.max_prompt_length, "options": cfg.format}
+    if kind == "pairs":
+        return [_shown_pair(pair) for pair in load_pairs(cfg.data, tokenizer, **common)]
+    return [_shown_labelled(row) for row in load_labelled(cfg.data, tokenizer, **common)]
+
+
+def kind_of(cfg: ShowConfig) -> Kind:
+    """What rows are for, from the name of their format, or else from the columns of the first row."""
+    spec = parse_specs(cfg.data)[0]
+    name = spec.format or cfg.data_format
+    columns = {column for column, value in load_rows(spec)[0].columns.items() if value is not None}
+    if "label" in columns and (name in PAIR_FORMATS or name == "auto"):
+        return "unpaired"
+    if name != "auto":
+        for kind, formats in (("stepwise", STEP_FORMATS), ("pairs", PAIR_FORMATS), ("sft", SFT_FORMATS)):
+            if name in formats:
+                return kind
+    by_columns: tuple[tuple[set[str], Kind], ...] = (
+        ({"completions", "labels"}, "stepwise"), ({"chosen", "rejected"}, "pairs"), ({"messages"}, "sft"),
+        ({"prompt", "completion"}, "sft"), ({"text"}, "sft"), ({"instruction", "output"}, "sft"),
+        ({"prompt"}, "prompts"),
+    )  # fmt: skip
+    for needed, kind in by_columns:
+        if needed <= columns and "." not in name:
+            return kind
+    if any(known.startswith(name.partition(".")[0] + ".") for known in PAIR_FORMATS):
+        return "pairs"  # a misspelt name, which the loader knows how to correct
+    raise ValueError(f"kind=auto: cannot be told from data_format={name} and the columns of the data; give --kind")
+
+
+def _part(title: str, context: list[int], trained: list[int]) -> Part:
+    return Part(title, context + trained, [0] * len(context) + [1] * len(trained))
+
+
+def _shown_example(row: Any) -> Shown:
+    part = Part("example", row.ids, [int(trained) for trained in row.mask])
+    return Shown(row.source, [part], {"whole": len(row.ids), "trained": sum(row.mask)})
+
+
+def _shown_steps(row: Any) -> Shown:
+    marks = [0 if label == UNLABELLED else 2 - label for label in row.labels]
+    title = f"steps ({', '.join({1: 'right', 2: 'wrong'}[mark] for mark in marks if mark)})"
+    return Shown(row.source, [Part(title, row.ids, marks)], {"whole": len(row.ids), "steps": sum(map(bool, marks))})
+
+
+def _shown_pair(pair: Any) -> Shown:
+    parts = [_part(name, pair.prompt_ids, getattr(pair, f"{name}_ids")) for name in ("chosen", "rejected")]
+    prompt, chosen, rejected = len(pair.prompt_ids), len(pair.chosen_ids), len(pair.rejected_ids)
+    lengths = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "whole": prompt + max(chosen, rejected)}
+    return Shown(pair.source, parts, lengths)
+
+
+def _shown_labelled(row: Any) -> Shown:
+    part = _part("desirable" if row.label else "undesirable", row.prompt_ids, row.completion_ids)
+    lengths = {"prompt": len(row.prompt_ids), part.title: len(row.completion_ids), "whole": len(part.ids)}
+    return Shown(row.source, [part], lengths)
+
+
+def show(rows: Sequence[Shown], tokenizer: Any, num_rows: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for row in rows[:num_rows]:
+        for part in row.parts:
+            trained = sum(map(bool, part.marks))
+            console.print(
+                Text(f"{row.source} {part.title}: {len(part.ids)} tokens, {trained} trained", style="bold cyan")
+            )
+            text, runs, end = Text(), [], 0
+            for mark, run in groupby(part.marks):
+                length = len(list(run))
+                start, end = end, end + length
+                text.append(tokenizer.decode(part.ids[start:end]), style=STYLES[mark])
+                runs.append(f"{min(mark, 1)}x{length}")
+            console.print(text)
+            console.print(Text(f"mask {' '.join(runs)}\n", style="italic"))
+    table = Table(title=f"tokens in {len(rows)} rows")
+    table.add_column("")
+    for quantile in QUANTILES:
+        title = {0.0: "least", 1.0: "most"}.get(quantile, f"{quantile:.0%}")
+        table.add_column(title, justify="right")
+    for name in dict.fromkeys(name for row in rows for name in row.lengths):
+        values = [row.lengths[name] for row in rows if name in row.lengths]
+        table.add_row(name, *(str(quantile_of(values, quantile)) for quantile in QUANTILES))
+    console.print(table)
+
+
+def quantile_of(values: Sequence[int], quantile: float) -> int:
+    """The smallest of the values that at least this part of them does not exceed."""
+    return sorted(values)[max(math.ceil(quantile * len(values)) - 1, 0)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

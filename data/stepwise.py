@@ -1,0 +1,118 @@
+"""Solutions in steps, each judged right or wrong: token ids with one label at the token that ends a step.
+
+ids = prompt, then for each step its own ids and the separator's; the last token of a separator carries the label of its
+step. Steps are tokenised one by one, which is also how a process reward model is asked about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from data.bad_rows import BadRows, Tally, read_rows
+from data.chat import render_prompt, render_text
+from data.fields import messages_of, text_of
+from data.formats import Columns, Format, need
+from data.pairs import check_system
+from data.types import Steps
+
+UNLABELLED = -100
+
+
+class Solution(NamedTuple):
+    prompt_ids: list[int]
+    ids: list[int]  # of all steps, separators included
+    labels: list[int]
+    conversational: bool
+
+
+def load_steps(
+    specs: Sequence[str], tokenizer: Any, *, data_format: str = "stepwise_supervised", step_separator: str = "\n",
+    system_prompt: str | None = None, max_length: int | None = 1024, max_completion_length: int | None = None,
+    context_length: int | None = None, last_step_only: bool = False, bad_rows: BadRows = "error", cfg: Any = None,
+) -> list[Steps]:  # fmt: skip
+    """Read solutions from every spec, in order. What is too long is cut on the right, and counted aloud.
+
+    max_completion_length cuts the steps, max_length (or the model's context) the whole. A row that is left with no
+    label is left out. last_step_only labels the last step alone.
+    """
+    for name, value, least in (
+        ("max_length", max_length, 2),
+        ("max_completion_length", max_completion_length, 1),
+        ("context_length", context_length, 2),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: must be {least} or more")
+    limit = min((length for length in (max_length, context_length) if length is not None), default=None)
+    separator = separator_ids(tokenizer, step_separator)
+    tally = Tally()
+    make = partial(render_steps, tokenizer=tokenizer, separator=separator, system_prompt=system_prompt)
+    rows: list[Steps] = []
+    conversational = False
+    for spec, row, solution in read_rows(
+        specs, STEP_FORMATS, make, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
+    ):
+        conversational |= solution.conversational
+        labels = _last_only(solution.labels) if last_step_only else solution.labels
+        ids = solution.prompt_ids + solution.ids[:max_completion_length]
+        labels = [UNLABELLED] * len(solution.prompt_ids) + labels[:max_completion_length]
+        ids, labels = ids[:limit], labels[:limit]
+        if all(label == UNLABELLED for label in labels):
+            tally.note("left out, no label within the length allowed")
+            continue
+        if len(ids) < len(solution.prompt_ids) + len(solution.ids):
+            tally.note(f"cut to max_length={limit}" if len(ids) == limit else f"cut to {max_completion_length=}")
+        rows.append(Steps(source=row.source, ids=ids, labels=labels, weight=spec.weight))
+    if not rows:
+        raise ValueError(
+            f"max_length={limit}: none of the {tally.num_rows} rows has a label within it"
+            + (f" and {max_completion_length=}" if max_completion_length else "") + "; raise it"
+        )  # fmt: skip
+    check_system(system_prompt, conversational)
+    tally.say()
+    return rows
+
+
+def separator_ids(tokenizer: Any, step_separator: str) -> list[int]:
+    """Ids of what ends a step; none would leave a step no token of its own to be judged at."""
+    if not step_separator:
+        raise ValueError("step_separator='': must not be empty, the label of a step is on its last token")
+    return render_text(tokenizer, step_separator)
+
+
+def render_steps(columns: Columns, tokenizer: Any, separator: list[int], system_prompt: str | None) -> Solution:
+    """Ids and labels of a row {"prompt", "completions", "labels"}."""
+    prompt = columns["prompt"]
+    ids, labels = [], []
+    for step, label in zip(columns["completions"], columns["labels"], strict=True):
+        part = render_text(tokenizer, step) + separator
+        ids += part
+        labels += [UNLABELLED] * (len(part) - 1) + [label]
+    return Solution(render_prompt(tokenizer, prompt, system_prompt), ids, labels, not isinstance(prompt, str))
+
+
+def _last_only(labels: list[int]) -> list[int]:
+    return [UNLABELLED] * (len(labels) - 1) + labels[-1:]  # a solution ends with the token that judges its last step
+
+
+def _stepwise_supervised(columns: Columns) -> Columns:
+    need(columns, "prompt", "completions", "labels")
+    prompt = columns["prompt"]
+    prompt = messages_of(prompt, "prompt") if isinstance(prompt, list) else text_of(columns, "prompt")
+    steps, labels = columns["completions"], columns["labels"]
+    for name, value in (("completions", steps), ("labels", labels)):
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{name!r} is {value!r}; it must be a list with an entry for each step")
+    if len(steps) != len(labels):
+        raise ValueError(f"has {len(steps)} completions and {len(labels)} labels; each step needs one label")
+    for number, step in enumerate(steps):
+        if not isinstance(step, str):  # an empty one is judged at its separator
+            raise ValueError(f"completions[{number}] is a {type(step).__name__}, not text; fix the row")
+    for number, label in enumerate(labels):
+        if not isinstance(label, (bool, int, float)) or label not in (0, 1):
+            raise ValueError(f"labels[{number}] is {label!r}; it must be true or false (or 1 or 0)")
+    return {"prompt": prompt, "completions": steps, "labels": [int(label) for label in labels]}
+
+
+STEP_FORMATS: dict[str, Format] = {"auto": _stepwise_supervised, "stepwise_supervised": _stepwise_supervised}

@@ -1,0 +1,120 @@
+"""Unpaired formats: how a row becomes a prompt with one response and a label that says whether it is desirable.
+
+A format is a function (columns, options) -> {"prompt", "completion", "label"}. Rows that hold a pair instead go through
+the pair format of the same name, and a loader makes two rows of them: the chosen one desirable, the rejected one not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from data.fields import for_template, messages_of, response_after, system_turn, text_of
+from data.format_options import FormatOptions
+from data.formats import Columns, need, user_turn
+from data.pair_formats import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, Family, PairFormat, user_prompt
+from data.types import Messages
+
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # as text, from CSV say
+
+
+def label_of(columns: Columns, name: str = "label") -> bool:
+    need(columns, name)
+    value = columns[name]
+    if isinstance(value, str) and value.strip().lower() in LABELS:
+        return LABELS[value.strip().lower()]
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"{name!r} is {value!r}; it must be true or false (or 1 or 0)")
+
+
+def _text(family: Family, prompt: str, columns: Columns, options: FormatOptions) -> Columns:
+    turns = [*system_turn(columns), *user_turn(text_of(columns, prompt))]
+    completion = text_of(columns, "completion") + family.close
+    return {"prompt": family.prompt(turns), "completion": completion, "label": label_of(columns)}
+
+
+def _argilla_chat(family: Family, columns: Columns, options: FormatOptions) -> Columns:
+    """A conversation in `completion`, or its turns in `chosen` and the answer in `completion`."""
+    need(columns, "completion")
+    completion = messages_of(columns["completion"], "completion")
+    turns = completion[:-1]
+    if not turns:
+        need(columns, "chosen")
+        turns = messages_of(columns["chosen"], "chosen")
+    (answer,) = response_after(turns, completion, "completion")
+    if turns[0]["role"] != "system":
+        turns = [*system_turn(columns), *turns]
+    for number, turn in enumerate(turns):
+        text_of({f"message {number}": turn["content"]}, f"message {number}")
+    text = text_of({"completion": answer["content"]}, "completion")
+    return {"prompt": family.prompt(turns), "completion": text + family.close, "label": label_of(columns)}
+
+
+def _user_defined(columns: Columns, options: FormatOptions) -> Columns:
+    completion = text_of(columns, options.field_completion)
+    return {
+        "prompt": user_prompt(columns, options),
+        "completion": options.completion_format.format(completion=completion),
+        "label": label_of(columns, options.field_label),
+    }
+
+
+def _auto(columns: Columns, options: FormatOptions) -> Columns:
+    """TRL's forms: a prompt and a completion, as text or messages; also a conversation that ends with its answer."""
+    if columns.get("completion") is None:
+        need(columns, "messages")
+        messages = messages_of(columns["messages"], "messages")
+        return _conversation(columns, messages[:-1], messages, "messages")
+    prompt, completion = columns.get("prompt"), columns["completion"]
+    if isinstance(prompt, list):
+        return _conversation(columns, messages_of(prompt, "prompt"), completion, "completion")
+    if isinstance(completion, str) or prompt is not None:
+        prompt, completion = text_of(columns, "prompt"), text_of(columns, "completion")
+        return {"prompt": prompt, "completion": completion, "label": label_of(columns)}
+    messages = messages_of(completion, "completion")
+    return _conversation(columns, messages[:-1], messages, "completion")
+
+
+def _conversation(columns: Columns, prompt: Messages, completion: Any, name: str) -> Columns:
+    if not prompt:
+        raise ValueError(f"{name!r} has one message; it needs the turns before the answer too")
+    answer = response_after(prompt, completion, name)
+    return {"prompt": prompt, "completion": answer, "label": label_of(columns), **for_template(columns)}
+
+
+def _either(unpaired: PairFormat | None, pair: PairFormat | None, columns: Columns, options: FormatOptions) -> Columns:
+    """Read a row as what it is: a pair when it holds both responses, and no completion with a label of its own."""
+    if unpaired is None:
+        return pair(columns, options)
+    label, *responses = (columns.get(name) for name in (options.field_label, options.field_completion, "messages"))
+    own = label is not None and any(response is not None for response in responses)
+    return pair(columns, options) if _has_pair(columns, options) and not own else unpaired(columns, options)
+
+
+def _has_pair(columns: Columns, options: FormatOptions) -> bool:
+    names = ((options.field_chosen, "chosen_response"), (options.field_rejected, "rejected_response"))
+    return all(any(columns.get(name) is not None for name in either) for either in names)
+
+
+def _registry() -> dict[str, PairFormat]:
+    single: dict[str, Callable[..., Columns]] = {
+        "auto": _auto,
+        "user_defined": _user_defined,
+        "user_defined.default": _user_defined,
+    }
+    columns = {"argilla": "instruction", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt"}
+    for name, family in FAMILIES.items():
+        single |= {f"{name}.{kind}": partial(_text, family, prompt) for kind, prompt in columns.items()}
+        single[f"{name}.argilla_chat"] = partial(_argilla_chat, family)
+    names = [*single, *(name for name in PAIR_FORMATS if name not in single)]
+    return {name: partial(_either, single.get(name), PAIR_FORMATS.get(name)) for name in names}
+
+
+UNPAIRED_FORMATS: dict[str, PairFormat] = _registry()
+_OWN = {"field_prompt", "field_system", "field_completion", "field_label", "prompt_format", "completion_format"}
+UNPAIRED_OPTIONS: dict[str, set[str]] = {
+    **PAIR_OPTIONS,
+    **{name: {*_OWN, *PAIR_OPTIONS[name]} for name in ("user_defined", "user_defined.default")},
+}

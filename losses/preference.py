@@ -1,0 +1,376 @@
+"""Losses of preference pairs against a reference: DPO and its relatives, one small function each.
+
+    c   = logp_w - ref_w      log-ratio of the chosen response (w)
+    r   = logp_l - ref_l      log-ratio of the rejected response (l)
+    s   = f(log-ratio)        f-divergence transform; the log-ratio itself by default
+    delta = s_w - s_l,   ls = log sigmoid,   eps = label_smoothing
+
+A pair's margin is beta * delta. Inputs are sequence log-probs, summed over response tokens; without a reference pass
+zeros for ref_w and ref_l. Where two forms are equal the code takes the one that neither overflows nor cancels:
+1 - sigmoid(x) is written sigmoid(-x).
+
+Shapes: B = preference pairs, N = packed tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from losses.types import LossOut, Term
+
+MAX_EXPONENT = 80.0  # exp(80) is 5e34: larger would overflow fp32
+
+
+# f-divergences (f-DPO, Wang et al. 2023, arXiv:2309.16240), in the sign convention of TRL 1.x: all grow with x.
+
+
+def reverse_kl(
+    x: Tensor,  # (B,) log-ratio
+) -> Tensor:  # (B,)
+    """s(x) = x: the divergence of plain DPO."""
+    return x
+
+
+def forward_kl(
+    x: Tensor,  # (B,) log-ratio
+) -> Tensor:  # (B,)
+    """s(x) = 1 - exp(-x)."""
+    return -torch.expm1((-x).clamp(max=MAX_EXPONENT))
+
+
+def js_divergence(
+    x: Tensor,  # (B,) log-ratio
+) -> Tensor:  # (B,)
+    """s(x) = log 2 + ls(x), Jensen-Shannon."""
+    return math.log(2) + F.logsigmoid(x)
+
+
+def alpha_divergence(
+    x: Tensor,  # (B,) log-ratio
+    *,
+    alpha: float = 0.5,
+) -> Tensor:  # (B,)
+    """s(x) = (exp((alpha - 1) x) - 1) / (alpha - 1): forward KL at alpha 0, reverse KL in the limit alpha 1."""
+    if abs(alpha - 1) < 1e-6:
+        return x
+    return torch.expm1(((alpha - 1) * x).clamp(max=MAX_EXPONENT)) / (alpha - 1)
+
+
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    "reverse_kl": reverse_kl,
+    "forward_kl": forward_kl,
+    "js_divergence": js_divergence,
+    "alpha_divergence": alpha_divergence,
+}
+# The others use c and r alone, where the partition function does not cancel for a divergence other than reverse KL.
+DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
+
+
+class PairScores(NamedTuple):
+    """What a pair loss may use. Everything derived is fp32 or wider, whatever the inputs."""
+
+    logp_w: Tensor  # (B,) policy, chosen response, with gradient
+    logp_l: Tensor  # (B,) policy, rejected response, with gradient
+    ref_w: Tensor  # (B,) reference, chosen response
+    ref_l: Tensor  # (B,) reference, rejected response
+    len_w: Tensor  # (B,) tokens of the chosen response
+    len_l: Tensor  # (B,) tokens of the rejected response
+    divergence: Callable[[Tensor], Tensor] = reverse_kl
+
+    @property
+    def c(self) -> Tensor:  # (B,)
+        return wide(self.logp_w) - wide(self.ref_w)
+
+    @property
+    def r(self) -> Tensor:  # (B,)
+        return wide(self.logp_l) - wide(self.ref_l)
+
+    @property
+    def s_w(self) -> Tensor:  # (B,)
+        return self.divergence(self.c)
+
+    @property
+    def s_l(self) -> Tensor:  # (B,)
+        return self.divergence(self.r)
+
+    @property
+    def delta(self) -> Tensor:  # (B,)
+        return self.s_w - self.s_l
+
+    @property
+    def mean_delta(self) -> Tensor:  # (B,)
+        """delta of the scores per token; a response without tokens scores 0."""
+        return self.s_w / self.len_w.clamp(min=1) - self.s_l / self.len_l.clamp(min=1)
+
+
+def wide(
+    x: Tensor,  # (...) any float dtype
+) -> Tensor:  # (...)
+    """At least fp32: sums and differences of log-probs lose their digits below."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def logistic(
+    margin: Tensor,  # (B,) preferred minus other
+    label_smoothing: float = 0.0,
+) -> Tensor:  # (B,)
+    """-(1 - eps) ls(margin) - eps ls(-margin): log-loss when a fraction eps of the labels is flipped."""
+    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+
+
+# Pair losses
+
+
+def sigmoid(s: PairScores, *, beta: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
+    """-(1 - eps) ls(beta delta) - eps ls(-beta delta).
+
+    DPO (Rafailov et al. 2023, arXiv:2305.18290); with eps > 0 conservative DPO (Mitchell 2023).
+    """
+    return logistic(beta * s.delta, label_smoothing)
+
+
+def sigmoid_norm(s: PairScores, *, beta: float) -> Tensor:  # (B,)
+    """-ls(beta (s_w / len_w - s_l / len_l)): length-normalised DPO (Tulu 3, Lambert et al. 2024, arXiv:2411.15124)."""
+    return logistic(beta * s.mean_delta)
+
+
+def hinge(s: PairScores, *, beta: float) -> Tensor:  # (B,)
+    """max(0, 1 - beta delta) (SLiC-HF, Zhao et al. 2023, arXiv:2305.10425; RSO, Liu et al. 2023, arXiv:2309.06657)."""
+    return F.relu(1 - beta * s.delta)
+
+
+def ipo(s: PairScores, *, beta: float) -> Tensor:  # (B,)
+    """(s_w / len_w - s_l / len_l - 1 / (2 beta))^2 (IPO, Azar et al. 2023, arXiv:2310.12036, whose tau is beta).
+
+    The scores are per token, as its authors confirmed: a target margin for sums would mean less the longer the pair.
+    """
+    return (s.mean_delta - 1 / (2 * beta)).square()
+
+
+def exo_pair(s: PairScores, *, beta: float, label_smoothing: float) -> Tensor:  # (B,)
+    """KL((q, 1 - q) || (1 - eps, eps)) with q = sigmoid(beta delta) (EXO, Ji et al. 2024, arXiv:2402.00856)."""
+    if not 0 < label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing}: exo_pair takes its logarithm; set it above 0, e.g. 0.001")
+    u = beta * s.delta
+    chosen = torch.sigmoid(u) * (F.logsigmoid(u) - math.log1p(-label_smoothing))
+    rejected = torch.sigmoid(-u) * (F.logsigmoid(-u) - math.log(label_smoothing))
+    return chosen + rejected
+
+
+def nca_pair(s: PairScores, *, beta: float) -> Tensor:  # (B,)
+    """-ls(beta c) - ls(-beta c) / 2 - ls(-beta r) / 2 (NCA, Chen et al. 2024, arXiv:2402.05369)."""
+    c, r = beta * s.c, beta * s.r
+    return -F.logsigmoid(c) - F.logsigmoid(-c) / 2 - F.logsigmoid(-r) / 2
+
+
+def robust(s: PairScores, *, beta: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
+    """[-(1 - eps) ls(beta delta) + eps ls(-beta delta)] / (1 - 2 eps) (Chowdhury et al. 2024, arXiv:2403.00409).
+
+    Unbiased when a fraction eps of the labels is flipped; may be negative.
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing}: robust divides by 1 - 2 eps; set it in [0, 0.5)")
+    u = beta * s.delta
+    kept, flipped = -F.logsigmoid(u), -F.logsigmoid(-u)
+    return ((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing)
+
+
+def bco_pair(s: PairScores, *, beta: float) -> Tensor:  # (B,)
+    """-ls(beta c) - ls(-beta r), without the running reward shift (BCO, Jung et al. 2024, arXiv:2404.04656)."""
+    return -F.logsigmoid(beta * s.c) - F.logsigmoid(-beta * s.r)
+
+
+def sppo_hard(s: PairScores, *, beta: float) -> Tensor:  # (B,)
+    """(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2 (SPPO, Wu et al. 2024, arXiv:2405.00675)."""
+    return (s.c - 1 / (2 * beta)).square() + (s.r + 1 / (2 * beta)).square()
+
+
+def apo_zero(s: PairScores, *, beta: float) -> Tensor:  # (B,)
+    """1 - sigmoid(beta c) + sigmoid(beta r): chosen up, rejected down (D'Oosterlinck et al. 2024, arXiv:2408.06266)."""
+    return torch.sigmoid(-beta * s.c) + torch.sigmoid(beta * s.r)
+
+
+def apo_down(s: PairScores, *, beta: float) -> Tensor:  # (B,)
+    """sigmoid(beta c) + 1 - sigmoid(beta (c - r)): both down, rejected more; for a policy above its data (APO)."""
+    return torch.sigmoid(beta * s.c) + torch.sigmoid(-beta * (s.c - s.r))
+
+
+def discopop(s: PairScores, *, beta: float, discopop_tau: float = 0.05) -> Tensor:  # (B,)
+    """(1 - g) (-ls(u)) + g exp(-u), u = beta delta, g = sigmoid(u / tau).
+
+    DiscoPOP (Lu et al. 2024, arXiv:2406.08414), a blend of logistic and exponential loss found by a language model.
+    """
+    u = beta * s.delta
+    # One exponent: alone exp(-u) overflows where g has gone to 0. Only tau > 1 ever reaches the clamp.
+    exponential = (F.logsigmoid(u / discopop_tau) - u).clamp(max=MAX_EXPONENT).exp()
+    return torch.sigmoid(-u / discopop_tau) * -F.logsigmoid(u) + exponential
+
+
+# AOT (Melnyk et al. 2024, arXiv:2406.05882) compares sorted scores of the whole step. Sorting is a permutation, so each
+# score has one partner, the other side's score of the same rank. The partners are found once, without gradient, before
+# the micro-batches; the gradients of the micro-batches then add up to that of the sorted formula.
+
+
+class AotTargets(NamedTuple):
+    """The partner of each pair's scores within the whole step."""
+
+    margin: Tensor  # (B,) partner of logp_w - logp_l among the reference's margins
+    r: Tensor  # (B,) partner of c among the rejected log-ratios
+    c: Tensor  # (B,) partner of r among the chosen log-ratios
+
+    def select(
+        self,
+        index: Tensor,  # (M,) pairs of one micro-batch
+    ) -> AotTargets:
+        return AotTargets(*(x[index] for x in self))
+
+
+@torch.no_grad()
+def aot_targets(s: PairScores) -> AotTargets:
+    """Partners of all pairs of one optimizer step (all ranks), which `s` must hold."""
+    policy, reference = wide(s.logp_w) - wide(s.logp_l), wide(s.ref_w) - wide(s.ref_l)
+    return AotTargets(margin=same_rank(policy, reference), r=same_rank(s.c, s.r), c=same_rank(s.r, s.c))
+
+
+def same_rank(
+    x: Tensor,  # (B,) values
+    y: Tensor,  # (B,) values on the other side
+) -> Tensor:  # (B,)
+    """For each x the y of the same rank."""
+    rank = x.argsort(stable=True).argsort()
+    return y.sort().values[rank]
+
+
+def aot(s: PairScores, *, beta: float, label_smoothing: float = 0.0, targets: AotTargets) -> Tensor:  # (B,)
+    """cDPO of sort(logp_w - logp_l) - sort(ref_w - ref_l): the policy's margins dominate the reference's."""
+    margin = wide(s.logp_w) - wide(s.logp_l) - targets.margin
+    return logistic(beta * margin, label_smoothing)
+
+
+def aot_unpaired(s: PairScores, *, beta: float, label_smoothing: float = 0.0, targets: AotTargets) -> Tensor:  # (B,)
+    """cDPO of sort(c) - sort(r): the rewards of chosen responses dominate those of rejected ones.
+
+    c and its partner among r may lie in different micro-batches, so each side is differentiated against a constant.
+    Over the step both sides have the value of the loss: half of each is kept as value, the whole as gradient.
+    """
+    chosen = logistic(beta * (s.c - targets.r), label_smoothing)  # gradient to c alone
+    rejected = logistic(beta * (targets.c - s.r), label_smoothing)  # gradient to r alone
+    both = chosen + rejected
+    return both - both.detach() / 2
+
+
+PAIR_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": sigmoid,
+    "sigmoid_norm": sigmoid_norm,
+    "hinge": hinge,
+    "ipo": ipo,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "robust": robust,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
+}
+
+
+def options_of(loss: Callable[..., Any]) -> frozenset[str]:
+    """Names of the keyword options a loss takes: any other setting has no effect on it."""
+    parameters = inspect.signature(loss).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+@torch.no_grad()
+def wpo_weight(
+    adjusted_w: Tensor,  # (B,) mean over chosen tokens of logp_t - log sum_v p_tv^2
+    adjusted_l: Tensor,  # (B,) the same over rejected tokens
+    *,
+    clamp: bool = True,
+) -> Tensor:  # (B,)
+    """Weight of a pair by how likely the policy is to write it: min(1, exp(adjusted_w + adjusted_l)), a constant.
+
+    WPO (Zhou et al. 2024, arXiv:2406.11827). TRL 1.x has no min (`clamp=False`).
+    """
+    exponent = wide(adjusted_w) + wide(adjusted_l)
+    return exponent.clamp(max=0.0 if clamp else MAX_EXPONENT).exp()
+
+
+def ld_weights(
+    position: Tensor,  # (N,) position of each token within its response, from 0
+    shared_length: Tensor,  # (N,) min(len_w, len_l) of the token's pair
+    *,
+    alpha: float,
+) -> Tensor:  # (N,) fp32
+    """Weights of token log-probs in a sequence score: 1 up to the shorter response's length, then alpha.
+
+    LD-DPO (Liu et al. 2024, arXiv:2409.06411). Policy and reference are weighted alike.
+    """
+    return torch.where(position < shared_length, 1.0, alpha)
+
+
+def dpo_loss(
+    s: PairScores,
+    names: Sequence[str],
+    weights: Sequence[float],
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+    pair_weight: Tensor | None = None,  # (B,) WPO weights; not for aot, whose terms have no pair
+    targets: AotTargets | None = None,  # of these pairs; for aot and aot_unpaired
+    nll_sum: Tensor | None = None,  # () -logp summed over chosen response tokens; for sft
+    nll_count: Tensor | None = None,  # () number of those tokens
+) -> LossOut:
+    """Weighted mixture of pair losses (MPO, Wang et al. 2024, arXiv:2411.10442), one term per name.
+
+    `sft` adds the negative log-likelihood of the chosen response per token; with sigmoid it is RPO.
+    """
+    assert len(names) == len(weights) == len(set(names)) > 0, f"losses {names}, weights {weights}"
+    assert {x.shape for x in s[:6]} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s[:6]]}"
+    options: dict[str, Any] = {
+        "beta": beta, "label_smoothing": label_smoothing, "discopop_tau": discopop_tau, "targets": targets
+    }  # fmt: skip
+    terms = {}
+    for name, weight in zip(names, weights, strict=True):
+        if name == "sft":
+            assert nll_sum is not None and nll_count is not None, "sft needs nll_sum and nll_count"
+            terms[name] = Term(weight, wide(nll_sum), nll_count)
+            continue
+        function = PAIR_LOSSES[name]
+        used = options_of(function)
+        assert "targets" not in used or (targets is not None and pair_weight is None), f"{name}: targets, no weights"
+        loss = function(s, **{key: options[key] for key in used})  # (B,)
+        if pair_weight is not None:
+            loss = loss * pair_weight
+        terms[name] = Term(weight, loss.sum(), loss.new_tensor(len(loss)))
+    return LossOut(terms, pair_metrics(beta * s.c, beta * s.r, s.logp_w, s.logp_l))
+
+
+@torch.no_grad()
+def pair_metrics(
+    reward_w: Tensor,  # (B,) implicit reward of the chosen response
+    reward_l: Tensor,  # (B,) implicit reward of the rejected response
+    logp_w: Tensor,  # (B,) sequence log-prob of the chosen response
+    logp_l: Tensor,  # (B,) sequence log-prob of the rejected response
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Metrics of every pair method, per pair. A tie is not accurate."""
+    sums = {
+        "reward/chosen": wide(reward_w),
+        "reward/rejected": wide(reward_l),
+        "reward/margin": wide(reward_w) - wide(reward_l),
+        "reward/accuracy": wide((reward_w > reward_l).to(reward_w.dtype)),
+        "policy/logp_chosen": wide(logp_w),
+        "policy/logp_rejected": wide(logp_l),
+    }
+    count = wide(reward_w).new_tensor(len(reward_w))
+    return {name: (value.sum(), count) for name, value in sums.items()}

@@ -1,0 +1,121 @@
+"""Losses of preference pairs without a reference: CPO (Xu et al. 2024, arXiv:2401.08417) and SimPO.
+
+    sum_w, sum_l     sequence log-probs of the chosen and the rejected response
+    mean_w, mean_l   the same per token
+    ls = log sigmoid,   eps = label_smoothing
+    loss = mean over pairs of l + cpo_alpha * NLL of the chosen response per token
+
+cpo_alpha 0 with `simpo` is SimPO as published; with cpo_alpha > 0 it is known as CPO-SimPO.
+
+Shapes: B = preference pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from losses.preference import MAX_EXPONENT, logistic, options_of, pair_metrics, wide
+from losses.types import LossOut, Term
+
+
+class FreeScores(NamedTuple):
+    """What a reference-free pair loss may use. Everything derived is fp32 or wider, whatever the inputs."""
+
+    logp_w: Tensor  # (B,) policy, chosen response, summed over its tokens, with gradient
+    logp_l: Tensor  # (B,) policy, rejected response
+    len_w: Tensor  # (B,) tokens of the chosen response
+    len_l: Tensor  # (B,) tokens of the rejected response
+
+    @property
+    def sum_w(self) -> Tensor:  # (B,)
+        return wide(self.logp_w)
+
+    @property
+    def sum_l(self) -> Tensor:  # (B,)
+        return wide(self.logp_l)
+
+    @property
+    def mean_w(self) -> Tensor:  # (B,)
+        return self.sum_w / self.len_w.clamp(min=1)  # a response without tokens scores 0
+
+    @property
+    def mean_l(self) -> Tensor:  # (B,)
+        return self.sum_l / self.len_l.clamp(min=1)
+
+
+def simpo(s: FreeScores, *, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
+    """cDPO of beta (mean_w - mean_l) - gamma (SimPO, Meng, Xia and Chen 2024, arXiv:2405.14734).
+
+    Published settings have beta 2 to 10 and gamma / beta about 0.5.
+    """
+    return logistic(beta * (s.mean_w - s.mean_l) - gamma, label_smoothing)
+
+
+def alphapo(s: FreeScores, *, beta: float, gamma: float, alpha: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
+    """SimPO of the reshaped reward (1 - exp(-alpha mean)) / alpha (AlphaPO, Gupta et al. 2025, arXiv:2501.03884)."""
+    difference = alpha_reward(s.mean_w, alpha=alpha) - alpha_reward(s.mean_l, alpha=alpha)
+    return logistic(beta * difference - gamma, label_smoothing)
+
+
+def alpha_reward(
+    mean: Tensor,  # (B,) log-prob per token
+    *,
+    alpha: float,
+) -> Tensor:  # (B,)
+    """(1 - exp(-alpha mean)) / alpha; its limit at alpha 0 is the log-prob itself."""
+    if abs(alpha) < 1e-6:
+        return mean
+    return -torch.expm1((-alpha * mean).clamp(max=MAX_EXPONENT)) / alpha
+
+
+def sigmoid(s: FreeScores, *, beta: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
+    """cDPO of beta (sum_w - sum_l): DPO under a uniform reference (CPO)."""
+    return logistic(beta * (s.sum_w - s.sum_l), label_smoothing)
+
+
+def hinge(s: FreeScores, *, beta: float) -> Tensor:  # (B,)
+    """max(0, 1 - beta (sum_w - sum_l)) (SLiC-HF, Zhao et al. 2023, arXiv:2305.10425)."""
+    return F.relu(1 - beta * (s.sum_w - s.sum_l))
+
+
+def ipo(s: FreeScores, *, beta: float) -> Tensor:  # (B,)
+    """(mean_w - mean_l - 1 / (2 beta))^2 (IPO, Azar et al. 2023, arXiv:2310.12036, without reference)."""
+    return (s.mean_w - s.mean_l - 1 / (2 * beta)).square()
+
+
+CPO_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": sigmoid,
+    "hinge": hinge,
+    "ipo": ipo,
+    "simpo": simpo,
+    "alphapo": alphapo,
+}
+MEAN_LOSSES = frozenset({"ipo", "simpo", "alphapo"})  # these compare log-probs per token, the others sums
+
+
+def cpo_loss(
+    s: FreeScores,
+    *,
+    loss_type: str,
+    beta: float,
+    cpo_alpha: float,
+    gamma: float = 0.0,
+    alpha: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> LossOut:
+    """One of CPO_LOSSES per pair, and cpo_alpha times the NLL of the chosen response's tokens."""
+    assert {x.shape for x in s} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s]}"
+    options = {"beta": beta, "gamma": gamma, "alpha": alpha, "label_smoothing": label_smoothing}
+    function = CPO_LOSSES[loss_type]
+    loss = function(s, **{key: options[key] for key in options_of(function)})  # (B,)
+    terms = {
+        loss_type: Term(1.0, loss.sum(), loss.new_tensor(len(loss))),
+        "nll": Term(cpo_alpha, -s.sum_w.sum(), s.len_w.sum()),
+    }
+    reward_w, reward_l = (s.mean_w, s.mean_l) if loss_type in MEAN_LOSSES else (s.sum_w, s.sum_l)
+    return LossOut(terms, pair_metrics(beta * reward_w, beta * reward_l, s.logp_w, s.logp_l))

@@ -1,0 +1,188 @@
+"""Rewards from trained models: an outcome model scores whole answers, a process model each step.
+
+    model:PATH               score of prompt and completion, from a sequence-classification model with one output
+    prm:PATH[,min|mean|last] probability that the steps are right, from a token-classification model with two;
+                             the worst step counts unless told otherwise
+
+PATH is a finished run of --method rm or prm, a model folder, or a hub id. Text is put into ids by the reward model's
+own tokenizer, in the form it was trained on; what an export of ours needs for that is under "strop" in its config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.chat import end_of_turn_id, render_prompt, render_text, stop_ids, with_system
+from data.types import Messages
+from rollout.reward_functions import text_of
+
+MAX_TOKENS = 16384  # of one forward, padding included
+COMBINE: dict[str, Callable[[list[float]], float]] = {
+    "min": min,
+    "mean": lambda rights: sum(rights) / len(rights),
+    "last": lambda rights: rights[-1],
+}
+
+
+class OutcomeReward:
+    """model:PATH."""
+
+    def __init__(self, path: str) -> None:
+        self.model, self.tokenizer = load_model(f"model:{path}", path, "SequenceClassification", num_labels=1)
+        self.trained_here = getattr(self.model.config, "strop", None)
+
+    def __call__(self, completions: Sequence[Any], prompts: Sequence[str | Messages]) -> list[float]:
+        rows = [self.ids(prompt, text_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
+        return [float(logits[0]) for logits in forward(self.model, rows)]
+
+    def ids(self, prompt: str | Messages, text: str) -> list[int]:
+        """As a pair's response is rendered for training: up to and including what ends the turn."""
+        if isinstance(prompt, str):
+            ids, eos = render_prompt(self.tokenizer, prompt + text), self.tokenizer.eos_token_id
+            return ids if eos is None or ids[-1] in stop_ids(self.tokenizer) else [*ids, eos]
+        messages = with_system(prompt, (self.trained_here or {}).get("system_prompt"))
+        answer = {"role": "assistant", "content": text}
+        whole = self.tokenizer.apply_chat_template([*messages, answer], tokenize=False)
+        ids = render_text(self.tokenizer, whole)
+        end = end_of_turn_id(self.tokenizer)
+        if self.trained_here is None or end not in ids:  # others score whatever their template puts behind the turn
+            return ids
+        return ids[: len(ids) - ids[::-1].index(end)]
+
+
+class ProcessReward:
+    """prm:PATH and prm:PATH,min."""
+
+    def __init__(self, argument: str) -> None:
+        path, comma, how = argument.rpartition(",")
+        if comma and how not in COMBINE:
+            raise ValueError(
+                f"reward_funcs=prm:{argument}: {how!r} is not a way to combine steps; use min, mean or last"
+            )
+        self.combine = COMBINE[how if comma else "min"]
+        path = path if comma else argument
+        self.model, self.tokenizer = load_model(f"prm:{argument}", path, "TokenClassification", num_labels=2)
+        trained_here = getattr(self.model.config, "strop", None) or {}
+        self.separator = trained_here.get("step_separator", "\n")
+        self.system_prompt = trained_here.get("system_prompt")
+
+    def __call__(self, completions: Sequence[Any], prompts: Sequence[str | Messages]) -> list[float]:
+        rows = [self.ids(prompt, text_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
+        logits = forward(self.model, [ids for ids, _ in rows])
+        return [self.score(logits[i], ends) for i, (_, ends) in enumerate(rows)]
+
+    def ids(self, prompt: str | Messages, text: str) -> tuple[list[int], list[int]]:
+        """(ids, where each step ends): every step tokenised by itself and closed by the separator, as in training."""
+        ids = render_prompt(self.tokenizer, prompt, self.system_prompt)
+        separator = render_text(self.tokenizer, self.separator)
+        ends = []
+        for step in text.split(self.separator):
+            if step.strip():
+                ids = [*ids, *render_text(self.tokenizer, step), *separator]
+                ends.append(len(ids) - 1)
+        return ids, ends
+
+    def score(self, logits: Any, ends: list[int]) -> float:
+        if not ends:
+            return 0.0  # nothing was said, so nothing is right: None would let a policy escape judgement by silence
+        return self.combine(logits[ends].float().softmax(dim=-1)[:, 1].tolist())
+
+
+def outcome_reward(argument: str | None) -> OutcomeReward:
+    if not argument:
+        raise ValueError("reward_funcs=model: has no path; write model:PATH, a finished run of --method rm for one")
+    return OutcomeReward(argument)
+
+
+def process_reward(argument: str | None) -> ProcessReward:
+    if not argument:
+        raise ValueError("reward_funcs=prm: has no path; write prm:PATH or prm:PATH,mean, PATH being a run of prm")
+    return ProcessReward(argument)
+
+
+MODELS: dict[str, Callable[[str | None], Any]] = {"model": outcome_reward, "prm": process_reward}
+
+
+def load_model(spec: str, path: str, task: str, *, num_labels: int) -> tuple[Any, Any]:
+    """A classification model of transformers, ready to score, and its tokenizer."""
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    label = f"reward_funcs={spec}"
+    source = _resolve(label, path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "auto" if device == "cuda" else torch.float32
+    try:
+        config = AutoConfig.from_pretrained(source)
+        kinds = config.architectures or []
+        if kinds and not any(kind.endswith(task) for kind in kinds):
+            other = {"SequenceClassification": "prm", "TokenClassification": "model"}[task]
+            hint = f"; did you mean {other}:{path}?" if "Classification" in kinds[0] else ""
+            raise ValueError(f"it is a {kinds[0]}, without the head this needs{hint}")
+        if config.num_labels != num_labels:
+            raise ValueError(f"its head has {config.num_labels} outputs, not {num_labels}")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        auto = getattr(transformers, f"AutoModelFor{task}")
+        model, found = auto.from_pretrained(source, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # damaged files make transformers raise anything
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{label}: cannot be used as a reward model ({reason})") from None
+    if found["missing_keys"]:
+        missing = min(found["missing_keys"])
+        raise ValueError(
+            f"{label}: its weights lack {missing}, which would be random; train it with --method rm or prm"
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def _resolve(label: str, path: str) -> str:
+    """A run folder means its final/; what is no folder here is a hub id."""
+    place = Path(path).expanduser()
+    if (place / "final").is_dir():
+        place = place / "final"
+    if (place / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{label}: holds an adapter of a language model, not a reward model; train one with --method rm"
+        )
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise ValueError(f"{label}: holds no model (no config.json) and no finished run (no final/); check the path")
+    if not place.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ValueError(f"{label}: no such folder; name a finished run of --method rm or prm, or a model folder")
+    return str(place) if place.is_dir() else path
+
+
+def forward(model: Any, rows: Sequence[list[int]]) -> list[Any]:
+    """Logits of every row through the model's own forward, in the order given: (labels,) or (its tokens, labels)."""
+    import torch
+
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and max(map(len, rows), default=0) > limit:
+        raise ValueError(f"a row of {max(map(len, rows))} tokens does not fit the reward model's context of {limit}")
+    logits: list[Any] = [None] * len(rows)
+    for members in _batches([len(ids) for ids in rows], alone=config.pad_token_id is None):
+        width = max(len(rows[i]) for i in members)
+        input_ids = torch.full((len(members), width), config.pad_token_id or 0)
+        attended = torch.zeros_like(input_ids)
+        for place, i in enumerate(members):
+            input_ids[place, : len(rows[i])] = torch.tensor(rows[i])
+            attended[place, : len(rows[i])] = 1
+        with torch.inference_mode():
+            found = model(input_ids=input_ids.to(model.device), attention_mask=attended.to(model.device)).logits.cpu()
+        for place, i in enumerate(members):
+            logits[i] = found[place]
+    return logits
+
+
+def _batches(lengths: list[int], *, alone: bool) -> list[list[int]]:
+    """Rows of like length together, so that little is padding. Without a padding token each row goes alone."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and not alone and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= MAX_TOKENS:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

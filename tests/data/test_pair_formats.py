@@ -1,0 +1,326 @@
+"""Each documented row, filled in, and exactly what is trained on: decoded ids, nothing left out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data.format_options import FormatOptions
+from data.pair_formats import FAMILIES, PAIR_FORMATS
+from data.pairs import load_pairs
+
+USER = {"role": "user", "content": "2+2?"}
+GOOD = {"role": "assistant", "content": "4"}
+BAD = {"role": "assistant", "content": "5"}
+TURNS = [USER, GOOD, {"role": "user", "content": "3+3?"}]
+CHATS = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+LONG = {"chosen": [*TURNS, {"role": "assistant", "content": "6"}], "rejected": [*TURNS, BAD]}
+
+CHATML = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+CHATML_SYSTEM = "<|im_start|>system\nBe brief<|im_end|>\n" + CHATML
+CHATML_LONG = CHATML + "4<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
+LLAMA3 = "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA3_SYSTEM = "<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|>" + LLAMA3
+
+# The documented row of each text format, its system apart.
+ROWS = {
+    "default": {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+    "argilla": {"instruction": "2+2?", "chosen_response": "4", "rejected_response": "5"},
+    "argilla_chat": CHATS,
+    "icr": {"input": "2+2?", "chosen": "4", "rejected": "5"},
+    "intel": {"question": "2+2?", "chosen": "4", "rejected": "5"},
+    "prompt_pairs": {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+    "ultra": {"prompt": "2+2?", **CHATS},
+}
+CLOSE = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+PROMPTS = {"chatml": (CHATML, CHATML_SYSTEM), "llama3": (LLAMA3, LLAMA3_SYSTEM)}
+
+
+@pytest.fixture
+def texts(tmp_path, tokenizer_of):
+    """The text of prompt, chosen and rejected of one row."""
+
+    def load(row, name, tokenizer=None, **settings):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        tokenizer = tokenizer or tokenizer_of("llama3" if name.startswith("llama3") else "chatml")
+        (pair,) = load_pairs([str(tmp_path / "rows.jsonl")], tokenizer, data_format=name, **settings)
+        return tuple(tokenizer.decode(ids) for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids))
+
+    return load
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ROWS)
+def test_text_families(texts, family, kind):
+    prompt, with_system = PROMPTS[family]
+    responses = ("4" + CLOSE[family], "5" + CLOSE[family])
+    name = f"{family}.{kind}"
+    assert texts(ROWS[kind], name) == (prompt, *responses)
+    assert texts({"system": "Be brief", **ROWS[kind]}, name) == (with_system, *responses)
+    for empty in ("", None):
+        assert texts({"system": empty, **ROWS[kind]}, name) == (prompt, *responses)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_a_familys_name_alone_is_its_default(texts, name):
+    for column in ("prompt", "input", "question", "instruction"):
+        for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response")):
+            row = {column: "2+2?", chosen: "4", rejected: "5"}
+            assert texts(row, name) == (PROMPTS[name][0], "4" + CLOSE[name], "5" + CLOSE[name])
+
+
+def test_text_is_not_stripped_and_llama3_gets_its_bos_from_the_tokenizer(texts, tokenizer_of):
+    assert texts({"question": " a ", "chosen": " b ", "rejected": "\nc"}, "chatml.intel") == (
+        "<|im_start|>user\n a <|im_end|>\n<|im_start|>assistant\n", " b <|im_end|>", "\nc<|im_end|>",
+    )  # fmt: skip
+    tokenizer = tokenizer_of("llama3", bos="<|begin_of_text|>")
+    prompt, chosen, rejected = texts(ROWS["intel"], "llama3.intel", tokenizer)
+    assert (prompt, chosen, rejected) == ("<|begin_of_text|>" + LLAMA3, "4<|eot_id|>", "5<|eot_id|>")
+
+
+def test_argilla_chat_of_several_turns(texts):
+    assert texts(LONG, "chatml.argilla_chat") == (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")
+    system = {"role": "system", "content": "Be brief"}
+    row = {name: [system, *messages] for name, messages in CHATS.items()}
+    assert texts(row, "chatml.argilla_chat") == (CHATML_SYSTEM, "4<|im_end|>", "5<|im_end|>")
+
+
+def test_nectar_takes_the_best_rank_as_chosen_and_the_worst_as_rejected(texts):
+    answers = [{"answer": text, "rank": rank} for text, rank in (("two", 2), ("one", 1), ("four", 4), ("three", 3))]
+    prompt = "<|system|>\n</s>\n<|user|>\n2+2?</s>\n<|assistant|>\n"
+    assert texts({"prompt": "2+2?", "answers": answers}, "zephyr.nectar") == (
+        prompt, "one<|endoftext|>", "four<|endoftext|>"
+    )  # fmt: skip
+    braces = {"prompt": "{x}", "answers": answers}
+    assert texts(braces, "zephyr.nectar")[0] == "<|system|>\n</s>\n<|user|>\n{x}</s>\n<|assistant|>\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "chosen", "rejected"),
+    [
+        ([USER], GOOD, BAD),
+        ("2+2?", "4", "5"),
+        ([USER], [GOOD], [BAD]),
+        ([USER], [USER, GOOD], [USER, BAD]),
+    ],
+)
+def test_chat_template_default(texts, chatml, messages, chosen, rejected):
+    row = {"messages": messages, "chosen": chosen, "rejected": rejected}
+    for name in ("chat_template.default", "chat_template"):
+        assert texts(row, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
+
+
+def test_chat_template_default_with_system_and_several_turns(texts, chatml):
+    row = {"messages": [{"role": "system", "content": "Be brief"}, USER], "chosen": GOOD, "rejected": BAD}
+    assert texts(row, "chat_template.default", chatml) == (CHATML_SYSTEM, "4<|im_end|>", "5<|im_end|>")
+    row = {"messages": TURNS, "chosen": GOOD, "rejected": BAD}
+    assert texts(row, "chat_template.default", chatml) == (CHATML_LONG, "4<|im_end|>", "5<|im_end|>")
+
+
+def test_chat_template_default_with_other_names(texts, chatml):
+    row = {
+        "conversations": [{"from": "human", "value": "2+2?"}],
+        "better": {"from": "gpt", "value": "4"},
+        "worse": {"from": "bot", "value": "5"},
+    }
+    options = FormatOptions(
+        field_messages="conversations", field_chosen="better", field_rejected="worse", role_key="from",
+        content_key="value", roles="user=human, assistant=gpt|bot",
+    )  # fmt: skip
+    assert texts(row, "chat_template.default", chatml, options=options) == (CHATML, "4<|im_end|>", "5<|im_end|>")
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}tools:{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if style %}{{ style }}{% endif %}{% endif %}"
+)
+
+
+def test_chat_template_default_keeps_tools_and_reasoning(texts, tokenizer_of, capsys):
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = TOOL_TEMPLATE
+    row = {
+        "messages": [USER],
+        "tools": [{"name": "add"}],
+        "chosen": {**GOOD, "reasoning_content": "two and two"},
+        "rejected": {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
+    }
+    expected = (
+        'tools:[{"name": "add"}]\n' + CHATML, "<think>two and two</think>4<|im_end|>", '[{"name": "add"}]<|im_end|>',
+    )  # fmt: skip
+    assert texts(row, "chat_template.default", tokenizer) == expected
+    assert texts({**row, "tools": json.dumps(row["tools"])}, "chat_template.default", tokenizer) == expected
+    assert capsys.readouterr().err == ""
+
+
+def test_a_template_that_does_not_write_tools_or_reasoning_is_told(texts, chatml, capsys):
+    row = {"messages": [USER], "tools": [{"name": "add"}], "chosen": GOOD, "rejected": BAD}
+    texts(row, "chat_template.default", chatml)
+    assert capsys.readouterr().err == "data: of 1 rows, 1 with tools that the chat template does not write\n"
+    row = {"messages": [USER], "chosen": {**GOOD, "reasoning_content": "hm"}, "rejected": BAD}
+    texts(row, "chat_template.default", chatml)
+    assert "1 with reasoning_content that the chat template does not write" in capsys.readouterr().err
+
+
+def test_template_settings_of_a_row(texts, tokenizer_of):
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = TOOL_TEMPLATE
+    row = {"prompt": [USER], "chosen": "!4", "rejected": "!5", "chat_template_kwargs": {"style": "!"}}
+    assert texts(row, "auto", tokenizer) == (CHATML + "!", "4<|im_end|>", "5<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["chat_template.argilla_chat", "chat_template.argilla"])
+def test_whole_conversations(texts, chatml, name):
+    assert texts(CHATS, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
+    assert texts(LONG, name, chatml) == (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")
+
+
+def test_chat_template_argilla_takes_system_and_prompt(texts, chatml):
+    row = {"system": "Be brief", **CHATS}
+    assert texts(row, "chat_template.argilla", chatml) == (CHATML_SYSTEM, "4<|im_end|>", "5<|im_end|>")
+    other = {"prompt": "1+3?", **CHATS}
+    assert texts(other, "chat_template.argilla", chatml)[0] == CHATML.replace("2+2?", "1+3?")
+    assert texts({"prompt": "1+3?", **LONG}, "chat_template.argilla", chatml)[0] == CHATML_LONG  # single-turn only
+
+
+def test_bradley_terry(texts, chatml):
+    row = {"input": "2+2?", "chosen": "4", "rejected": "5"}
+    expected = ("4<|im_end|>", "5<|im_end|>")
+    assert texts(row, "bradley_terry.chat_template", chatml) == (CHATML, *expected)
+    assert texts({"system": None, **row}, "bradley_terry.chat_template", chatml) == (CHATML, *expected)
+    assert texts({"system": "Be brief", **row}, "bradley_terry.chat_template", chatml) == (CHATML_SYSTEM, *expected)
+
+
+def test_user_defined(texts):
+    row = {"system": "Be brief", "prompt": "2+2?", "chosen": "4", "rejected": "5"}
+    for name in ("user_defined", "user_defined.default"):
+        assert texts(row, name) == ("2+2?", "4<|endoftext|>", "5<|endoftext|>")
+    options = FormatOptions(
+        field_prompt="q", field_system="s", field_chosen="good", field_rejected="bad",
+        prompt_format="[{system}] {{Q}}: {prompt}\n", chosen_format="A: {chosen}", rejected_format="B: {rejected}",
+    )  # fmt: skip
+    row = {"s": "Be brief", "q": "{2+2}?", "good": "{4}", "bad": "5"}
+    expected = ("[Be brief] {Q}: {2+2}?\n", "A: {4}<|endoftext|>", "B: 5<|endoftext|>")
+    assert texts(row, "user_defined", options=options) == expected
+    for empty in ({"s": ""}, {"s": None}, {}):
+        row = {"q": "2+2?", "good": "4", "bad": "5", **empty}
+        assert texts(row, "user_defined", options=options)[0] == "[] {Q}: 2+2?\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, ("2+2?", "4<|endoftext|>", "5<|endoftext|>")),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
+        ({"prompt": TURNS, "chosen": [GOOD], "rejected": [BAD]}, (CHATML_LONG, "4<|im_end|>", "5<|im_end|>")),
+        ({"prompt": [USER], "chosen": "4", "rejected": "5"}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
+    ],
+)
+def test_passthrough_and_auto_with_a_prompt(texts, chatml, row, expected):
+    for name in ("passthrough", "passthrough.default", "auto"):
+        assert texts({**row, "other": 1}, name, chatml) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"chosen": "2+2? 4", "rejected": "2+2? 5"}, ("2+2?", " 4<|endoftext|>", " 5<|endoftext|>")),
+        ({"chosen": "Q: x A: y", "rejected": "Q: x A: y z"}, ("Q: x A:", " y<|endoftext|>", " y z<|endoftext|>")),
+        ({"chosen": "Q\nyes", "rejected": "Q\nno"}, ("Q\n", "yes<|endoftext|>", "no<|endoftext|>")),
+        (CHATS, (CHATML, "4<|im_end|>", "5<|im_end|>")),
+        (LONG, (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")),
+        ({"prompt": "2+2?", **LONG}, (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")),
+        ({"prompt": "2+2?", "chosen": [GOOD], "rejected": [BAD]}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
+    ],
+)
+def test_auto_takes_the_shared_beginning_as_the_prompt(texts, chatml, row, expected):
+    assert texts(row, "auto", chatml) == expected
+
+
+def test_every_registered_format_has_a_row_here():
+    tested = {f"{family}.{kind}" for family in FAMILIES for kind in ROWS} | {
+        "chatml", "llama3", "zephyr.nectar", "chat_template", "chat_template.default", "chat_template.argilla_chat",
+        "chat_template.argilla", "bradley_terry.chat_template", "user_defined", "user_defined.default", "passthrough",
+        "passthrough.default", "auto",
+    }  # fmt: skip
+    assert tested == PAIR_FORMATS.keys()
+
+
+ANSWERS = [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]
+BAD_ROWS = [
+    ("chatml.intel", {"question": "q", "chosen": "a"}, r"has no 'rejected' \(its columns: question, chosen\)"),
+    ("chatml.intel", {"question": "q", "chosen": "a", "rejected": None}, "has no 'rejected'"),
+    ("chatml.intel", {"question": "", "chosen": "a", "rejected": "b"}, "'question' is empty"),
+    ("llama3.icr", {"input": "q", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),
+    ("llama3.icr", {"input": "q", "chosen": [GOOD], "rejected": "b"}, "'chosen' is a list, not text"),
+    ("chatml.prompt_pairs", {"prompt": [USER], "chosen": "a", "rejected": "b"}, "'prompt' is a list, not text"),
+    ("chatml.prompt_pairs", {"system": 3, "prompt": "q", "chosen": "a", "rejected": "b"}, "'system' is a int"),
+    ("chatml", {"chosen": "a", "rejected": "b"}, "has none of 'prompt', 'input', 'question', 'instruction'"),
+    ("chatml.argilla", {"prompt": "q", "chosen_response": "a", "rejected_response": "b"}, "has no 'instruction'"),
+    ("chatml.argilla_chat", {"chosen": "a", "rejected": "b"}, "'chosen' is a str, not a list of messages"),
+    ("chatml.argilla_chat", {"chosen": [GOOD], "rejected": [BAD]}, "'chosen' has one message"),
+    ("chatml.argilla_chat", {"chosen": [USER, GOOD], "rejected": []}, "'rejected' is empty, not a list of messages"),
+    ("chatml.argilla_chat", {"chosen": [USER, GOOD], "rejected": [TURNS[2], BAD]}, "'rejected' has 2 messages that"),
+    ("chatml.argilla_chat", {"chosen": [USER, USER], "rejected": [USER, BAD]}, "'chosen' ends with a user message"),
+    ("chatml.ultra", {"prompt": "q", **LONG}, "'chosen' has the messages user, assistant, user, assistant; this"),
+    ("chatml.ultra", {"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, "'chosen' has the messages assistant;"),
+    ("zephyr.nectar", {"prompt": "q", "answers": ANSWERS[:1]}, "'answers' is not a list of two or more"),
+    ("zephyr.nectar", {"prompt": "q", "answers": [ANSWERS[0], {"answer": "b"}]}, r"answers\[1\] has the rank None"),
+    ("zephyr.nectar", {"prompt": "q", "answers": [ANSWERS[0], ANSWERS[0]]}, "'answers' all have the rank 1"),
+    ("zephyr.nectar", {"prompt": "q", "answers": [ANSWERS[0], {"rank": 2}]}, "has no 'answer'"),
+    ("chat_template.default", {"messages": [USER], "chosen": GOOD}, "has no 'rejected'"),
+    ("chat_template.default", {"messages": [], "chosen": GOOD, "rejected": BAD}, "'messages' is empty"),
+    ("chat_template.default", {"messages": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "ends with an assistant"),
+    ("chat_template.default", {"messages": [USER], "chosen": USER, "rejected": BAD}, "'chosen' ends with a user"),
+    ("chat_template.default", {"messages": [USER], "chosen": GOOD, "rejected": ""}, "'rejected' is empty"),
+    ("chat_template.default", {"messages": [{"from": "human", "value": "q"}], "chosen": GOOD, "rejected": BAD},
+     r"messages\[0\] has no 'role' \(its keys: from, value\); fix the row, or see format.role_key"),
+    ("chat_template.default", {"messages": [{**USER, "role": "human"}], "chosen": GOOD, "rejected": BAD},
+     r"messages\[0\]: role 'human' is unknown; chat_template.\* can map it with format.roles"),
+    ("chat_template.default", {"messages": [USER], "chosen": {**GOOD, "content": 4}, "rejected": BAD},
+     "chosen: its content is 4, not text"),
+    ("chat_template.default", {"messages": [USER], "chosen": GOOD, "rejected": BAD, "tools": "{"}, "'tools' is not"),
+    ("chat_template.default", {"messages": [USER], "chosen": "4<|im_end|>", "rejected": BAD}, "end-of-turn token"),
+    ("chat_template.argilla", {"chosen": [USER, USER, GOOD], "rejected": [BAD]}, "they must alternate from user"),
+    ("bradley_terry.chat_template", {"system": "s", "chosen": "a", "rejected": "b"}, "has no 'input'"),
+    ("user_defined", {"prompt": "q", "chosen": "a"}, "has no 'rejected'"),
+    ("passthrough", {"chosen": "a", "rejected": "b"}, "has no 'prompt'"),
+    ("passthrough", {"prompt": "q", "chosen": [GOOD], "rejected": "b"}, "'chosen' is a list, not text"),
+    ("auto", {"prompt": "q"}, "has no 'chosen'"),
+    ("auto", {"chosen": "abc", "rejected": "xyz"}, "share no beginning"),
+    ("auto", {"chosen": "abc", "rejected": "abc"}, "are the same text"),
+    ("auto", {"chosen": [GOOD], "rejected": [BAD]}, "share no message to take as the prompt"),
+    ("auto", {"chosen": "abc", "rejected": [BAD]}, "'chosen' is a str, not a list of messages"),
+    ("auto", {"chosen": LONG["chosen"], "rejected": [USER, BAD, TURNS[2], BAD]}, "'chosen' has 4 messages that are"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "row", "message"), BAD_ROWS)
+def test_bad_rows(texts, tokenizer_of, chatml, name, row, message):
+    tokenizer = tokenizer_of("llama3") if name.startswith("llama3") else chatml
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{message}"):
+        texts(row, name, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            dict(prompt_format="{promt}"),
+            r"format.prompt_format='{promt}': {promt} is not known; use {prompt}, {system}",
+        ),
+        (dict(prompt_format="Q"), "leaves out {prompt}"),
+        (dict(chosen_format="{prompt}"), "{prompt} is not known; use {chosen}"),
+        (dict(rejected_format="{rejected.x}"), "{rejected.x} is not known"),
+        (dict(completion_format="{"), "double braces that are text"),
+        (dict(field_system="s"), "format.field_system=s: has no effect"),
+        (dict(roles="human"), "'human' is not of the form role=name"),
+        (dict(roles="usr=human"), "role 'usr' is unknown; did you mean 'user'"),
+    ],
+)
+def test_options_that_cannot_be_followed(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FormatOptions(**settings)

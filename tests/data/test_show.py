@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data.show import main, quantile_of
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(*rows) -> str:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / "rows.jsonl")
+
+    return write_rows
+
+
+PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "five"}
+USER = {"role": "user", "content": "2+2?"}
+OPENING = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_pairs(write, capsys):
+    assert main(["--data", write(PAIR, PAIR), "--data-format", "chatml.prompt_pairs", "--rows", "1"]) == 0
+    told = capsys.readouterr().out
+    assert f"rows.jsonl:1 chosen: 14 tokens, 2 trained\n{OPENING}4<|im_end|>\nmask 0x12 1x2\n" in told
+    assert f"rows.jsonl:1 rejected: 17 tokens, 5 trained\n{OPENING}five<|im_end|>\nmask 0x12 1x5\n" in told
+    assert "rows.jsonl:2" not in told and "tokens in 2 rows" in told
+    assert [line.split()[1::2] for line in told.split("\n") if "prompt" in line][-1] == ["prompt"] + ["12"] * 6
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "2+2?", "completion": "4", "label": False}, "undesirable: 6 tokens, 2 trained"),
+        ({"prompt": "2+2?", "completion": "4"}, "example: 6 tokens, 2 trained"),
+        ({"prompt": "2+2?"}, "prompt: 4 tokens, 0 trained"),
+        ({"prompt": "2+2?", "completions": ["a", "b"], "labels": [True, False]}, "steps (right, wrong): 8 tokens"),
+        ({"messages": [USER, {"role": "assistant", "content": "4"}]}, "example: 15 tokens, 2 trained"),
+        (PAIR, "chosen: 6 tokens, 2 trained"),
+    ],
+)
+def test_kind_is_told_from_the_columns(write, capsys, row, expected):
+    assert main(["--data", write(row)]) == 0
+    assert expected in capsys.readouterr().out
+
+
+def test_options_and_lengths(write, capsys):
+    path = write({"q": "2+2?", "chosen": "4", "rejected": "5"})
+    flags = ["--data", path, "--data-format", "user_defined", "--format.field-prompt", "q", "--max-length", "5"]
+    assert main([*flags, "--format.prompt-format", "{prompt}"]) == 0
+    told = capsys.readouterr()
+    assert "chosen: 5 tokens, 1 trained\n2+2?4\nmask 0x4 1x1\n" in told.out
+    assert "1 cut to max_length=5" in told.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rows", "-1"], "error: rows=-1"),
+        (["--model", "no/such/folder"], "error: model=no/such/folder: its tokenizer cannot be loaded"),
+        (["--kind", "sft", "--bad-rows", "skip"], "error: bad_rows: has no effect on rows of kind=sft"),
+        (["--data-format", "chatml.intell"], "did you mean 'chatml.intel'"),
+        (["--data-format", "my_module.fn"], "error: kind=auto: cannot be told"),
+        (["--kind", "stepwise"], "rows.jsonl:1: has no 'completions'"),
+    ],
+)
+def test_errors_are_one_sentence(write, capsys, monkeypatch, flags, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["--data", write(PAIR), *flags]) == 1
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_quantiles():
+    values = list(range(1, 101))
+    assert [quantile_of(values, q) for q in (0.0, 0.5, 0.9, 0.99, 1.0)] == [1, 50, 90, 99, 100]
+    assert quantile_of([7], 0.5) == 7

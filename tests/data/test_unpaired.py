@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data.format_options import FormatOptions
+from data.pair_formats import PAIR_FORMATS
+from data.unpaired import load_labelled
+from data.unpaired_formats import UNPAIRED_FORMATS
+
+USER = {"role": "user", "content": "2+2?"}
+GOOD = {"role": "assistant", "content": "4"}
+BAD = {"role": "assistant", "content": "5"}
+PROMPTS = {
+    "chatml": "{}<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "{}<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+}
+SYSTEMS = {
+    "chatml": "<|im_start|>system\nBe brief<|im_end|>\n",
+    "llama3": "<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|>",
+}
+CLOSE = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+# The documented rows, their label and system apart; argilla_chat is documented in two shapes.
+ROWS = [
+    ("argilla", {"instruction": "2+2?", "completion": "4"}),
+    ("argilla_chat", {"chosen": [USER], "completion": [GOOD]}),
+    ("argilla_chat", {"completion": [USER, GOOD]}),
+    ("intel", {"question": "2+2?", "completion": "4"}),
+    ("prompt_pairs", {"prompt": "2+2?", "completion": "4"}),
+    ("ultra", {"prompt": "2+2?", "completion": "4"}),
+]
+CHATML = PROMPTS["chatml"].format("")
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer_of, chatml):
+    """(prompt, completion, label) of each row, as text."""
+
+    def load_rows(rows, name="auto", **settings):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tokenizer = tokenizer_of("llama3") if name.startswith("llama3") else chatml
+        found = load_labelled([str(tmp_path / "rows.jsonl")], tokenizer, data_format=name, **settings)
+        return [(tokenizer.decode(row.prompt_ids), tokenizer.decode(row.completion_ids), row.label) for row in found]
+
+    return load_rows
+
+
+@pytest.mark.parametrize("family", PROMPTS)
+@pytest.mark.parametrize(("kind", "row"), ROWS)
+def test_text_families(load, family, kind, row):
+    rows = [{**row, "label": True}, {**row, "label": False, "system": "Be brief"}, {**row, "label": 1, "system": ""}]
+    prompts = [PROMPTS[family].format(system) for system in ("", SYSTEMS[family], "")]
+    answer = "4" + CLOSE[family]
+    found = load(rows, f"{family}.{kind}")
+    assert found == list(zip(prompts, [answer] * 3, [True, False, True], strict=True))
+
+
+def test_user_defined(load):
+    row = {"system": "Be brief", "prompt": "2+2?", "completion": "4", "label": "true"}
+    for name in ("user_defined", "user_defined.default"):
+        assert load([row], name) == [("2+2?", "4<|endoftext|>", True)]
+    options = FormatOptions(
+        field_prompt="q", field_system="s", field_completion="a", field_label="ok",
+        prompt_format="[{system}] {prompt} ", completion_format="A: {completion}",
+    )  # fmt: skip
+    rows = [{"q": "2+2?", "a": "4", "ok": 0}, {"s": "S", "q": "2+2?", "a": "4", "ok": "False"}]
+    assert load(rows, "user_defined", options=options) == [
+        ("[] 2+2? ", "A: 4<|endoftext|>", False),
+        ("[S] 2+2? ", "A: 4<|endoftext|>", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "2+2?", "completion": "4"}, ("2+2?", "4<|endoftext|>")),
+        ({"prompt": [USER], "completion": [GOOD]}, (CHATML, "4<|im_end|>")),
+        ({"prompt": [USER], "completion": "4"}, (CHATML, "4<|im_end|>")),
+        ({"completion": [USER, GOOD]}, (CHATML, "4<|im_end|>")),
+        ({"messages": [USER, GOOD]}, (CHATML, "4<|im_end|>")),
+    ],
+)
+def test_auto(load, row, expected):
+    assert load([{**row, "label": False}]) == [(*expected, False)]
+
+
+PAIRS = [
+    ("auto", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, "2+2?", "<|endoftext|>"),
+    ("auto", {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, CHATML, "<|im_end|>"),
+    ("chatml.intel", {"question": "2+2?", "chosen": "4", "rejected": "5"}, CHATML, "<|im_end|>"),
+    ("chatml.argilla", {"instruction": "2+2?", "chosen_response": "4", "rejected_response": "5"}, CHATML, "<|im_end|>"),
+    ("chatml.icr", {"input": "2+2?", "chosen": "4", "rejected": "5"}, CHATML, "<|im_end|>"),
+    ("chatml.ultra", {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, CHATML, "<|im_end|>"),
+    ("chat_template.default", {"messages": [USER], "chosen": GOOD, "rejected": BAD}, CHATML, "<|im_end|>"),
+    ("user_defined", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, "2+2?", "<|endoftext|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "prompt", "close"), PAIRS)
+def test_a_pair_becomes_two_rows(load, name, row, prompt, close):
+    assert load([row], name) == [(prompt, "4" + close, True), (prompt, "5" + close, False)]
+
+
+def test_every_pair_format_works_here():
+    assert PAIR_FORMATS.keys() <= UNPAIRED_FORMATS.keys()
+
+
+def test_built_in_task_and_sources(chatml):
+    rows = load_labelled(["task:addition:size=3"], chatml)
+    assert [row.label for row in rows] == [True, False] * 3
+    assert [row.source for row in rows[:3]] == ["task:addition:1 chosen", "task:addition:1 rejected",
+                                                "task:addition:2 chosen"]  # fmt: skip
+
+
+def test_lengths(load, capsys):
+    rows = [{"prompt": "abc", "completion": text, "label": True} for text in ("d", "defgh")]
+    assert load(rows, max_length=5) == [("abc", "d<|endoftext|>", True), ("abc", "de", True)]
+    assert capsys.readouterr().err == "data: of 2 rows, 1 cut to max_length=5\n"
+    with pytest.raises(ValueError, match="max_length=3: none of the 2 rows fits"):
+        load(rows, max_length=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("auto", {"prompt": "q", "completion": "a"}, "has no 'label'"),
+        ("auto", {"prompt": "q", "completion": "a", "label": "good"}, "'label' is 'good'; it must be true or false"),
+        ("auto", {"prompt": "q", "completion": "a", "label": -1}, "'label' is -1"),
+        ("auto", {"prompt": "q", "completion": "a", "label": 0.7}, "'label' is 0.7"),
+        ("auto", {"prompt": "q", "completion": "", "label": True}, "'completion' is empty"),
+        ("auto", {"prompt": "q", "completion": [GOOD], "label": True}, "'completion' is a list, not text"),
+        ("auto", {"completion": [GOOD], "label": True}, "'completion' has one message"),
+        ("auto", {"messages": [GOOD, USER], "label": True}, "'messages' ends with a user message"),
+        ("auto", {"prompt": "q", "label": True}, "has no 'messages'"),
+        ("chatml.argilla", {"instruction": "q", "label": True}, "has no 'completion'"),
+        ("chatml.argilla_chat", {"completion": [GOOD], "label": True}, "has no 'chosen'"),
+        ("chatml.argilla_chat", {"completion": "a", "label": True}, "'completion' is a str, not a list of messages"),
+        ("llama3.intel", {"prompt": "q", "completion": "a", "label": True}, "has no 'question'"),
+        ("user_defined", {"prompt": "q", "completion": "a", "label": None}, "has no 'label'"),
+    ],
+)
+def test_bad_rows(load, name, row, message):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{message}"):
+        load([row], name)
+
+
+def test_real_rows(asset, chatml):
+    path = str(asset("data/llamafactory_kto_en_demo.jsonl.gz"))
+    rows = load_labelled([path], chatml, max_length=None)
+    assert len(rows) == 300 and {row.label for row in rows} == {True, False}
+    assert all(chatml.decode(row.completion_ids).endswith("<|im_end|>") for row in rows[:20])

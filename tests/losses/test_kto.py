@@ -1,0 +1,181 @@
+"""Golden values of KTO, checked against TRL 1.16.0 (four rows, beta 0.1)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss
+from losses.types import LossOut
+
+BETA = 0.1
+LOGP = (-2.0, -3.0, -3.0, -2.5)
+REF = (-3.0, -2.9, -2.2, -2.9)  # log-ratios 1.0, -0.1 (desirable), -0.8, 0.4 (undesirable)
+LABEL = (True, True, False, False)
+MISMATCHED = (0.3, 0.2, 0.1, 0.3)
+LOSSES = ("kto", "apo_zero_unpaired")
+
+
+def golden_z0() -> Tensor:
+    return kl_reference_point(torch.tensor(MISMATCHED).sum(), torch.tensor(4))
+
+
+def run(name: str, logp: Tensor, ref: Tensor, label: Tensor, z0: float | Tensor = 0.3, **weights: float) -> LossOut:
+    if name == "apo_zero_unpaired":
+        return apo_zero_unpaired(logp, ref, label, beta=BETA, **weights)
+    return kto_loss(logp, ref, label, torch.as_tensor(z0), beta=BETA, **weights)
+
+
+def golden(name: str, **weights: float) -> LossOut:
+    return run(name, torch.tensor(LOGP), torch.tensor(REF), torch.tensor(LABEL), golden_z0(), **weights)
+
+
+def random_case(n: int = 13, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logp, ref = -20 * torch.rand(2, n, generator=generator, dtype=torch.float64)
+    return logp.requires_grad_(), ref, torch.rand(n, generator=generator) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "value"),
+    [
+        ("kto", {}, 0.491883),
+        ("kto", {"undesirable_weight": 1.33}, 0.572632),
+        ("apo_zero_unpaired", {}, 0.491883),
+    ],
+)
+def test_kto_golden_values(name, weights, value):
+    term = golden(name, **weights).terms[name]
+    assert golden_z0().item() == pytest.approx(0.225)
+    assert (term.sum / term.count).item() == pytest.approx(value, abs=1e-6)
+    assert term.weight == 1.0 and term.count.item() == 4
+
+
+def test_kto_and_apo_differ_where_the_classes_are_not_balanced():
+    rows = (torch.tensor(LOGP[:3]), torch.tensor(REF[:3]), torch.tensor(LABEL[:3]))
+    kto, apo = (run(name, *rows, 0.225).terms[name].sum.item() for name in LOSSES)
+    assert kto - apo == pytest.approx(0.225 * BETA / 4, rel=0.02)  # one desirable row more, slope 1/4 each
+
+
+@pytest.mark.parametrize(("mismatched", "expected"), [((0.5, -0.1), 0.2), ((0.1, -0.5), 0.0), ((), 0.0)])
+def test_reference_point_is_the_mean_clamped_after_averaging(mismatched, expected):
+    values = torch.tensor(mismatched, requires_grad=True)
+    z0 = kl_reference_point(values.sum(), torch.tensor(len(mismatched)))
+    assert z0.item() == pytest.approx(expected) and not z0.requires_grad
+
+
+def naive(name: str, logp: Tensor, ref: Tensor, label: Tensor, z0: float, weights: tuple[float, float]) -> float:
+    sig = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    total = 0.0
+    for lp, lr, good in zip(logp.tolist(), ref.tolist(), label.tolist(), strict=True):
+        x = lp - lr
+        if name == "kto":
+            total += weights[0] * (1 - sig(BETA * (x - z0))) if good else weights[1] * (1 - sig(BETA * (z0 - x)))
+        else:
+            total += weights[0] * (1 - sig(BETA * x)) if good else weights[1] * sig(BETA * x)
+    return total
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_kto_agrees_with_a_float64_loop(name):
+    case = random_case()
+    out = run(name, *case, 0.7, desirable_weight=1.2, undesirable_weight=0.3)
+    assert out.terms[name].sum.item() == pytest.approx(naive(name, *case, 0.7, (1.2, 0.3)), rel=1e-7)
+    exact = run(name, *case, torch.tensor(0.7, dtype=torch.float64), desirable_weight=1.2, undesirable_weight=0.3)
+    assert exact.terms[name].sum.item() == pytest.approx(naive(name, *case, 0.7, (1.2, 0.3)), rel=1e-13)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_weight_zero_means_zero(name):
+    logp, ref, label = random_case()
+    out = run(name, logp, ref, label, undesirable_weight=0.0)
+    (grad,) = torch.autograd.grad(out.terms[name].sum, logp)
+    assert (grad[~label] == 0).all() and (grad[label] < 0).all()
+    assert out.terms[name].count.item() == 13  # the rows still count
+    nothing = run(name, logp, ref, label, desirable_weight=0.0, undesirable_weight=0.0)
+    assert nothing.terms[name].sum.item() == 0.0
+
+
+def test_desirable_rows_are_pushed_up_and_undesirable_ones_down():
+    logp, ref, label = random_case()
+    for name in LOSSES:
+        (grad,) = torch.autograd.grad(run(name, logp, ref, label).terms[name].sum, logp)
+        assert torch.equal(grad < 0, label)
+
+
+def test_reference_point_gets_no_gradient():
+    logp, ref, label = random_case()
+    z0 = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    kto_loss(logp, ref, label, z0, beta=BETA).terms["kto"].sum.backward()
+    assert z0.grad is None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_kto_gradcheck(name):
+    logp, ref, label = random_case(n=6)
+    assert torch.autograd.gradcheck(lambda x: run(name, x, ref, label, 0.4).terms[name].sum, logp)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("sizes", [(13,), (1,) * 13, (6, 7), (10, 0, 3)])
+def test_kto_micro_batches_sum_to_the_whole(name, sizes):
+    logp, ref, label = random_case()
+    whole = run(name, logp, ref, label, undesirable_weight=1.33)
+    rows = zip(logp.split(sizes), ref.split(sizes), label.split(sizes), strict=True)
+    parts = [run(name, *row, undesirable_weight=1.33) for row in rows]
+    total = torch.stack([part.terms[name].sum for part in parts]).sum()
+    assert total.item() == pytest.approx(whole.terms[name].sum.item(), rel=1e-13)
+    assert sum(part.terms[name].count.item() for part in parts) == 13
+    expected = torch.autograd.grad(whole.terms[name].sum, logp)[0]
+    torch.testing.assert_close(torch.autograd.grad(total, logp)[0], expected, atol=1e-14, rtol=1e-12)
+    for metric, (value, count) in whole.metrics.items():
+        assert sum(part.metrics[metric][0].item() for part in parts) == pytest.approx(value.item(), rel=1e-13)
+        assert sum(part.metrics[metric][1].item() for part in parts) == count.item()
+
+
+def test_kto_metrics_are_per_class():
+    metrics = golden("kto").metrics
+    means = {name: (total / count).item() for name, (total, count) in metrics.items()}
+    assert means == pytest.approx({
+        "reward/chosen": 0.045, "reward/rejected": -0.02, "policy/logp_chosen": -2.5, "policy/logp_rejected": -2.75
+    }, abs=1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("good", [True, False])
+def test_a_class_may_be_absent(name, good):
+    label = torch.full((4,), good)
+    out = run(name, torch.tensor(LOGP), torch.tensor(REF), label)
+    absent = "rejected" if good else "chosen"
+    total, count = out.metrics[f"reward/{absent}"]
+    assert total.item() == 0.0 and count.item() == 0 and out.terms[name].sum.isfinite()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("ratio", [1e4, -1e4])
+@pytest.mark.parametrize("good", [True, False])
+def test_kto_is_finite_at_extremes(name, ratio, good):
+    logp = torch.tensor([ratio], requires_grad=True)
+    loss = run(name, logp, torch.zeros(1), torch.tensor([good])).terms[name].sum
+    loss.backward()
+    assert loss.item() == pytest.approx(float((ratio > 0) != good)) and logp.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_rows_give_a_differentiable_zero(name):
+    logp = torch.zeros(0, requires_grad=True)
+    out = run(name, logp, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+    out.terms[name].sum.backward()
+    assert out.terms[name].sum.item() == 0.0 and out.terms[name].count.item() == 0 and logp.grad.shape == (0,)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_bfloat16_inputs_are_computed_in_float32(name):
+    logp, ref, label = random_case()
+    low = [x.detach().bfloat16() for x in (logp, ref)]
+    loss = run(name, *low, label).terms[name].sum
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(run(name, *(x.float() for x in low), label).terms[name].sum.item())

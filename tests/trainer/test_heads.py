@@ -1,0 +1,243 @@
+"""Scorers held against plain transformers: packed, padded, one by one, and read back from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from data.chat import stop_ids
+from data.packing import Item, make_batches
+from trainer.config import LoraConfig, ModelConfig
+from trainer.export import export_model
+from trainer.heads import KINDS, NEW_PAD, head_of, load_scorer, marked_last, scores_at
+from trainer.model import Policy
+from trainer.tiny.build import make_tokenizer
+
+CPU = torch.device("cpu")
+COMMON = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, initializer_range=0.2, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": COMMON,
+    "qwen3": {**COMMON, "head_dim": 8},
+    "mistral": {**COMMON, "sliding_window": 4},  # shorter than the sequences below
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2, eos_token_id=2, pad_token_id=0,
+                 bos_token_id=None, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+}  # fmt: skip
+SEQUENCES = [[5, 9, 31, 4, 77, 8, 2], [6, 2], [12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 2], [90, 91, 92, 2]]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory) -> Callable[..., Path]:
+    """folder_of("qwen3"): a language model of that architecture with random weights, and a byte tokenizer."""
+
+    def build(name: str, tokenizer: Any = None, **changes: Any) -> Path:
+        tokenizer = tokenizer or make_tokenizer()
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(name)
+        config = transformers.AutoConfig.for_model(
+            name, **{"vocab_size": len(tokenizer), **ARCHITECTURES[name], **changes}
+        )
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return build
+
+
+def load(folder: Path | str, kind: str, lora: LoraConfig | None = None, **settings: Any) -> Policy:
+    torch.manual_seed(1)
+    scorer = load_scorer(ModelConfig(model=str(folder), **settings), lora or LoraConfig(), CPU, kind=kind)
+    with torch.no_grad():  # move everything that is trained, an adapter's zeros too
+        for parameter in scorer.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return scorer
+
+
+def export(scorer: Policy, folder: Path) -> Path:
+    export_model(scorer.model, scorer.tokenizer, folder, merge_lora=False, base=scorer.source)
+    return folder
+
+
+def packed_scores(scorer: Policy, items: list[Item], **how: Any) -> Tensor:
+    """In the order of the items."""
+    scores: dict[tuple[int, int], Tensor] = {}
+    for batch in make_batches(items, max_tokens=how.pop("max_tokens", 1000), **how):
+        for place, found in enumerate(scores_at(scorer, batch)):
+            scores[int(batch.sequence[place]), place] = found
+    return torch.stack([scores[key] for key in sorted(scores)])
+
+
+@torch.no_grad()
+def plain_scores(folder: Path, kind: str, sequences: list[list[int]], side: str) -> Tensor:
+    """As anybody reads an export: the tokenizer pads, the model's own forward scores."""
+    model = getattr(transformers, KINDS[kind].auto_class).from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side=side)
+    batch = tokenizer.pad({"input_ids": sequences}, return_tensors="pt")
+    position_ids = (batch["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)  # gpt2 counts padding otherwise
+    logits = model(**batch, position_ids=position_ids).logits
+    if kind == "sequence":
+        return logits
+    last = batch["attention_mask"].flip(1).argmax(dim=1)
+    return logits[torch.arange(len(logits)), logits.shape[1] - 1 - last]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_padded_and_plain_transformers_agree(name, kind, folder_of, tmp_path):
+    scorer = load(folder_of(name), kind)
+    items = [marked_last(ids) for ids in SEQUENCES]
+    packed = packed_scores(scorer, items)
+    assert packed.shape == (len(SEQUENCES), len(KINDS[kind].labels)) and packed.std() > 0.05
+    torch.testing.assert_close(packed_scores(scorer, items, packing=False), packed, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed_scores(scorer, items, max_tokens=12), packed, rtol=1e-5, atol=1e-5)
+    export(scorer, tmp_path / "final")
+    for side in ("right", "left"):
+        plain = plain_scores(tmp_path / "final", kind, SEQUENCES, side)
+        torch.testing.assert_close(plain, packed, rtol=1e-5, atol=1e-5)
+
+
+def pad_is_eos(tokenizer: Any) -> Any:
+    """As TRL makes it: the padding token is the one that ends every sequence."""
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def no_pad(tokenizer: Any) -> Any:
+    tokenizer.pad_token = None
+    return tokenizer
+
+
+def with_reserved(tokenizer: Any) -> Any:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>"]})
+    return pad_is_eos(tokenizer)
+
+
+@pytest.mark.parametrize("room", [0, 8], ids=["full embedding", "spare rows"])
+@pytest.mark.parametrize("change", [pad_is_eos, no_pad, with_reserved])
+def test_score_is_read_at_the_end_token_even_where_it_was_the_padding(change, room, folder_of, tmp_path):
+    tokenizer = change(make_tokenizer())
+    folder = folder_of("llama", tokenizer, vocab_size=len(tokenizer) + room, pad_token_id=tokenizer.pad_token_id)
+    scorer = load(folder, "sequence")
+    assert scorer.tokenizer.pad_token_id not in stop_ids(scorer.tokenizer)
+    assert scorer.tokenizer.pad_token == ("<|reserved_0|>" if change is with_reserved else NEW_PAD)
+    rows = scorer.model.get_input_embeddings().weight.shape[0]
+    assert rows == len(tokenizer) + room + (1 if room == 0 and change is not with_reserved else 0)
+
+    packed = packed_scores(scorer, [marked_last(ids) for ids in SEQUENCES])
+    plain = plain_scores(export(scorer, tmp_path / "final"), "sequence", SEQUENCES, "right")
+    torch.testing.assert_close(plain, packed, rtol=1e-5, atol=1e-5)
+    before_end = packed_scores(scorer, [marked_last(ids[:-1]) for ids in SEQUENCES if len(ids) > 2])
+    assert (before_end - packed[[0, 2, 3]]).abs().min() > 1e-3, "the token before the end must score differently here"
+
+
+def test_padding_that_ends_nothing_is_kept(folder_of):
+    scorer = load(folder_of("llama"), "sequence")
+    assert scorer.tokenizer.pad_token_id == scorer.model.config.pad_token_id == 0
+
+
+def test_scores_are_those_of_the_marked_tokens_themselves(folder_of):
+    scorer = load(folder_of("llama"), "token")
+    ids = SEQUENCES[2]
+    marked = [3, 7, 10]
+    item = Item(ids=ids, mask=[i in marked for i in range(len(ids))])
+    found = packed_scores(scorer, [marked_last(SEQUENCES[0]), item])
+    whole = scorer.model.eval()(input_ids=torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(found[1:], whole[marked], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_trains_adapters_and_the_whole_head_and_exports_merged(kind, folder_of, tmp_path):
+    scorer = load(folder_of("llama"), kind, LoraConfig(r=2))
+    trained = {name for name, p in scorer.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or "score.modules_to_save" in name for name in trained)
+    assert any("score.modules_to_save" in name for name in trained) and not any("score.lora" in n for n in trained)
+    packed = packed_scores(scorer, [marked_last(ids) for ids in SEQUENCES])
+    plain = plain_scores(export(scorer, tmp_path / "final"), kind, SEQUENCES, "right")
+    torch.testing.assert_close(plain, packed, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"lora.target_modules=score: the head is trained whole"):
+        load(folder_of("llama"), kind, LoraConfig(r=2, target_modules=("q_proj", "score")))
+
+
+def test_bfloat16_leaves_the_head_in_float32(folder_of):
+    scorer = load(folder_of("llama"), "sequence", LoraConfig(r=2), dtype="bfloat16")
+    assert scorer.model.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in head_of(scorer.model).parameters()} == {torch.float32}
+    exact = load(folder_of("llama"), "sequence", LoraConfig(r=2))
+    items = [marked_last(ids) for ids in SEQUENCES]
+    rounded = packed_scores(scorer, items)
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - packed_scores(exact, items)).abs().max() < 0.3
+
+
+def test_an_adapter_of_a_language_model_is_merged_into_the_trunk(folder_of, tmp_path):
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    folder = folder_of("llama")
+    lm = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), PeftLora(r=2, task_type="CAUSAL_LM"))
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    lm.save_pretrained(tmp_path / "adapter")
+    make_tokenizer().save_pretrained(tmp_path / "adapter")
+    scorer = load_scorer(ModelConfig(model=str(tmp_path / "adapter")), LoraConfig(), CPU, kind="sequence")
+    ids = torch.tensor([SEQUENCES[0]])
+    want = lm.merge_and_unload().base_model(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(scorer.model.base_model(input_ids=ids).last_hidden_state, want)
+
+
+def test_a_trained_head_is_kept_and_garbage_is_drawn_anew(folder_of, tmp_path):
+    first = load(folder_of("llama"), "sequence")
+    folder = export(first, tmp_path / "final")
+    again = load_scorer(ModelConfig(model=str(folder)), LoraConfig(), CPU, kind="sequence")
+    assert torch.equal(again.model.score.weight, first.model.score.weight)
+    for garbage in (float("nan"), 1e5, 0.0):
+        weights = load_file(folder / "model.safetensors")
+        weights["score.weight"] = torch.full_like(weights["score.weight"], garbage)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        torch.manual_seed(3)
+        fresh = load_scorer(ModelConfig(model=str(folder)), LoraConfig(), CPU, kind="sequence").model.score.weight
+        assert fresh.std().item() == pytest.approx(0.2, rel=0.4), garbage  # initializer_range
+    other = load_scorer(ModelConfig(model=str(folder)), LoraConfig(), CPU, kind="token")  # two outputs, not one
+    assert other.model.score.weight.shape == (2, 32) and other.model.score.bias.abs().max() == 0
+
+
+def test_the_same_seed_draws_the_same_head(folder_of):
+    one, two = (load(folder_of("llama"), "sequence").model.score.weight for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_weights_that_do_not_fit_are_refused(folder_of):
+    folder = folder_of("llama")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"its weights do not fit its config.json: 1 tensors .* model.norm.weight"):
+        load(folder, "sequence")
+
+
+def test_models_that_look_ahead_are_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        initializer_range=0.3,
+    )  # fmt: skip
+    transformers.BertForTokenClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="this architecture is not supported"):
+        load(tmp_path, "token")
+
+
+def test_merging_without_an_adapter_is_refused(folder_of):
+    with pytest.raises(ValueError, match=r"merge_lora=True: has no effect with lora.r=0"):
+        load(folder_of("llama"), "sequence", merge_lora=True)

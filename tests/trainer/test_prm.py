@@ -1,0 +1,183 @@
+"""Process reward model: the step's gradient against the formula, and the whole command from steps to a reward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.types import Steps
+from tests.entry import metrics, run_ok
+from trainer.config import DataConfig, ModelConfig, RunConfig
+from trainer.methods import prm
+from trainer.model import Policy
+
+VOCAB = 37
+LENGTHS = (9, 3, 14, 6, 2, 11, 5, 7)
+LABELLED = ({4: 1, 8: 0}, {2: 1}, {3: 1, 7: 1, 10: 0, 13: 0}, {5: 0}, {1: 1}, {2: 1, 10: 1}, {4: 0}, {3: 1, 6: 1})
+TOTAL = sum(LENGTHS)
+BUDGETS = {"one solution": 1, "half": TOTAL // 2, "all": 4 * TOTAL}
+CUTS = [
+    pytest.param(budget, accumulation, packing, id=f"{name}, {accumulation}, {'packed' if packing else 'padded'}")
+    for (name, budget), accumulation, packing in itertools.product(BUDGETS.items(), (1, 2, 4), (True, False))
+]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+@functools.cache
+def make_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForTokenClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, num_labels=2, pad_token_id=0,
+        classifier_dropout=0.0,
+    )  # fmt: skip
+    return LlamaForTokenClassification(config)
+
+
+def make_scorer(dtype: torch.dtype) -> Policy:
+    model = copy.deepcopy(make_llama()).to(dtype).train()
+    return Policy(model=model, tokenizer=None, source="test", device=torch.device("cpu"), compute_dtype=dtype)
+
+
+def make_solutions() -> list[Steps]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        Steps(
+            source=f"test:{i}", ids=torch.randint(VOCAB, (length,), generator=generator).tolist(),
+            labels=[labels.get(place, -100) for place in range(length)],
+        )
+        for i, (length, labels) in enumerate(zip(LENGTHS, LABELLED, strict=True))
+    ]  # fmt: skip
+
+
+def make_config(budget: int = 4 * TOTAL, accumulation: int = 1, packing: bool = True, **settings: Any) -> prm.Config:
+    size = RunConfig(
+        per_device_train_batch_size=8 // accumulation, gradient_accumulation_steps=accumulation,
+        max_tokens_per_micro_batch=budget, packing=packing,
+    )  # fmt: skip
+    return prm.Config(model=ModelConfig(model="test"), data=DataConfig(data=("test",)), run=size, **settings)
+
+
+def gradient(model: Any) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> tuple[Tensor, float, list[tuple[int, int]]]:
+    """Gradient, loss and (label, answer) of each step, from transformers' own forward and loss in float64."""
+    model, losses, answers = make_scorer(torch.float64).model, [], []
+    for solution in make_solutions():
+        logits = model(input_ids=torch.tensor([solution.ids])).logits[0]
+        labels = torch.tensor(solution.labels)
+        losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        answers += [(label, int(logits[i].argmax())) for i, label in enumerate(solution.labels) if label >= 0]
+    loss = torch.stack(losses).sum() / len(answers)
+    loss.backward()
+    return gradient(model), loss.item(), answers
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("budget", "accumulation", "packing"), CUTS)
+def test_gradient_is_the_same_however_it_is_cut(budget, accumulation, packing, dtype, by_hand):
+    want, loss, answers = by_hand
+    scorer, solutions, cfg = make_scorer(dtype), make_solutions(), make_config(budget, accumulation, packing)
+    micro_batches = prm.pack(cfg, scorer, solutions, accumulation)
+    found = prm.backward(scorer, micro_batches, solutions).means()
+    assert (gradient(scorer.model).double() - want).norm() < TOLERANCE[dtype] * want.norm()
+    assert found["loss/total"] == found["loss/steps"] == pytest.approx(loss, rel=1e-5)
+    assert found["reward/step_accuracy"] == pytest.approx(sum(a == b for a, b in answers) / len(answers))
+    if budget == 1:
+        assert len(micro_batches) == len(solutions)
+
+
+def f1_by_hand(answers: list[tuple[int, int]]) -> float:
+    scores = []
+    for which in (0, 1):
+        hit = sum(label == answer == which for label, answer in answers)
+        scores.append(2 * hit / (sum(label == which for label, _ in answers) + sum(a == which for _, a in answers)))
+    return sum(scores) / 2
+
+
+def test_evaluation_reports_accuracy_and_f1_beside_the_majority(by_hand):
+    _, loss, answers = by_hand
+    scorer = make_scorer(torch.float32)
+    found = prm.evaluate(make_config(TOTAL // 3), scorer, make_solutions())
+    majority = [(label, 1) for label, _ in answers]
+    assert found == pytest.approx({
+        "eval/loss": loss,
+        "eval/reward/step_accuracy": sum(a == b for a, b in answers) / len(answers),
+        "eval/reward/macro_f1": f1_by_hand(answers),
+        "eval/reward/macro_f1_majority": f1_by_hand(majority),
+        "eval/rows": len(LENGTHS),
+    }, rel=1e-4)  # fmt: skip
+    assert 0 < found["eval/reward/step_accuracy"] < 1 and scorer.model.training
+    assert prm.evaluate(make_config(), scorer, []) == {}
+
+
+def test_settings_that_make_no_sense_are_refused():
+    for settings, sentence in (
+        ({"max_length": 1}, r"max_length=1: must be 2 or more"),
+        ({"max_completion_length": 0}, r"max_completion_length=0: must be 1 or more, or None"),
+        ({"step_separator": ""}, r"step_separator: empty"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make_config(**settings)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("prm")
+    run_ok(
+        "--method", "prm", "--max-steps", "6", "--eval-data", "task:steps:split=eval,size=40",
+        "--train-on-last-step-only", "--step-separator", ";\n", "--output-dir", "judge", cwd=cwd,
+    )  # fmt: skip
+    return cwd
+
+
+def test_export_reproduces_the_evaluation_in_plain_transformers(finished):
+    """All steps count in the evaluation, though only the last of each solution was trained."""
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    from data.tasks import make_rows
+
+    folder = finished / "judge" / "final"
+    model = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.strop == {"step_separator": ";\n", "system_prompt": None}
+    assert model.config.id2label == {0: "wrong", 1: "right"}
+    losses = []
+    for row in make_rows("steps", split="eval", size=40, seed=0):
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text)["input_ids"]
+        for step, label in zip(row["completions"], row["labels"], strict=True):
+            ids += tokenizer(step)["input_ids"] + tokenizer(";\n")["input_ids"]
+            with torch.no_grad():
+                logp = model(torch.tensor([ids])).logits[0, -1].log_softmax(dim=-1)
+            losses.append(-logp[int(label)].item())
+    assert metrics(finished / "judge")[-1]["eval/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+def test_output_is_a_reward(finished):
+    from data.types import Prompt
+    from rollout.rewards import load_rewards
+    from rollout.types import Completion
+
+    prompt = Prompt(source="test:0", prompt=[{"role": "user", "content": "3+8+5="}], ids=[])
+    made = {"prompt_ids": [], "ids": [], "logps": [], "finish_reason": "stop", "versions": []}
+    completions = [Completion(text=text, **made) for text in ("3+8=11;\n11+5=16", "3+8=11;\n11+5=17", "")]
+    scores = []
+    for how in ("min", "mean", "last"):
+        rewards = load_rewards([f"prm:{finished / 'judge'},{how}"])
+        assert rewards.names == ["prm"]
+        scores.append([row[0] for row in rewards.score([prompt] * 3, completions).values])
+    for worst, mean, last in list(zip(*scores, strict=True))[:2]:  # of two steps: the worst is the last or the other
+        assert 0 < worst <= mean < 1 and min(abs(worst - last), abs(2 * mean - last - worst)) < 1e-6
+    assert [row[2] for row in scores] == [0.0, 0.0, 0.0]

@@ -1,0 +1,305 @@
+"""Where reference log-probs come from: each source held against plain forwards of the model it stands for."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from data.packing import Item, make_batches
+from tests.entry import metrics, repeatable
+from tests.test_resume import start_and_kill
+from trainer.__main__ import main
+from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
+from trainer.model import Policy, load_policy, token_logps
+from trainer.reference import MovingReference, Reference, build_reference, wants_copy
+
+CPU = torch.device("cpu")
+TINY = ModelConfig(model="builtin:tiny")
+OFF, RANK4 = LoraConfig(), LoraConfig(r=4)
+RUN = RunConfig(max_tokens_per_micro_batch=24)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As in the processes that the killed run is compared with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_items() -> list[Item]:
+    lengths = ((3, 4), (3, 7), (5, 1), (2, 9))
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Item(ids=torch.randint(10, 200, (p + c,), generator=generator).tolist(), mask=[False] * p + [True] * c)
+        for p, c in lengths
+    ]
+
+
+def load(
+    lora: LoraConfig = OFF, model: ModelConfig = TINY, **reference: Any
+) -> tuple[Policy, Reference, ReferenceConfig]:
+    """As a method does it."""
+    cfg = ReferenceConfig(**reference)
+    policy = load_policy(model, lora, CPU, with_reference=wants_copy(cfg, lora))
+    return policy, build_reference(cfg, model, RUN, policy, make_items()), cfg
+
+
+def per_item(reference: Reference) -> list[Tensor]:
+    """Its log-probs of each item, asked for in micro-batches of mixed rows."""
+    items, found = make_items(), {}
+    for batch in make_batches(items, max_tokens=24):
+        logp = reference.token_logps(batch, items)
+        found |= {row: logp[batch.sequence == row] for row in batch.rows}
+    return [found[row] for row in range(len(items))]
+
+
+@torch.no_grad()
+def plain(model: Any) -> list[Tensor]:
+    """The same from the model's own forward, one sequence at a time."""
+    found = []
+    for item in make_items():
+        ids = torch.tensor(item.ids)
+        logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[1:, None]).squeeze(1)
+        found.append(logp[torch.tensor(item.mask[1:])])
+    return found
+
+
+def shake(model: Any, size: float = 0.05) -> None:
+    """Move everything under training, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(size * torch.randn(p.shape, generator=generator))
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def assert_other(got: list[Tensor], want: list[Tensor]) -> None:
+    assert (torch.cat(got) - torch.cat(want)).abs().max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return load_policy(TINY, OFF, CPU, with_reference=False).model.eval()
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same kind with other weights."""
+    policy = load_policy(TINY, OFF, CPU, with_reference=False)
+    shake(policy.model)
+    folder = tmp_path_factory.mktemp("other")
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ref", ["auto", "adapter_off"])
+def test_adapter_off_is_the_base_model(ref, tiny):
+    policy, reference, _ = load(RANK4, ref=ref)
+    assert policy.reference is None
+    shake(policy.model)
+    assert_same(per_item(reference), plain(tiny))
+    assert_other(plain(policy.model.eval()), plain(tiny))
+
+
+@pytest.mark.parametrize("ref", ["auto", "copy"])
+def test_copy_stays_where_training_began(ref, tiny):
+    policy, reference, _ = load(ref=ref)
+    before = per_item(reference)
+    assert_same(before, plain(tiny))
+    shake(policy.model)
+    assert all(map(torch.equal, per_item(reference), before))
+    assert_other(plain(policy.model.eval()), before)
+    assert not any(p.requires_grad for p in policy.reference.parameters()) and not policy.reference.training
+
+
+def test_no_reference_is_all_zeros():
+    (batch,) = make_batches(make_items(), max_tokens=100)
+    assert torch.equal(Reference(None).token_logps(batch, make_items()), torch.zeros(21))
+
+
+@pytest.mark.parametrize("lora", [OFF, RANK4], ids=["all weights", "lora"])
+def test_precomputed_is_the_starting_model_and_loads_no_second_one(lora, tiny, tmp_path):
+    policy, reference, _ = load(lora, ref="precomputed", ref_cache=str(tmp_path / "cache"))
+    assert reference.policy is None and policy.reference is None and policy.model.training
+    shake(policy.model)
+    assert_same(per_item(reference), plain(tiny))
+
+
+def test_precomputed_is_found_again_and_made_anew_for_another_model_or_other_data(tmp_path):
+    cfg = ReferenceConfig(ref="precomputed", ref_cache=str(tmp_path))
+    policy = load_policy(TINY, OFF, CPU, with_reference=False)
+    items = make_items()
+
+    def build(given: list[Item]) -> Reference:
+        return build_reference(cfg, TINY, RUN, policy, given)
+
+    def files() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+    first = per_item(build(items))
+    made = files()
+    assert len(made) == 1 and all(name.endswith(".safetensors") for name in made)
+    assert all(map(torch.equal, per_item(build(items)), first)) and files() == made
+    build([*items, items[0]])  # a row twice needs no second score
+    assert files() == made
+
+    build(items[:-1])
+    build([*items[:-1], dataclasses.replace(items[-1], mask=[False] * 3 + [True] * 8)])
+    assert len(files()) == 3
+    policy.model.config.rms_norm_eps *= 2  # the same weights, used otherwise
+    build(items)
+    assert len(files()) == 4
+    shake(policy.model)
+    assert_other(per_item(build(items)), first)
+    assert len(files()) == 5 and {name: files()[name] for name in made} == made
+
+
+@pytest.mark.parametrize("lora", [OFF, RANK4], ids=["all weights", "lora"])
+@pytest.mark.parametrize("ref", ["auto", "precomputed"])
+def test_ref_model_is_another_model(ref, lora, other, tiny, tmp_path):
+    cache = {"ref_cache": str(tmp_path)} if ref == "precomputed" else {}
+    model = dataclasses.replace(TINY, merge_lora=lora.r > 0)  # about the policy, not the reference
+    policy, reference, _ = load(lora, model, ref=ref, ref_model=str(other), **cache)
+    want = plain(load_policy(ModelConfig(model=str(other)), OFF, CPU, with_reference=False).model.eval())
+    assert policy.reference is None
+    assert_same(per_item(reference), want)
+    assert_same(plain(policy.model.eval()), plain(tiny))
+    shake(policy.model)
+    assert_same(per_item(reference), want)
+
+
+def test_ref_model_with_other_tokens_is_refused(other):
+    policy = load_policy(TINY, OFF, CPU, with_reference=False)
+    policy.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(
+        ValueError, match=f"^ref_model={other}: its tokenizer gives tokens other ids than model=builtin"
+    ):
+        build_reference(ReferenceConfig(ref_model=str(other)), TINY, RUN, policy, make_items())
+
+
+def test_reference_of_a_continued_adapter_is_where_it_goes_on_from(tmp_path, tiny):
+    first, _, _ = load(RANK4)
+    shake(first.model)
+    first.model.save_pretrained(tmp_path / "adapter")
+    first.tokenizer.save_pretrained(tmp_path / "adapter")
+    begun = plain(first.model.eval())
+    assert_other(begun, plain(tiny))
+
+    model = ModelConfig(model=str(tmp_path / "adapter"))
+    policy, reference, _ = load(RANK4, model)
+    _, precomputed, _ = load(RANK4, model, ref="precomputed", ref_cache=str(tmp_path / "cache"))
+    assert_same(per_item(reference), begun)
+    assert_same(per_item(precomputed), begun)
+    shake(policy.model)
+    assert_same(per_item(reference), begun)
+    assert_other(plain(policy.model), begun)
+
+
+def test_asking_a_continued_adapters_reference_leaves_the_policys_gradient_alone(tmp_path):
+    """Both adapters are in one model: the reference is asked between the policy's forward and its backward."""
+    first, _, _ = load(RANK4)
+    shake(first.model)
+    first.model.save_pretrained(tmp_path / "adapter")
+    first.tokenizer.save_pretrained(tmp_path / "adapter")
+    policy, reference, _ = load(RANK4, ModelConfig(model=str(tmp_path / "adapter")))
+    shake(policy.model)
+    (batch,) = make_batches(make_items(), max_tokens=100)
+    gradients = []
+    for asked in (False, True):
+        policy.model.zero_grad(set_to_none=True)
+        logp = token_logps(policy, batch).logp
+        if asked:
+            reference.token_logps(batch, make_items())
+        logp.sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and all(".default." in name for name in gradients[0])
+    assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
+    assert gradients[0].keys() == {n for n, p in policy.model.named_parameters() if p.requires_grad}
+
+
+REFUSED = {
+    "no adapter": ({"ref": "adapter_off"}, OFF, "ref=adapter_off: there is no adapter to switch off"),
+    "adapter and model": ({"ref": "adapter_off", "ref_model": "x"}, RANK4, "ref_model=x: has no effect with ref="),
+    "copy of a base": ({"ref": "copy"}, RANK4, "ref=copy: with LoRA the base itself is the reference"),
+    "cache": (
+        {"ref": "copy", "ref_cache": "x"},
+        OFF,
+        "ref_cache=x: has no effect with ref=copy; use --ref precomputed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    settings, lora, words = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{words}") as caught:
+        wants_copy(ReferenceConfig(**settings), lora)
+    assert "\n" not in str(caught.value)
+
+
+def test_whether_a_second_model_is_needed():
+    assert wants_copy(ReferenceConfig(), OFF) and wants_copy(ReferenceConfig(), RANK4)
+    assert wants_copy(ReferenceConfig(ref="copy"), OFF) and wants_copy(ReferenceConfig(ref="adapter_off"), RANK4)
+    for settings in ({"ref": "precomputed"}, {"ref_model": "x"}, {"ref": "copy", "ref_model": "x"}):
+        assert not wants_copy(ReferenceConfig(**settings), OFF)
+
+
+def test_moving_reference_moves_by_alpha_every_so_many_steps():
+    policy, reference, _ = load()
+    moving = MovingReference(policy, alpha=0.6, every=3)
+    shake(policy.model)
+    before = copy.deepcopy(policy.reference.state_dict())
+    asked = per_item(reference)
+    for step in (1, 2, 4, 5):
+        moving.after_step(step)
+    assert all(torch.equal(value, before[name]) for name, value in policy.reference.state_dict().items())
+    moving.after_step(6)
+    ours = policy.model.state_dict()
+    for name, value in policy.reference.state_dict().items():
+        torch.testing.assert_close(value, 0.4 * before[name] + 0.6 * ours[name])
+    assert_other(per_item(reference), asked)
+    assert not any(p.requires_grad for p in policy.reference.parameters())
+
+    saved = {name: value.detach().clone() for name, value in moving.tensors().items()}
+    moving.after_step(9)
+    moved = per_item(reference)
+    moving.load_tensors(saved)
+    assert_other(per_item(reference), moved)
+    assert all(torch.equal(value, saved[name]) for name, value in moving.tensors().items())
+
+
+def test_moving_reference_survives_a_kill(tmp_path, capfd):
+    """Killed, resumed, and bit for bit the run that was never broken; the reference is in the checkpoint."""
+    argv = [
+        "--method", "dpo", "--max-steps", 8, "--save-steps", 3, "--per-device-train-batch-size", 4, "--seed", 5,
+        "--data", "task:addition:split=train,size=64", "--eval-data", "task:addition:split=eval,size=8",
+        "--eval-steps", 2, "--sync-ref-model", "--ref-model-sync-steps", 2, "--ref-model-mixup-alpha", 0.5,
+    ]  # fmt: skip
+    start_and_kill(argv, tmp_path / "broken", at_step=5)
+    kept = load_file(tmp_path / "broken" / "checkpoints" / "step-00000003" / "extra.safetensors")
+    assert kept and all(name.startswith("reference/") for name in kept)
+    assert main(["--resume", str(tmp_path / "broken")]) == 0
+    assert main([*map(str, argv), "--output-dir", str(tmp_path / "whole")]) == 0
+    whole, broken = metrics(tmp_path / "whole"), metrics(tmp_path / "broken")
+    assert [row["step"] for row in broken] == list(range(9))
+    assert repeatable(broken) == repeatable(whole)
+    # The last save holds a reference that has left the base model.
+    base = load_policy(TINY, OFF, CPU, with_reference=False).model.state_dict()
+    last = load_file(tmp_path / "whole" / "checkpoints" / "step-00000006" / "extra.safetensors")
+    moved = [name for name, value in last.items() if not torch.equal(value, base[name.removeprefix("reference/")])]
+    assert len(moved) == len(last)

@@ -1,0 +1,216 @@
+"""Reward model: the step's gradient against the formula, and the whole command from pairs to a reward for GRPO."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.types import Pair
+from tests.entry import metrics, run_ok
+from trainer.config import DataConfig, LoraConfig, ModelConfig, RunConfig
+from trainer.heads import load_scorer
+from trainer.methods import rm
+from trainer.model import Policy
+
+VOCAB = 37
+PAIRS = 8
+PROMPT_LENGTHS = (3, 1, 6, 2, 6, 4, 5, 3)
+CHOSEN_LENGTHS = (1, 9, 4, 2, 12, 1, 7, 3)
+REJECTED_LENGTHS = (5, 1, 4, 11, 2, 1, 3, 6)
+MARGINS = (None, 0.5, None, 1.0, 0.0, 0.25, None, 2.0)
+TOTAL = 2 * sum(PROMPT_LENGTHS) + sum(CHOSEN_LENGTHS) + sum(REJECTED_LENGTHS)
+BUDGETS = {"one pair": 1, "half": TOTAL // 2, "all": 4 * TOTAL}
+CUTS = [
+    pytest.param(budget, accumulation, packing, id=f"{name}, {accumulation}, {'packed' if packing else 'padded'}")
+    for (name, budget), accumulation, packing in itertools.product(BUDGETS.items(), (1, 2, 4), (True, False))
+]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+CENTER = 0.05
+
+
+@functools.cache
+def make_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForSequenceClassification(config)
+
+
+def make_scorer(dtype: torch.dtype) -> Policy:
+    model = copy.deepcopy(make_llama()).to(dtype).train()
+    return Policy(model=model, tokenizer=None, source="test", device=torch.device("cpu"), compute_dtype=dtype)
+
+
+def make_pairs(margins: tuple[float | None, ...] = MARGINS) -> list[Pair]:
+    generator = torch.Generator().manual_seed(2)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(1, VOCAB, (length,), generator=generator).tolist()
+
+    lengths = zip(PROMPT_LENGTHS, CHOSEN_LENGTHS, REJECTED_LENGTHS, margins, strict=True)
+    return [
+        Pair(source=f"test:{i}", prompt_ids=ids(p), chosen_ids=ids(w), rejected_ids=ids(r), margin=margin)
+        for i, (p, w, r, margin) in enumerate(lengths)
+    ]
+
+
+def make_config(budget: int = 4 * TOTAL, accumulation: int = 1, packing: bool = True, **settings: Any) -> rm.Config:
+    size = RunConfig(
+        per_device_train_batch_size=PAIRS // accumulation, gradient_accumulation_steps=accumulation,
+        max_tokens_per_micro_batch=budget, packing=packing,
+    )  # fmt: skip
+    return rm.Config(model=ModelConfig(model="test"), data=DataConfig(data=("test",)), run=size, **settings)
+
+
+def gradient(model: Any) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def by_hand(pairs: list[Pair], center: float) -> tuple[Tensor, dict[str, float]]:
+    """Gradient and metrics from the formula and transformers' own forward, one sequence at a time, in float64."""
+    model = make_scorer(torch.float64).model
+
+    def scores(name: str) -> Tensor:
+        rows = [[*pair.prompt_ids, *getattr(pair, name)] for pair in pairs]
+        return torch.cat([model(input_ids=torch.tensor([row])).logits[0] for row in rows])
+
+    w, r = scores("chosen_ids"), scores("rejected_ids")
+    margin = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float64)
+    likelihood = (1 + (-(w - r - margin)).exp()).log().mean()
+    total = likelihood + center * (w + r).pow(2).mean()
+    total.backward()
+    expected = {
+        "loss/total": total.item(), "loss/bradley_terry": likelihood.item(), "reward/chosen": w.mean().item(),
+        "reward/rejected": r.mean().item(), "reward/margin": (w - r).mean().item(),
+        "reward/accuracy": (w > r).double().mean().item(),
+    }  # fmt: skip
+    return gradient(model), expected
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[float, tuple[Tensor, dict[str, float]]]:
+    return {center: by_hand(make_pairs(), center) for center in (0.0, CENTER)}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("center", [0.0, CENTER])
+@pytest.mark.parametrize(("budget", "accumulation", "packing"), CUTS)
+def test_gradient_is_the_same_however_it_is_cut(budget, accumulation, packing, center, dtype, expected):
+    want, numbers = expected[center]
+    scorer, pairs = make_scorer(dtype), make_pairs()
+    cfg = make_config(budget, accumulation, packing, center_rewards_coefficient=center or None)
+    micro_batches = rm.pack(cfg, scorer, pairs, accumulation)
+    found = rm.backward(cfg, scorer, micro_batches, pairs).means()
+    assert (gradient(scorer.model).double() - want).norm() < TOLERANCE[dtype] * want.norm()
+    assert {name: found[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+    if budget == 1:
+        assert len(micro_batches) == PAIRS
+
+
+def test_row_order_and_margins(expected):
+    """The order of the rows does not matter; margins do."""
+    want, _ = expected[0.0]
+    for change, same in ((lambda pairs: pairs[::-1], True), (lambda pairs: make_pairs((None,) * PAIRS), False)):
+        scorer, pairs, cfg = make_scorer(torch.float64), change(make_pairs()), make_config(TOTAL // 2)
+        rm.backward(cfg, scorer, rm.pack(cfg, scorer, pairs, 1), pairs)
+        gap = (gradient(scorer.model) - want).norm() / want.norm()
+        assert gap < 1e-9 if same else gap > 1e-2
+
+
+def test_evaluation_gives_the_same_numbers_without_a_gradient(expected):
+    _, numbers = expected[CENTER]
+    scorer, cfg = make_scorer(torch.float32), make_config(TOTAL // 3, center_rewards_coefficient=CENTER)
+    found = rm.evaluate(cfg, scorer, make_pairs())
+    assert found.pop("eval/rows") == PAIRS
+    assert found.pop("eval/loss") == pytest.approx(numbers["loss/total"], rel=1e-4)
+    assert found == pytest.approx({f"eval/{n}": v for n, v in numbers.items() if n.startswith("reward/")}, rel=1e-4)
+    assert scorer.model.training and all(p.grad is None for p in scorer.model.parameters())
+    assert rm.evaluate(cfg, scorer, []) == {}
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"max_length=1: must be 2 or more"):
+        make_config(max_length=1)
+    with pytest.raises(ValueError, match=r"center_rewards_coefficient=-0.1: must be above 0"):
+        make_config(center_rewards_coefficient=-0.1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run on built-in pairs, with LoRA so that what is exported is merged."""
+    cwd = tmp_path_factory.mktemp("rm")
+    run_ok(
+        "--method", "rm", "--max-steps", "6", "--lora.r", "4", "--eval-data", "task:addition:split=eval,size=40",
+        "--save-steps", "3", "--output-dir", "scorer", cwd=cwd,
+    )  # fmt: skip
+    return cwd
+
+
+def test_export_reproduces_the_evaluation_in_plain_transformers(finished):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from data.tasks import make_rows
+
+    folder = finished / "scorer" / "final"
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    @torch.no_grad()
+    def scores(name: str) -> Tensor:
+        chats = [[*row["prompt"], {"role": "assistant", "content": row[name]}] for row in rows]
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False).rstrip() for chat in chats]
+        return model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
+
+    rows = make_rows("addition", split="eval", size=40, seed=0)
+    margin = scores("chosen") - scores("rejected")
+    last = metrics(finished / "scorer")[-1]
+    assert last["eval/rows"] == 40
+    assert last["eval/loss"] == pytest.approx((1 + (-margin).exp()).log().mean().item(), abs=1e-5)
+    assert last["eval/reward/margin"] == pytest.approx(margin.mean().item(), abs=1e-5)
+    assert last["eval/reward/accuracy"] == pytest.approx((margin > 0).float().mean().item())
+
+
+def test_resumed_run_gives_the_numbers_of_an_unbroken_one(finished, tmp_path):
+    shutil.copytree(finished / "scorer", tmp_path / "scorer")
+    run_ok("--resume", tmp_path / "scorer" / "checkpoints" / "step-00000003", cwd=tmp_path)
+    for name in ("loss/total", "eval/loss", "optim/grad_norm"):
+        assert metrics(tmp_path / "scorer")[-1][name] == metrics(finished / "scorer")[-1][name]
+
+
+def test_output_is_a_reward_for_grpo(finished):
+    run_ok(
+        "--method", "grpo", "--max-steps", "2", "--reward-funcs", "model:scorer", "--per-device-train-batch-size", "16",
+        "--eval-data", "task:addition:split=eval,size=4", "--output-dir", "policy", cwd=finished,
+    )  # fmt: skip
+    last = metrics(finished / "policy")[-1]
+    assert last["reward/model/mean"] == pytest.approx(last["reward/mean"]) and last["reward/model/std"] > 0
+    samples = [json.loads(line) for line in (finished / "policy" / "samples.jsonl").read_text().splitlines()]
+    assert all("model" in sample["rewards"] for sample in samples)
+
+
+def test_pairs_over_max_length_are_left_out_and_counted(tmp_path, capsys):
+    rows = [
+        {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
+        {"prompt": "Say it at length:", "chosen": "4" * 30, "rejected": "5"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scorer = load_scorer(ModelConfig(model="builtin:tiny"), LoraConfig(), torch.device("cpu"), kind="sequence")
+    data = (str(tmp_path / "pairs.jsonl"),)
+    (kept,) = rm.pairs_of(make_config(max_length=20), scorer, data)
+    assert kept.source.endswith("pairs.jsonl:1") and kept.chosen_ids[-1] == scorer.tokenizer.eos_token_id
+    assert "of 2 rows, 1 left out, over max_length=20" in capsys.readouterr().err
+    assert len(rm.pairs_of(make_config(max_length=60), scorer, data)) == 2
+    with pytest.raises(ValueError, match=r"max_length=5: none of the 2 rows fits"):
+        rm.pairs_of(make_config(max_length=5), scorer, data)

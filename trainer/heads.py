@@ -1,0 +1,253 @@
+"""Scorers: a language model's trunk with a small head, for reward models and process reward models.
+
+    scorer = load_scorer(cfg.model, cfg.lora, device, kind="sequence")    # one number per sequence, at its last token
+    scorer = load_scorer(cfg.model, cfg.lora, device, kind="token")       # two logits per token: wrong, right
+    scores_at(scorer, batch)                                              # the head at every marked token of a batch
+
+They are transformers' own classification models, so an export is read by AutoModelForSequenceClassification or
+AutoModelForTokenClassification. Those find the last token of a sequence as the last id that is not padding: a scorer
+therefore pads with a token that never ends a sequence, else an end-of-text token that is also the padding token would
+be passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from data.chat import stop_ids
+from data.packing import Batch, Item, make_batches
+from trainer.config import LoraConfig, ModelConfig
+from trainer.model import (
+    Policy,
+    attach_adapter,
+    attention_masks,
+    causal_lm,
+    first_line,
+    load_causal_lm,
+    load_tokenizer,
+    pick_dtype,
+    read_adapter,
+    resolve_model,
+    why,
+)
+
+
+class Kind(NamedTuple):
+    auto_class: str  # of transformers
+    labels: tuple[str, ...]
+    task: str  # peft's word for it
+
+
+KINDS = {
+    "sequence": Kind("AutoModelForSequenceClassification", ("reward",), "SEQ_CLS"),
+    "token": Kind("AutoModelForTokenClassification", ("wrong", "right"), "TOKEN_CLS"),
+}
+HUGE = 100.0  # no trained head has such weights; memory that was never filled does
+NEW_PAD = "<|pad|>"
+
+
+def load_scorer(
+    cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, kind: Literal["sequence", "token"]
+) -> Policy:
+    """A model with a head of its own. A folder that already holds such a head keeps it, else it starts afresh."""
+    if cfg.merge_lora and lora.r == 0:
+        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
+    compute_dtype = pick_dtype(cfg.dtype, device)
+    path = resolve_model(cfg.model)
+    adapter = path if (Path(path) / "adapter_config.json").exists() else None
+    base = read_adapter(path)["base_model_name_or_path"] if adapter else path
+    dtype = torch.float32 if lora.r == 0 else compute_dtype
+    tokenizer = load_tokenizer(path, cfg)
+    model = load_classifier(base, cfg, dtype, KINDS[kind])
+    if adapter:  # of a language model: merged into the trunk, as its export would be
+        merged = attach_adapter(load_causal_lm(base, cfg, dtype), adapter).merge_and_unload()
+        model.base_model.load_state_dict(merged.base_model.state_dict())
+    set_padding(model, tokenizer)
+    scorer = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
+    if lora.r:
+        add_adapter(scorer, lora, KINDS[kind])
+    head_of(scorer.model).float()  # its few weights are never rounded
+    scorer.model.to(device)
+    if cfg.gradient_checkpointing:
+        causal_lm(scorer.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer.model.train()
+    check_scores(scorer)
+    return scorer
+
+
+def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind) -> Any:
+    import transformers
+
+    try:
+        with _quiet():
+            model, found = getattr(transformers, kind.auto_class).from_pretrained(
+                path,
+                num_labels=len(kind.labels),
+                dtype=dtype,
+                attn_implementation=cfg.attn_implementation,
+                trust_remote_code=cfg.trust_remote_code,
+                ignore_mismatched_sizes=True,  # a head of another size is replaced, anything else refused below
+                output_loading_info=True,
+            )
+    except Exception as error:  # damaged files and their own code make transformers raise anything
+        raise ValueError(f"model={cfg.model}: could not be loaded with a head: {why(error, path)}") from None
+    name = head_name(model, cfg.model)
+    wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    outside = [key for key in wrong if not key.startswith(f"{name}.")]
+    if outside:  # transformers would fill them with random numbers and go on
+        raise ValueError(
+            f"model={cfg.model}: its weights do not fit its config.json: {len(outside)} tensors are missing or have "
+            f"another shape, {outside[0]} for one; get both files from one source"
+        )
+    if wrong or is_garbage(getattr(model, name)):
+        start_head(getattr(model, name), getattr(model.config, "initializer_range", None) or 0.02)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    model.config.id2label = dict(enumerate(kind.labels))
+    model.config.label2id = {label: i for i, label in enumerate(kind.labels)}
+    return model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns that the head is new: here that is the plan."""
+    from transformers.utils import logging
+
+    was = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(was)
+
+
+def head_name(model: Any, shown: str) -> str:
+    heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+    if len(heads) != 1:
+        raise ValueError(f"model={shown}: {type(model).__name__} has no single linear head; this one is not supported")
+    return heads[0]
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """The linear head, or what peft has put around it to train it beside an adapter."""
+    children = causal_lm(model).children()
+    (head,) = (child for child in children if isinstance(child, nn.Linear) or hasattr(child, "modules_to_save"))
+    return head
+
+
+def is_garbage(head: nn.Linear) -> bool:
+    """A head that was never trained: a file with zeros in its place, or memory that was never filled."""
+    weight = head.weight.detach()
+    return not bool(weight.isfinite().all()) or float(weight.abs().max()) > HUGE or not bool(weight.any())
+
+
+def start_head(head: nn.Linear, std: float) -> None:
+    nn.init.normal_(head.weight, std=std)
+    if head.bias is not None:
+        nn.init.zeros_(head.bias)
+
+
+def set_padding(model: Any, tokenizer: Any) -> None:
+    """Pad with a token that ends no sequence, and say so in the config, where plain transformers looks for it."""
+    ends = set(stop_ids(tokenizer))
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+        special = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special and i not in ends}
+        named = [t for word in ("pad", "reserved", "unk") for t in special if word in t.lower()]
+        if named:
+            tokenizer.pad_token = named[0]
+        else:
+            tokenizer.add_special_tokens({"pad_token": NEW_PAD})
+    if tokenizer.pad_token_id >= model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(tokenizer.pad_token_id + 1, mean_resizing=False)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+
+def add_adapter(scorer: Policy, lora: LoraConfig, kind: Kind) -> None:
+    """Adapters in the trunk; the head is trained whole."""
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    name = head_name(scorer.model, scorer.source)
+    if name in lora.target_modules:
+        raise ValueError(f"lora.target_modules={name}: the head is trained whole, not adapted; leave it out")
+    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
+    config = PeftLora(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, exclude_modules=[name],
+        modules_to_save=[name], task_type=kind.task,
+    )  # fmt: skip
+    try:
+        scorer.model = get_peft_model(scorer.model, config)
+    except ValueError as error:
+        raise ValueError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
+
+
+def scores_at(scorer: Policy, batch: Batch) -> Tensor:  # (N, number of labels) float32
+    """What the head says at each marked token (not at the one before it), in the batch's order."""
+    model = causal_lm(scorer.model)
+    with torch.autocast(scorer.device.type, scorer.compute_dtype, enabled=scorer.autocast_dtype is not None):
+        hidden = model.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=attention_masks(model.config, batch.segment_ids),
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state  # (R, T, D)
+    head = head_of(scorer.model)
+    # index points at the token before the marked one, of the same sequence.
+    selected = hidden.flatten(0, 1)[batch.index + 1]  # (N, D)
+    return head(selected.to(next(head.parameters()).dtype))
+
+
+def marked_last(ids: list[int]) -> Item:
+    """A sequence scored at its last token."""
+    assert len(ids) > 1, ids
+    return Item(ids=ids, mask=[False] * (len(ids) - 1) + [True])
+
+
+@torch.no_grad()
+def check_scores(scorer: Policy) -> None:
+    """Two short sequences packed together must score as they do alone through the model's own forward.
+
+    Refuses what we cannot list: heads that do more than one product, models that look ahead (encoders), recurrent ones.
+    """
+    model = causal_lm(scorer.model)
+    vocab = model.get_input_embeddings().weight.shape[0]
+    spare = (model.config.pad_token_id + 1) % vocab
+    sequences = [[(step * i + 1) % vocab for i in range(length)] for step, length in ((7, 5), (5, 7))]
+    sequences = [[spare if token == model.config.pad_token_id else token for token in ids] for ids in sequences]
+    scorer.model.eval()
+    alone = []  # (labels,) each, or (T, labels)
+    with torch.autocast(scorer.device.type, scorer.compute_dtype, enabled=scorer.autocast_dtype is not None):
+        for ids in sequences:
+            alone.append(scorer.model(input_ids=torch.tensor([ids], device=scorer.device)).logits[0].float())
+    per_token = alone[0].ndim == 2
+    items = [
+        Item(ids=ids, mask=[False] + [True] * (len(ids) - 1)) if per_token else marked_last(ids) for ids in sequences
+    ]
+    (batch,) = make_batches(items, max_tokens=64)
+    try:
+        ours = scores_at(scorer, batch.to(scorer.device))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
+        raise ValueError(
+            f"model={scorer.source}: packed sequences fail in its own code ({type(error).__name__}: "
+            f"{first_line(error)}); this architecture is not supported"
+        ) from None
+    scorer.model.train()
+    want = torch.cat([alone[row][1:] if per_token else alone[row].unsqueeze(0) for row in batch.rows])
+    gap = (ours - want).abs().max().item()
+    limit = 1e-3 if scorer.compute_dtype == torch.float32 else 0.25
+    if not gap < limit:
+        raise ValueError(
+            f"model={scorer.source}: packed scores differ from its own forward by {gap:.3g} (limit {limit}); this "
+            "architecture is not supported"
+        )

@@ -1,0 +1,121 @@
+"""CPO: a pair loss on the policy's own log-probs, and the likelihood of the chosen response; no reference.
+
+    pairs -> pack -> (logps -> sums over responses -> pair loss + likelihood -> backward)* -> clip and step -> log
+
+Xu et al. 2024 (arXiv:2401.08417). `simpo` (trainer/methods/simpo.py) is this loop with SimPO's loss and defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+
+from data.format_options import FormatOptions
+from data.types import Pair
+from losses.preference import options_of
+from losses.simpo import CPO_LOSSES, FreeScores, cpo_loss
+from trainer.config import (
+    DataConfig,
+    Flat,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ResponseConfig,
+    RunConfig,
+    check_evaluation,
+)
+from trainer.dist import all_sum, pick_device
+from trainer.metrics import MetricSums
+from trainer.model import Policy, load_policy, token_logps
+from trainer.offline import Offline
+from trainer.optim import term_metrics, total_loss
+from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
+from trainer.run import open_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Contrastive preference optimisation: a pair loss without reference, plus likelihood of the chosen response."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    response: Flat[ResponseConfig] = field(default_factory=ResponseConfig)
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    format: FormatOptions = field(default_factory=FormatOptions)
+
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = "sigmoid"
+    """Pair loss: sigmoid and hinge compare sums of log-probs, the others log-probs per token."""
+    beta: float = 0.1
+    """Scale of the log-prob difference."""
+    label_smoothing: float = 0.0
+    """Assumed chance that a label is flipped; for sigmoid, simpo and alphapo."""
+    cpo_alpha: float = 1.0
+    """Weight of the negative log-likelihood of the chosen response per token; 0 leaves it out."""
+    simpo_gamma: float = 0.0
+    """Margin that the chosen response must win by; for simpo and alphapo."""
+    alpha: float = 0.0
+    """Shape of alphapo's reward; 0 is simpo."""
+
+    def __post_init__(self) -> None:
+        check_evaluation(self.data, self.run)
+        used = options_of(CPO_LOSSES[self.loss_type])
+        if not self.beta > 0:
+            raise ValueError(f"beta={self.beta}: must be above 0")
+        if not self.cpo_alpha >= 0:
+            raise ValueError(f"cpo_alpha={self.cpo_alpha}: must be 0 or above")
+        if not 0.0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing={self.label_smoothing}: must be in [0, 0.5)")
+        for name, option in (("label_smoothing", "label_smoothing"), ("simpo_gamma", "gamma"), ("alpha", "alpha")):
+            if getattr(self, name) != 0 and option not in used:
+                raise ValueError(f"{name}={getattr(self, name)}: has no effect on loss_type={self.loss_type}")
+
+
+def train(cfg: Config) -> None:
+    with open_run(cfg, cfg.run.method) as run:
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False)
+        pairs = pairs_of(cfg, policy, cfg.data.data)
+        held_out = pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        evaluate = partial(evaluate_pairs, cfg, policy, held_out)
+        offline = Offline(run, cfg, policy, pairs)
+        offline.begin(evaluate)
+        for batch in offline.steps():
+            micro_batches = pack_pairs(cfg.run, policy, batch, accumulation=cfg.run.gradient_accumulation_steps)
+            sums = run_pairs(cfg, policy, micro_batches, train=True)
+            offline.take_step()
+            offline.log_and_save(sums, sum(mb.batch.num_tokens for mb in micro_batches), evaluate)
+        run.finish(policy)
+
+
+def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, train: bool) -> MetricSums:
+    """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
+    counts = [len(mb.pairs) for mb in micro_batches], [int(mb.lengths[:, 0].sum()) for mb in micro_batches]
+    num_pairs, num_tokens = all_sum(torch.tensor([float(sum(c)) for c in counts], device=policy.device))
+    sums = MetricSums()
+    for mb in micro_batches:
+        logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)
+        out = cpo_loss(
+            FreeScores(*mb.sums(logp).T, *mb.lengths.T), loss_type=cfg.loss_type, beta=cfg.beta,
+            cpo_alpha=cfg.cpo_alpha, gamma=cfg.simpo_gamma, alpha=cfg.alpha, label_smoothing=cfg.label_smoothing,
+        )  # fmt: skip
+        total = total_loss(out, {cfg.loss_type: num_pairs, "nll": num_tokens})
+        if train:
+            total.backward()
+        sums.add({**out.metrics, **term_metrics(out)})
+        sums.add({"loss/total": (total * num_pairs, len(mb.pairs)), "policy/entropy": (entropy.sum(), len(entropy))})
+    return sums
+
+
+@torch.no_grad()
+def evaluate_pairs(cfg: Config, policy: Policy, pairs: list[Pair]) -> dict[str, float]:
+    """The same loss and metrics on held-out pairs, as one step over all of them."""
+    if not pairs:
+        return {}
+    policy.model.eval()
+    sums = run_pairs(cfg, policy, pack_pairs(cfg.run, policy, pairs, accumulation=1), train=False)
+    policy.model.train()
+    return pair_evaluation(sums, len(pairs))

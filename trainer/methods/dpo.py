@@ -1,0 +1,250 @@
+"""DPO: widen the gap between chosen and rejected responses, measured against a frozen reference.
+
+    pairs -> pack -> (logps, reference logps -> sums over responses -> pair loss -> backward)* -> clip and step -> log
+
+Rafailov et al. 2023 (arXiv:2305.18290). --loss-type picks one or several of the pair losses in losses/preference.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from data.format_options import FormatOptions
+from data.packing import Item
+from data.types import Pair
+from losses.preference import (
+    DIVERGENCE_LOSSES,
+    DIVERGENCES,
+    PAIR_LOSSES,
+    AotTargets,
+    PairScores,
+    aot_targets,
+    dpo_loss,
+    ld_weights,
+    options_of,
+    wpo_weight,
+)  # fmt: skip
+from trainer.config import (
+    DataConfig,
+    Flat,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ReferenceConfig,
+    ResponseConfig,
+    RunConfig,
+    check_evaluation,
+)  # fmt: skip
+from trainer.dist import all_sum, pick_device
+from trainer.metrics import MetricSums
+from trainer.model import Policy, load_policy, token_log_collision, token_logps
+from trainer.offline import Offline
+from trainer.optim import term_metrics, total_loss
+from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
+from trainer.reference import MovingReference, Reference, build_reference, wants_copy
+from trainer.run import open_run
+
+LossType = Literal[
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Direct preference optimisation on chosen and rejected responses, and its relatives."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    response: Flat[ResponseConfig] = field(default_factory=ResponseConfig)
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
+    reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    format: FormatOptions = field(default_factory=FormatOptions)
+
+    loss_type: tuple[LossType, ...] = ("sigmoid",)
+    """Pair loss; several are added with loss_weights (sigmoid bco_pair sft is MPO)."""
+    loss_weights: tuple[float, ...] = ()
+    """One weight per loss_type; none given means 1 each."""
+    beta: float = 0.1
+    """Strength of the pull to the reference; IPO's tau."""
+    label_smoothing: float = 0.0
+    """Assumed chance that a label is flipped: cDPO with sigmoid; robust and exo_pair have their own use."""
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+    """Divergence whose log-ratios are compared."""
+    f_alpha_divergence_coef: float = 0.5
+    """Alpha of alpha_divergence."""
+    discopop_tau: float = 0.05
+    """Temperature of discopop."""
+    reference_free: bool = False
+    """Compare the policy's log-probs themselves; no reference is loaded."""
+    ld_alpha: float | None = None
+    """LD-DPO: weight of tokens beyond the shorter response's length; None is off, 1 changes nothing."""
+    use_weighting: bool = False
+    """WPO: weigh each pair by how likely the policy is to write it."""
+    rpo_alpha: float | None = None
+    """RPO: add this times the negative log-likelihood of the chosen response per token; None is off."""
+    sync_ref_model: bool = False
+    """TR-DPO: move the reference towards the policy now and then."""
+    ref_model_mixup_alpha: float = 0.6
+    """Share of the policy in a moved reference."""
+    ref_model_sync_steps: int = 512
+    """Steps between moves of the reference."""
+
+    def __post_init__(self) -> None:
+        check_evaluation(self.data, self.run)
+        check(self)
+
+    @property
+    def losses(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """Names and weights, RPO's term included."""
+        names, weights = self.loss_type, self.loss_weights or (1.0,) * len(self.loss_type)
+        return (names, weights) if self.rpo_alpha is None else ((*names, "sft"), (*weights, self.rpo_alpha))
+
+
+def check(cfg: Config) -> None:
+    """Refuse what contradicts itself, and settings that would have no effect."""
+    names = cfg.loss_type
+    used = frozenset().union(*(options_of(PAIR_LOSSES[name]) for name in names if name != "sft"))
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"loss_type={' '.join(names)}: name at least one loss, each once")
+    if cfg.loss_weights and len(cfg.loss_weights) != len(names):
+        raise ValueError(f"loss_weights: {len(cfg.loss_weights)} weights for {len(names)} losses; give one each")
+    if not cfg.beta > 0:
+        raise ValueError(f"beta={cfg.beta}: must be above 0")
+    if not 0.0 <= cfg.label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={cfg.label_smoothing}: must be in [0, 0.5), 0.5 or more inverts the label")
+    if cfg.label_smoothing > 0 and "label_smoothing" not in used:
+        raise ValueError(f"label_smoothing={cfg.label_smoothing}: has no effect on {' '.join(names)}")
+    if "exo_pair" in names and cfg.label_smoothing == 0:
+        raise ValueError("label_smoothing=0.0: exo_pair needs it above 0; use 1e-3")
+    if cfg.f_divergence_type != "reverse_kl" and not set(names) <= DIVERGENCE_LOSSES:
+        raise ValueError(f"f_divergence_type={cfg.f_divergence_type}: not defined for loss_type={' '.join(names)}")
+    if cfg.use_weighting and {"aot", "aot_unpaired"} & set(names):
+        raise ValueError("use_weighting: aot sorts responses apart from their pairs; there is no pair to weigh")
+    if cfg.rpo_alpha is not None and "sft" in names:
+        raise ValueError(f"rpo_alpha={cfg.rpo_alpha}: loss_type holds sft already; weigh it with loss_weights")
+    if cfg.ld_alpha is not None and not 0.0 <= cfg.ld_alpha <= 1.0:
+        raise ValueError(f"ld_alpha={cfg.ld_alpha}: must be between 0 and 1")
+    if cfg.reference_free and cfg.reference != ReferenceConfig():
+        raise ValueError("reference_free: ref, ref_model and ref_cache have no effect with it; leave them out")
+    fixed = cfg.reference_free or cfg.reference.ref == "precomputed" or cfg.reference.ref_model
+    if cfg.sync_ref_model and (cfg.lora.r > 0 or fixed):
+        raise ValueError("sync_ref_model: no copy to move with LoRA, ref_model, ref=precomputed or reference_free")
+    if not 0.0 < cfg.ref_model_mixup_alpha <= 1.0:
+        raise ValueError(f"ref_model_mixup_alpha={cfg.ref_model_mixup_alpha}: must be above 0 and at most 1")
+    for name in ("ref_model_sync_steps", "discopop_tau"):
+        if not getattr(cfg, name) > 0:
+            raise ValueError(f"{name}={getattr(cfg, name)}: must be above 0")
+    for name, needs, given in (
+        ("f_alpha_divergence_coef", "f_divergence_type=alpha_divergence", cfg.f_divergence_type == "alpha_divergence"),
+        ("discopop_tau", "loss_type=discopop", "discopop" in names),
+        ("ref_model_mixup_alpha", "sync_ref_model", cfg.sync_ref_model),
+        ("ref_model_sync_steps", "sync_ref_model", cfg.sync_ref_model),
+    ):
+        if getattr(cfg, name) != getattr(Config, name) and not given:  # the class holds the default
+            raise ValueError(f"{name}={getattr(cfg, name)}: has no effect without {needs}")
+    if {"aot", "aot_unpaired"} & set(names) and cfg.run.sequences_per_step < 2:
+        raise ValueError("per_device_train_batch_size=1: aot sorts over a step; use at least 2 pairs")
+
+
+def train(cfg: Config) -> None:
+    with open_run(cfg, cfg.run.method) as run:
+        copied = not cfg.reference_free and wants_copy(cfg.reference, cfg.lora)
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied)
+        pairs = pairs_of(cfg, policy, cfg.data.data)
+        held_out = pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        reference = Reference(None)
+        if not cfg.reference_free:
+            reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, pair_items([*pairs, *held_out]))
+        evaluate = partial(evaluate_pairs, cfg, policy, reference, held_out)
+        moving = MovingReference(policy, cfg.ref_model_mixup_alpha, cfg.ref_model_sync_steps)
+        offline = Offline(run, cfg, policy, pairs, extra={"reference": moving} if cfg.sync_ref_model else {})
+        offline.begin(evaluate)
+        for batch in offline.steps():
+            micro_batches = pack_pairs(cfg.run, policy, batch, accumulation=cfg.run.gradient_accumulation_steps)
+            sums = run_pairs(cfg, policy, reference, batch, micro_batches, train=True)
+            offline.take_step()
+            if cfg.sync_ref_model:
+                moving.after_step(offline.step)
+            offline.log_and_save(sums, sum(mb.batch.num_tokens for mb in micro_batches), evaluate)
+        run.finish(policy)
+
+
+def run_pairs(
+    cfg: Config, policy: Policy, reference: Reference, pairs: list[Pair], micro_batches: list[PairBatch], *, train: bool
+) -> MetricSums:
+    """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
+    items = pair_items(pairs)
+    counts = torch.tensor([len(pairs), sum(len(pair.chosen_ids) for pair in pairs)], device=policy.device)
+    num_pairs, num_tokens = all_sum(counts.float())
+    names, weights = cfg.losses
+    denominators = {name: num_tokens if name == "sft" else num_pairs for name in names}
+    targets = (
+        step_targets(cfg, policy, reference, items, micro_batches) if {"aot", "aot_unpaired"} & set(names) else None
+    )
+    sums = MetricSums()
+    for mb in micro_batches:
+        scores, logp, entropy = pair_scores(cfg, policy, reference, items, mb)
+        out = dpo_loss(
+            scores, names, weights, beta=cfg.beta, label_smoothing=cfg.label_smoothing, discopop_tau=cfg.discopop_tau,
+            pair_weight=wpo_weights(policy, mb, logp) if cfg.use_weighting else None,
+            targets=targets.select(mb.pairs) if targets else None,
+            nll_sum=-logp[mb.chosen()].sum(), nll_count=mb.lengths[:, 0].sum(),
+        )  # fmt: skip
+        total = total_loss(out, denominators)
+        if train:
+            total.backward()
+        sums.add({**out.metrics, **term_metrics(out)})
+        sums.add({"loss/total": (total * num_pairs, len(mb.pairs)), "policy/entropy": (entropy.sum(), len(entropy))})
+    return sums
+
+
+def pair_scores(
+    cfg: Config, policy: Policy, reference: Reference, items: list[Item], mb: PairBatch
+) -> tuple[PairScores, Tensor, Tensor]:
+    """Sequence scores of policy and reference, and the policy's (N,) token log-probs and entropies."""
+    logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)
+    ref_logp = reference.token_logps(mb.batch, items)  # (N,)
+    weight = torch.ones_like(ref_logp)
+    if cfg.ld_alpha is not None:
+        shared = mb.lengths.min(dim=1).values.repeat_interleave(2)[mb.batch.slot]  # (N,) the pair's shorter length
+        weight = ld_weights(mb.offset, shared, alpha=cfg.ld_alpha)
+    divergence = DIVERGENCES[cfg.f_divergence_type]
+    if cfg.f_divergence_type == "alpha_divergence":
+        divergence = partial(divergence, alpha=cfg.f_alpha_divergence_coef)
+    (logp_w, logp_l), (ref_w, ref_l) = mb.sums(logp * weight).T, mb.sums(ref_logp * weight).T
+    return PairScores(logp_w, logp_l, ref_w, ref_l, *mb.lengths.T, divergence), logp, entropy
+
+
+def wpo_weights(policy: Policy, mb: PairBatch, logp: Tensor) -> Tensor:  # (P,)
+    adjusted = mb.sums(logp.detach() - token_log_collision(policy, mb.batch)) / mb.lengths  # (P, 2)
+    return wpo_weight(*adjusted.T)
+
+
+@torch.no_grad()
+def step_targets(
+    cfg: Config, policy: Policy, reference: Reference, items: list[Item], micro_batches: list[PairBatch]
+) -> AotTargets:
+    """AOT's partners over the whole step, before any gradient is taken."""
+    parts = [pair_scores(cfg, policy, reference, items, mb)[0] for mb in micro_batches]
+    order = torch.cat([mb.pairs for mb in micro_batches]).argsort()
+    return aot_targets(PairScores(*(torch.cat([part[k] for part in parts])[order] for k in range(6))))
+
+
+@torch.no_grad()
+def evaluate_pairs(cfg: Config, policy: Policy, reference: Reference, pairs: list[Pair]) -> dict[str, float]:
+    """The same loss and metrics on held-out pairs, as one step over all of them."""
+    if not pairs:
+        return {}
+    policy.model.eval()
+    micro_batches = pack_pairs(cfg.run, policy, pairs, accumulation=1)
+    sums = run_pairs(cfg, policy, reference, pairs, micro_batches, train=False)
+    policy.model.train()
+    return pair_evaluation(sums, len(pairs))

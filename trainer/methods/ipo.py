@@ -1,0 +1,23 @@
+"""IPO: DPO with the squared loss of Azar et al. 2023 (arXiv:2310.12036) on length-averaged log-ratios.
+
+    loss = ((logp_w - ref_w) / len_w - (logp_l - ref_l) / len_l - 1 / (2 beta))^2
+
+The loop is DPO's (trainer/methods/dpo.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.methods import dpo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(dpo.Config):
+    """Identity preference optimisation: DPO with a squared loss that does not run away from the reference."""
+
+    loss_type: tuple[dpo.LossType, ...] = ("ipo",)
+    """Pair loss; ipo is what makes this method."""
+
+
+train = dpo.train

@@ -1,0 +1,226 @@
+"""KTO: responses labelled desirable or not, each judged against a reference point; no pairs needed.
+
+    rows -> pack -> z0 from mismatched rows -> (logps, reference logps -> loss -> backward)* -> clip and step -> log
+
+Ethayarajh et al. 2024 (arXiv:2402.01306). z0 is the mean log-ratio of completions under prompts they do not belong to,
+over the whole step, clamped at 0. Each row's mismatch is the completion of the next row, in a seeded order, that has
+another prompt: fixed for the run, so that its reference log-prob can be computed beforehand like any other.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from data.format_options import FormatOptions
+from data.packing import Batch, Item, make_batches
+from data.types import Labelled
+from data.unpaired import load_labelled
+from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
+from losses.types import LossOut
+from trainer.config import (
+    DataConfig,
+    Flat,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ReferenceConfig,
+    ResponseConfig,
+    RunConfig,
+    check_evaluation,
+)  # fmt: skip
+from trainer.dist import all_sum, pick_device
+from trainer.metrics import MetricSums
+from trainer.model import Policy, load_policy, token_logps
+from trainer.offline import Offline
+from trainer.optim import term_metrics, total_loss
+from trainer.reference import Reference, build_reference, wants_copy
+from trainer.run import open_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Kahneman-Tversky optimisation on responses labelled desirable or undesirable."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    response: Flat[ResponseConfig] = field(default_factory=ResponseConfig)
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
+    reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    format: FormatOptions = field(default_factory=FormatOptions)
+
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """apo_zero_unpaired holds the reference point at zero and needs no mismatched rows."""
+    beta: float = 0.1
+    """Strength of the pull to the reference."""
+    desirable_weight: float = 1.0
+    """Weight of desirable rows; desirable_weight x their number / the same of the others should be in [1, 4/3]."""
+    undesirable_weight: float = 1.0
+    """Weight of undesirable rows; change one of the two weights, not both."""
+
+    def __post_init__(self) -> None:
+        check_evaluation(self.data, self.run)
+        if not self.beta > 0:
+            raise ValueError(f"beta={self.beta}: must be above 0")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or above")
+        if self.run.sequences_per_step < 2:
+            raise ValueError("per_device_train_batch_size=1: KTO needs at least 2 rows a step for its reference point")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one step and everything made of them; matched items first, then the mismatched ones."""
+
+    label: Tensor  # (B,) bool
+    items: list[Item]
+    batches: list[Batch]  # of the matched items
+    mismatched: list[Batch]  # of the mismatched items; empty for apo_zero_unpaired
+
+
+def train(cfg: Config) -> None:
+    with open_run(cfg, cfg.run.method) as run:
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=wants_copy(cfg.reference, cfg.lora))
+        rows = rows_of(cfg, policy, cfg.data.data)
+        held_out = rows_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        partner = {**mismatches(cfg, policy, rows), **mismatches(cfg, policy, held_out)}
+        items = [item_of(row) for row in [*rows, *held_out]] + list(partner.values())
+        reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items)
+        evaluate = partial(evaluate_rows, cfg, policy, reference, partner, held_out)
+        offline = Offline(run, cfg, policy, rows)
+        offline.begin(evaluate)
+        for batch in offline.steps():
+            packed = pack(cfg, policy, batch, partner, cfg.run.gradient_accumulation_steps)
+            sums, _ = run_rows(cfg, policy, reference, packed, train=True)
+            offline.take_step()
+            offline.log_and_save(sums, sum(mb.num_tokens for mb in packed.batches), evaluate)
+        run.finish(policy)
+
+
+def rows_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Labelled]:
+    if not specs:
+        return []
+    return load_labelled(
+        specs,
+        policy.tokenizer,
+        data_format=cfg.data.data_format,
+        system_prompt=cfg.model.system_prompt,
+        max_length=cfg.response.max_length,
+        max_prompt_length=cfg.response.max_prompt_length,
+        context_length=policy.context_length,
+        bad_rows=cfg.response.bad_rows,
+        options=cfg.format,
+        cfg=cfg,
+    )
+
+
+def item_of(row: Labelled, completion_ids: list[int] | None = None) -> Item:
+    ids = row.completion_ids if completion_ids is None else completion_ids
+    return Item(ids=[*row.prompt_ids, *ids], mask=[False] * len(row.prompt_ids) + [True] * len(ids))
+
+
+def mismatches(cfg: Config, policy: Policy, rows: list[Labelled]) -> dict[int, Item]:
+    """For each row (by identity) its prompt with the completion of another prompt, cut like any row."""
+    if cfg.loss_type != "kto" or not rows:
+        return {}
+    limit = min(cfg.response.max_length, policy.context_length or cfg.response.max_length)
+    order = list(rows)
+    random.Random(cfg.run.seed).shuffle(order)
+    partner = {}
+    for i, row in enumerate(order):
+        others = (order[(i + j) % len(order)] for j in range(1, len(order)))
+        other = next((o for o in others if o.prompt_ids != row.prompt_ids), None)
+        if other is None:
+            raise ValueError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
+        partner[id(row)] = item_of(row, other.completion_ids[: limit - len(row.prompt_ids)])
+    return partner
+
+
+def pack(cfg: Config, policy: Policy, rows: list[Labelled], partner: dict[int, Item], accumulation: int) -> Rows:
+    matched = [item_of(row) for row in rows]
+    mismatched = [partner[id(row)] for row in rows] if partner else []
+
+    def batches(items: list[Item]) -> list[Batch]:
+        made = make_batches(
+            items, accumulation=accumulation, max_tokens=cfg.run.max_tokens_per_micro_batch, packing=cfg.run.packing
+        )
+        return [batch.to(policy.device) for batch in made]
+
+    label = torch.tensor([row.label for row in rows], device=policy.device)
+    return Rows(label, [*matched, *mismatched], batches(matched), batches(mismatched))
+
+
+def log_ratios(
+    policy: Policy, reference: Reference, batch: Batch, items: list[Item]
+) -> tuple[Tensor, Tensor, Tensor]:  # (S,) policy, (S,) reference, (N,) entropy
+    """Log-probs of the sequences of a batch, in the order of batch.rows."""
+    logp, entropy = token_logps(policy, batch)
+    ref_logp = reference.token_logps(batch, items)
+    zeros = logp.new_zeros(len(batch.rows))
+    sums = (zeros.index_add(0, batch.slot, values.to(zeros.dtype)) for values in (logp, ref_logp))
+    return *sums, entropy
+
+
+@torch.no_grad()
+def reference_point(policy: Policy, reference: Reference, rows: Rows) -> Tensor:  # ()
+    items = rows.items[len(rows.label) :]
+    ratios = [torch.zeros(0, device=policy.device)]
+    for batch in rows.mismatched:
+        logp, ref_logp, _ = log_ratios(policy, reference, batch, items)
+        ratios.append(logp - ref_logp)
+    ratio = torch.cat(ratios)  # (B,), one mismatched row for each row
+    total, count = all_sum(torch.stack([ratio.sum(), ratio.new_tensor(len(ratio))]))
+    return kl_reference_point(total, count)
+
+
+def run_rows(
+    cfg: Config, policy: Policy, reference: Reference, rows: Rows, *, train: bool
+) -> tuple[MetricSums, Tensor]:  # and (B,) rewards in the order of the rows
+    """Loss, metrics and (train) gradients of one step: z0 first, then every micro-batch against it."""
+    z0 = reference_point(policy, reference, rows)
+    num_rows = all_sum(torch.tensor(float(len(rows.label)), device=policy.device))
+    sums = MetricSums()
+    rewards = torch.zeros(len(rows.label), dtype=torch.float64, device=policy.device)
+    for batch in rows.batches:
+        logp, ref_logp, entropy = log_ratios(policy, reference, batch, rows.items)
+        numbers = torch.tensor(batch.rows, device=policy.device)
+        out = loss(cfg, logp, ref_logp, rows.label[numbers], z0)
+        total = total_loss(out, {cfg.loss_type: num_rows})
+        if train:
+            total.backward()
+        rewards[numbers] = (cfg.beta * (logp - ref_logp)).detach().double()
+        sums.add({**out.metrics, **term_metrics(out), "policy/entropy": (entropy.sum(), len(entropy))})
+        sums.add({"loss/total": (total * num_rows, len(logp)), "policy/kto_z0": (z0 * len(logp), len(logp))})
+    return sums, rewards
+
+
+def loss(cfg: Config, logp: Tensor, ref_logp: Tensor, label: Tensor, z0: Tensor) -> LossOut:
+    weights = {"desirable_weight": cfg.desirable_weight, "undesirable_weight": cfg.undesirable_weight}
+    if cfg.loss_type == "apo_zero_unpaired":
+        return apo_zero_unpaired(logp, ref_logp, label, beta=cfg.beta, **weights)
+    return kto_loss(logp, ref_logp, label, z0, beta=cfg.beta, **weights)
+
+
+@torch.no_grad()
+def evaluate_rows(
+    cfg: Config, policy: Policy, reference: Reference, partner: dict[int, Item], rows: list[Labelled]
+) -> dict[str, float]:
+    """The same loss on held-out rows, and how well the implicit reward tells the two labels apart."""
+    if not rows:
+        return {}
+    policy.model.eval()
+    packed = pack(cfg, policy, rows, partner, accumulation=1)
+    sums, rewards = run_rows(cfg, policy, reference, packed, train=False)
+    policy.model.train()
+    means = sums.means()
+    kept = {f"eval/{name}": means[name] for name in ("reward/chosen", "reward/rejected") if name in means}
+    auc = reward_auc(rewards, packed.label).item()
+    return {"eval/loss": means["loss/total"], "eval/reward/auc": auc, **kept, "eval/rows": len(rows)}

@@ -1,0 +1,144 @@
+"""Process reward model: is each step of a solution right, judged at the token that ends it.
+
+solutions -> pack -> (logits -> loss -> backward)* -> clip and step -> log
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from data.packing import Batch, Item, make_batches
+from data.stepwise import load_steps
+from data.types import Steps
+from losses.process_reward import UNLABELLED, confusion, macro_f1, stepwise_loss
+from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from trainer.dist import all_sum, pick_device
+from trainer.heads import load_scorer, scores_at
+from trainer.metrics import MetricSums
+from trainer.model import Policy
+from trainer.offline import Offline
+from trainer.optim import total_loss
+from trainer.run import open_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Process reward model from solutions whose steps are labelled; a reward for GRPO, --reward-funcs prm:RUN."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    max_length: int = 1024
+    """Tokens per solution, prompt included; what is longer is cut on the right, with its labels."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """error stops at the first broken row and names it; skip leaves broken rows out, and counts them."""
+    max_completion_length: int | None = None
+    """Tokens of the steps alone; None sets no limit of its own."""
+    step_separator: str = "\n"
+    """Put behind every step; the step is judged at its last token. Saved with the model."""
+    train_on_last_step_only: bool = False
+    """Train only the label of the last step; evaluation always looks at all."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length}: must be 2 or more, a prompt and a step")
+        if self.max_completion_length is not None and self.max_completion_length < 1:
+            raise ValueError(f"max_completion_length={self.max_completion_length}: must be 1 or more, or None")
+        if not self.step_separator:
+            raise ValueError("step_separator: empty, so no token would end a step; give some text")
+
+
+def train(cfg: Config) -> None:
+    with open_run(cfg, cfg.run.method) as run:
+        scorer = load_scorer(cfg.model, cfg.lora, pick_device(), kind="token")
+        # for whoever uses it as a reward
+        scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt}
+        solutions = solutions_of(cfg, scorer, cfg.data.data, last_step_only=cfg.train_on_last_step_only)
+        held_out = solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows]
+        offline = Offline(run, cfg, scorer, solutions)
+        evaluate_now = partial(evaluate, cfg, scorer, held_out)
+        offline.begin(evaluate_now)
+        for batch in offline.steps():
+            micro_batches = pack(cfg, scorer, batch, cfg.run.gradient_accumulation_steps)
+            sums = backward(scorer, micro_batches, batch)
+            offline.take_step()
+            offline.log_and_save(sums, sum(mb.num_tokens for mb in micro_batches), evaluate_now)
+        run.finish(scorer)
+
+
+def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_step_only: bool) -> list[Steps]:
+    if not specs:
+        return []
+    return load_steps(
+        specs,
+        scorer.tokenizer,
+        data_format=cfg.data.data_format,
+        step_separator=cfg.step_separator,
+        system_prompt=cfg.model.system_prompt,
+        max_length=cfg.max_length,
+        max_completion_length=cfg.max_completion_length,
+        context_length=scorer.context_length,
+        last_step_only=last_step_only,
+        bad_rows=cfg.bad_rows,
+        cfg=cfg,
+    )
+
+
+def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int) -> list[Batch]:
+    items = [Item(ids=s.ids, mask=[label != UNLABELLED for label in s.labels]) for s in solutions]
+    batches = make_batches(
+        items, accumulation=accumulation, max_tokens=cfg.run.max_tokens_per_micro_batch, packing=cfg.run.packing
+    )
+    return [batch.to(scorer.device) for batch in batches]
+
+
+def labels_of(mb: Batch, solutions: list[Steps]) -> Tensor:  # (N,)
+    """Labels of the marked tokens, in the batch's order."""
+    labels = [label for row in mb.rows for label in solutions[row].labels if label != UNLABELLED]
+    return torch.tensor(labels, device=mb.index.device)
+
+
+def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps]) -> MetricSums:
+    """Gradients of one optimizer step: the sum over all labelled steps, divided once by their number."""
+    num_steps = all_sum(torch.tensor(float(sum(len(mb.index) for mb in micro_batches)), device=scorer.device))
+    sums = MetricSums()
+    for mb in micro_batches:
+        out = stepwise_loss(scores_at(scorer, mb), labels_of(mb, solutions))
+        total_loss(out, {"steps": num_steps}).backward()
+        term = out.terms["steps"]
+        sums.add({"loss/total": (term.sum, term.count), "loss/steps": (term.sum, term.count), **out.metrics})
+    return sums
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, scorer: Policy, solutions: list[Steps]) -> dict[str, float]:
+    """Loss, accuracy per step, and macro F1 beside that of always answering the more frequent label."""
+    if not solutions:
+        return {}
+    sums = MetricSums()
+    matrix = torch.zeros(2, 2, dtype=torch.int64, device=scorer.device)  # steps by [label, predicted class]
+    scorer.model.eval()
+    for mb in pack(cfg, scorer, solutions, accumulation=1):
+        logits, labels = scores_at(scorer, mb), labels_of(mb, solutions)
+        out = stepwise_loss(logits, labels)
+        matrix += confusion(logits, labels)
+        sums.add({"eval/loss": (out.terms["steps"].sum, out.terms["steps"].count)})
+        sums.add({f"eval/{name}": value for name, value in out.metrics.items()})
+    scorer.model.train()
+    matrix = all_sum(matrix)
+    majority = torch.zeros_like(matrix)
+    majority[:, matrix.sum(dim=1).argmax()] = matrix.sum(dim=1)
+    return {
+        **sums.means(),
+        "eval/reward/macro_f1": float(macro_f1(matrix)),
+        "eval/reward/macro_f1_majority": float(macro_f1(majority)),
+        "eval/rows": len(solutions),
+    }

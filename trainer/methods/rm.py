@@ -1,0 +1,146 @@
+"""Reward model: one number per answer, higher for the answer people preferred (Bradley-Terry).
+
+pairs -> pack -> (scores -> loss -> backward)* -> clip and step -> log
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from data.format_options import FormatOptions
+from data.packing import Batch, make_batches
+from data.pairs import load_pairs
+from data.types import Pair
+from losses.reward_model import bradley_terry
+from losses.types import LossOut
+from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from trainer.dist import all_sum, pick_device
+from trainer.heads import load_scorer, marked_last, scores_at
+from trainer.metrics import MetricSums
+from trainer.model import Policy
+from trainer.offline import Offline
+from trainer.optim import term_metrics, total_loss
+from trainer.run import open_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Reward model from preference pairs; its output is a reward for GRPO, --reward-funcs model:RUN."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    format: FormatOptions = field(default_factory=FormatOptions)
+
+    max_length: int = 1024
+    """Tokens of prompt and response; a pair with a longer side is left out, and counted: people judged it whole."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """error stops at the first broken row and names it; skip leaves broken rows out, and counts them."""
+    center_rewards_coefficient: float | None = None
+    """Weight of (chosen + rejected)^2, which keeps scores around zero; 0.01 is usual, None leaves them free."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length}: must be 2 or more, a prompt and a response")
+        if self.center_rewards_coefficient is not None and not self.center_rewards_coefficient > 0:
+            raise ValueError(
+                f"center_rewards_coefficient={self.center_rewards_coefficient}: must be above 0; leave it out for none"
+            )
+
+
+def train(cfg: Config) -> None:
+    with open_run(cfg, cfg.run.method) as run:
+        scorer = load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence")
+        scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt}  # for whoever uses it as a reward
+        pairs = pairs_of(cfg, scorer, cfg.data.data)
+        held_out = pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        offline = Offline(run, cfg, scorer, pairs)
+        evaluate_now = partial(evaluate, cfg, scorer, held_out)
+        offline.begin(evaluate_now)
+        for batch in offline.steps():
+            micro_batches = pack(cfg, scorer, batch, cfg.run.gradient_accumulation_steps)
+            sums = backward(cfg, scorer, micro_batches, batch)
+            offline.take_step()
+            offline.log_and_save(sums, sum(mb.num_tokens for mb in micro_batches), evaluate_now)
+        run.finish(scorer)
+
+
+def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> list[Pair]:
+    """Pairs whose two sides both fit; none is cut."""
+    if not specs:
+        return []
+    return load_pairs(
+        specs,
+        scorer.tokenizer,
+        data_format=cfg.data.data_format,
+        system_prompt=cfg.model.system_prompt,
+        max_length=cfg.max_length,
+        context_length=scorer.context_length,
+        too_long="drop",
+        bad_rows=cfg.bad_rows,
+        options=cfg.format,
+        cfg=cfg,
+    )
+
+
+def pack(cfg: Config, scorer: Policy, pairs: list[Pair], accumulation: int) -> list[Batch]:
+    """Both sides of a pair in one micro-batch, chosen first, each scored at its last token."""
+    sides = [p.prompt_ids + side for p in pairs for side in (p.chosen_ids, p.rejected_ids)]
+    batches = make_batches(
+        [marked_last(ids) for ids in sides],
+        accumulation=accumulation,
+        max_tokens=cfg.run.max_tokens_per_micro_batch,
+        packing=cfg.run.packing,
+        together=2,
+    )
+    return [batch.to(scorer.device) for batch in batches]
+
+
+def loss_of(cfg: Config, scorer: Policy, mb: Batch, pairs: list[Pair]) -> LossOut:
+    scores = scores_at(scorer, mb).view(-1, 2)  # (B, 2) chosen, rejected
+    margin = margins([pairs[row // 2] for row in mb.rows[::2]], scores)
+    out = bradley_terry(scores[:, 0], scores[:, 1], margin, center_coefficient=cfg.center_rewards_coefficient)
+    del out.metrics["reward/mean"]  # half of chosen + rejected, under a name that elsewhere is a policy's reward
+    return out
+
+
+def margins(pairs: list[Pair], like: Tensor) -> Tensor | None:
+    """(B,) what the data asks for; a pair without a margin asks for none."""
+    if all(pair.margin is None for pair in pairs):
+        return None
+    return torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=like.dtype, device=like.device)
+
+
+def backward(cfg: Config, scorer: Policy, micro_batches: list[Batch], pairs: list[Pair]) -> MetricSums:
+    """Gradients of one optimizer step: the sum over all pairs, divided once by their number."""
+    num_pairs = all_sum(torch.tensor(float(len(pairs)), device=scorer.device))
+    sums = MetricSums()
+    for mb in micro_batches:
+        out = loss_of(cfg, scorer, mb, pairs)
+        total = total_loss(out, dict.fromkeys(out.terms, num_pairs))
+        total.backward()
+        sums.add({"loss/total": (total * num_pairs, len(mb.rows) // 2), **term_metrics(out), **out.metrics})
+    return sums
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, scorer: Policy, pairs: list[Pair]) -> dict[str, float]:
+    """Loss, accuracy and margin on held-out pairs."""
+    if not pairs:
+        return {}
+    sums = MetricSums()
+    scorer.model.eval()
+    for mb in pack(cfg, scorer, pairs, accumulation=1):
+        out = loss_of(cfg, scorer, mb, pairs)
+        undivided = total_loss(out, dict.fromkeys(out.terms, torch.ones(())))
+        sums.add({"eval/loss": (undivided, len(mb.rows) // 2)})
+        sums.add({f"eval/{name}": value for name, value in out.metrics.items()})
+    scorer.model.train()
+    return {**sums.means(), "eval/rows": len(pairs)}

@@ -1,0 +1,31 @@
+"""SimPO: compare log-probs per token, with a margin; no reference, no likelihood term.
+
+    loss = -log sigmoid(beta (mean_w - mean_l) - gamma)
+
+Meng, Xia and Chen 2024 (arXiv:2405.14734), with settings of the size they publish. With --cpo-alpha above 0 it is
+CPO-SimPO. The loop is CPO's (trainer/methods/cpo.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.methods import cpo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(cpo.Config):
+    """Simple preference optimisation: length-normalised margin, no reference."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = "simpo"
+    """Pair loss; simpo is what makes this method."""
+    beta: float = 2.0
+    """Scale of the difference of log-probs per token; published settings lie between 2 and 10."""
+    cpo_alpha: float = 0.0
+    """Weight of the negative log-likelihood of the chosen response per token; 0 is SimPO as published."""
+    simpo_gamma: float = 1.0
+    """Margin that the chosen response must win by; about half of beta."""
+
+
+train = cpo.train

@@ -1,0 +1,76 @@
+"""The parts of a run over fixed rows that are the same for every method: order, optimizer, counters, log, checkpoint.
+
+offline = Offline(run, cfg, policy, rows, title)
+offline.begin(evaluate)                        # restores a checkpoint; measures before the first step
+for batch in offline.steps():
+    sums = backward(...)                       # the method
+    offline.take_step()
+    offline.log_and_save(sums, num_tokens, evaluate)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from data.loader import Loader
+from trainer.counters import Counters, Timer
+from trainer.metrics import MetricSums
+from trainer.model import Policy
+from trainer.optim import build_optimizer, clip_and_step
+from trainer.run import Run
+
+Evaluate = Callable[[], dict[str, float]]
+
+
+class Offline:
+    """State of one run; `step` counts optimizer steps done."""
+
+    def __init__(self, run: Run, cfg: Any, policy: Policy, rows: Sequence[Any], *, extra: dict[str, Any] | None = None):
+        self.run, self.cfg, self.policy = run, cfg, policy
+        self.loader: Loader[Any] = Loader(rows, batch_size=cfg.run.sequences_per_step, seed=cfg.run.seed)
+        self.total_steps = cfg.run.total_steps(self.loader.rows_per_epoch, cfg.run.sequences_per_step)
+        self.optimizer, self.schedule = build_optimizer(policy.model, cfg.optim, self.total_steps)
+        self.counters = Counters()
+        self.state = {"loader": self.loader, "counters": self.counters, **(extra or {})}
+        self.step = 0
+
+    def begin(self, evaluate: Evaluate) -> None:
+        """Make the run folder or take up the checkpoint; the first line of metrics is the model before training."""
+        self.run.begin(self.total_steps, f"{self.cfg.run.method} {self.cfg.model.model}")
+        self.step = self.run.restore(self.policy, self.optimizer, self.schedule, self.state)
+        if self.step == 0 and (before := evaluate()):
+            self.run.log(0, before)
+
+    def steps(self) -> Iterator[list[Any]]:
+        """The rows of each remaining step."""
+        while self.step < self.total_steps:
+            self.step += 1
+            self.timer = Timer()
+            self.batch = self.loader.next()
+            yield self.batch
+
+    def take_step(self) -> None:
+        """Clip, check and apply the gradients that have been accumulated."""
+        self.learning_rate = self.schedule.get_last_lr()[0]
+        where = f"step {self.step}, rank 0, rows {', '.join(row.source for row in self.batch)}"
+        limit = self.cfg.optim.max_grad_norm
+        self.grad_norm = clip_and_step(self.policy.model, self.optimizer, self.schedule, limit, where)
+
+    def log_and_save(self, sums: MetricSums, num_tokens: int, evaluate: Evaluate) -> None:
+        """Write the step down, evaluate and save when due."""
+        self.timer.lap("train_s")
+        self.counters.prompts += len(self.batch)
+        self.counters.tokens += num_tokens
+        metrics = {
+            **sums.means(),
+            "optim/grad_norm": self.grad_norm,
+            "optim/lr": self.learning_rate,
+            "data/epoch": self.loader.epoch,
+            **self.counters.metrics(),
+            **self.timer.metrics(num_tokens),
+        }
+        if self.cfg.run.eval_due(self.step, self.total_steps):
+            metrics |= evaluate()
+        self.run.log(self.step, metrics)
+        self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)

@@ -1,0 +1,97 @@
+"""What methods on preference pairs share: chosen and rejected of a pair lie in one packed forward, side by side.
+
+Shapes: N trained tokens of a micro-batch, P its pairs; sums over responses are (P, 2), chosen first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.packing import Batch, Item, make_batches
+from data.pairs import load_pairs
+from data.types import Pair
+from trainer.config import RunConfig
+from trainer.metrics import MetricSums
+from trainer.model import Policy
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """One micro-batch of whole pairs."""
+
+    batch: Batch
+    pairs: Tensor  # (P,) which pairs of the step it holds
+    offset: Tensor  # (N,) place of each trained token in its response; negative in the prompt
+    lengths: Tensor  # (P, 2) tokens of the responses
+
+    def sums(self, values: Tensor) -> Tensor:  # (N,) -> (P, 2)
+        """Sum over the tokens of each response; prompt tokens do not count."""
+        values = torch.where(self.offset >= 0, values, 0.0)
+        return values.new_zeros(len(self.batch.rows)).index_add(0, self.batch.slot, values).view(-1, 2)
+
+    def chosen(self) -> Tensor:  # (N,) bool
+        """Whether a trained token belongs to the chosen side, prompt tokens included."""
+        return self.batch.slot % 2 == 0
+
+
+def pairs_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Pair]:
+    if not specs:
+        return []
+    return load_pairs(
+        specs,
+        policy.tokenizer,
+        data_format=cfg.data.data_format,
+        system_prompt=cfg.model.system_prompt,
+        max_length=cfg.response.max_length,
+        max_prompt_length=cfg.response.max_prompt_length,
+        context_length=policy.context_length,
+        bad_rows=cfg.response.bad_rows,
+        options=cfg.format,
+        cfg=cfg,
+    )
+
+
+def pair_items(pairs: Sequence[Pair], *, train_prompt: bool = False) -> list[Item]:
+    """Two sequences a pair. train_prompt: the chosen one is trained from its second token on (ORPO's likelihood)."""
+    items = []
+    for pair in pairs:
+        num_prompt = len(pair.prompt_ids)
+        for response, whole in ((pair.chosen_ids, train_prompt), (pair.rejected_ids, False)):
+            mask = [False] + [whole] * (num_prompt - 1) + [True] * len(response)
+            items.append(Item(ids=[*pair.prompt_ids, *response], mask=mask))
+    return items
+
+
+def pack_pairs(
+    run: RunConfig, policy: Policy, pairs: Sequence[Pair], *, accumulation: int, train_prompt: bool = False
+) -> list[PairBatch]:
+    items = pair_items(pairs, train_prompt=train_prompt)
+    batches = make_batches(
+        items, accumulation=accumulation, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, together=2
+    )
+    return [pair_batch(batch.to(policy.device), pairs) for batch in batches]
+
+
+def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:
+    numbers = [row // 2 for row in batch.rows[::2]]
+    device = batch.input_ids.device
+    num_prompt = torch.tensor([len(pairs[row // 2].prompt_ids) for row in batch.rows], device=device)  # (2P,)
+    position = batch.position_ids.flatten()[batch.index] + 1  # (N,) the index is of the token before
+    return PairBatch(
+        batch=batch,
+        pairs=torch.tensor(numbers, device=device),
+        offset=position - num_prompt[batch.slot],
+        lengths=torch.tensor([[len(pairs[n].chosen_ids), len(pairs[n].rejected_ids)] for n in numbers], device=device),
+    )
+
+
+def pair_evaluation(sums: MetricSums, num_rows: int) -> dict[str, float]:
+    """Held-out metrics of a pair method out of its step metrics."""
+    means = sums.means()
+    names = ("reward/accuracy", "reward/margin", "reward/chosen", "reward/rejected")
+    return {"eval/loss": means["loss/total"], **{f"eval/{name}": means[name] for name in names}, "eval/rows": num_rows}

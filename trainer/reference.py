@@ -1,0 +1,150 @@
+"""Reference log-probs for the offline methods: from a frozen model at every step, or computed once and kept on disk."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data.packing import Batch, Item, make_batches
+from trainer.checkpoint import sync
+from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
+from trainer.model import Policy, causal_lm, load_policy, reference_logps, token_logps
+
+
+class Reference:
+    """token_logps(batch, items) gives the (N,) reference log-probs of a batch's trained tokens."""
+
+    def __init__(self, policy: Policy | None, table: dict[bytes, Tensor] | None = None) -> None:
+        self.policy = policy  # None: no reference, log-probs count as 0
+        self.table = table  # per sequence, by its ids and mask
+
+    def token_logps(self, batch: Batch, items: Sequence[Item]) -> Tensor:  # (N,)
+        if self.table is not None:
+            return torch.cat([self.table[key_of(items[row])] for row in batch.rows]).to(batch.target.device)
+        if self.policy is None:
+            return torch.zeros(len(batch.target), device=batch.target.device)
+        return reference_logps(self.policy, batch)
+
+
+class MovingReference:
+    """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): the reference follows the policy from afar.
+
+        reference <- (1 - alpha) reference + alpha policy,   every `every` steps
+
+    Its weights are part of the checkpoint: they cannot be had again from the base model.
+    """
+
+    def __init__(self, policy: Policy, alpha: float, every: int) -> None:
+        self.policy, self.alpha, self.every = policy, alpha, every
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        if step % self.every == 0:
+            ours = dict(self.policy.model.named_parameters())
+            for name, parameter in self.policy.reference.named_parameters():
+                parameter.lerp_(ours[name].to(parameter.dtype), self.alpha)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"alpha": self.alpha, "every": self.every}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Both numbers come from the config; nothing to restore but the tensors."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.policy.reference.named_parameters())
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in self.policy.reference.named_parameters():
+            parameter.copy_(tensors[name])
+
+
+def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
+    """Whether load_policy must bring a reference along; refuses a source that cannot be had."""
+    if cfg.ref == "adapter_off" and lora.r == 0:
+        raise ValueError("ref=adapter_off: there is no adapter to switch off; set --lora.r, or use --ref copy")
+    if cfg.ref == "adapter_off" and cfg.ref_model:
+        raise ValueError(f"ref_model={cfg.ref_model}: has no effect with ref=adapter_off; use copy or precomputed")
+    if cfg.ref == "copy" and lora.r > 0 and not cfg.ref_model:
+        raise ValueError("ref=copy: with LoRA the base itself is the reference; use --ref adapter_off")
+    if cfg.ref != "precomputed" and cfg.ref_cache != ReferenceConfig.ref_cache:  # the class holds the default
+        raise ValueError(f"ref_cache={cfg.ref_cache}: has no effect with ref={cfg.ref}; use --ref precomputed")
+    return cfg.ref != "precomputed" and not cfg.ref_model
+
+
+def build_reference(
+    cfg: ReferenceConfig, model: ModelConfig, run: RunConfig, policy: Policy, items: Sequence[Item]
+) -> Reference:
+    """To be called before a checkpoint is restored: until then the policy still is its own reference."""
+    source = policy
+    if cfg.ref_model:
+        other = dataclasses.replace(model, model=cfg.ref_model, merge_lora=False)
+        source = load_policy(other, LoraConfig(), policy.device, with_reference=False)
+        theirs = source.tokenizer.get_vocab()
+        if any(theirs.get(token) != number for token, number in policy.tokenizer.get_vocab().items()):
+            raise ValueError(
+                f"ref_model={cfg.ref_model}: its tokenizer gives tokens other ids than model={model.model}"
+            )
+        source.model.eval().requires_grad_(False)
+        if cfg.ref != "precomputed":
+            return Reference(dataclasses.replace(source, reference=source.model))
+    if cfg.ref == "precomputed":
+        return Reference(None, precompute(Path(cfg.ref_cache).expanduser(), run, source, items))
+    return Reference(policy)
+
+
+def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Item]) -> dict[bytes, Tensor]:
+    """Score every distinct sequence once; found again on disk when model and data are the same."""
+    distinct = list({key_of(item): item for item in items}.values())
+    path = folder / f"{fingerprint(source, distinct)}.safetensors"
+    if path.exists():
+        flat = load_file(path)["logp"]
+    else:
+        flat = score(run, source, distinct)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".tmp-{run.seed}")
+        save_file({"logp": flat}, partial)
+        sync(partial)
+        partial.rename(path)
+    parts = flat.split([sum(item.mask) for item in distinct])
+    return {key_of(item): part for item, part in zip(distinct, parts, strict=True)}
+
+
+@torch.no_grad()
+def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
+    was_training = source.model.training
+    source.model.eval()
+    parts: dict[int, Tensor] = {}
+    for batch in make_batches(items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing):
+        logp = token_logps(source, batch.to(source.device)).logp.cpu()
+        parts |= {row: logp[batch.sequence == row] for row in batch.rows}
+    source.model.train(was_training)
+    return torch.cat([parts[row] for row in range(len(items))])
+
+
+def key_of(item: Item) -> bytes:
+    digest = hashlib.sha256(array.array("q", item.ids).tobytes())
+    digest.update(bytes(item.mask))
+    return digest.digest()
+
+
+def fingerprint(source: Policy, items: Sequence[Item]) -> str:
+    """Of everything the numbers depend on: weights, what the model does with them, dtype of products, and sequences."""
+    digest = hashlib.sha256(str(source.compute_dtype).encode())
+    settings = causal_lm(source.model).config.to_dict()
+    settings.pop("_name_or_path", None)  # a model that was moved is the same model
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, parameter in source.model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    for item in items:
+        digest.update(key_of(item))
+    return digest.hexdigest()[:32]

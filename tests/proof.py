@@ -83,7 +83,7 @@ def kills(scratch: Path, times: int = 5) -> Outcome:
     return Outcome(f"killed at steps {steps}, metrics {'equal' if same else 'DIFFER'}", same)
 
 
-def soak(scratch: Path, num_steps: int = 1000) -> Outcome:
+def soak(scratch: Path, num_steps: int = 500) -> Outcome:
     """A long run of small steps: resident memory must not grow after the first tenth."""
     run_ok(
         "--method", "grpo", "--max-steps", num_steps, "--per-device-train-batch-size", 16, "--save-steps", 100,

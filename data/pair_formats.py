@@ -179,6 +179,9 @@ def _passthrough(columns: Columns, options: FormatOptions) -> Columns:
     return _responses(columns, messages_of(columns["prompt"], "prompt"), DEFAULT)
 
 
+QUESTIONS = ("question", "input", "instruction", "query", "system")  # columns that other formats take the prompt from
+
+
 def _auto(columns: Columns, options: FormatOptions) -> Columns:
     """TRL's forms: text or messages, with a prompt of their own or the beginning that both responses share."""
     need(columns, "chosen", "rejected")
@@ -187,6 +190,12 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
     if isinstance(prompt, list) or (prompt is not None and all(texts)):
         return _passthrough(columns, options)
     if prompt is None and all(texts):
+        asked = [name for name in QUESTIONS if isinstance(columns.get(name), str) and columns[name].strip()]
+        if asked:  # taking what both answers begin with for the prompt would drop the question in silence
+            raise ValueError(
+                f"has no 'prompt', but {' and '.join(map(repr, asked))}; name its format (chatml.intel takes question, "
+                "chatml.icr input, chatml.argilla instruction), or rename the column to 'prompt'"
+            )
         return _shared_text(text_of(columns, "chosen"), text_of(columns, "rejected"))
     chosen, rejected = (messages_of(columns[name], name) for name in ("chosen", "rejected"))
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)

@@ -45,6 +45,12 @@ def load_prompts(
     if len(prompts) < num_rows:
         left_out = num_rows - len(prompts)
         print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
+    if getattr(tokenizer, "chat_template", None) and not any(prompt.conversational for prompt in prompts):
+        print(
+            "data: the prompts are plain text and are given to the model as they are, without its chat template; "
+            "give messages to use it",
+            file=sys.stderr,
+        )
     if system_prompt is not None and not any(prompt.conversational for prompt in prompts):
         raise ValueError(
             "system_prompt: has no effect, all prompts are plain text; give messages, or put it in the text"

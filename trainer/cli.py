@@ -11,10 +11,8 @@ Later wins: dataclass default < tiny recipe (only when nothing names a model) < 
 from __future__ import annotations
 
 import ast
-import glob
 import importlib
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -255,7 +253,7 @@ def _run_of(path: Path) -> Path:
 
 
 def _latest_run(template: str, method: str | None) -> Path:
-    """The run folder of a plain output_dir; for one with {time} in it, the newest there is."""
+    """The run folder of a plain output_dir; for one with {time} in it, the run beside it that was written to last."""
     name = method.rpartition(".")[2] if method else None
     if "{time}" not in template:
         run_dir = Path(template.replace("{method}", name or "{method}"))
@@ -264,20 +262,15 @@ def _latest_run(template: str, method: str | None) -> Path:
                 f"--resume: {run_dir} holds no run (no config.yaml); check --output-dir or start it afresh"
             )
         return run_dir
-    template = os.path.normpath(template)
-    wild = glob.escape(template).replace("{time}", "*").replace("{method}", name or "*")
-    exact = re.escape(template).replace(r"\{time\}", r"(?P<time>\d{8}-\d{6})")
-    exact = exact.replace(r"\{method\}", re.escape(name) if name else "[^/]+") + r"(?:-(?P<again>\d+))?"
+    parent = Path(template).parent
     found = []
-    for run_dir in glob.glob(wild):
-        match, config = re.fullmatch(exact, run_dir), Path(run_dir) / "config.yaml"
-        if match and config.is_file() and (method is None or load_config(config).get("method") == method):
-            found.append((match["time"], int(match["again"] or 1), Path(run_dir)))
+    for config in parent.glob("*/config.yaml"):
+        if method is None or load_config(config).get("method") == method:
+            written = [path.stat().st_mtime_ns for path in (config, config.with_name("metrics.jsonl")) if path.exists()]
+            found.append((max(written), config.parent))
     if not found:
-        raise ValueError(
-            f"--resume: no earlier {f'{method} ' if method else ''}run matches {template}; name its folder"
-        )
-    return max(found)[2]
+        raise ValueError(f"--resume: no earlier {f'{method} ' if method else ''}run in {parent}; name its folder")
+    return max(found)[1]
 
 
 # argv ------------------------------------------------------------------------------------------------------------

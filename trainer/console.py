@@ -23,7 +23,7 @@ NUMBERS = (
     ("tokens/s", "perf/tokens_per_s"),
 )
 DROPPED_FIRST = ("so far", "tokens/s", "grad norm", "length", "entropy")  # where the terminal is too narrow for all
-EVAL_HEADLINES = ("eval/reward/mean", "eval/nll")
+EVAL_HEADLINES = ("eval/reward/mean", "eval/reward/accuracy", "eval/reward/auc", "eval/reward/macro_f1", "eval/nll")
 PACE_STEPS = 30  # the time left follows the pace of this many last steps
 SAMPLE_SECONDS_LIVE = 3.0  # a shown sample stays long enough to be read
 SAMPLE_SECONDS_PLAIN = 60.0
@@ -242,7 +242,8 @@ def eval_line(metrics: Mapping[str, float]) -> str:
     for name, value in metrics.items():
         if name.startswith("eval/"):
             label = name.removeprefix("eval/").removesuffix("/mean")
-            parts.append(f"{'length' if label == 'len_mean' else label} {number(value)}")
+            shown = f"{value:.0f}" if label == "rows" else number(value)
+            parts.append(f"{'length' if label == 'len_mean' else label} {shown}")
     return "eval: " + "  ".join(parts) if parts else ""
 
 

@@ -24,7 +24,9 @@ AREAS = (("reward", "Reward"), ("loss", "Loss"), ("policy", "Policy"), ("eval", 
          ("optim", "Optimizer"))  # fmt: skip
 FOLDED_AREAS = (("perf", "Speed"), ("time", "Time"), ("mem", "Memory"), ("data", "Data"))
 HEADLINES = ("reward/mean", "loss/nll", "loss/total")
-EVAL_HEADLINES = ("eval/reward/mean", "eval/nll")
+EVAL_HEADLINES = ("eval/reward/mean", "eval/reward/accuracy", "eval/reward/auc", "eval/reward/macro_f1", "eval/nll")
+LOWER_IS_BETTER = ("eval/nll", "eval/loss", "eval/reward/rejected")
+NEITHER = ("eval/len_mean", "eval/rows")
 HEALTHY = {"policy/entropy": (0.05, 0.5)}  # drawn as a band behind the curve
 SAMPLES_PER_STEP = 4
 MAX_TEXT = 4000  # characters of a sample's prompt or completion
@@ -200,7 +202,7 @@ def evaluation_html(run: RunData) -> str:
 def change_html(name: str, values: Sequence[float]) -> str:
     change = values[-1] - values[0]
     sign = "+" if change > 0 else "\u2212" if change < 0 else ""
-    better = 0.0 if name == "eval/len_mean" else -change if name == "eval/nll" else change
+    better = 0.0 if name in NEITHER else -change if name in LOWER_IS_BETTER else change
     colour = " good" if better > 0 else " bad" if better < 0 else ""
     return f'<span class="change{colour}">{sign}{number(abs(change))}</span>'
 
@@ -219,7 +221,10 @@ def health_html(run: RunData, episodes: Iterable[Episode]) -> str:
             f'<div class="{" ".join(classes.split())}"><p>{text(sentence[:1].upper() + sentence[1:])}.</p>'
             f'<p class="when"><code>health/{text(episode.finding.name)}</code>: {when}</p></div>'
         )
-    return "\n".join(parts) or '<p class="soft">No finding: every watched number stayed in its range.</p>'
+    steps = run.series("optim/grad_norm")[0]
+    short = f"No finding, but {len(steps)} steps are too few to judge."
+    none = "No finding: every watched number stayed in its range." if len(steps) >= 20 else short
+    return "\n".join(parts) or f'<p class="soft">{none}</p>'
 
 
 # curves ----------------------------------------------------------------------------------------------------------

@@ -324,3 +324,9 @@ def test_bad_rows(texts, tokenizer_of, chatml, name, row, message):
 def test_options_that_cannot_be_followed(settings, message):
     with pytest.raises(ValueError, match=message):
         FormatOptions(**settings)
+
+
+def test_a_question_is_not_dropped_in_silence():
+    row = {"system": "Be brief", "question": "2+2?", "chosen": "14", "rejected": "15"}
+    with pytest.raises(ValueError, match="has no 'prompt', but 'question' and 'system'; name its format"):
+        PAIR_FORMATS["auto"](row, FormatOptions())

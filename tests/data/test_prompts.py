@@ -75,7 +75,9 @@ def test_long_prompts_are_left_out_and_counted(write, chatml, capsys):
     prompts = load_prompts([path], chatml, max_prompt_length=4)
     assert [prompt.prompt for prompt in prompts] == ["123", "1234"]
     captured = capsys.readouterr()
-    assert captured.err == "data: left out 1 of 3 prompts over max_prompt_length=4 tokens\n" and captured.out == ""
+    said = captured.err.splitlines()
+    assert said[0] == "data: left out 1 of 3 prompts over max_prompt_length=4 tokens" and captured.out == ""
+    assert len(said) == 2 and "without its chat template" in said[1]
     with pytest.raises(ValueError, match="max_prompt_length=2: all 3 prompts are longer"):
         load_prompts([path], chatml, max_prompt_length=2)
 

@@ -310,15 +310,16 @@ def test_bare_resume_with_output_dir_takes_that_run(fork, argv):
     assert parse(*argv).run.output_dir == "out"
 
 
-def test_bare_resume_takes_the_newest_run_of_the_method(fork):
-    for name in ("algo-20250101-000000", "algo-20250102-000000-2", "algo-20250102-000000", "other-20260101-000000"):
+def test_bare_resume_takes_the_run_written_to_last(fork):
+    for age, name in enumerate(("algo-by-hand", "algo-20250102-000000", "algo-20270101-000000")):
         make_run(f"runs/{name}")
-    (fork / "runs" / "algo-20270101-000000").mkdir()  # no config.yaml: no run
-    make_run("runs/algo-by-hand")
-    assert parse("--method", "my_pkg.algo", "--resume").run.output_dir == "runs/algo-20250102-000000-2"
-    assert parse("--resume").run.output_dir == "runs/other-20260101-000000"
+        os.utime(f"runs/{name}/config.yaml", (1e9 - age, 1e9 - age))
+    (fork / "runs" / "algo-20280101-000000").mkdir()  # no config.yaml: no run
+    assert parse("--resume").run.output_dir == "runs/algo-by-hand"
+    (fork / "runs" / "algo-20250102-000000" / "metrics.jsonl").touch()
+    assert parse("--method", "my_pkg.algo", "--resume").run.output_dir == "runs/algo-20250102-000000"
     cfg = parse("--resume", "--output-dir", str(fork / "runs" / "{method}-{time}"), "--method", "my_pkg.algo")
-    assert cfg.run.output_dir == str(fork / "runs" / "algo-20250102-000000-2")
+    assert cfg.run.output_dir == str(fork / "runs" / "algo-20250102-000000")
 
 
 def test_saved_config_drops_what_was_said_to_one_call(fork):
@@ -334,9 +335,9 @@ def test_saved_config_drops_what_was_said_to_one_call(fork):
     [
         (["--resume", "nowhere"], "--resume=nowhere: no such folder; name a run folder or a checkpoint in it"),
         (["--resume", "my_pkg"], "--resume=my_pkg: not a run folder (no config.yaml) nor a checkpoint in one"),
-        (["--resume"], "--resume: no earlier run matches runs/{method}-{time}; name its folder"),
+        (["--resume"], "--resume: no earlier run in runs; name its folder"),
         (["--resume", "--method", "grpo"],
-         "--resume: no earlier grpo run matches runs/{method}-{time}; name its folder"),
+         "--resume: no earlier grpo run in runs; name its folder"),
         (["--resume", "--output-dir", "x"],
          "--resume: x holds no run (no config.yaml); check --output-dir or start it afresh"),
         (["--resume", "out", "--output-dir", "x"],

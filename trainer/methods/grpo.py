@@ -65,7 +65,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     reward_funcs: tuple[str, ...] = ("exact_match",)
-    """Reward functions: built-in names, my_module.my_reward, or FILE.py:my_reward."""
+    """Rewards: exact_match, last_number, regex:PATTERN, ..., my_module.fn, FILE.py:fn, model:RUN, prm:RUN."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; none given means 1 each."""
     num_generations: int = 8

@@ -93,8 +93,8 @@ def train(cfg: Config) -> None:
 
 def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, train: bool) -> MetricSums:
     """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
-    counts = [len(mb.pairs) for mb in micro_batches], [int(mb.lengths[:, 0].sum()) for mb in micro_batches]
-    num_pairs, num_tokens = all_sum(torch.tensor([float(sum(c)) for c in counts], device=policy.device))
+    lengths = torch.cat([mb.lengths[:, 0] for mb in micro_batches]).float()  # (pairs of the step,) of chosen responses
+    num_pairs, num_tokens = all_sum(torch.stack([lengths.new_tensor(len(lengths)), lengths.sum()]))
     sums = MetricSums()
     for mb in micro_batches:
         logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)

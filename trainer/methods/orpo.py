@@ -80,8 +80,10 @@ def pack(cfg: Config, policy: Policy, pairs: list[Pair], accumulation: int) -> l
 
 def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, train: bool) -> MetricSums:
     """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
-    counts = [len(mb.pairs) for mb in micro_batches], [int(mb.chosen().sum()) for mb in micro_batches]
-    num_pairs, num_tokens = all_sum(torch.tensor([float(sum(c)) for c in counts], device=policy.device))
+    chosen = torch.cat([mb.chosen() for mb in micro_batches]).float()  # (trained tokens of the step,)
+    num_pairs, num_tokens = all_sum(
+        torch.stack([chosen.new_tensor(sum(len(mb.pairs) for mb in micro_batches)), chosen.sum()])
+    )
     sums = MetricSums()
     for mb in micro_batches:
         logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)

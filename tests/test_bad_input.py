@@ -132,7 +132,7 @@ SETTINGS = {
     "template": ([*GRPO, "--chat-template", "chatmll"], "chat_template=chatmll", "chatml"),
     "template of other tokens": ([*GRPO, "--chat-template", "llama3"], "chat_template=llama3", "<|start_header_id|>"),
     "no config file": ([*GRPO, "--config", "no.yaml"], "no.yaml", "No such file"),
-    "nothing to resume": (["--resume"], "--resume", "runs/"),
+    "nothing to resume": (["--resume"], "--resume", "no earlier run in runs"),
     "nothing to resume for it": ([*SFT, "--resume"], "--resume", "sft"),
     "no such run": (["--resume", "runs/no"], "--resume=runs/no"),
     "not a run": (["--resume", "."], "--resume=.", "config.yaml"),

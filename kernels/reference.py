@@ -43,17 +43,37 @@ def linear_log_collision(
     return (z / temperature).softmax(dim=-1).square().sum(dim=-1).log()
 
 
-def packed_mask(
-    segment_ids: Tensor,  # (R, T) sequence number of each position, -1 = padding
+def attention_mask(
+    document: Tensor,  # (R, T) which document a position belongs to
+    branch: Tensor,  # (R, T) which continuation of it, -1 = the trunk (a prompt, or a document without continuations)
+    position_ids: Tensor,  # (R, T) position in prompt + continuation
     *,
     window: int | None = None,
 ) -> Tensor:  # (R, 1, T, T) bool, True = may look
-    """Position q sees position k when both belong to one sequence, k is not later, and lies within the window."""
-    rows, length = segment_ids.shape
+    """Who sees whom when prompts and their continuations lie in one row: what each would see on its own."""
+    rows, length = document.shape
     mask = torch.zeros(rows, 1, length, length, dtype=torch.bool)
     for r in range(rows):
-        for q in range(length):
-            for k in range(q + 1):
-                near = window is None or q - k < window
-                mask[r, 0, q, k] = bool(segment_ids[r, q] == segment_ids[r, k]) and near
+        places = list(zip(document[r].tolist(), branch[r].tolist(), position_ids[r].tolist(), strict=True))
+        for q, (own_document, own_branch, position) in enumerate(places):
+            fork = min(at for doc, line, at in places if (doc, line) == (own_document, own_branch))
+            for k, (doc, line, at) in enumerate(places):
+                seen = at <= position if line == own_branch else line == -1 and at < fork
+                near = window is None or position - at < window
+                mask[r, 0, q, k] = doc == own_document and seen and near
     return mask
+
+
+def attention(
+    query: Tensor,  # (R, H, Q, K)
+    key: Tensor,  # (R, H_kv, keys, K); H a multiple of H_kv
+    value: Tensor,  # (R, H_kv, keys, K)
+    mask: Tensor,  # (R, 1, Q, keys) bool, True = may look
+    *,
+    scale: float,
+) -> Tensor:  # (R, H, Q, K)
+    """softmax(scale * query @ key.T where the mask is True) @ value; each key head serves H / H_kv query heads."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = (scale * query @ key.transpose(2, 3)).masked_fill(~mask, -torch.inf)  # (R, H, Q, keys)
+    return scores.softmax(dim=-1) @ value

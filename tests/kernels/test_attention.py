@@ -1,3 +1,5 @@
+"""Masks against a token-by-token specification, tile lists against the dense mask, layouts against separate runs."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,70 +7,430 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import reference
-from kernels.attention import packed_mask
+from kernels import attention, reference
+from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, strided_layout, with_window
+from tests.kernels.layouts import Layout, lay_out, stack, strided
+
+STRIDED = [  # prompt, stride, context, generated, samples: even, ragged end, overlapping anchors, one anchor, one token
+    {"prompt_length": 24, "stride": 4, "context": 4, "generated": 4, "samples": 2},
+    {"prompt_length": 23, "stride": 5, "context": 3, "generated": 4, "samples": 3},
+    {"prompt_length": 17, "stride": 1, "context": 2, "generated": 6, "samples": 1},
+    {"prompt_length": 9, "stride": 7, "context": 5, "generated": 4, "samples": 2},
+    {"prompt_length": 12, "stride": 3, "context": 1, "generated": 1, "samples": 2},
+]
 
 
 @st.composite
-def segments(draw) -> Tensor:  # (R, T)
-    """Rows of sequences laid end to end, each filled up with padding at the right; a row may be all padding."""
-    width = draw(st.integers(1, 14))
-    rows = []
-    for _ in range(draw(st.integers(1, 3))):
-        row: list[int] = []
-        for number in range(draw(st.integers(0, 4))):
-            row += [number] * draw(st.integers(1, 6))
-        rows.append((row + [-1] * width)[:width])
-    return torch.tensor(rows)
+def layouts(draw, longest: int = 7) -> Layout:
+    """Up to 3 rows of prompts with 0 to 3 continuations, some without a prompt, padded to one length."""
+    continuations = st.lists(st.integers(1, longest), max_size=3)
+    document = st.tuples(st.integers(0, longest), continuations).filter(
+        lambda document: any((document[0], *document[1]))
+    )
+    rows = draw(st.lists(st.lists(document, min_size=1, max_size=3), min_size=1, max_size=3))
+    return lay_out(rows, multiple=draw(st.sampled_from([1, 8])))
 
 
-@settings(max_examples=80, deadline=None)
-@given(segment_ids=segments(), window=st.one_of(st.none(), st.integers(1, 8)))
-def test_packed_mask_equals_reference(segment_ids, window):
-    got = packed_mask(segment_ids, window=window)
-    assert got.dtype == torch.bool and got.shape == (len(segment_ids), 1, *[segment_ids.shape[1]] * 2)
-    assert torch.equal(got, reference.packed_mask(segment_ids, window=window))
+def labels(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    return layout.document, layout.branch, layout.position_ids
 
 
-@settings(max_examples=40, deadline=None)
-@given(segment_ids=segments(), window=st.one_of(st.none(), st.integers(1, 8)))
-def test_every_position_sees_itself_so_no_softmax_is_empty(segment_ids, window):
-    mask = packed_mask(segment_ids, window=window)
+def windowed(spans: Spans, window: int | None) -> Spans:
+    return spans if window is None else with_window(spans, window)
+
+
+# Dense masks
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts(), window=st.one_of(st.none(), st.integers(1, 12)))
+def test_dense_mask_equals_reference(layout, window):
+    got = dense_mask(windowed(layout.spans, window), layout.document.shape[1])
+    assert got.dtype == torch.bool
+    assert torch.equal(got, reference.attention_mask(*labels(layout), window=window))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("sizes", STRIDED)
+def test_dense_mask_of_a_strided_row_equals_reference(sizes, window):
+    layout = strided(**sizes, multiple=16)
+    got = dense_mask(windowed(layout.spans, window), layout.document.shape[1])
+    assert torch.equal(got, reference.attention_mask(*labels(layout), window=window))
+
+
+@settings(max_examples=30, deadline=None)
+@given(layout=layouts(), window=st.one_of(st.none(), st.integers(1, 8)))
+def test_every_position_sees_itself_so_no_softmax_is_empty(layout, window):
+    mask = dense_mask(windowed(layout.spans, window), layout.document.shape[1])
     assert mask.diagonal(dim1=2, dim2=3).all()
 
 
-def test_packed_mask_by_hand():
-    mask = packed_mask(torch.tensor([[0, 0, 0, 1, 1, -1]]))[0, 0].int().tolist()
-    assert mask == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],
+def test_dense_mask_by_hand():
+    layout = lay_out([[(2, [1, 2]), (1, [])]], multiple=8)
+    assert dense_mask(layout.spans, 8)[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],  # prompt
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],  # first continuation
+        [1, 1, 0, 1, 0, 0, 0, 0],  # second
+        [1, 1, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0],  # another document
+        [0, 0, 0, 0, 0, 0, 1, 0],  # padding
+        [0, 0, 0, 0, 0, 0, 1, 1],
     ]
 
 
-def test_window_counts_the_position_itself():
-    mask = packed_mask(torch.tensor([[0, 0, 0, 0, 1, 1]]), window=2)[0, 0].int().tolist()
-    assert mask == [
+def test_window_counts_the_position_itself_and_reaches_into_the_prefix():
+    layout = lay_out([[(3, [1, 2])]])
+    assert dense_mask(with_window(layout.spans, 2), 6)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [0, 1, 1, 0, 0, 0],
         [0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 0],
+        [0, 0, 1, 0, 1, 0],
         [0, 0, 0, 0, 1, 1],
     ]
 
 
-@pytest.mark.parametrize("window", [5, 6, 100])
-def test_window_wider_than_every_sequence_changes_nothing(window):
-    segment_ids = torch.tensor([[0, 0, 0, 0, 0, 1, 1, -1], [0, 1, 1, 1, 1, 2, 2, 2]])
-    assert torch.equal(packed_mask(segment_ids, window=window), packed_mask(segment_ids))
+def test_window_wider_than_every_sequence_changes_nothing():
+    layout = lay_out([[(5, [3, 2]), (4, [])], [(6, [1])]])
+    for window in (8, 9, 100):
+        assert all(map(torch.equal, with_window(layout.spans, window), layout.spans))
 
 
-def test_rows_do_not_touch_each_other():
-    rows = torch.tensor([[0, 0, 1, 1], [0, 1, 1, -1]])
-    both = packed_mask(rows)
-    assert torch.equal(both, torch.cat([packed_mask(rows[:1]), packed_mask(rows[1:])]))
+@pytest.mark.parametrize("window", [0, -1])
+def test_window_without_a_key_is_refused(window):
+    with pytest.raises(ValueError, match=f"window={window}"):
+        with_window(lay_out([[(3, [])]]).spans, window)
+
+
+def tiles_of(mask: Tensor) -> tuple[Tensor, Tensor]:  # (R, 1, Q/128, K/128) bool each: partial, full
+    """By looking at every entry; what lies beyond the last query or key is not seen."""
+    rows, _, queries, keys = mask.shape
+    tall, wide = -(-queries // TILE), -(-keys // TILE)
+    whole = torch.zeros(rows, 1, tall * TILE, wide * TILE, dtype=torch.bool)
+    whole[:, :, :queries, :keys] = mask
+    tiles = whole.view(rows, 1, tall, TILE, wide, TILE)
+    full = tiles.all(dim=5).all(dim=3)
+    return tiles.any(dim=5).any(dim=3) & ~full, full
+
+
+def listed(counts: Tensor, indices: Tensor) -> list[list[int]]:
+    """The tiles named in each row of a list."""
+    pairs = zip(counts.flatten().tolist(), indices.flatten(0, -2).tolist(), strict=True)
+    return [row[:count] for count, row in pairs]
+
+
+def chosen(tiles: Tensor) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in tiles.flatten(0, -2)]
+
+
+def check_tiles(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q/128, K/128) bool, the full ones
+    dense, got = dense_mask(spans, num_keys), block_mask(spans, num_keys)
+    partial, full = tiles_of(dense)
+    assert got.shape == tuple(dense.shape)
+    assert listed(got.kv_num_blocks, got.kv_indices) == chosen(partial)
+    assert listed(got.full_kv_num_blocks, got.full_kv_indices) == chosen(full)
+    assert listed(got.q_num_blocks, got.q_indices) == chosen(partial.transpose(2, 3))  # for the backward
+    assert listed(got.full_q_num_blocks, got.full_q_indices) == chosen(full.transpose(2, 3))
+    assert torch.equal(got.to_dense().bool(), partial | full)
+    row, query, key = (torch.arange(size) for size in (len(dense), dense.shape[2], num_keys))
+    seen = got.mask_mod(row.view(-1, 1, 1, 1), torch.tensor(0), query.view(-1, 1), key)
+    assert torch.equal(seen, dense)
+    return full
+
+
+@settings(max_examples=25, deadline=None)
+@given(layout=layouts(longest=300), window=st.one_of(st.none(), st.integers(1, 400)))
+def test_block_mask_lists_exactly_the_tiles_of_the_dense_mask(layout, window):
+    check_tiles(windowed(layout.spans, window), layout.document.shape[1])
+
+
+def test_block_mask_of_whole_tiles():
+    # Prompts and continuations that start and stop at tiles, one off, and across: where off-by-one would show.
+    documents = [(256, [128, 128]), (255, [129, 127]), (257, [384]), (128, [1, 255]), (1, [])]
+    layout = lay_out([documents, documents[::-1]], multiple=TILE)
+    full = check_tiles(layout.spans, layout.document.shape[1])
+    assert full.any(dim=(1, 2, 3)).all()
+    # A prompt that ends inside a tile and its first continuation: full, though neither run covers the tile.
+    layout = lay_out([[(200, [312])]], multiple=TILE)
+    assert check_tiles(layout.spans, 512)[0, 0].int().tolist() == [[0] * 4, [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+
+
+def test_block_mask_of_strided_rows_and_of_single_steps():
+    for sizes in (
+        {"prompt_length": 640, "stride": 32, "context": 128, "generated": 16, "samples": 4},
+        {"prompt_length": 500, "stride": 7, "context": 20, "generated": 9, "samples": 3},
+    ):
+        layout = strided_layout(**sizes)
+        length = layout.position_ids.shape[1]
+        check_tiles(layout.spans, length)
+        check_tiles(strided_layout(**sizes, multiple=TILE).spans, length + -length % TILE)
+        for step in (0, sizes["generated"] - 1):
+            check_tiles(layout.step_spans(step), length)
+
+
+def test_block_mask_of_an_anchor_major_row_has_few_partial_tiles():
+    # Counted entry by entry once: 133 full and 79 partial tiles. Step-major order would take 28 and 520.
+    spans = strided_layout(1024, stride=8, context=8, generated=8, samples=4, multiple=TILE).spans
+    mask = block_mask(spans, spans.own_start.shape[1])
+    assert (mask.full_kv_num_blocks.sum().item(), mask.kv_num_blocks.sum().item()) == (133, 79)
+
+
+def test_block_mask_of_a_long_row_does_not_look_at_every_pair():
+    # 2^17 tokens: the dense mask would be 16 GiB. 32 documents of 32 tiles: full below the diagonal, partial on it.
+    start = (torch.arange(1 << 17) // 4096 * 4096).unsqueeze(0)
+    mask = block_mask(Spans(start, start, start, torch.arange(1, (1 << 17) + 1).unsqueeze(0)), 1 << 17)
+    assert mask.kv_num_blocks.eq(1).all()
+    assert torch.equal(mask.kv_indices[0, 0, :, 0], torch.arange(1024, dtype=torch.int32))
+    assert torch.equal(mask.full_kv_num_blocks[0, 0], torch.arange(32, dtype=torch.int32).repeat(32))
+
+
+@pytest.mark.parametrize("bound", Spans._fields)
+def test_tile_check_notices_a_bound_that_is_off_by_one(bound):
+    layout = lay_out([[(256, [256, 128])]])
+    wrong = layout.spans._replace(**{bound: getattr(layout.spans, bound) + 1})
+    mask, exact = block_mask(wrong, 640), tiles_of(dense_mask(layout.spans, 640))
+    got = (listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices))
+    assert got != (chosen(exact[0]), chosen(exact[1]))
+
+
+# The compiled call, as far as a CPU goes: flex_attention has no backward there
+
+
+def test_flex_attend_on_a_cpu_names_the_way_that_works():
+    layout = lay_out([[(128, [])]])
+    query = torch.zeros(1, 2, 128, 16)
+    with pytest.raises(ValueError, match="query.device=cpu.*dense_mask"):
+        flex_attend(query, query, query, block_mask(layout.spans, 128), scale=0.25)
+
+
+def tensors_of(layout: Layout, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    rows, length = layout.document.shape
+    return tuple(torch.randn(rows, heads, length, 16, generator=draw) for heads in (4, 2, 2))
+
+
+def test_one_graph_serves_every_length_and_mask():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    run = torch.compile(attention._attend, backend=count, dynamic=True, fullgraph=True)
+    # 256: as many tiles as there are key heads; 512: as query heads. Equal by chance, and not to be tied together.
+    for seed, length in enumerate([256, 384, 512, 640, 256, 1024]):
+        layout = lay_out([[(100 + seed, [57, 30]), (40 + seed, [])]], multiple=length)
+        query, key, value = tensors_of(layout, seed)
+        mask = block_mask(layout.spans, length)
+        lists = [getattr(mask, name) for name in attention._LISTS]
+        with attention._one_graph_for_all_lengths(), torch.no_grad():
+            got = run(query, key, value, mask.mask_mod.spans, lists, 0.25)
+        want = reference.attention(query, key, value, dense_mask(layout.spans, length), scale=0.25)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_flex_attention_that_is_not_compiled_raises_instead_of_running_dense():
+    layout = lay_out([[(256, [])]])
+    mask = block_mask(layout.spans, 256)
+    arguments = (*tensors_of(layout, 0), mask.mask_mod.spans, [getattr(mask, name) for name in attention._LISTS], 0.25)
+    with pytest.raises(RuntimeError, match="torch.compile is off"):
+        attention._attend(*arguments)
+    torch._dynamo.reset()
+    run = torch.compile(attention._attend, backend="eager", dynamic=True, fullgraph=True)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="torch.compile is off"):
+        run(*arguments)
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        run(*arguments)
+        double = [x.double() for x in arguments[:3]]
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            run(*double, *arguments[3:])
+
+
+# Strided layout
+
+
+def test_strided_layout_by_hand():
+    layout = strided_layout(7, stride=2, context=2, generated=2, samples=2, multiple=10)
+    assert layout.context_end.tolist() == [2, 4]
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 2, 3, 4, 5, 4, 5, 0, 1, 2, 3, 4]]
+    # Before each sample of anchor 0 stands prompt token 1, of anchor 1 prompt token 3; after it its own first token.
+    assert layout.predictor.tolist() == [1, 7, 1, 9, 3, 11, 3, 13]
+    assert layout.places(0).tolist() == [7, 9, 11, 13]
+    assert layout.places(1).tolist() == [8, 10, 12, 14]
+    step = layout.step_spans(1)
+    assert [bound[0].tolist() for bound in step] == [[0] * 4, [2, 2, 4, 4], [7, 9, 11, 13], [9, 11, 13, 15]]
+
+
+@pytest.mark.parametrize("sizes", STRIDED)
+def test_strided_layout_anchors_follow_the_formula(sizes):
+    layout = strided_layout(**sizes)
+    last = sizes["prompt_length"] - sizes["generated"]
+    number = (last - sizes["context"]) // sizes["stride"] + 1
+    assert layout.context_end.tolist() == [min(b * sizes["stride"] + sizes["context"], last) for b in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stride": 0}, "stride=0"),
+        ({"context": 0}, "context=0"),
+        ({"generated": 0}, "generated=0"),
+        ({"samples": -1}, "samples=-1"),
+        ({"multiple": 0}, "multiple=0"),
+        ({"prompt_length": 7}, "prompt_length=7.*context [+] generated = 8"),
+    ],
+)
+def test_strided_layout_refuses_sizes_without_an_anchor(change, message):
+    sizes = {"prompt_length": 24, "stride": 4, "context": 4, "generated": 4, "samples": 2} | change
+    with pytest.raises(ValueError, match=message):
+        strided_layout(**sizes)
+    assert len(strided_layout(8, stride=4, context=4, generated=4, samples=2).context_end) == 1
+
+
+@pytest.mark.parametrize("step", [-1, 4])
+def test_strided_layout_has_no_such_step(step):
+    with pytest.raises(ValueError, match=f"step={step}"):
+        strided_layout(**STRIDED[0]).step_spans(step)
+
+
+# Through a model: what lies in one row equals what is run on its own
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+        for parameter in model.parameters():
+            # Larger than transformers draws them, so that a state depends visibly on every token it sees.
+            torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() == 2 else None
+    return model
+
+
+def row_states(model, ids: Tensor, layout: Layout, spans: Spans | None = None) -> Tensor:  # (R, T, D)
+    mask = dense_mask(layout.spans if spans is None else spans, ids.shape[1])
+    return model.model(input_ids=ids, attention_mask=mask, position_ids=layout.position_ids).last_hidden_state
+
+
+def separate_states(model, ids: Tensor, layout: Layout) -> Tensor:  # (R, T, D)
+    """Every prompt and every continuation run on its own behind its prefix, laid where the row has it."""
+    rows = []
+    for row in range(len(ids)):
+        states = {}
+        for places, prefix in layout.sequences(row):
+            hidden = model.model(input_ids=ids[row, places].unsqueeze(0)).last_hidden_state[0]
+            states |= dict(zip(places[prefix:], hidden[prefix:], strict=True))
+        rows.append(torch.stack([states[place] for place in sorted(states)]))
+    return torch.stack(rows)
+
+
+LAYOUTS = {
+    "packed": lay_out([[(5, []), (9, []), (3, [])], [(12, []), (1, [])]], multiple=8),
+    "shared": lay_out([[(7, [4, 1, 6]), (3, [5])], [(10, [3, 3])]], multiple=8),
+    "strided": strided(**STRIDED[0]),
+    "strided, ragged": stack([strided(**STRIDED[1], multiple=8)] * 2),
+}
+
+
+def ids_of(layout: Layout) -> Tensor:
+    return torch.randint(61, layout.document.shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_states_and_gradients_of_a_row_equal_those_of_separate_runs(model, name):
+    layout = LAYOUTS[name]
+    ids = ids_of(layout)
+    together, apart = row_states(model, ids, layout), separate_states(model, ids, layout)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+
+    weight = torch.randn(together.shape, generator=torch.Generator().manual_seed(2))
+    parameters = list(model.model.parameters())
+    got = torch.autograd.grad((together * weight).sum(), parameters)
+    want = torch.autograd.grad((apart * weight).sum(), parameters)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("bound", ["prefix_stop", "own_start", "own_stop"])
+def test_comparison_notices_a_bound_that_is_off_by_one(model, bound):
+    layout = LAYOUTS["strided"]
+    ids = ids_of(layout)
+    moved = getattr(layout.spans, bound) - 1
+    wrong = layout.spans._replace(**{bound: moved.clamp(min=1) if bound == "own_stop" else moved.clamp(min=0)})
+    difference = (row_states(model, ids, layout, wrong) - separate_states(model, ids, layout)).abs().max()
+    assert difference > 1e-2
+
+
+class PlaceCache:
+    """Keys and values of every layer at their final places in the row; what is not written yet is garbage."""
+
+    def __init__(self, length: int, num_layers: int) -> None:
+        self.rows = [torch.full((2, 1, 2, length, 8), 50.0) for _ in range(num_layers)]
+        self.places = torch.arange(0)
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+        self.rows[layer][0][:, :, self.places] = key
+        self.rows[layer][1][:, :, self.places] = value
+        return self.rows[layer][0], self.rows[layer][1]
+
+    def get_seq_length(self, *_args) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("sizes", STRIDED)
+@torch.no_grad()
+def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
+    layout = strided_layout(**sizes)
+    length = layout.position_ids.shape[1]
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.zeros(1, length, dtype=torch.long)
+    states = torch.zeros(1, length, 32)
+    cache = PlaceCache(length, num_layers=2)
+
+    def run(places: Tensor, spans: Spans) -> None:
+        cache.places = places
+        states[:, places] = model.model(
+            input_ids=ids[:, places], attention_mask=dense_mask(spans, length),
+            position_ids=layout.position_ids[:, places], past_key_values=cache, use_cache=True,
+        ).last_hidden_state  # fmt: skip
+
+    prompt = torch.arange(sizes["prompt_length"])
+    ids[:, prompt] = torch.randint(61, (1, len(prompt)), generator=draw)
+    run(prompt, Spans(*(bound[:, prompt] for bound in layout.spans)))
+    for step in range(sizes["generated"]):
+        before = layout.predictor[step :: sizes["generated"]]  # whose state predicts this step's tokens
+        probabilities = model.lm_head(states[0, before]).softmax(dim=-1)
+        ids[0, layout.places(step)] = torch.multinomial(probabilities, 1, generator=draw).flatten()
+        run(layout.places(step), layout.step_spans(step))
+
+    trained = model.model(
+        input_ids=ids, attention_mask=dense_mask(layout.spans, length), position_ids=layout.position_ids
+    ).last_hidden_state
+    torch.testing.assert_close(states, trained, rtol=1e-5, atol=1e-5)
+    # The predictors are those of each sample on its own: the state before its token.
+    for places, prefix in strided(**sizes).sequences()[1:]:
+        alone = model.model(input_ids=ids[:, places]).last_hidden_state[0, prefix - 1 : -1]
+        own = torch.tensor(places[prefix:]) - sizes["prompt_length"]
+        torch.testing.assert_close(trained[0, layout.predictor[own]], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_sdpa_with_a_dense_mask_equals_the_reference_with_gradients():
+    layout = LAYOUTS["shared"]
+    inputs = [x.double().requires_grad_() for x in tensors_of(layout, 4)]
+    mask = dense_mask(layout.spans, layout.document.shape[1])
+    got = scaled_dot_product_attention(*inputs, attn_mask=mask, scale=0.25, enable_gqa=True)
+    want = reference.attention(*inputs, mask, scale=0.25)
+    torch.testing.assert_close(got, want)
+    for one, other in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)), strict=True):
+        torch.testing.assert_close(one, other)

@@ -1,0 +1,75 @@
+"""Rows of prompts and their continuations for the attention tests: the spans, and what every position is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.attention import Spans, strided_layout
+
+Document = tuple[int, list[int]]  # length of the prompt, lengths of its continuations
+
+
+class Layout(NamedTuple):
+    spans: Spans
+    document: Tensor  # (R, T) padding is the last document of its row
+    branch: Tensor  # (R, T) -1 = the prompt
+    position_ids: Tensor  # (R, T)
+
+    def sequences(self, row: int = 0) -> list[tuple[list[int], int]]:
+        """Every prompt and every continuation as a sequence of its own: its places in the row, how many are prefix."""
+        labels = list(zip(self.document[row].tolist(), self.branch[row].tolist(), strict=True))
+        position = self.position_ids[row].tolist()
+        found = []
+        for document, branch in dict.fromkeys(labels):
+            own = [place for place, label in enumerate(labels) if label == (document, branch)]
+            trunk = [place for place, label in enumerate(labels) if label == (document, -1) and branch != -1]
+            prefix = [place for place in trunk if position[place] < position[own[0]]]
+            found.append((prefix + own, len(prefix)))
+        return found
+
+
+def lay_out(rows: list[list[Document]], *, multiple: int = 1) -> Layout:
+    """Documents end to end, each prompt once with its continuations behind it; padding fills up to a multiple."""
+    used = [sum(prompt + sum(others) for prompt, others in documents) for documents in rows]
+    width = -(-max(used) // multiple) * multiple
+    return stack([_row(documents, width - length) for documents, length in zip(rows, used, strict=True)])
+
+
+def stack(layouts: list[Layout]) -> Layout:
+    """Rows of equal length as one batch."""
+    spans = Spans(*(torch.cat(bounds) for bounds in zip(*(layout.spans for layout in layouts), strict=True)))
+    return Layout(spans, *(torch.cat([layout[n] for layout in layouts]) for n in (1, 2, 3)))
+
+
+def strided(prompt_length: int, *, stride: int, context: int, generated: int, samples: int, multiple=1) -> Layout:
+    """What `strided_layout` gives, with labels written down token by token."""
+    layout = strided_layout(
+        prompt_length, stride=stride, context=context, generated=generated, samples=samples, multiple=multiple
+    )
+    labels = [(0, -1, place) for place in range(prompt_length)]
+    anchor = 0
+    while anchor * stride + context <= prompt_length - generated:
+        for sample in range(samples):
+            labels += [(0, anchor * samples + sample, anchor * stride + context + step) for step in range(generated)]
+        anchor += 1
+    labels += [(1, -1, number) for number in range(-len(labels) % multiple)]
+    return Layout(layout.spans, *torch.tensor(labels).T.unsqueeze(1))
+
+
+def _row(documents: list[Document], padding: int) -> Layout:
+    labels: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int, int]] = []
+    for number, (prompt, others) in enumerate([*documents, (padding, [])]):
+        first = len(labels)
+        labels += [(number, -1, place) for place in range(prompt)]
+        spans += [(first, first, first)] * prompt
+        for branch, length in enumerate(others):
+            own = len(labels)
+            labels += [(number, branch, prompt + place) for place in range(length)]
+            spans += [(first, first + prompt, own)] * length
+    prefix_start, prefix_stop, own_start = torch.tensor(spans).T.unsqueeze(1)
+    own_stop = torch.arange(1, len(spans) + 1).unsqueeze(0)
+    return Layout(Spans(prefix_start, prefix_stop, own_start, own_stop), *torch.tensor(labels).T.unsqueeze(1))

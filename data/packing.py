@@ -1,17 +1,28 @@
 """Sequences to micro-batches under a token budget, packed end to end or padded to a rectangle.
 
     batches = make_batches([Item([5, 6, 7, 8], [False, False, True, True])], max_tokens=1024)
-    hidden = ...                                   # (R, T, D) from batch.input_ids, position_ids, segment_ids
+    hidden = ...                                   # (R, T, D) from batch.input_ids, position_ids, and what each sees
     hidden.flatten(0, 1)[batch.index]              # (N, D) the states that predict batch.target, never padding
 
 A trained token at position p of its sequence is predicted by the state at p - 1 of the same sequence, so the index
 never crosses from one packed sequence into the next, and the first token of a sequence cannot be trained.
+
+With share_prompt, neighbours that begin with the same prompt are laid as one prompt and their completions behind it:
+
+    place     0  1  2  3  4  5  6        prompt a b c, completions d e and f g
+    token     a  b  c  d  e  f  g
+    position  0  1  2  3  4  3  4        as if each stood alone
+    sees      its own run [own_start, own_stop), and the prompt [prefix_start, prefix_stop)
+
+The last token of the prompt predicts the first one of every completion: its place stands in the index once for each.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -22,30 +33,48 @@ class Item:
 
     ids: list[int]
     mask: list[bool]  # True = trained token; the first is never trained
+    prompt_length: int = 0  # how many of the ids, from the first on, other items may have in common with this one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One forward pass: R rows of T positions that hold whole sequences."""
+    """One forward pass: R rows of T positions that hold whole sequences.
+
+    A position sees the places [prefix_start, prefix_stop) and [own_start, own_stop) of its row: the prompt it shares
+    with others (none: 0 and 0), and its own sequence up to itself. Padding sees the padding before it.
+    """
 
     input_ids: torch.Tensor  # (R, T) int64 token ids
-    position_ids: torch.Tensor  # (R, T) int64, restarts at 0 with every sequence
-    segment_ids: torch.Tensor  # (R, T) int64 number of the sequence within its row, -1 = padding
+    position_ids: torch.Tensor  # (R, T) int64, counts from 0 in every sequence, its prompt included
+    prefix_start: torch.Tensor  # (R, T) int64
+    prefix_stop: torch.Tensor  # (R, T) int64
+    own_start: torch.Tensor  # (R, T) int64
+    own_stop: torch.Tensor  # (R, T) int64
     index: torch.Tensor  # (N,) int64 flat positions in R*T whose hidden state predicts each trained token
     target: torch.Tensor  # (N,) int64 the trained tokens, ordered by `rows`, then position
     sequence: torch.Tensor  # (N,) int64 which of the items given to make_batches each trained token belongs to
     slot: torch.Tensor  # (N,) int64 the place of that item in `rows`, for sums over sequences
     rows: list[int]  # the items in this batch, in order
     lengths: list[int]  # their lengths, in the same order
+    num_computed: int  # positions that hold a token: num_tokens, less the copies that a shared prompt saves
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, padding not counted."""
+        """Tokens of all sequences, a shared prompt counted in each; padding not counted."""
         return sum(self.lengths)
 
     def to(self, device: torch.device | str) -> Batch:
-        names = ("input_ids", "position_ids", "segment_ids", "index", "target", "sequence", "slot")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+class _Unit(NamedTuple):
+    """Items laid one after the other, never parted."""
+
+    rows: tuple[int, ...]
+    prompt: int  # tokens that all of them begin with, laid once before the rest of each; 0: every item whole
+    size: int  # positions it takes in a packed row
+    longest: int  # length of the longest item
 
 
 def make_batches(
@@ -56,79 +85,132 @@ def make_batches(
     packing: bool = True,
     pad_id: int = 0,
     together: int = 1,
+    share_prompt: bool = False,
+    multiple: int = 1,
 ) -> list[Batch]:
     """Split items in order into `accumulation` chunks, and each chunk into micro-batches of at most max_tokens.
 
     Each run of `together` items (the two responses of a pair) stays in one micro-batch. A run longer than max_tokens
-    gets a micro-batch of its own. Chunks left without items give no micro-batch.
+    gets a micro-batch of its own. Chunks left without items give no micro-batch. `share_prompt` lays equal prompts of
+    neighbours once, where they are packed; a group over max_tokens is cut into parts with a prompt each. Rows are
+    filled up to a `multiple` of positions, which attention kernels ask for.
     """
-    assert accumulation >= 1 and max_tokens >= 1 and together >= 1, (accumulation, max_tokens, together)
+    assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)
+    assert together == 1 or not share_prompt, "runs of items and shared prompts at once are not laid out"
     for number, item in enumerate(items):
         assert item.ids and len(item.ids) == len(item.mask), (number, len(item.ids), len(item.mask))
         assert not item.mask[0], f"item {number}: nothing precedes the first token, so it cannot be trained"
-    group = _group_packed if packing else _group_padded
-    units = [range(first, first + together) for first in range(0, len(items), together)]
+        assert 0 <= item.prompt_length <= len(item.ids), (number, item.prompt_length, len(item.ids))
+        shared = item.prompt_length if share_prompt else 0
+        assert not any(item.mask[:shared]), f"item {number}: a prompt with trained tokens cannot be shared"
+    num_runs = len(items) // together
     batches = []
     for chunk in range(accumulation):
-        members = units[len(units) * chunk // accumulation : len(units) * (chunk + 1) // accumulation]
-        lengths = {unit: [len(items[row].ids) for row in unit] for unit in members}
-        longest_first = sorted(members, key=lambda unit: -max(len(items[row].ids) for row in unit))  # stable
-        for units_together in group(longest_first, lengths, max_tokens):
-            batches.append(_build(items, [row for unit in units_together for row in unit], packing, pad_id))
+        members = range(num_runs * chunk // accumulation * together, num_runs * (chunk + 1) // accumulation * together)
+        if share_prompt and packing:
+            units = _shared_units(items, members, max_tokens)
+        else:
+            units = [_unit(items, members[i : i + together]) for i in range(0, len(members), together)]
+        if packing:
+            # One row each.
+            rectangles = [[group] for group in _first_fit(units, max_tokens)]
+        else:
+            groups = _group_padded(units, max_tokens, multiple)
+            rectangles = [[[_unit(items, [row])] for unit in group for row in unit.rows] for group in groups]
+        batches += [_build(items, rectangle, pad_id, multiple) for rectangle in rectangles]
     return batches
 
 
-def _group_packed(units: list[range], lengths: dict[range, list[int]], max_tokens: int) -> list[list[range]]:
-    """First fit, longest first: each unit goes to the first micro-batch with room for it."""
-    groups: list[list[range]] = []
+def _unit(items: Sequence[Item], rows: Sequence[int], prompt: int = 0) -> _Unit:
+    lengths = [len(items[row].ids) for row in rows]
+    return _Unit(tuple(rows), prompt, prompt + sum(length - prompt for length in lengths), max(lengths))
+
+
+def _shared_units(items: Sequence[Item], members: range, max_tokens: int) -> list[_Unit]:
+    """Neighbours with equal prompts as one unit, or as several that keep to max_tokens, each with its prompt."""
+    units = []
+    for prompt, run in itertools.groupby(members, key=lambda row: items[row].ids[: items[row].prompt_length]):
+        completions = [_unit(items, [row]) for row in run]
+        if prompt:
+            completions = [unit._replace(size=unit.size - len(prompt)) for unit in completions]
+            parts = _first_fit(completions, max_tokens - len(prompt))
+        else:
+            parts = [[unit] for unit in completions]
+        for part in parts:
+            rows = sorted(row for unit in part for row in unit.rows)
+            units.append(_unit(items, rows, len(prompt) if len(rows) > 1 else 0))
+    return units
+
+
+def _first_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
+    """Largest first: each unit goes to the first group with room for it."""
+    groups: list[list[_Unit]] = []
     room: list[int] = []
-    for unit in units:
-        size = sum(lengths[unit])
-        place = next((i for i, free in enumerate(room) if free >= size), None)
+    for unit in sorted(units, key=lambda unit: -unit.size):  # stable
+        place = next((i for i, free in enumerate(room) if free >= unit.size), None)
         if place is None:
             groups.append([unit])
-            room.append(max_tokens - size)
+            room.append(max_tokens - unit.size)
         else:
             groups[place].append(unit)
-            room[place] -= size
+            room[place] -= unit.size
     return groups
 
 
-def _group_padded(units: list[range], lengths: dict[range, list[int]], max_tokens: int) -> list[list[range]]:
+def _group_padded(units: list[_Unit], max_tokens: int, multiple: int) -> list[list[_Unit]]:
     """Longest first, so the first of a group sets its width and neighbours need little padding."""
-    groups: list[list[range]] = []
-    for unit in units:
-        if groups and (len(groups[-1]) + 1) * len(unit) * max(lengths[groups[-1][0]]) <= max_tokens:
+    groups: list[list[_Unit]] = []
+    for unit in sorted(units, key=lambda unit: -unit.longest):  # stable
+        width = _round_up(groups[-1][0].longest, multiple) if groups else 0
+        if groups and (len(groups[-1]) + 1) * len(unit.rows) * width <= max_tokens:
             groups[-1].append(unit)
         else:
             groups.append([unit])
     return groups
 
 
-def _build(items: Sequence[Item], members: list[int], packing: bool, pad_id: int) -> Batch:
-    lengths = [len(items[member].ids) for member in members]
-    num_rows, width = (1, sum(lengths)) if packing else (len(members), max(lengths))
-    input_ids = torch.full((num_rows * width,), pad_id, dtype=torch.int64)
-    position_ids = torch.zeros(num_rows * width, dtype=torch.int64)
-    segment_ids = torch.full((num_rows * width,), -1, dtype=torch.int64)
-    index, target, sequence, slot = [], [], [], []
-    start = 0
-    for place, (member, length) in enumerate(zip(members, lengths, strict=True)):
-        item = items[member]
-        ids = torch.tensor(item.ids, dtype=torch.int64)
-        trained = torch.tensor(item.mask, dtype=torch.bool).nonzero().flatten()
-        input_ids[start : start + length] = ids
-        position_ids[start : start + length] = torch.arange(length)
-        segment_ids[start : start + length] = place if packing else 0
-        index.append(start + trained - 1)
-        target.append(ids[trained])
-        sequence.append(torch.full_like(trained, member))
-        slot.append(torch.full_like(trained, place))
-        start += length if packing else width
-    shape = (num_rows, width)
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, multiple: int) -> Batch:
+    """One forward pass out of rows of units."""
+    used = [sum(unit.size for unit in units) for units in rectangle]
+    shape = (len(rectangle), _round_up(max(used), multiple))
+    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    position_ids, prefix_start, prefix_stop, own_start = (torch.zeros(shape, dtype=torch.int64) for _ in range(4))
+    members, index, target, sequence, slot = [], [], [], [], []
+    for row, units in enumerate(rectangle):
+        own_start[row, used[row] :] = used[row]
+        stop = 0
+        for unit in units:
+            prompt = slice(stop, stop + unit.prompt)
+            stop = prompt.stop
+            input_ids[row, prompt] = torch.tensor(items[unit.rows[0]].ids[: unit.prompt], dtype=torch.int64)
+            position_ids[row, prompt] = torch.arange(unit.prompt)
+            own_start[row, prompt] = prompt.start
+            for member in unit.rows:
+                item = items[member]
+                ids = torch.tensor(item.ids, dtype=torch.int64)
+                own = slice(stop, stop + len(ids) - unit.prompt)
+                stop = own.stop
+                input_ids[row, own] = ids[unit.prompt :]
+                position_ids[row, own] = torch.arange(unit.prompt, len(ids))
+                own_start[row, own] = own.start
+                if unit.prompt:
+                    prefix_start[row, own], prefix_stop[row, own] = prompt.start, prompt.stop
+                trained = torch.tensor(item.mask, dtype=torch.bool).nonzero().flatten()
+                before = trained - 1
+                place = before + torch.where(before < unit.prompt, prompt.start, own.start - unit.prompt)
+                index.append(row * shape[1] + place)
+                target.append(ids[trained])
+                sequence.append(torch.full_like(trained, member))
+                slot.append(torch.full_like(trained, len(members)))
+                members.append(member)
     return Batch(
-        input_ids=input_ids.view(shape), position_ids=position_ids.view(shape), segment_ids=segment_ids.view(shape),
+        input_ids=input_ids, position_ids=position_ids, prefix_start=prefix_start, prefix_stop=prefix_stop,
+        own_start=own_start, own_stop=torch.arange(1, shape[1] + 1).expand(shape).contiguous(),
         index=torch.cat(index), target=torch.cat(target), sequence=torch.cat(sequence), slot=torch.cat(slot),
-        rows=members, lengths=lengths,
+        rows=members, lengths=[len(items[member].ids) for member in members], num_computed=sum(used),
     )  # fmt: skip

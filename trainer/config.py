@@ -56,8 +56,11 @@ class ModelConfig:
     )
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the matrix products; trained weights are always kept in float32. auto: float32 on CPU, else bfloat16."""
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    """Attention code of transformers; both take the packed block-diagonal mask."""
+    attn_implementation: Literal["auto", "flex", "sdpa", "eager"] = "auto"
+    (
+        "Attention code. flex: compiled kernels that skip what a token does not see, CUDA only; sdpa and eager: those "
+        "of transformers, with a dense mask. auto: flex on CUDA where the architecture allows it, else sdpa."
+    )
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     load_in_4bit: bool = False

@@ -22,20 +22,11 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
+from trainer.adapters import attach_adapter, read_adapter
+from trainer.attention import attention_masks, choose_attention, load_name
 from trainer.config import LoraConfig, ModelConfig
-from trainer.model import (
-    Policy,
-    attach_adapter,
-    attention_masks,
-    causal_lm,
-    first_line,
-    load_causal_lm,
-    load_tokenizer,
-    pick_dtype,
-    read_adapter,
-    resolve_model,
-    why,
-)
+from trainer.model import Policy, causal_lm, load_causal_lm, load_tokenizer, pick_dtype, resolve_model, unsupported
+from trainer.reasons import first_line, why
 
 
 class Kind(NamedTuple):
@@ -64,9 +55,9 @@ def load_scorer(
     base = read_adapter(path)["base_model_name_or_path"] if adapter else path
     dtype = torch.float32 if lora.r == 0 else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    model = load_classifier(base, cfg, dtype, KINDS[kind])
+    model = load_classifier(base, cfg, dtype, KINDS[kind], device)
     if adapter:  # of a language model: merged into the trunk, as its export would be
-        merged = attach_adapter(load_causal_lm(base, cfg, dtype), adapter).merge_and_unload()
+        merged = attach_adapter(load_causal_lm(base, cfg, dtype, device), adapter).merge_and_unload()
         model.base_model.load_state_dict(merged.base_model.state_dict())
     set_padding(model, tokenizer)
     scorer = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
@@ -81,16 +72,17 @@ def load_scorer(
     return scorer
 
 
-def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind) -> Any:
+def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind, device: torch.device) -> Any:
     import transformers
 
+    attn_implementation = load_name(cfg.attn_implementation, device)
     try:
         with _quiet():
             model, found = getattr(transformers, kind.auto_class).from_pretrained(
                 path,
                 num_labels=len(kind.labels),
                 dtype=dtype,
-                attn_implementation=cfg.attn_implementation,
+                attn_implementation=attn_implementation,
                 trust_remote_code=cfg.trust_remote_code,
                 ignore_mismatched_sizes=True,  # a head of another size is replaced, anything else refused below
                 output_loading_info=True,
@@ -112,6 +104,7 @@ def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind)
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+    choose_attention(model, cfg.attn_implementation, device)
     model.config.id2label = dict(enumerate(kind.labels))
     model.config.label2id = {label: i for i, label in enumerate(kind.labels)}
     return model
@@ -198,11 +191,12 @@ def scores_at(scorer: Policy, batch: Batch) -> Tensor:  # (N, number of labels) 
     with torch.autocast(scorer.device.type, scorer.compute_dtype, enabled=scorer.autocast_dtype is not None):
         hidden = model.base_model(
             input_ids=batch.input_ids,
-            attention_mask=attention_masks(model.config, batch.segment_ids),
+            attention_mask=attention_masks(model.config, batch),
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state  # (R, T, D)
     head = head_of(scorer.model)
+    assert batch.num_computed == batch.num_tokens, "behind a shared prompt the next place is not the next token"
     # index points at the token before the marked one, of the same sequence.
     selected = hidden.flatten(0, 1)[batch.index + 1]  # (N, D)
     return head(selected.to(next(head.parameters()).dtype))
@@ -234,13 +228,13 @@ def check_scores(scorer: Policy) -> None:
     items = [
         Item(ids=ids, mask=[False] + [True] * (len(ids) - 1)) if per_token else marked_last(ids) for ids in sequences
     ]
-    (batch,) = make_batches(items, max_tokens=64)
+    (batch,) = make_batches(items, max_tokens=64, multiple=scorer.row_multiple)
     try:
         ours = scores_at(scorer, batch.to(scorer.device))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
         raise ValueError(
             f"model={scorer.source}: packed sequences fail in its own code ({type(error).__name__}: "
-            f"{first_line(error)}); this architecture is not supported"
+            f"{first_line(error)}); {unsupported(scorer)}"
         ) from None
     scorer.model.train()
     want = torch.cat([alone[row][1:] if per_token else alone[row].unsqueeze(0) for row in batch.rows])
@@ -248,6 +242,6 @@ def check_scores(scorer: Policy) -> None:
     limit = 1e-3 if scorer.compute_dtype == torch.float32 else 0.25
     if not gap < limit:
         raise ValueError(
-            f"model={scorer.source}: packed scores differ from its own forward by {gap:.3g} (limit {limit}); this "
-            "architecture is not supported"
+            f"model={scorer.source}: packed scores differ from its own forward by {gap:.3g} (limit {limit}); "
+            f"{unsupported(scorer)}"
         )

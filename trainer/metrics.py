@@ -59,6 +59,7 @@ GLOSSARY: dict[str, str] = {
     "mem/peak_gib": "Peak memory of the process so far in GiB: allocated on the accelerator, resident on a CPU.",
     "data/epoch": "Passes over the training rows so far.",
     "data/tokens_total": "Tokens trained on since the run began, prompts and completions.",
+    "data/shared_frac": "Tokens trained on that were not computed, as a shared prompt stands for them / all of them.",
     "data/prompts_total": "Rows drawn from the training data since the run began.",
     "eval/reward/mean": "Mean total reward on the held-out rows, sum over functions of weight * value.",
     "eval/*/mean": "Mean of this reward function on the held-out rows.",

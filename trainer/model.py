@@ -8,7 +8,6 @@ that the log-probs of the same weights are the same numbers in the trainer and i
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ from torch import Tensor, nn
 
 from data.chat import set_chat_template
 from data.packing import Batch, Item, make_batches
-from kernels.attention import packed_mask
-from kernels.linear_logprob import TokenLogps, linear_log_collision, linear_logprob
+from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
+from trainer.adapters import add_adapter, attach_adapter, continue_adapter, read_adapter
+from trainer.attention import attention_masks, choose_attention, load_name, row_multiple, uses_flex
 from trainer.config import LoraConfig, ModelConfig
+from trainer.reasons import first_line, why
 
 BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny"}
 
@@ -50,6 +51,11 @@ class Policy:
     @property
     def generation_eos(self) -> int | list[int] | None:
         return getattr(causal_lm(self.model).generation_config, "eos_token_id", None)
+
+    @property
+    def row_multiple(self) -> int:
+        """What make_batches must fill rows up to."""
+        return row_multiple(causal_lm(self.model).config)
 
     @property
     def is_lora(self) -> bool:
@@ -86,18 +92,21 @@ def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, wit
     trains_base = lora.r == 0
     base_dtype = torch.float32 if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    model = load_causal_lm(base, cfg, base_dtype)
+    model = load_causal_lm(base, cfg, base_dtype, device)
     policy = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
     if adapter and trains_base:
         # peft froze the base to attach the adapter, and leaves it frozen.
         policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
     elif adapter:
-        continue_adapter(policy, adapter, lora, with_reference)
+        policy.model = continue_adapter(model, adapter, lora)
+        if with_reference:  # a frozen copy of the adapter, not the bare base
+            policy.model.load_adapter(adapter, "reference", is_trainable=False)
+            policy.reference_adapter = "reference"
     elif not trains_base:
-        add_adapter(policy, lora)
+        policy.model = add_adapter(model, lora)
     policy.model.to(device)
     if with_reference and trains_base:
-        policy.reference = load_causal_lm(base, cfg, compute_dtype)
+        policy.reference = load_causal_lm(base, cfg, compute_dtype, device)
         if adapter:
             policy.reference.load_state_dict(policy.model.state_dict())
         policy.reference.to(device).eval().requires_grad_(False)
@@ -140,10 +149,12 @@ def refuse_quantised(path: str, cfg: ModelConfig) -> None:
         )
 
 
-def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype) -> nn.Module:
+def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Weights in main memory, attention as `device` will run it."""
     import transformers
     from transformers import AutoModelForCausalLM
 
+    attn_implementation = load_name(cfg.attn_implementation, device)
     refuse_quantised(path, cfg)
     if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal
@@ -151,7 +162,7 @@ def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype) -> nn.Module
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
-            attn_implementation=cfg.attn_implementation,
+            attn_implementation=attn_implementation,
             trust_remote_code=cfg.trust_remote_code,
             use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
             ignore_mismatched_sizes=True,  # refused below, by name
@@ -170,95 +181,8 @@ def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype) -> nn.Module
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+    choose_attention(model, cfg.attn_implementation, device)
     return model
-
-
-def first_line(error: Exception) -> str:
-    first, _, rest = str(error).strip().partition("\n")
-    if first.rstrip().endswith(":"):  # a list follows
-        return " ".join(f"{first} {rest}".split())[:300]
-    return first or type(error).__name__
-
-
-def why(error: Exception, path: str) -> str:
-    """What a library said when it could not load `path`, in one line."""
-    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-    where = "" if Path(path).is_dir() else f"{path} is no folder here, and as a hub id: "
-    remedy = "; if you trust its code, pass --trust-remote-code" if "trust_remote_code" in str(error) else ""
-    return f"{where}{kind}{first_line(error)}{remedy}"
-
-
-def read_adapter(folder: str) -> dict[str, Any]:
-    """The settings of a saved LoRA adapter."""
-    try:
-        saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model={folder}: its adapter_config.json cannot be read ({first_line(error)})") from None
-    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
-        raise ValueError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
-    if not saved.get("base_model_name_or_path"):
-        raise ValueError(f"model={folder}: adapter_config.json names no base_model_name_or_path; write it in")
-    return saved
-
-
-def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:
-    """The model with a saved adapter around it."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
-    try:
-        wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable)
-        with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
-            saved = set(file.keys())
-    except Exception as error:  # damaged files make peft raise anything
-        raise ValueError(f"model={adapter}: its adapter could not be loaded: {why(error, adapter)}") from None
-    lacking = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
-    if lacking:  # peft would start them afresh and go on
-        raise ValueError(
-            f"model={adapter}: its adapter_config.json asks for {len(lacking)} tensors that adapter_model.safetensors "
-            f"lacks, {min(lacking)} for one; get both files from one source"
-        )
-    return wrapped
-
-
-def add_adapter(policy: Policy, lora: LoraConfig) -> None:
-    from peft import LoraConfig as PeftLora
-    from peft import get_peft_model
-
-    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
-    config = PeftLora(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
-    )
-    try:
-        policy.model = get_peft_model(policy.model, config)
-    except ValueError as error:
-        raise ValueError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
-    if not isinstance(causal_lm(policy.model).get_output_embeddings(), nn.Linear) or hasattr(
-        causal_lm(policy.model).get_output_embeddings(), "lora_A"
-    ):
-        raise ValueError("lora.target_modules: the output head cannot be adapted; leave lm_head out")
-
-
-def continue_adapter(policy: Policy, adapter: str, lora: LoraConfig, with_reference: bool) -> None:
-    """Go on training a saved adapter; the reference is a frozen copy of it, not the bare base."""
-    saved = read_adapter(adapter)
-    if saved["r"] != lora.r:
-        raise ValueError(
-            f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; go on with it by --lora.r {saved['r']}, "
-            "or use --lora.r 0 to merge it and train all weights"
-        )
-    for flag, was in (("alpha", saved["lora_alpha"]), ("dropout", saved["lora_dropout"])):
-        if getattr(lora, flag) != was:
-            raise ValueError(f"lora.{flag}={getattr(lora, flag)}: the adapter in {adapter} has {was}; pass that value")
-    if lora.target_modules != ("all-linear",) and set(lora.target_modules) != set(saved["target_modules"]):
-        raise ValueError(
-            f"lora.target_modules={' '.join(lora.target_modules)}: the adapter in {adapter} adapts "
-            f"{' '.join(sorted(saved['target_modules']))}; leave the flag out"
-        )
-    policy.model = attach_adapter(policy.model, adapter, is_trainable=True)
-    if with_reference:
-        policy.model.load_adapter(adapter, "reference", is_trainable=False)
-        policy.reference_adapter = "reference"
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -269,6 +193,19 @@ def causal_lm(model: nn.Module) -> Any:
 def token_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> TokenLogps:
     """Log-prob (with gradient) and entropy of every trained token of the batch, in the batch's order."""
     return _token_logps(policy, policy.model, batch, temperature)
+
+
+def token_loss(policy: Policy, batch: Batch, loss_fn: LossFn, *, temperature: float = 1.0) -> tuple[Tensor, list[Any]]:
+    """A loss that is a sum over trained tokens, with a third less work at the head than token_logps and its backward.
+
+    `loss_fn(tokens, rows)` gets the log-probs of the trained tokens numbered `rows`, some at a time, and returns a
+    scalar and anything else. Gives the sum of the scalars, to call backward() on, and a list of the rest.
+    """
+    lm = causal_lm(policy.model)
+    hidden = predictor_states(policy, lm, batch)
+    return linear_logprob_loss(
+        hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None, **head_of(lm)
+    )
 
 
 @torch.no_grad()
@@ -300,7 +237,7 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
 def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: float) -> TokenLogps:
     lm = causal_lm(model)
     hidden = predictor_states(policy, lm, batch)
-    return linear_logprob(hidden, target=batch.target, temperature=temperature, **head_of(lm))
+    return linear_logprob(hidden, target=batch.target, temperature=temperature, ignore_index=None, **head_of(lm))
 
 
 @torch.no_grad()
@@ -315,7 +252,7 @@ def predictor_states(policy: Policy, lm: Any, batch: Batch) -> Tensor:  # (N, D)
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         hidden = lm.base_model(
             input_ids=batch.input_ids,
-            attention_mask=attention_masks(lm.config, batch.segment_ids),
+            attention_mask=attention_masks(lm.config, batch),
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state  # (R, T, D)
@@ -335,55 +272,49 @@ def head_of(lm: Any) -> dict[str, Any]:
     }
 
 
-def attention_masks(config: Any, segment_ids: Tensor) -> Tensor | dict[str, Tensor]:
-    """What transformers takes as attention_mask: one mask, or one per kind of layer where windows slide."""
-    full = as_implementation_takes(config, packed_mask(segment_ids))
-    window = getattr(config, "sliding_window", None)
-    if window is None or not getattr(config, "use_sliding_window", True):
-        return full
-    sliding = as_implementation_takes(config, packed_mask(segment_ids, window=window))
-    layer_types = getattr(config, "layer_types", None)
-    return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
-
-
-def as_implementation_takes(config: Any, mask: Tensor) -> Tensor:
-    """Eager attention adds the mask to its scores, where True would be a mere 1.0; sdpa takes booleans."""
-    if config._attn_implementation != "eager":
-        return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+def unsupported(policy: Policy) -> str:
+    """The end of the sentence that refuses a model."""
+    flex = uses_flex(causal_lm(policy.model).config)
+    return "this architecture is not supported" + (" with flex; try --attn-implementation sdpa" if flex else "")
 
 
 @torch.no_grad()
 def check_logps(policy: Policy) -> None:
-    """Two short sequences packed together must score as they do alone through the model's own forward.
+    """Short sequences packed together must score as they do alone through the model's own forward.
 
-    Catches what we cannot list: an architecture that scales its logits in a way of its own, or that lets one packed
-    sequence see the other (recurrent layers do).
+    Two of them share a prompt. Catches what we cannot list: an architecture that scales its logits in a way of its
+    own, or that lets one packed sequence see the other, or only what lies next to it (recurrent layers do).
     """
     vocab = causal_lm(policy.model).get_output_embeddings().weight.shape[0]
-    sequences = [[(7 * i + 3) % vocab for i in range(5)], [(5 * i + 1) % vocab for i in range(7)]]
-    items = [Item(ids=ids, mask=[False] + [True] * (len(ids) - 1)) for ids in sequences]
-    (batch,) = make_batches(items, max_tokens=64)
-    policy.model.eval()
+    alone, prompt, *completions = (
+        [(step * i + 1) % vocab for i in range(n)] for step, n in ((7, 5), (5, 4), (3, 3), (11, 2))
+    )
+    items = [Item(alone, [False] + [True] * (len(alone) - 1))]
+    items += [Item(prompt + ids, [False] * len(prompt) + [True] * len(ids), len(prompt)) for ids in completions]
+    (batch,) = make_batches(items, max_tokens=64, share_prompt=True, multiple=policy.row_multiple)
     batch = batch.to(policy.device)
+    policy.model.eval()
     try:
         ours = token_logps(policy, batch).logp
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
         raise ValueError(
             f"model={policy.source}: packed sequences fail in its own code ({type(error).__name__}: "
-            f"{first_line(error)}); this architecture is not supported"
+            f"{first_line(error)}); {unsupported(policy)}"
         ) from None
-    alone = []
+    own = []
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         for row in batch.rows:
-            ids = torch.tensor([sequences[row]], device=policy.device)
+            ids = torch.tensor([items[row].ids], device=policy.device)
             logp = policy.model(input_ids=ids).logits[0, :-1].float().log_softmax(dim=-1)
-            alone.append(logp.gather(1, ids[0, 1:, None]).squeeze(1))
+            trained = torch.tensor(items[row].mask[1:], device=policy.device)
+            own.append(logp.gather(1, ids[0, 1:, None]).squeeze(1)[trained])
     policy.model.train()
-    gap = (ours - torch.cat(alone)).abs().max().item()
+    gap = (ours - torch.cat(own)).abs()  # (N,)
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25  # bfloat16 rounds log-probs of size 10 by 0.03
-    if not gap < limit:
+    if not gap.max() < limit:
+        packed = gap[batch.sequence == 0].max() < limit
+        what = "log-probs of completions behind one prompt" if packed else "packed log-probs"
         raise ValueError(
-            f"model={policy.source}: packed log-probs differ from its own forward by {gap:.3g} (limit {limit}); "
-            "this architecture is not supported"
+            f"model={policy.source}: {what} differ from its own forward by {gap.max():.3g} (limit {limit}); "
+            f"{unsupported(policy)}"
         )

@@ -72,7 +72,12 @@ def pack_pairs(
 ) -> list[PairBatch]:
     items = pair_items(pairs, train_prompt=train_prompt)
     batches = make_batches(
-        items, accumulation=accumulation, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, together=2
+        items,
+        accumulation=accumulation,
+        max_tokens=run.max_tokens_per_micro_batch,
+        packing=run.packing,
+        together=2,
+        multiple=policy.row_multiple,
     )
     return [pair_batch(batch.to(policy.device), pairs) for batch in batches]
 

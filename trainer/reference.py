@@ -123,7 +123,10 @@ def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (
     was_training = source.model.training
     source.model.eval()
     parts: dict[int, Tensor] = {}
-    for batch in make_batches(items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing):
+    batches = make_batches(
+        items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, multiple=source.row_multiple
+    )
+    for batch in batches:
         logp = token_logps(source, batch.to(source.device)).logp.cpu()
         parts |= {row: logp[batch.sequence == row] for row in batch.rows}
     source.model.train(was_training)

@@ -1,4 +1,4 @@
-"""What methods that sample share: seeds, evaluation, and what is logged about completions and rewards."""
+"""What methods that sample share: prompts, engine, seeds, packing, evaluation, and what is logged of it all."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.chat import stop_ids
+from data.packing import Batch, Item, make_batches
 from data.prompts import load_prompts
 from data.types import Prompt
 from losses.advantage import nan_std, zero_std_frac
 from rollout.engine import Engine
+from rollout.local import LocalEngine
 from rollout.rewards import Rewards, RewardTable
 from rollout.types import Completion, Request, Sampling
-from trainer.config import RolloutConfig
+from trainer.config import RolloutConfig, RunConfig
 from trainer.model import Policy
 
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
@@ -39,6 +42,22 @@ def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
     )
 
 
+def start_engine(cfg: RolloutConfig, policy: Policy) -> LocalEngine:
+    return LocalEngine(
+        policy.model, policy.tokenizer, max_batch_size=cfg.max_batch_size, autocast_dtype=policy.autocast_dtype
+    )
+
+
+def training_sampling(cfg: Any, policy: Policy) -> Sampling:
+    """The full distribution at the method's temperature, up to the model's end tokens or a stop string."""
+    return Sampling(
+        temperature=cfg.temperature,
+        max_tokens=cfg.max_completion_length,
+        stop_ids=stop_ids(policy.tokenizer, policy.generation_eos),
+        stop=cfg.stop,
+    )
+
+
 def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
     return replace(sampling, temperature=cfg.eval_temperature, top_p=cfg.eval_top_p, top_k=cfg.eval_top_k)
 
@@ -46,6 +65,25 @@ def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
 def sample_seed(run_seed: int, number: int) -> int:
     """Seed of the number-th completion of a run: known from the counters alone, so a resumed run draws the same."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=8).digest(), "big")
+
+
+def pack_completions(
+    run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool
+) -> list[Batch]:
+    """Micro-batches of prompts and completions, the completions trained; a group may lie behind one prompt."""
+    items = [
+        Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + [True] * len(c.ids), len(c.prompt_ids))
+        for c in completions
+    ]
+    batches = make_batches(
+        items,
+        accumulation=run.gradient_accumulation_steps,
+        max_tokens=run.max_tokens_per_micro_batch,
+        packing=run.packing,
+        share_prompt=share_prompt,
+        multiple=policy.row_multiple,
+    )
+    return [batch.to(policy.device) for batch in batches]
 
 
 def reward_tensor(table: RewardTable) -> Tensor:  # (B,) NaN = no reward applies
@@ -81,6 +119,11 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "rollout/len_max": float(max(lengths)),
         "rollout/truncated_frac": statistics.fmean(c.finish_reason == "length" for c in completions),
     }
+
+
+def packing_metrics(micro_batches: Sequence[Batch]) -> dict[str, float]:
+    num_tokens = sum(mb.num_tokens for mb in micro_batches)
+    return {"data/shared_frac": 1 - sum(mb.num_computed for mb in micro_batches) / num_tokens}
 
 
 def evaluate(engine: Engine, prompts: Sequence[Prompt], rewards: Rewards, sampling: Sampling) -> dict[str, float]:

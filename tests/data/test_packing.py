@@ -20,6 +20,38 @@ def item_lists(draw):
     return items
 
 
+@st.composite
+def grouped_items(draw):
+    """Groups behind a prompt each, prompts of length 0 included; completions may be empty. Ids are unique again."""
+    items, first = [], 1
+    for _ in range(draw(st.integers(1, 5))):
+        num_prompt = draw(st.integers(0, 6))
+        prompt, first = list(range(first, first + num_prompt)), first + num_prompt
+        for length in draw(st.lists(st.integers(0 if prompt else 1, 7), min_size=1, max_size=5)):
+            mask = [*[False] * num_prompt, *draw(st.lists(st.booleans(), min_size=length, max_size=length))]
+            mask[0] = False
+            items.append(Item([*prompt, *range(first, first + length)], mask, num_prompt))
+            first += length
+    return items
+
+
+def spans(batch):
+    return [getattr(batch, name).tolist() for name in ("prefix_start", "prefix_stop", "own_start", "own_stop")]
+
+
+def seen_by(batch, row, place):
+    """Ids that a place sees, in the order of their places."""
+    a, b, c, d = (
+        int(getattr(batch, name)[row, place]) for name in ("prefix_start", "prefix_stop", "own_start", "own_stop")
+    )
+    return batch.input_ids[row, a:b].tolist() + batch.input_ids[row, c:d].tolist()
+
+
+def is_token(batch):
+    """(R, T) False where a place is padding; item ids in these tests are never 0."""
+    return batch.input_ids > 0
+
+
 def trained(batches):
     return sorted((int(s), int(t)) for batch in batches for s, t in zip(batch.sequence, batch.target, strict=True))
 
@@ -29,11 +61,11 @@ def test_packed_values():
     (batch,) = make_batches(items, max_tokens=5)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert batch.segment_ids.tolist() == [[0, 0, 0, 1, 1]]
+    assert spans(batch) == [[[0] * 5], [[0] * 5], [[0, 0, 0, 3, 3]], [[1, 2, 3, 4, 5]]]
     assert batch.index.tolist() == [0, 1, 3]
     assert batch.target.tolist() == [6, 7, 9]
     assert batch.sequence.tolist() == [0, 0, 1]
-    assert batch.rows == [0, 1] and batch.lengths == [3, 2] and batch.num_tokens == 5
+    assert batch.rows == [0, 1] and batch.lengths == [3, 2] and batch.num_tokens == batch.num_computed == 5
 
 
 def test_padded_values():
@@ -41,11 +73,106 @@ def test_padded_values():
     (batch,) = make_batches(items, max_tokens=6, packing=False, pad_id=77)
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 77]]  # longest first
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 0]]
-    assert batch.segment_ids.tolist() == [[0, 0, 0], [0, 0, -1]]
+    assert spans(batch) == [[[0] * 3] * 2, [[0] * 3] * 2, [[0, 0, 0], [0, 0, 2]], [[1, 2, 3]] * 2]
     assert batch.index.tolist() == [1, 3]
     assert batch.target.tolist() == [7, 9]
     assert batch.sequence.tolist() == [1, 0]
-    assert batch.num_tokens == 5
+    assert batch.num_tokens == batch.num_computed == 5
+
+
+def test_shared_prompt_values():
+    group = [Item([5, 6, 7, *rest], [False] * 3 + [True] * len(rest), 3) for rest in ([8, 9], [10], [11, 12])]
+    items = [*group, Item([20, 21], [False, True])]
+    (batch,) = make_batches(items, max_tokens=10, share_prompt=True)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 20, 21]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 3, 4, 0, 1]]
+    assert spans(batch) == [
+        [[0] * 10],
+        [[0, 0, 0, 3, 3, 3, 3, 3, 0, 0]],
+        [[0, 0, 0, 3, 3, 5, 6, 6, 8, 8]],
+        [list(range(1, 11))],
+    ]
+    assert batch.index.tolist() == [2, 3, 2, 2, 6, 8]  # the prompt's last token predicts three first ones
+    assert batch.target.tolist() == [8, 9, 10, 11, 12, 21]
+    assert batch.sequence.tolist() == batch.slot.tolist() == [0, 0, 1, 2, 2, 3]
+    assert batch.rows == [0, 1, 2, 3] and batch.lengths == [5, 4, 5, 2]
+    assert batch.num_tokens == 16 and batch.num_computed == 10
+
+
+def test_second_shared_prompt_sees_from_where_it_lies():
+    items = [Item([p, p, c], [False, False, True], 2) for p, c in ((1, 2), (1, 3), (4, 5), (4, 6))]
+    (batch,) = make_batches(items, max_tokens=8, share_prompt=True)
+    assert batch.input_ids.tolist() == [[1, 1, 2, 3, 4, 4, 5, 6]]
+    assert spans(batch) == [
+        [[0, 0, 0, 0, 0, 0, 4, 4]],
+        [[0, 0, 2, 2, 0, 0, 6, 6]],
+        [[0, 0, 2, 3, 4, 4, 6, 7]],
+        [list(range(1, 9))],
+    ]
+    assert batch.index.tolist() == [1, 1, 5, 5]
+
+
+def test_only_neighbours_with_the_same_prompt_share_it():
+    a, b = [Item([p, p, 3], [False, False, True], 2) for p in (1, 2)]
+    for items, computed in (([a, a, b], 7), ([a, b, a], 9), ([b], 3)):
+        (batch,) = make_batches(items, max_tokens=100, share_prompt=True)
+        assert batch.num_computed == computed
+    shorter = Item([1, 1, 3], [False, False, True], 1)  # the same first ids, but not the same prompt
+    (batch,) = make_batches([a, shorter], max_tokens=100, share_prompt=True)
+    assert batch.num_computed == 6
+
+
+def test_shared_prompts_need_the_flag_and_packing():
+    items = [Item([1, 2, 3], [False, False, True], 2)] * 2
+    for how in ({}, {"packing": False, "share_prompt": True}):
+        (batch,) = make_batches(items, max_tokens=100, **how)
+        assert batch.num_computed == 6 and batch.prefix_stop.eq(0).all()
+
+
+def test_group_over_the_budget_is_cut_into_few_parts_with_a_prompt_each():
+    lengths = (4, 1, 3, 2, 2)  # behind a prompt of 2, 6 at a time: 4 + 2 and 3 + 2 + 1
+    items = [Item([7, 7, *[9] * n], [False] * 2 + [True] * n, 2) for n in lengths]
+    batches = make_batches(items, max_tokens=8, share_prompt=True)
+    assert sorted(batch.rows for batch in batches) == [[0, 3], [1, 2, 4]]
+    assert [batch.num_computed for batch in batches] == [8, 8]
+    assert all(batch.input_ids[0, :2].tolist() == [7, 7] for batch in batches)
+    # One that does not fit by itself stands by itself, its prompt before it.
+    batches = make_batches(items, max_tokens=5, share_prompt=True)
+    assert {tuple(batch.rows): batch.num_computed for batch in batches} == {(0,): 6, (1, 3): 5, (2,): 5, (4,): 4}
+
+
+def test_groups_are_cut_where_accumulation_cuts():
+    items = [Item([7, 7, n], [False, False, True], 2) for n in range(4)]
+    batches = make_batches(items, accumulation=2, max_tokens=100, share_prompt=True)
+    assert [batch.rows for batch in batches] == [[0, 1], [2, 3]] and [b.num_computed for b in batches] == [4, 4]
+
+
+def test_trained_prompts_cannot_be_shared():
+    items = [Item([1, 2, 3], [False, True, True], 2)]
+    with pytest.raises(AssertionError, match="item 0: a prompt with trained tokens"):
+        make_batches(items, max_tokens=8, share_prompt=True)
+    assert make_batches(items, max_tokens=8)[0].target.tolist() == [2, 3]
+
+
+def test_rows_are_filled_up_to_a_multiple():
+    items = [Item([5, 6, 7], [False, True, True], 1), Item([5, 9], [False, True], 1)]
+    (batch,) = make_batches(items, max_tokens=5, share_prompt=True, multiple=8, pad_id=77)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 9, 77, 77, 77, 77]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 1, 0, 0, 0, 0]]
+    assert spans(batch) == [
+        [[0] * 8],
+        [[0, 1, 1, 1, 0, 0, 0, 0]],
+        [[0, 1, 1, 3, 4, 4, 4, 4]],
+        [list(range(1, 9))],
+    ]
+    assert batch.index.tolist() == [0, 1, 0] and batch.num_computed == 4 and batch.num_tokens == 5
+    (batch,) = make_batches(items, max_tokens=8, packing=False, multiple=4)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 0], [5, 9, 0, 0]]
+    assert batch.own_start.tolist() == [[0, 0, 0, 3], [0, 0, 2, 2]]
+    assert batch.index.tolist() == [0, 1, 4]
+    assert len(make_batches(items, max_tokens=7, packing=False, multiple=4)) == 2  # what is filled up counts
+    (batch,) = make_batches(items, max_tokens=5, multiple=5)
+    assert batch.input_ids.shape == (1, 5)
 
 
 def test_chunks_are_in_order_and_even():
@@ -74,8 +201,8 @@ def test_no_trained_token_gives_an_empty_index():
 def test_to_moves_every_tensor():
     (batch,) = make_batches([Item([1, 2], [False, True])], max_tokens=8)
     moved = batch.to("meta")
-    assert {getattr(moved, name).device.type for name in ("input_ids", "position_ids", "segment_ids", "index", "target",
-                                                          "sequence")} == {"meta"}  # fmt: skip
+    devices = {name: value.device.type for name, value in vars(moved).items() if isinstance(value, torch.Tensor)}
+    assert len(devices) == 10 and set(devices.values()) == {"meta"}
     assert moved.rows == batch.rows
 
 
@@ -83,13 +210,12 @@ def test_to_moves_every_tensor():
 @given(items=item_lists(), budget=st.integers(1, 40), accumulation=st.integers(1, 4), packing=st.booleans())
 def test_every_token_once_and_budget_kept(items, budget, accumulation, packing):
     batches = make_batches(items, accumulation=accumulation, max_tokens=budget, packing=packing, pad_id=0)
-    seen = torch.cat([batch.input_ids[batch.segment_ids >= 0] for batch in batches]).tolist()
+    seen = torch.cat([batch.input_ids[is_token(batch)] for batch in batches]).tolist()
     assert sorted(seen) == [token for item in items for token in item.ids]
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))
     for batch in batches:
         assert batch.input_ids.numel() <= budget or len(batch.rows) == 1
-        assert batch.num_tokens == int((batch.segment_ids >= 0).sum())
-        assert bool((batch.input_ids[batch.segment_ids < 0] == 0).all())
+        assert batch.num_tokens == batch.num_computed == int(is_token(batch).sum())
         assert batch.input_ids.shape[0] == (1 if packing else len(batch.rows))
 
 
@@ -106,7 +232,7 @@ def test_index_target_and_sequence_point_into_the_items(items, budget, accumulat
             assert target == item.ids[position + 1] and item.mask[position + 1]
             order.append((batch.rows.index(int(sequence)), position))
         assert order == sorted(order)
-        starts = (flat_positions == 0) & (batch.segment_ids.flatten() >= 0)
+        starts = (flat_positions == 0) & is_token(batch).flatten()
         assert int(starts.sum()) == len(batch.rows)
     expected = [(n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m]
     assert trained(batches) == expected
@@ -120,6 +246,44 @@ def test_packed_and_padded_hold_the_same_trained_tokens(items, budget, accumulat
     assert trained(packed) == trained(padded)
     again = make_batches(items, accumulation=accumulation, max_tokens=budget)
     assert [batch.rows for batch in again] == [batch.rows for batch in packed]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    items=grouped_items(),
+    budget=st.integers(1, 40),
+    accumulation=st.integers(1, 3),
+    share_prompt=st.booleans(),
+    packing=st.booleans(),
+    multiple=st.sampled_from([1, 4, 16]),
+)
+def test_every_place_sees_its_sequence_up_to_itself(items, budget, accumulation, share_prompt, packing, multiple):
+    """The whole contract: what a predicting place sees is its item from the first token to that place, in order."""
+    how = dict(accumulation=accumulation, packing=packing, share_prompt=share_prompt, multiple=multiple)
+    batches = make_batches(items, max_tokens=budget, **how)
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))
+    for batch in batches:
+        num_rows, width = batch.input_ids.shape
+        assert width % multiple == 0
+        if len(batch.rows) > 1:
+            assert batch.num_computed <= budget and (packing or num_rows * width <= budget)
+        assert batch.num_computed == int(is_token(batch).sum()) <= batch.num_tokens
+        assert batch.num_tokens == sum(len(items[row].ids) for row in batch.rows)
+        order = []
+        for flat, target, number, slot in zip(batch.index, batch.target, batch.sequence, batch.slot, strict=True):
+            item = items[number]
+            seen = seen_by(batch, int(flat) // width, int(flat) % width)
+            assert seen == item.ids[: len(seen)] and item.ids[len(seen)] == target and item.mask[len(seen)]
+            assert batch.rows[slot] == number and batch.position_ids.flatten()[flat] == len(seen) - 1
+            order.append((int(slot), len(seen)))
+        assert order == sorted(order)
+        for row in range(num_rows):
+            for place in range(width):
+                seen = seen_by(batch, row, place)
+                assert seen and seen[-1] == batch.input_ids[row, place]  # itself last: nothing comes from later
+                assert all(seen) == (seen[-1] > 0) and (all(seen) or not any(seen))  # tokens see tokens only
+    expected = [(n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m]
+    assert trained(batches) == expected
 
 
 @given(

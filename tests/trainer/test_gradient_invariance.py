@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from data.packing import Batch
 from data.types import Example
 from rollout.types import Completion
 from trainer.config import DataConfig, ModelConfig, RunConfig
@@ -23,7 +24,7 @@ from trainer.model import Policy
 VOCAB = 37
 BATCH = 8
 # Prompt and completion lengths differ a lot, so that a mean of micro-batch means would be far from the global mean.
-PROMPT_LENGTHS = (3, 3, 3, 3, 6, 6, 6, 6)
+PROMPT_LENGTHS = (3, 3, 3, 3, 6, 6, 6, 6)  # two groups with one prompt each
 COMPLETION_LENGTHS = (1, 9, 4, 2, 12, 1, 7, 3)
 ADVANTAGE = torch.tensor([1.3, -0.4, -1.1, 0.2, -0.7, 0.9, 0.0, 1.6])
 EPSILON = 0.1
@@ -32,8 +33,17 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 TOTAL = sum(PROMPT_LENGTHS) + sum(COMPLETION_LENGTHS)
 BUDGETS = {"one sequence": 1, "half": TOTAL // 2, "all": 4 * TOTAL}  # all: padded rows need more room than TOTAL
 CUTS = [
-    pytest.param(budget, accumulation, packing, id=f"{name}, {accumulation}, {'packed' if packing else 'padded'}")
-    for (name, budget), accumulation, packing in itertools.product(BUDGETS.items(), (1, 2, 4), (True, False))
+    pytest.param(budget, accumulation, layout, id=f"{name}, {accumulation}, {layout}")
+    for (name, budget), accumulation, layout in itertools.product(
+        BUDGETS.items(), (1, 2, 4), ("shared", "packed", "padded")
+    )
+]
+WITHOUT_SHARING = [cut for cut in CUTS if cut.values[-1] != "shared"]
+# Rounding is the same matter in every case; float32 runs the simplest and the fullest.
+CASES = [
+    pytest.param(*case, dtype, id=f"{case[0]} iterations, beta {case[1]}, {dtype}")
+    for case, dtype in itertools.product([(1, 0.0), (1, 0.1), (2, 0.0), (2, 0.1)], TOLERANCE)
+    if dtype == torch.float64 or case in ((1, 0.0), (2, 0.1))
 ]
 
 
@@ -47,7 +57,12 @@ def make_llama(seed: int) -> Any:
         num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    # Llama's own norm rounds to float32, and so the gradient of a prompt once for all completions or once for each.
+    for module in (model.model, *model.model.layers):
+        for name in [name for name, _ in module.named_children() if "norm" in name]:
+            setattr(module, name, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+    return model
 
 
 def make_policy(dtype: torch.dtype) -> Policy:
@@ -65,23 +80,24 @@ def make_completions() -> list[Completion]:
     def ids(length: int) -> list[int]:
         return torch.randint(VOCAB, (length,), generator=generator).tolist()
 
+    prompts = {length: ids(length) for length in PROMPT_LENGTHS}
     return [
         Completion(
-            prompt_ids=ids(p), ids=ids(c), logps=[-1.0 - 0.1 * t for t in range(c)], finish_reason="stop", text="",
+            prompt_ids=prompts[p], ids=ids(c), logps=[-1.0 - 0.1 * t for t in range(c)], finish_reason="stop", text="",
             versions=[(0, c)],
         )
         for p, c in zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True)
     ]  # fmt: skip
 
 
-def make_config(budget: int, accumulation: int, packing: bool, num_iterations: int, beta: float) -> grpo.Config:
+def make_config(budget: int, accumulation: int, layout: str, num_iterations: int, beta: float) -> grpo.Config:
     run = RunConfig(
         per_device_train_batch_size=BATCH // accumulation, gradient_accumulation_steps=accumulation,
-        max_tokens_per_micro_batch=budget, packing=packing,
+        max_tokens_per_micro_batch=budget, packing=layout != "padded",
     )  # fmt: skip
     return grpo.Config(
         model=ModelConfig(model="test"), data=DataConfig(data=("test",)), run=run, num_generations=4,
-        num_iterations=num_iterations, beta=beta, epsilon=EPSILON, temperature=0.8,
+        num_iterations=num_iterations, beta=beta, epsilon=EPSILON, temperature=0.8, share_prompt=layout == "shared",
     )  # fmt: skip
 
 
@@ -97,14 +113,18 @@ def gradient(model: Any) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def grpo_step(dtype: torch.dtype, *cut: Any, num_iterations: int, beta: float) -> tuple[Tensor, dict[str, float], int]:
-    """Gradient, metrics, and number of micro-batches; with two iterations, those of the second one's weights."""
+def grpo_step(
+    dtype: torch.dtype, *cut: Any, num_iterations: int, beta: float, attention: str = "sdpa"
+) -> tuple[Tensor, dict[str, float], list[Batch]]:
+    """Gradient, metrics, and micro-batches; with two iterations, those of the second one's weights."""
     policy, cfg = make_policy(dtype), make_config(*cut, num_iterations, beta)
+    for model in (policy.model, policy.reference):
+        model.set_attn_implementation(attention)
     rollout = grpo.pack(cfg, policy, make_completions(), ADVANTAGE.to(dtype))
     if num_iterations > 1:
         nudge(policy.model)
     metrics = grpo.backward(cfg, policy, rollout).means()
-    return gradient(policy.model), metrics, len(rollout.micro_batches)
+    return gradient(policy.model), metrics, rollout.micro_batches
 
 
 def own_logps(model: Any, prompt: list[int], ids: list[int], temperature: float) -> Tensor:
@@ -140,33 +160,44 @@ def by_hand() -> dict[tuple[int, float], tuple[Tensor, float, float]]:
     return {case: grpo_by_hand(*case) for case in itertools.product((1, 2), (0.0, 0.1))}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("num_iterations", "beta"), [(1, 0.0), (1, 0.1), (2, 0.0), (2, 0.1)])
-@pytest.mark.parametrize(("budget", "accumulation", "packing"), CUTS)
+@pytest.mark.parametrize(("num_iterations", "beta", "dtype"), CASES)
+@pytest.mark.parametrize(("budget", "accumulation", "layout"), CUTS)
 def test_grpo_gradient_is_the_same_however_it_is_cut(
-    budget, accumulation, packing, num_iterations, beta, dtype, by_hand
+    budget, accumulation, layout, num_iterations, beta, dtype, by_hand
 ):
     want, loss, clip_frac = by_hand[num_iterations, beta]
-    got, metrics, _ = grpo_step(dtype, budget, accumulation, packing, num_iterations=num_iterations, beta=beta)
+    got, metrics, _ = grpo_step(dtype, budget, accumulation, layout, num_iterations=num_iterations, beta=beta)
     assert (got.double() - want).norm() < TOLERANCE[dtype] * want.norm()
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
     assert metrics["policy/clip_frac"] == pytest.approx(clip_frac)
 
 
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_grpo_gradient_is_the_same_with_eager_attention(layout, by_hand):
+    want, _, _ = by_hand[2, 0.1]
+    got, _, _ = grpo_step(torch.float64, TOTAL // 2, 2, layout, num_iterations=2, beta=0.1, attention="eager")
+    assert (got - want).norm() < 1e-6 * want.norm()  # its softmax is rounded to float32
+
+
 def test_the_cases_are_worth_testing(by_hand):
     """Cuts that cut, ratios that clip, a KL term that counts: otherwise equality above would say little."""
-    numbers = {cut.id: grpo_step(torch.float32, *cut.values, num_iterations=1, beta=0.0)[2] for cut in CUTS}
-    assert numbers["all, 1, packed"] == numbers["all, 1, padded"] == 1
+    made = {cut.id: grpo_step(torch.float32, *cut.values, num_iterations=1, beta=0.0)[2] for cut in CUTS}
+    numbers = {name: len(batches) for name, batches in made.items()}
+    assert numbers["all, 1, shared"] == numbers["all, 1, packed"] == numbers["all, 1, padded"] == 1
     assert numbers["one sequence, 1, packed"] == numbers["one sequence, 4, padded"] == BATCH
     assert numbers["all, 4, packed"] == 4 and 1 < numbers["half, 1, packed"] < BATCH
+    assert 1 < numbers["half, 1, shared"] <= numbers["half, 1, packed"]
+    computed = {name: sum(batch.num_computed for batch in batches) for name, batches in made.items()}
+    assert computed["all, 1, shared"] == TOTAL - 3 * 3 - 3 * 6 and computed["all, 1, packed"] == TOTAL
+    assert computed["all, 1, shared"] < computed["all, 4, shared"] < computed["one sequence, 1, shared"] == TOTAL
     assert 0.1 < by_hand[2, 0.0][2] < 0.9
     for a, b in itertools.combinations([want for want, _, _ in by_hand.values()], 2):
         assert (a - b).norm() > 1e-2 * a.norm()
 
 
 def test_grpo_metrics_are_the_same_however_they_are_cut():
-    _, want, _ = grpo_step(torch.float64, 4 * TOTAL, 1, True, num_iterations=2, beta=0.1)
-    for cut in ((1, 1, True), (TOTAL // 2, 2, False), (4 * TOTAL, 4, True)):
+    _, want, _ = grpo_step(torch.float64, 4 * TOTAL, 1, "packed", num_iterations=2, beta=0.1)
+    for cut in ((1, 1, "packed"), (TOTAL // 2, 2, "padded"), (4 * TOTAL, 4, "packed"), (4 * TOTAL, 1, "shared")):
         _, got, _ = grpo_step(torch.float64, *cut, num_iterations=2, beta=0.1)
         assert got == pytest.approx(want, rel=1e-5)
     assert {"loss/policy", "loss/kl", "policy/entropy", "policy/behaviour_kl", "policy/ref_kl_k3"} <= want.keys()
@@ -180,19 +211,21 @@ def test_grpo_behaviour_kl_compares_each_token_with_its_own_log_prob():
         with torch.no_grad():
             logps = own_logps(policy.model, c.prompt_ids, c.ids, 0.8).tolist()
         completions.append(Completion(**{**vars(c), "logps": logps}))
-    for cut in ((1, 1, True), (TOTAL // 2, 2, False), (4 * TOTAL, 1, True)):
+    for cut in ((1, 1, "packed"), (TOTAL // 2, 2, "padded"), (4 * TOTAL, 1, "packed"), (TOTAL // 2, 1, "shared")):
         cfg = make_config(*cut, 1, 0.0)
         rollout = grpo.pack(cfg, policy, completions, ADVANTAGE)
         assert grpo.backward(cfg, policy, rollout).means()["policy/behaviour_kl"] < 1e-9
 
 
-def test_grpo_empty_completions_change_nothing_but_do_not_break():
+@pytest.mark.parametrize(("budget", "layout"), [(1, "packed"), (4 * TOTAL, "shared")])
+def test_grpo_empty_completions_change_nothing_but_do_not_break(budget, layout):
     """An engine may return no tokens at all; such a completion has no trained token and counts for none."""
-    cfg = make_config(1, 1, True, 1, 0.0)
+    cfg = make_config(budget, 1, layout, 1, 0.0)
     gradients = []
     for extra in (0, 2):
         policy, completions = make_policy(torch.float64), make_completions()
-        empty = Completion(prompt_ids=[1, 2, 3], ids=[], logps=[], finish_reason="stop", text="", versions=[])
+        prompt_ids = completions[-1].prompt_ids
+        empty = Completion(prompt_ids=prompt_ids, ids=[], logps=[], finish_reason="stop", text="", versions=[])
         advantage = torch.cat([ADVANTAGE, torch.ones(extra)])
         rollout = grpo.pack(cfg, policy, completions + [empty] * extra, advantage)
         grpo.backward(cfg, policy, rollout)
@@ -211,8 +244,8 @@ def make_examples() -> list[Example]:
     return examples
 
 
-def sft_step(dtype: torch.dtype, budget: int, accumulation: int, packing: bool) -> tuple[Tensor, dict[str, float]]:
-    run = make_config(budget, accumulation, packing, 1, 0.0).run
+def sft_step(dtype: torch.dtype, budget: int, accumulation: int, layout: str) -> tuple[Tensor, dict[str, float]]:
+    run = make_config(budget, accumulation, layout, 1, 0.0).run
     cfg = sft.Config(model=ModelConfig(model="test"), data=DataConfig(data=("test",)), run=run)
     policy = make_policy(dtype)
     metrics = sft.backward(policy, sft.pack(cfg, policy, make_examples(), accumulation)).means()
@@ -232,9 +265,9 @@ def sft_by_hand() -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("budget", "accumulation", "packing"), CUTS)
-def test_sft_gradient_is_the_same_however_it_is_cut(budget, accumulation, packing, dtype, sft_by_hand):
+@pytest.mark.parametrize(("budget", "accumulation", "layout"), WITHOUT_SHARING)
+def test_sft_gradient_is_the_same_however_it_is_cut(budget, accumulation, layout, dtype, sft_by_hand):
     want, nll = sft_by_hand
-    got, metrics = sft_step(dtype, budget, accumulation, packing)
+    got, metrics = sft_step(dtype, budget, accumulation, layout)
     assert (got.double() - want).norm() < TOLERANCE[dtype] * want.norm()
     assert metrics["loss/nll"] == metrics["loss/total"] == pytest.approx(nll, rel=1e-5)

@@ -408,7 +408,7 @@ def test_folder_without_weights_or_tokenizer_is_refused_in_one_sentence(folder_o
 
 
 def test_attention_code_a_model_lacks_is_refused_at_load(folder_of):
-    with pytest.raises(ValueError, match="could not be loaded.*scaled_dot_product_attention"):
+    with pytest.raises(ValueError, match="could not be loaded.*scaled_dot_product_attention|which sdpa leaves out"):
         load_policy(ModelConfig(model=str(folder_of("gemma2-eager"))), OFF, CPU, with_reference=False)
 
 
@@ -441,6 +441,34 @@ def test_hidden_changes_of_the_logits_are_refused(folder_of, trick):
         ValueError, match="model=louder: packed log-probs differ from its own forward by .*not supported"
     ):
         check_logps(policy_with(trick))
+
+
+class Counting(nn.Module):
+    """A model that counts positions on from each 0, as architectures with cumulative states do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+        self.get_output_embeddings = model.get_output_embeddings
+
+    def base_model(self, position_ids: Tensor, **inputs: Any) -> Any:
+        place = torch.arange(position_ids.shape[1])
+        start = torch.where(position_ids == 0, place, 0).cummax(dim=1).values
+        return self.model.base_model(position_ids=place - start, **inputs)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+def test_models_that_can_be_packed_but_cannot_share_a_prompt_are_refused(folder_of):
+    model = Counting(own_model(folder_of("llama"), "sdpa"))
+    policy = Policy(model=model, tokenizer=None, source="counting", device=CPU, compute_dtype=torch.float32)
+    assert_same(token_logps(policy, batch_of()).logp, own_logps(model.model)[0])
+    message = (
+        "model=counting: log-probs of completions behind one prompt differ from its own forward by .*not supported"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_logps(policy)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.chat import stop_ids
 from data.loader import Loader
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch
+from kernels.linear_logprob import TokenLogps
 from losses.advantage import group_advantage
 from losses.kl import k3, kl_penalty
 from losses.policy_gradient import clipped_surrogate
 from losses.types import LossOut, merge
-from rollout.local import LocalEngine
 from rollout.rewards import load_rewards
-from rollout.types import Completion, Request, Sampling
+from rollout.types import Completion, Request
+from trainer import rollouts
 from trainer.config import (
     DataConfig,
     Flat,
@@ -38,18 +38,8 @@ from trainer.config import (
 from trainer.counters import Counters, Timer
 from trainer.dist import all_sum, pick_device
 from trainer.metrics import MetricSums
-from trainer.model import Policy, load_policy, reference_logps, token_logps
+from trainer.model import Policy, load_policy, reference_logps, token_logps, token_loss
 from trainer.optim import build_optimizer, clip_and_step, term_metrics, total_loss
-from trainer.rollouts import (
-    completion_metrics,
-    evaluate,
-    evaluation_sampling,
-    prompts_of,
-    reward_metrics,
-    reward_tensor,
-    sample_rows,
-    sample_seed,
-)  # fmt: skip
 from trainer.run import open_run
 
 
@@ -78,6 +68,8 @@ class Config:
     """Sampling temperature; log-probs in the loss are those of the same temperature."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, besides the model's own end tokens."""
+    share_prompt: bool = True
+    """Compute a prompt once for its group, with the same gradient; --no-packing lays out each completion in full."""
     num_iterations: int = 1
     """Optimizer steps taken on each batch of completions."""
     beta: float = 0.0
@@ -128,23 +120,13 @@ def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         rewards = load_rewards(cfg.reward_funcs, cfg.reward_weights or None)
         policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.beta > 0)
-        prompts = prompts_of(cfg, policy, cfg.data.data)
-        held_out = prompts_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        prompts = rollouts.prompts_of(cfg, policy, cfg.data.data)
+        held_out = rollouts.prompts_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         rewards.check_columns(prompts, "data")
         rewards.check_columns(held_out, "eval_data")
-        engine = LocalEngine(
-            policy.model,
-            policy.tokenizer,
-            max_batch_size=cfg.rollout.max_batch_size,
-            autocast_dtype=policy.autocast_dtype,
-        )
-        sampling = Sampling(
-            temperature=cfg.temperature,
-            max_tokens=cfg.max_completion_length,
-            stop_ids=stop_ids(policy.tokenizer, policy.generation_eos),
-            stop=cfg.stop,
-        )
-        held_out_sampling = evaluation_sampling(sampling, cfg.rollout)
+        engine = rollouts.start_engine(cfg.rollout, policy)
+        sampling = rollouts.training_sampling(cfg, policy)
+        held_out_sampling = rollouts.evaluation_sampling(sampling, cfg.rollout)
         loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
         total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
@@ -153,23 +135,23 @@ def train(cfg: Config) -> None:
         step = run.restore(policy, optimizer, schedule, state)
         engine.load(version=step)
         if step == 0 and held_out:
-            run.log(0, evaluate(engine, held_out, rewards, held_out_sampling))
+            run.log(0, rollouts.evaluate(engine, held_out, rewards, held_out_sampling))
 
         while step < total_steps:
             timer = Timer()
             batch = [prompt for prompt in loader.next() for _ in range(cfg.num_generations)]
             first = counters.prompts * cfg.num_generations
-            seeds = (sample_seed(cfg.run.seed, first + i) for i in range(len(batch)))
+            seeds = (rollouts.sample_seed(cfg.run.seed, first + i) for i in range(len(batch)))
             requests = [Request(prompt_ids=p.ids, seed=seed) for p, seed in zip(batch, seeds, strict=True)]
             completions = engine.generate(requests, sampling)
             counters.prompts += cfg.prompts_per_step
             timer.lap("rollout_s")
             table = rewards.score(batch, completions)
-            reward = reward_tensor(table).view(-1, cfg.num_generations)  # (P, G)
+            reward = rollouts.reward_tensor(table).view(-1, cfg.num_generations)  # (P, G)
             advantage = group_advantage(reward, scale=cfg.scale_rewards).flatten()  # (B,)
             timer.lap("reward_s")
             rollout = pack(cfg, policy, completions, advantage)
-            run.sample(step + 1, sample_rows(batch, completions, table, advantage.tolist()))
+            run.sample(step + 1, rollouts.sample_rows(batch, completions, table, advantage.tolist()))
 
             for _ in range(min(cfg.num_iterations, total_steps - step)):
                 step += 1
@@ -181,8 +163,9 @@ def train(cfg: Config) -> None:
                 timer.lap("train_s")
                 counters.tokens += num_tokens
                 metrics = {
-                    **reward_metrics(table, reward),
-                    **completion_metrics(completions),
+                    **rollouts.reward_metrics(table, reward),
+                    **rollouts.completion_metrics(completions),
+                    **rollouts.packing_metrics(rollout.micro_batches),
                     **sums.means(),
                     "optim/grad_norm": grad_norm,
                     "optim/lr": learning_rate,
@@ -192,7 +175,7 @@ def train(cfg: Config) -> None:
                 }
                 engine.load(version=step)
                 if held_out and cfg.run.eval_due(step, total_steps):
-                    metrics |= evaluate(engine, held_out, rewards, held_out_sampling)
+                    metrics |= rollouts.evaluate(engine, held_out, rewards, held_out_sampling)
                 run.log(step, metrics)
                 timer = Timer()
             run.maybe_save(step, policy, optimizer, schedule, state)
@@ -200,19 +183,8 @@ def train(cfg: Config) -> None:
 
 
 def pack(cfg: Config, policy: Policy, completions: list[Completion], advantage: Tensor) -> Rollout:
-    """Prompt and completion ids end to end, the completion's trained; scored now if the first step will change them."""
-    items = [
-        Item(ids=[*c.prompt_ids, *c.ids], mask=[False] * len(c.prompt_ids) + [True] * len(c.ids)) for c in completions
-    ]
-    micro_batches = [
-        mb.to(policy.device)
-        for mb in make_batches(
-            items,
-            accumulation=cfg.run.gradient_accumulation_steps,
-            max_tokens=cfg.run.max_tokens_per_micro_batch,
-            packing=cfg.run.packing,
-        )
-    ]
+    """Micro-batches, the same for every iteration; scored now if the first step will change the policy."""
+    micro_batches = rollouts.pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt)
     old_logps = []
     if cfg.num_iterations > 1:
         with torch.no_grad():
@@ -225,26 +197,46 @@ def backward(cfg: Config, policy: Policy, rollout: Rollout) -> MetricSums:
     num_tokens = all_sum(torch.tensor(float(sum(len(mb.target) for mb in rollout.micro_batches)), device=policy.device))
     sums = MetricSums()
     for number, mb in enumerate(rollout.micro_batches):
-        out = loss(cfg, policy, rollout, number)
-        total = total_loss(out, {"policy": num_tokens, "kl": num_tokens})
+        numbers = token_numbers(cfg, policy, rollout, number)
+
+        def loss_of(tokens: TokenLogps, rows: Tensor, numbers=numbers) -> tuple[Tensor, LossOut]:
+            out = loss(cfg, tokens, *(None if x is None else x[rows] for x in numbers))
+            return total_loss(out, {"policy": num_tokens, "kl": num_tokens}), out
+
+        total, outs = token_loss(policy, mb, loss_of, temperature=cfg.temperature)
         total.backward()
-        sums.add({**out.metrics, **term_metrics(out), "loss/total": (total.detach() * num_tokens, len(mb.target))})
+        for out in outs:
+            sums.add({**out.metrics, **term_metrics(out)})
+        sums.add({"loss/total": (total.detach() * num_tokens, len(mb.target))})
     return sums
 
 
-def loss(cfg: Config, policy: Policy, rollout: Rollout, number: int) -> LossOut:
-    """Clipped surrogate, plus beta times the KL to the reference, over the tokens of one micro-batch."""
+def token_numbers(cfg: Config, policy: Policy, rollout: Rollout, number: int) -> tuple[Tensor | None, ...]:  # (N,) each
+    """What the loss of a micro-batch needs of each trained token: advantage, and log-probs known beforehand."""
     mb = rollout.micro_batches[number]
-    logp, entropy = token_logps(policy, mb, temperature=cfg.temperature)  # (N,), (N,)
-    old_logp = rollout.old_logps[number] if rollout.old_logps else logp.detach()
-    mask = torch.ones_like(mb.target, dtype=torch.bool)
-    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
-    advantage = rollout.advantage[mb.sequence]  # (N,)
-    out = clipped_surrogate(logp, old_logp, advantage, mask, epsilon_low=cfg.epsilon, epsilon_high=high)
-    if cfg.beta > 0:
-        ref_logp = reference_logps(policy, mb, temperature=cfg.temperature)
-        out = merge(out, kl_penalty(logp, old_logp, ref_logp, mask, beta=cfg.beta))
+    advantage = rollout.advantage[mb.sequence]
     behaviour_logp = torch.tensor([x for row in mb.rows for x in rollout.completions[row].logps], device=policy.device)
-    out.metrics["policy/entropy"] = (entropy.detach().sum(), mask.sum())
+    old_logp = rollout.old_logps[number] if rollout.old_logps else None
+    ref_logp = reference_logps(policy, mb, temperature=cfg.temperature) if cfg.beta > 0 else None
+    return advantage, behaviour_logp, old_logp, ref_logp
+
+
+def loss(
+    cfg: Config,
+    tokens: TokenLogps,
+    advantage: Tensor,  # (N,)
+    behaviour_logp: Tensor,  # (N,)
+    old_logp: Tensor | None,  # (N,) None: the policy has not changed since it sampled
+    ref_logp: Tensor | None,  # (N,)
+) -> LossOut:
+    """Clipped surrogate, plus beta times the KL to the reference, over some trained tokens."""
+    logp = tokens.logp
+    old_logp = logp.detach() if old_logp is None else old_logp
+    mask = torch.ones_like(logp, dtype=torch.bool)
+    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    out = clipped_surrogate(logp, old_logp, advantage, mask, epsilon_low=cfg.epsilon, epsilon_high=high)
+    if ref_logp is not None:
+        out = merge(out, kl_penalty(logp, old_logp, ref_logp, mask, beta=cfg.beta))
+    out.metrics["policy/entropy"] = (tokens.entropy.detach().sum(), mask.sum())
     out.metrics["policy/behaviour_kl"] = (k3(behaviour_logp, old_logp).sum(), mask.sum())
     return out

@@ -150,7 +150,11 @@ def pack(cfg: Config, policy: Policy, rows: list[Labelled], partner: dict[int, I
 
     def batches(items: list[Item]) -> list[Batch]:
         made = make_batches(
-            items, accumulation=accumulation, max_tokens=cfg.run.max_tokens_per_micro_batch, packing=cfg.run.packing
+            items,
+            accumulation=accumulation,
+            max_tokens=cfg.run.max_tokens_per_micro_batch,
+            packing=cfg.run.packing,
+            multiple=policy.row_multiple,
         )
         return [batch.to(policy.device) for batch in made]
 

@@ -95,7 +95,11 @@ def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_st
 def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int) -> list[Batch]:
     items = [Item(ids=s.ids, mask=[label != UNLABELLED for label in s.labels]) for s in solutions]
     batches = make_batches(
-        items, accumulation=accumulation, max_tokens=cfg.run.max_tokens_per_micro_batch, packing=cfg.run.packing
+        items,
+        accumulation=accumulation,
+        max_tokens=cfg.run.max_tokens_per_micro_batch,
+        packing=cfg.run.packing,
+        multiple=scorer.row_multiple,
     )
     return [batch.to(scorer.device) for batch in batches]
 

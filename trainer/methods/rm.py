@@ -99,6 +99,7 @@ def pack(cfg: Config, scorer: Policy, pairs: list[Pair], accumulation: int) -> l
         max_tokens=cfg.run.max_tokens_per_micro_batch,
         packing=cfg.run.packing,
         together=2,
+        multiple=scorer.row_multiple,
     )
     return [batch.to(scorer.device) for batch in batches]
 

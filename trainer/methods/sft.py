@@ -8,17 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from data.loader import Loader
 from data.packing import Batch, Item, make_batches
 from data.sft import load_examples
 from data.types import Example
+from kernels.linear_logprob import TokenLogps
 from losses.sft import sft_loss
 from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig, check_evaluation
 from trainer.counters import Counters, Timer
 from trainer.dist import all_sum, pick_device
 from trainer.metrics import MetricSums
-from trainer.model import Policy, load_policy, token_logps
+from trainer.model import Policy, load_policy, token_logps, token_loss
 from trainer.optim import build_optimizer, clip_and_step, total_loss
 from trainer.run import open_run
 
@@ -102,7 +104,11 @@ def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Exa
 def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int) -> list[Batch]:
     items = [Item(ids=example.ids, mask=example.mask) for example in examples]
     batches = make_batches(
-        items, accumulation=accumulation, max_tokens=cfg.run.max_tokens_per_micro_batch, packing=cfg.run.packing
+        items,
+        accumulation=accumulation,
+        max_tokens=cfg.run.max_tokens_per_micro_batch,
+        packing=cfg.run.packing,
+        multiple=policy.row_multiple,
     )
     return [batch.to(policy.device) for batch in batches]
 
@@ -111,16 +117,22 @@ def backward(policy: Policy, micro_batches: list[Batch]) -> MetricSums:
     """Gradients of one optimizer step: the sum over all trained tokens, divided once by their number."""
     num_tokens = all_sum(torch.tensor(float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
     sums = MetricSums()
-    for mb in micro_batches:
-        logp, entropy = token_logps(policy, mb)  # (N,), (N,)
-        out = sft_loss(logp, torch.ones_like(mb.target, dtype=torch.bool))
-        total_loss(out, {"nll": num_tokens}).backward()
+
+    def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        out = sft_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool))
         nll = out.terms["nll"]
-        sums.add({
-            "loss/total": (nll.sum, nll.count),
-            "loss/nll": (nll.sum, nll.count),
-            "policy/entropy": (entropy.sum(), nll.count),
-        })  # fmt: skip
+        metrics = {
+            "loss/total": (nll.sum.detach(), nll.count),
+            "loss/nll": (nll.sum.detach(), nll.count),
+            "policy/entropy": (tokens.entropy.detach().sum(), nll.count),
+        }
+        return total_loss(out, {"nll": num_tokens}), metrics
+
+    for mb in micro_batches:
+        total, parts = token_loss(policy, mb, loss_of)
+        total.backward()
+        for metrics in parts:
+            sums.add(metrics)
     return sums
 
 

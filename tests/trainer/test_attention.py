@@ -1,0 +1,352 @@
+"""Packed batches and shared prompts against sequences run one by one, and how an attention implementation is chosen."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from data.packing import Batch, Item, make_batches
+from kernels.attention import Spans, block_mask, dense_mask
+from rollout.local import LocalEngine
+from rollout.types import Request, Sampling
+from trainer import attention
+from trainer.attention import attend, attention_masks, choose_attention, flex_obstacle, load_name, use_flex
+from trainer.config import LoraConfig, ModelConfig
+from trainer.model import Policy, check_logps, load_policy, predictor_states, token_logps
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # a device by name: choosing asks for no more
+VOCAB = 60
+WINDOW = 4  # shorter than prompts and completions below
+COMMON = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
+    eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),  # norms on queries and keys
+    "mistral": ("mistral", {"sliding_window": WINDOW}),  # every layer slides
+    "gemma3": ("gemma3_text", {**SLIDING, "query_pre_attn_scalar": 16}),  # one layer slides
+    "gemma2": ("gemma2", {**SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
+    "gpt2": ("gpt2", dict(n_embd=64, n_layer=2, n_head=4, n_positions=512, initializer_range=0.2)),
+    "gpt_oss": ("gpt_oss", {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+DENSE = [("llama", "sdpa"), ("llama", "eager"), ("qwen3", "sdpa"), ("mistral", "sdpa"), ("gemma3", "sdpa"),
+         ("gemma3", "eager"), ("gemma2", "eager")]  # fmt: skip
+FLEX = ["llama", "qwen3", "mistral", "gemma3"]
+
+
+def make_model(kind: str, attn_implementation: str = "sdpa", **changes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name, settings = KINDS[kind]
+    config = AutoConfig.for_model(name, **{**COMMON, **settings, **changes})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+
+
+def policy_of(model: Any, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Policy:
+    return Policy(model=model.to(device), tokenizer=None, source="test", device=device, compute_dtype=dtype)
+
+
+def make_items(scale: int = 1) -> list[Item]:
+    """Two groups behind a prompt each, one of them with an empty completion, and a sequence by itself."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(VOCAB, (length * scale,), generator=generator).tolist()
+
+    items = []
+    for num_prompt, lengths in ((9, (5, 1, 0, 7)), (3, (6, 2)), (4, (3,))):
+        prompt = ids(num_prompt)
+        for completion in map(ids, lengths):
+            mask = [False] * len(prompt) + [True] * len(completion)
+            items.append(Item(prompt + completion, mask, len(prompt)))
+    return items
+
+
+def batches_of(policy: Policy, layout: str, items: list[Item] | None = None) -> list[Batch]:
+    made = make_batches(
+        items or make_items(), max_tokens=10_000, packing=layout != "padded", share_prompt=layout == "shared",
+        multiple=policy.row_multiple,
+    )  # fmt: skip
+    return [batch.to(policy.device) for batch in made]
+
+
+def one_by_one(model: Any, items: list[Item], batch: Batch) -> tuple[Tensor, Tensor]:
+    """Predicting states and log-probs of the batch's tokens, from the model's own forward on each sequence alone."""
+    states, logps = [], []
+    for row in batch.rows:
+        ids = torch.tensor([items[row].ids], device=batch.input_ids.device)
+        trained = torch.tensor(items[row].mask[1:], device=ids.device)
+        states.append(model.base_model(input_ids=ids).last_hidden_state[0, :-1][trained])
+        logp = model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1)
+        logps.append(logp.gather(1, ids[0, 1:, None]).squeeze(1)[trained])
+    return torch.cat(states), torch.cat(logps)
+
+
+def assert_same(got: Tensor, want: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(got, want, atol=atol, rtol=1e-5)
+
+
+def dense_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
+    """What flex_attend computes, on a CPU and from the same runs."""
+    visible = dense_mask(mask.mask_mod.spans, key.shape[2])
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
+
+
+@pytest.fixture
+def flex_calls(monkeypatch) -> list[tuple[torch.dtype, ...]]:
+    """flex_attend replaced by a dense twin; the dtypes of every call."""
+    calls: list[tuple[torch.dtype, ...]] = []
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
+        calls.append((query.dtype, key.dtype, value.dtype))
+        assert query.shape[2] % 128 == 0 and tuple(mask.shape) == (len(query), 1, query.shape[2], key.shape[2])
+        return dense_attend(query, key, value, mask, scale=scale)
+
+    monkeypatch.setattr(attention, "flex_attend", counted)
+    return calls
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize(("kind", "implementation"), DENSE)
+@torch.no_grad()
+def test_dense_batches_equal_sequences_one_by_one(kind, implementation, layout):
+    model, items = make_model(kind, implementation).eval(), make_items()
+    policy = policy_of(model)
+    (batch,) = batches_of(policy, layout)
+    assert (batch.num_computed < batch.num_tokens) == (layout == "shared")
+    states, logps = one_by_one(model, items, batch)
+    assert logps.std() > 0.1 and len(logps) == 24
+    assert_same(predictor_states(policy, model, batch), states)
+    assert_same(token_logps(policy, batch).logp, logps)
+
+
+@torch.no_grad()
+def test_shared_prompts_of_the_builtin_model_equal_sequences_one_by_one():
+    policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
+    assert policy.model.config._attn_implementation == "sdpa" and policy.row_multiple == 1
+    (batch,) = batches_of(policy, "shared")
+    states, logps = one_by_one(policy.model, make_items(), batch)
+    assert_same(predictor_states(policy, policy.model, batch), states)
+    assert_same(token_logps(policy, batch).logp, logps)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+@torch.no_grad()
+def test_windows_reach_into_the_shared_prompt_and_no_further(kind):
+    """Without its window the model says something else, so the tests above do cover positions beyond it."""
+    policy = policy_of(make_model(kind).eval())
+    (batch,) = batches_of(policy, "shared")
+    with_window = token_logps(policy, batch).logp
+    policy.model.config.sliding_window = 1000
+    assert (token_logps(policy, batch).logp - with_window).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("kind", FLEX)
+def test_tile_lists_reach_flex_attend_from_every_layer(kind, layout, flex_calls):
+    """The registered path: the same model with dense masks gives the same log-probs and gradients."""
+    results = []
+    for flex in (False, True):
+        policy = policy_of(make_model(kind).train())
+        if flex:
+            use_flex(policy.model)
+            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        (batch,) = batches_of(policy, layout)
+        assert batch.input_ids.shape[1] % 128 == 0 or not flex
+        logp = token_logps(policy, batch).logp
+        (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
+        results.append((logp.detach(), {name: p.grad for name, p in policy.model.named_parameters()}))
+        assert len(flex_calls) == (2 * policy.model.config.num_hidden_layers if flex else 0)  # recomputed once
+    (want, want_grads), (got, got_grads) = results
+    assert_same(got, want)
+    for name, gradient in got_grads.items():
+        assert (gradient - want_grads[name]).norm() <= 1e-4 * want_grads[name].norm(), name
+
+
+def test_a_model_that_fails_with_flex_is_told_of_sdpa(monkeypatch):
+    """No compiler on the machine, say."""
+
+    def broken(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(attention, "flex_attend", broken)
+    policy = policy_of(make_model("llama"))
+    check_logps(policy)
+    use_flex(policy.model)
+    with pytest.raises(ValueError, match="no compiler.*not supported with flex; try --attn-implementation sdpa"):
+        check_logps(policy)
+
+
+def test_masks_are_what_each_implementation_takes():
+    (batch,) = batches_of(policy_of(make_model("llama")), "shared")
+    spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
+    want = dense_mask(spans, batch.input_ids.shape[1])
+    assert torch.equal(attention_masks(make_model("llama").config, batch), want)
+    eager = attention_masks(make_model("llama", "eager").config, batch)
+    assert torch.equal(eager == 0, want) and (eager[~want] < -1e38).all()
+    by_layer = attention_masks(make_model("gemma3").config, batch)
+    assert by_layer.keys() == {"full_attention", "sliding_attention"}
+    assert torch.equal(by_layer["full_attention"], want)
+    assert by_layer["sliding_attention"].sum(dim=-1).max() == WINDOW
+    model = make_model("gemma3")
+    use_flex(model)
+    assert all(isinstance(mask, BlockMask) for mask in attention_masks(model.config, batch).values())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 instructions says so, and goes on
+def test_flex_takes_the_dtype_of_the_values(flex_calls):
+    """Under autocast the norms on queries and keys leave them in float32."""
+    model = make_model("qwen3")
+    use_flex(model)
+    policy = policy_of(model, dtype=torch.bfloat16)
+    with torch.no_grad():
+        token_logps(policy, batches_of(policy, "shared")[0])
+    assert flex_calls == [(torch.bfloat16,) * 3] * 2
+
+
+def test_the_same_model_generates_with_its_cache(flex_calls):
+    """Prefill, decoding and plain forwards bring no tile lists: they are transformers' sdpa, to the last bit."""
+    tokenizer = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False).tokenizer
+    made, logits = [], []
+    for flex in (False, True):
+        model = make_model("gemma3").eval()
+        if flex:
+            use_flex(model)
+        engine = LocalEngine(model, tokenizer)
+        requests = [Request(prompt_ids=[5, 6, 7, 8, 9][: 3 + i % 3], seed=i) for i in range(6)]
+        made.append([(c.ids, c.logps) for c in engine.generate(requests, Sampling(max_tokens=12, stop_ids=(2,)))])
+        logits.append(model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10]])).logits)
+    assert made[0] == made[1] and torch.equal(*logits)
+    assert not flex_calls
+
+
+@pytest.mark.parametrize("kind", FLEX)
+def test_auto_is_flex_on_cuda_and_sdpa_elsewhere(kind, capsys):
+    for device, want in ((CPU, "sdpa"), (CUDA, "strop")):
+        model = make_model(kind, load_name("auto", device))
+        choose_attention(model, "auto", device)
+        assert model.config._attn_implementation == model.base_model.config._attn_implementation == want
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("llama", {"head_dim": 8}, "heads of size 8 are not a power of two from 16 up"),
+        ("llama", {"head_dim": 24}, "heads of size 24 are not a power of two from 16 up"),
+        ("gpt2", {}, "GPT2LMHeadModel does not take flex attention"),
+        ("gemma2", {}, "Gemma2ForCausalLM caps its attention scores"),
+        ("gpt_oss", {}, "GptOssForCausalLM has attention sinks"),
+    ],
+    ids=["small heads", "odd heads", "gpt2", "softcap", "sinks"],
+)
+def test_what_flex_cannot_run_is_refused_where_flex_was_asked_for(kind, changes, why):
+    model = make_model(kind, load_name("flex", CUDA), **changes)
+    with pytest.raises(ValueError, match=f"attn_implementation=flex: .*{why}.*; use auto or eager"):
+        choose_attention(model, "flex", CUDA)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_what_neither_flex_nor_sdpa_can_run_is_refused(kind):
+    """By transformers where it knows, else by us."""
+    with pytest.raises(ValueError, match="scaled_dot_product_attention|attn_implementation=auto: .* use eager"):
+        choose_attention(make_model(kind, load_name("auto", CUDA)), "auto", CUDA)
+
+
+@pytest.mark.parametrize(("kind", "changes", "why"), [("llama", {"head_dim": 8}, "size 8"), ("gpt2", {}, "interface")])
+def test_auto_falls_back_to_sdpa_in_the_open(kind, changes, why, capsys):
+    model = make_model(kind, load_name("auto", CUDA), **changes)
+    attention._say_once.cache_clear()
+    for _ in range(2):  # a policy and its reference
+        choose_attention(model, "auto", CUDA)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("attention: sdpa with dense masks instead of flex") and why in said
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_flex_obstacle_sees_latent_attention():
+    model = make_model("llama")
+    assert flex_obstacle(model) is None
+    model.config.qk_head_dim, model.config.v_head_dim = 192, 128
+    assert "heads of size 192" in flex_obstacle(model)
+
+
+def test_flex_on_a_cpu_is_refused_before_anything_is_loaded():
+    cfg = ModelConfig(model="builtin:tiny", attn_implementation="flex")
+    with pytest.raises(ValueError, match="^attn_implementation=flex: needs a CUDA device.* on cpu; leave it at auto$"):
+        load_policy(cfg, LoraConfig(), CPU, with_reference=False)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 2.0}, {"s_aux": torch.ones(2)}, {"dropout": 0.1}], ids=str)
+def test_options_flex_has_not_are_refused_not_ignored(option, flex_calls):
+    x = torch.randn(1, 2, 128, 16)
+    zero = torch.zeros(1, 128, dtype=torch.int64)
+    mask = block_mask(Spans(zero, zero, zero, torch.arange(1, 129).view(1, -1)), 128)
+    with pytest.raises(ValueError, match=f"flex attention here has no {next(iter(option))}"):
+        attend(torch.nn.Identity(), x, x, x, mask, scaling=0.25, **option)
+    out, _ = attend(torch.nn.Identity(), x, x, x, mask)
+    want = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert_same(out, want.transpose(1, 2))
+    assert len(flex_calls) == 1
+
+
+def test_an_export_does_not_name_our_attention(tmp_path):
+    model = make_model("llama")
+    use_flex(model)
+    model.save_pretrained(tmp_path)
+    assert attention.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FLEX)
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_flex_on_cuda_equals_sequences_one_by_one(kind, layout):
+    """Float32: states, log-probs and gradients of batches longer than a tile against each sequence alone."""
+    own = make_model(kind, sliding_window=100) if "sliding_window" in KINDS[kind][1] else make_model(kind)
+    own = own.to(CUDA).eval()
+    policy = policy_of(copy.deepcopy(own), CUDA)
+    use_flex(policy.model)
+    items = make_items(scale=37)
+    (batch,) = batches_of(policy, layout, items)
+    want_states, want = one_by_one(own, items, batch)
+    got = token_logps(policy, batch).logp
+    assert_same(predictor_states(policy, policy.model, batch), want_states, atol=1e-3)
+    assert_same(got, want, atol=1e-3)
+    weight = torch.linspace(-1, 1, len(want), device=CUDA)
+    for logp in (got, want):
+        (logp * weight).sum().backward()
+    for (name, p), q in zip(policy.model.named_parameters(), own.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 1e-3 * q.grad.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_flex_on_cuda_in_bfloat16_is_as_near_as_sdpa(kind):
+    """Autocast and checkpointing: gradients of shared prompts no further from float32 than those of the sdpa run."""
+    items, gradients = make_items(scale=37), {}
+    for name in ("float32", "sdpa", "flex"):
+        model = make_model(kind).to(CUDA).train()
+        if name == "flex":
+            use_flex(model)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy = policy_of(model, CUDA, torch.float32 if name == "float32" else torch.bfloat16)
+        (batch,) = batches_of(policy, "shared" if name == "flex" else "padded", items)
+        logp = token_logps(policy, batch).logp
+        by_item = torch.tensor([0.3 * row - 1 for row in range(len(items))], device=CUDA)
+        (logp * by_item[batch.sequence]).sum().backward()
+        gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    exact = gradients["float32"]
+    error = {name: ((gradients[name] - exact).norm() / exact.norm()).item() for name in ("sdpa", "flex")}
+    assert error["flex"] < 1.5 * error["sdpa"] + 1e-3, error

@@ -1,0 +1,83 @@
+"""LoRA adapters through peft: a new one around a model, or a saved one, merged or gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer.config import LoraConfig
+from trainer.reasons import first_line, why
+
+
+def read_adapter(folder: str) -> dict[str, Any]:
+    """The settings of a saved LoRA adapter."""
+    try:
+        saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={folder}: its adapter_config.json cannot be read ({first_line(error)})") from None
+    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+        raise ValueError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
+    if not saved.get("base_model_name_or_path"):
+        raise ValueError(f"model={folder}: adapter_config.json names no base_model_name_or_path; write it in")
+    return saved
+
+
+def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:
+    """The model with a saved adapter around it."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    try:
+        wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable)
+        with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
+            saved = set(file.keys())
+    except Exception as error:  # damaged files make peft raise anything
+        raise ValueError(f"model={adapter}: its adapter could not be loaded: {why(error, adapter)}") from None
+    lacking = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
+    if lacking:  # peft would start them afresh and go on
+        raise ValueError(
+            f"model={adapter}: its adapter_config.json asks for {len(lacking)} tensors that adapter_model.safetensors "
+            f"lacks, {min(lacking)} for one; get both files from one source"
+        )
+    return wrapped
+
+
+def add_adapter(model: nn.Module, lora: LoraConfig) -> Any:
+    """The model with a new adapter around it."""
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
+    config = PeftLora(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    try:
+        wrapped = get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
+    head = wrapped.get_base_model().get_output_embeddings()
+    if not isinstance(head, nn.Linear) or hasattr(head, "lora_A"):
+        raise ValueError("lora.target_modules: the output head cannot be adapted; leave lm_head out")
+    return wrapped
+
+
+def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:
+    """The model with a saved adapter around it, to go on training."""
+    saved = read_adapter(adapter)
+    if saved["r"] != lora.r:
+        raise ValueError(
+            f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; go on with it by --lora.r {saved['r']}, "
+            "or use --lora.r 0 to merge it and train all weights"
+        )
+    for flag, was in (("alpha", saved["lora_alpha"]), ("dropout", saved["lora_dropout"])):
+        if getattr(lora, flag) != was:
+            raise ValueError(f"lora.{flag}={getattr(lora, flag)}: the adapter in {adapter} has {was}; pass that value")
+    if lora.target_modules != ("all-linear",) and set(lora.target_modules) != set(saved["target_modules"]):
+        raise ValueError(
+            f"lora.target_modules={' '.join(lora.target_modules)}: the adapter in {adapter} adapts "
+            f"{' '.join(sorted(saved['target_modules']))}; leave the flag out"
+        )
+    return attach_adapter(model, adapter, is_trainable=True)

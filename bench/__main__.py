@@ -6,13 +6,15 @@ from pathlib import Path
 
 import tyro
 
-from bench import linear_logprob, tiny_step
+from bench import attention, linear_logprob, tiny_step, train_step
 
 
 def main(out: Path | None = None) -> None:
     """Print all tables; append every row as JSON to `out`."""
     linear_logprob.main(out)
+    attention.main(out)
     tiny_step.main(out)
+    train_step.main(out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from bench.common import Row, alternate, emit, make_row
+from bench.common import Row, alternate, emit, make_row, relative_error
 from data.chat import stop_ids
 from data.packing import Item, make_batches
 from data.prompts import load_prompts
@@ -27,7 +27,7 @@ LAYOUTS = {"packed, 512 tokens": (True, 512), "packed, 2048 tokens": (True, 2048
 
 def backward(policy: Policy, items: list[Item], packing: bool, max_tokens: int) -> torch.Tensor:
     policy.model.zero_grad()
-    for batch in make_batches(items, max_tokens=max_tokens, packing=packing):
+    for batch in make_batches(items, max_tokens=max_tokens, packing=packing, multiple=policy.row_multiple):
         token_logps(policy, batch.to(policy.device)).logp.sum().backward()
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
 
@@ -46,36 +46,36 @@ def measure() -> list[Row]:
 
     exact = copy.copy(policy)
     exact.model, exact.compute_dtype = copy.deepcopy(policy.model).double(), torch.float64
+    exact.model.set_attn_implementation("sdpa")  # flex attention has no float64
     truth = backward(exact, items, packing=False, max_tokens=4096)
     calls = {name: lambda layout=layout: backward(policy, items, *layout) for name, layout in LAYOUTS.items()}
-    times = alternate({"local engine": lambda: engine.generate(requests, sampling), **calls})
+    timings = alternate({"local engine": lambda: engine.generate(requests, sampling), **calls})
     shape = {"completions": len(completions), "tokens": num_tokens}
     made = sum(len(c.ids) for c in completions)
     rows = [make_row(
-        "sampling", "local engine", times["local engine"], shape=shape, dtype="float32", work=made, unit="tokens",
-        error=logp_error(exact, completions),
+        "tiny_step/sampling", "local engine", timings["local engine"], shape=shape, dtype="float32", work=made,
+        unit="tokens", errors={"logp": logp_error(exact, completions)},
     )]  # fmt: skip
     for name, layout in LAYOUTS.items():
-        error = ((backward(policy, items, *layout).double() - truth).norm() / truth.norm()).item()
+        errors = {"gradient": relative_error(backward(policy, items, *layout), truth)}
         rows.append(make_row(
-            "training", name, times[name], shape=shape, dtype="float32", work=num_tokens, unit="tokens", error=error
+            "tiny_step/training", name, timings[name], shape=shape, dtype="float32", work=num_tokens, unit="tokens",
+            errors=errors,
         ))  # fmt: skip
     return rows
 
 
 def logp_error(exact: Policy, completions: list[Completion]) -> float:
-    """Largest relative gap between the engine's log-probs and float64 ones of the same tokens."""
+    """How far the engine's log-probs are from float64 ones of the same tokens."""
     engine = LocalEngine(exact.model, exact.tokenizer)
     scored = engine.score([(c.prompt_ids, c.ids) for c in completions], temperature=1.0)
     ours = torch.tensor([x for c in completions for x in c.logps], dtype=torch.float64)
     theirs = torch.tensor([x for row in scored for x in row], dtype=torch.float64)
-    return ((ours - theirs).norm() / theirs.norm()).item()
+    return relative_error(ours, theirs)
 
 
 def main(out: Path | None = None) -> None:
-    rows = measure()
-    emit(rows[:1], out)
-    emit(rows[1:], out)
+    emit(measure(), out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""The README's benchmark tables, made from the rows that the benchmarks wrote.
+
+    python -m bench.table bench/results/h200/*.jsonl                      # print them
+    python -m bench.table bench/results/h200/*.jsonl --write README.md    # put them between the two markers
+    python -m bench.table bench/results/h200/*.jsonl --check README.md    # fail when they are not what stands there
+
+A row measured again replaces the earlier one of the same benchmark, provider, shape and machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import tyro
+
+from bench.common import Row, read_rows
+
+BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
+PEERS = {"trl": "TRL", "liger_kernel": "Liger", "cut_cross_entropy": "cut-cross-entropy"}
+PROVIDERS = {
+    "ours": "ours", "trl": "TRL", "liger": "Liger", "cce": "CCE", "cce, exact": "CCE, no filter", "torch": "torch",
+    "torch.compile": "torch.compile",
+}  # fmt: skip
+ANY_LOSS = {"trl", "torch", "torch.compile"}  # peers that give log-probs to a loss of one's own
+# A section and the provider that stands for us in it, in the table's order.
+LABELS = {
+    ("linear_logprob/forward", "ours"): "log-probs only, ms",
+    ("linear_logprob/loss", "ours"): "loss and gradients in one pass, ms",
+    ("linear_logprob/loss", "ours, general entry"): "gradients of any loss, ms",
+    ("linear_logprob/frozen", "ours"): "one pass, frozen head, ms",
+    ("linear_logprob/peaked", "ours"): "one pass, likely targets, ms",
+}
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    return list({(row.hardware, row.bench, row.provider, str(row.shape), row.dtype): row for row in rows}.values())
+
+
+def render(rows: Iterable[Row]) -> str:
+    """Markdown: for each machine what it was, the log-prob table, and the others."""
+    kept = latest(rows)
+    parts = []
+    for machine in dict.fromkeys(row.hardware for row in kept):
+        here = [row for row in kept if row.hardware == machine]
+        heads = [row for row in here if row.bench.startswith("linear_logprob/")]
+        others = [row for row in here if row not in heads]
+        parts += [
+            provenance(machine, here),
+            logprob_table(heads) if heads else "",
+            step_table(others) if others else "",
+        ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def provenance(machine: str, rows: list[Row]) -> str:
+    """Where the numbers come from, in one line."""
+    found: dict[str, str] = {}
+    for row in rows:
+        found |= row.versions
+    ours = [f"{name} {found[name]}" for name in ("torch", "triton", "transformers") if name in found]
+    theirs = [f"{name} {found[package]}" for package, name in PEERS.items() if package in found]
+    days = sorted({row.time[:10] for row in rows})
+    commits = ", ".join(sorted({row.commit for row in rows}))
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"One {machine}, {', '.join(ours + theirs)}; {when}, commit {commits}. Medians; providers timed in turns."
+
+
+def logprob_table(rows: list[Row]) -> str:
+    """One line for each shape and quantity, one column for each provider; the floor is the matrix products alone."""
+    providers = [name for name in PROVIDERS if any(row.provider == name for row in rows)]
+    lines = [f"| N, D, V | | {' | '.join(PROVIDERS[name] for name in providers)} | floor | ours / TRL |"]
+    lines.append("|---" * (len(providers) + 4) + "|")
+    for shape in dict.fromkeys(shape_of(row) for row in rows):
+        here = [row for row in rows if shape_of(row) == shape]
+        first = shape
+        for label, cells in quantities(here):
+            filled = [cells.get(name, "") for name in (*providers, "floor", "ratio")]
+            lines.append(f"| {first} | {label} | {' | '.join(filled)} |")
+            first = ""
+    return "\n".join(lines)
+
+
+def quantities(rows: list[Row]) -> Iterable[tuple[str, dict[str, str]]]:
+    """What to say of one shape: times of every section, then memory and error of loss and gradients."""
+    for (bench, ours), label in LABELS.items():
+        section = {row.provider: row for row in rows if row.bench == bench}
+        if ours in section:
+            row = section[ours]
+            able = section.keys() if ours == "ours" else section.keys() & ANY_LOSS
+            cells = {name: number(section[name].ms_p50) for name in able}
+            ratio = f"{row.ratio_to['trl']:.2f}" if "trl" in row.ratio_to else ""
+            yield label, cells | {"ours": number(row.ms_p50), "floor": number(row.floor_ms), "ratio": ratio}
+    made = [row for row in rows if row.bench == "linear_logprob/loss"]
+    columns: dict[str, Callable[[Row], str]] = {
+        "loss and gradients, GiB": lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.2f}",
+        "error of dX": lambda row: error(row, "dX"),
+        "error of dW": lambda row: error(row, "dW"),
+    }
+    for label, cell in columns.items():
+        cells = {row.provider: cell(row) for row in made}
+        if any(cells.values()):
+            yield label, cells
+
+
+def step_table(rows: list[Row]) -> str:
+    lines = ["| what | shape | layout | ms | rate | GiB | error | time over |", "|---" * 8 + "|"]
+    for row in rows:
+        shape = " ".join(f"{key}={value}" for key, value in row.shape.items())
+        peak = "" if row.peak_gib is None else f"{row.peak_gib:.1f}"
+        errors = "; ".join(f"{key} {value:.1e}" for key, value in row.errors.items())
+        ratios = "; ".join(f"{name} {value:.2f}" for name, value in row.ratio_to.items())
+        rate = f"{row.rate:,.0f} {row.unit}/s"
+        cells = [row.bench, shape, row.provider, number(row.ms_p50), rate, peak, errors, ratios]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shape_of(row: Row) -> str:
+    return ", ".join(str(value) for value in row.shape.values())
+
+
+def number(value: float | None) -> str:
+    """Three digits."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def error(row: Row, quantity: str) -> str:
+    return f"{row.errors[quantity]:.1e}" if quantity in row.errors else ""
+
+
+def between_markers(text: str) -> tuple[str, str, str]:
+    """What stands before, between and after the markers."""
+    before, begin, rest = text.partition(BEGIN + "\n")
+    inside, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"markers {BEGIN} and {END}: not both in the file; write them where the tables should stand")
+    return before + begin, inside, end + after
+
+
+def main(files: tyro.conf.Positional[tuple[Path, ...]], check: Path | None = None, write: Path | None = None) -> None:
+    """Print the tables of these files of rows, or hold a text against them.
+
+    Args:
+        files: Rows that the benchmarks wrote.
+        check: A text whose tables must be these.
+        write: A text whose tables are replaced by these.
+    """
+    made = render(read_rows(files))
+    if write is not None:
+        before, _, after = between_markers(write.read_text(encoding="utf-8"))
+        write.write_text(before + made + after, encoding="utf-8")
+    elif check is not None:
+        if between_markers(check.read_text(encoding="utf-8"))[1] != made:
+            sys.exit(f"check={check}: its benchmark tables are not those of the rows; make them again with --write")
+    else:
+        print(made, end="")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,182 @@
+"""One GRPO training step of a whole model: a prompt shared by its group, against prompts laid out in full.
+
+    python -m bench.train_step [--out rows.jsonl] [--layers 28] [--group 8] [--prompt 2048] [--completion 512]
+
+Forward, clipped policy gradient and backward, with activation checkpointing in all layouts; no optimizer. The model is
+a Qwen3-1.7B shape with random weights on a GPU, a tiny one elsewhere. The rate counts logical tokens, a prompt once for
+each of its completions, so layouts compare by the same work. Errors are of the whole gradient, against a run in the
+next wider float of the same rows one at a time through the model's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor
+
+from bench.common import Row, alternate, emit, make_row
+from data.packing import Batch, Item, make_batches
+from kernels.linear_logprob import TokenLogps, linear_logprob_loss
+from losses.policy_gradient import clipped_surrogate
+from trainer.attention import choose_attention
+from trainer.dist import pick_device
+from trainer.model import Policy, head_of, predictor_states
+
+QWEN3_1_7B = {
+    "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 6144, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+TINY = QWEN3_1_7B | {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 128, "vocab_size": 512,
+}  # fmt: skip
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+@dataclass(frozen=True)
+class Work:
+    """G completions of one prompt, and what the loss needs of each."""
+
+    items: list[Item]
+    advantage: Tensor  # (G,)
+
+    @property
+    def num_logical(self) -> int:
+        return sum(len(item.ids) for item in self.items)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(sum(item.mask) for item in self.items)
+
+
+def make_work(group: int, prompt: int, completion: int, vocab: int, device: torch.device) -> Work:
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randint(vocab, (prompt,), generator=generator).tolist()
+    mask = [False] * prompt + [True] * completion
+    own = torch.randint(vocab, (group, completion), generator=generator).tolist()
+    items = [Item(shared + ids, mask, prompt_length=prompt) for ids in own]
+    return Work(items, torch.randn(group, generator=generator).to(device))
+
+
+def make_policy(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, *, attention: str) -> Policy:
+    """A model of random weights, activations checkpointed."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=dtype, attn_implementation="sdpa")
+    choose_attention(model, attention, device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return Policy(model=model, tokenizer=None, source="random", device=device, compute_dtype=dtype)
+
+
+def packed_states(policy: Policy, batch: Batch) -> Tensor:  # (N, D)
+    """As the trainer takes them: each position sees what the batch says."""
+    return predictor_states(policy, policy.model, batch)
+
+
+def plain_states(policy: Policy, batch: Batch) -> Tensor:  # (N, D)
+    """Rows of one length each, without any mask of ours: transformers' causal attention."""
+    hidden = policy.model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (R, T, D)
+    return hidden.flatten(0, 1)[batch.index]
+
+
+def step(
+    policy: Policy, work: Work, batches: list[Batch], states: Callable[[Policy, Batch], Tensor]
+) -> dict[str, Tensor]:
+    """Gradients of all parameters by name."""
+    for batch in batches:
+        advantage = work.advantage[batch.sequence]  # (N,)
+
+        def loss_fn(tokens: TokenLogps, rows: Tensor, advantage: Tensor = advantage) -> tuple[Tensor, None]:
+            mask = torch.ones_like(rows, dtype=torch.bool)
+            old_logp = tokens.logp.detach()  # the first step on a batch: the policy that sampled is this one
+            out = clipped_surrogate(tokens.logp, old_logp, advantage[rows], mask, epsilon_low=0.2, epsilon_high=0.2)
+            return out.terms["policy"].sum / work.num_trained, None
+
+        hidden = states(policy, batch)
+        loss, _ = linear_logprob_loss(hidden, target=batch.target, loss_fn=loss_fn, **head_of(policy.model))
+        loss.backward()
+    made = {name: x.grad for name, x in policy.model.named_parameters()}
+    policy.model.zero_grad(set_to_none=True)
+    return made
+
+
+def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Relative Frobenius distance of two gradients, all parameters as one vector."""
+    apart = sum((got[name].to(x.dtype) - x).double().square().sum() for name, x in exact.items())
+    return (apart / sum(x.double().square().sum() for x in exact.values())).sqrt().item()
+
+
+def measure(shape: dict[str, Any], group: int, prompt: int, completion: int, seconds: float) -> list[Row]:
+    device = pick_device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    policy = make_policy(shape, device, dtype, attention="auto")
+    work = make_work(group, prompt, completion, shape["vocab_size"], device)
+
+    def lay(**options: Any) -> list[Batch]:
+        multiple = policy.row_multiple if options.get("packing", True) else 1
+        made = make_batches(work.items, **{"max_tokens": work.num_logical, "multiple": multiple, **options})
+        return [batch.to(device) for batch in made]
+
+    layouts = {
+        "shared prompt": (lay(share_prompt=True), packed_states),
+        "packed": (lay(), packed_states),
+        "rows, sdpa": (lay(packing=False), plain_states),
+    }
+    calls = {name: partial(step, policy, work, *layout) for name, layout in layouts.items()}
+    timings = alternate(calls, seconds=seconds)
+    wide = make_policy(shape, device, WIDER[dtype], attention="sdpa")
+    wide.model.load_state_dict(policy.model.state_dict())
+    exact = step(wide, work, lay(packing=False, max_tokens=prompt + completion), plain_states)
+    packed = calls["packed"]()
+    sizes = {"G": group, "P": prompt, "R": completion, "layers": shape["num_hidden_layers"], "D": shape["hidden_size"]}
+    rows = []
+    for name, timing in timings.items():
+        made = calls[name]()
+        computed = sum(batch.num_computed for batch in layouts[name][0])
+        rows.append(make_row(
+            "train_step", name, timing, shape=sizes, dtype=str(dtype).removeprefix("torch."), work=work.num_logical,
+            unit="tokens", errors={"gradient": distance(made, exact)},
+            against={other: timings.get(other) for other in ("packed", "rows, sdpa") if other != name},
+            extra={"gap_to_packed": distance(made, packed), "computed_tokens": computed},
+        ))  # fmt: skip
+    return rows
+
+
+def main(
+    out: Path | None = None,
+    layers: int | None = None,
+    group: int = 8,
+    prompt: int | None = None,
+    completion: int | None = None,
+    seconds: float = 3.0,
+) -> None:
+    """Print the table; append every row as JSON to `out`.
+
+    Args:
+        out: File to append the rows to.
+        layers: Depth of the model; None means 28 on a GPU and 2 elsewhere.
+        group: Completions of the prompt.
+        prompt: Tokens of the prompt; None means 2048 on a GPU and 128 elsewhere.
+        completion: Tokens of each completion; None means 512 on a GPU and 32 elsewhere.
+        seconds: Time for the loop, more where 15 rounds (3 on a CPU) take longer.
+    """
+    on_cuda = torch.cuda.is_available()
+    shape = QWEN3_1_7B if on_cuda else TINY
+    shape = shape | ({} if layers is None else {"num_hidden_layers": layers})
+    emit(
+        measure(shape, group, prompt or (2048 if on_cuda else 128), completion or (512 if on_cuda else 32), seconds),
+        out,
+    )
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,212 @@
+"""The benchmarks: clocks and ratios, errors on small shapes, and the README's tables made from their rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import common, linear_logprob, peers, table, train_step
+from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
+from tests.entry import ROOT
+
+RESULTS = sorted((ROOT / "bench" / "results").rglob("*.jsonl"))
+SMALL = (64, 32, 501)  # N, D, V: a vocabulary that no block size divides
+
+
+@pytest.fixture(autouse=True)
+def named_commit(monkeypatch):
+    """Rows need a commit, and the tests may run outside a checkout."""
+    monkeypatch.setattr(common, "commit", lambda: "test")
+
+
+def row(provider: str = "ours", bench: str = "linear_logprob/loss", ms: float = 2.0, **changes) -> Row:
+    options = {
+        "shape": {"N": 8, "D": 4, "V": 16}, "dtype": "float32", "work": 8, "unit": "tokens",
+        "errors": {"logp": 1e-7, "dX": 2e-7, "dW": 3e-7}, "floor": Timing([1.0], None),
+        "against": {"trl": Timing([4.0], None)},
+    }  # fmt: skip
+    return make_row(bench, provider, Timing([ms], None), **(options | changes))
+
+
+def test_timing_takes_quantiles_of_all_calls():
+    timing = Timing([6.0, 1.0, 3.0, 2.0, 5.0, 4.0], None)
+    assert (timing.p20, timing.p50, timing.p80) == pytest.approx((2.0, 3.5, 5.0))
+    assert (one := Timing([7.0], None)).p20 == one.p50 == one.p80 == 7.0
+
+
+def test_providers_take_turns_after_warming_up():
+    called = []
+    timings = alternate({"a": lambda: called.append("a"), "b": lambda: called.append("b")}, seconds=0.0, rounds=4)
+    warm = 1 if not torch.cuda.is_available() else 2
+    assert called == ["a"] * warm + ["b"] * warm + ["a", "b"] * 4
+    assert len(timings["a"].times) == len(timings["b"].times) == 4
+    assert all(ms >= 0 for ms in timings["a"].times)
+
+
+def test_absent_and_too_big_providers_cost_a_line_and_others_an_error(capsys):
+    def absent():
+        raise ModuleNotFoundError("No module named 'liger_kernel'")
+
+    def too_big():
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    timings = alternate({"liger": absent, "ours": lambda: None, "torch": too_big}, seconds=0.0, rounds=1)
+    assert list(timings) == ["ours"]
+    assert capsys.readouterr().out == "liger: not installed (No module named 'liger_kernel')\ntorch: out of memory\n"
+    with pytest.raises(RuntimeError, match="wrong"):
+        alternate({"broken": lambda: (_ for _ in ()).throw(RuntimeError("wrong"))}, seconds=0.0)
+
+
+@pytest.mark.gpu
+def test_peak_memory_leaves_out_inputs_and_results():
+    held = torch.ones(1 << 28, dtype=torch.int8, device="cuda")
+
+    def call() -> dict[str, torch.Tensor]:
+        scratch = held + held  # 0.25 GiB
+        return {"dX": scratch * 2}  # 0.25 GiB, and scratch is still there
+
+    timing = alternate({"call": call}, seconds=0.0)["call"]
+    assert timing.peak_gib == pytest.approx(0.25, abs=0.01)
+    assert len(timing.times) == 15 and 0.05 < timing.p50 < 10  # 1.25 GiB through memory
+
+
+def test_row_compares_medians_of_one_loop():
+    made = row(ms=2.0, against={"trl": Timing([4.0, 1.0, 8.0], None), "absent": None})
+    assert (made.ratio_to, made.ratio_to_floor, made.rate) == ({"trl": 0.5}, 2.0, 4000.0)
+    with pytest.raises(ValueError, match="errors of ours: empty"):
+        row(errors={})
+
+
+def test_relative_error_is_that_of_the_whole_tensor():
+    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+
+
+def test_rows_survive_the_file(tmp_path, capsys):
+    rows = [row(), row("trl", extra={"tflops_8192": 700.0})]
+    emit(rows, tmp_path / "new" / "rows.jsonl")
+    assert read_rows([tmp_path / "new" / "rows.jsonl"]) == rows
+    assert "0.500 x trl" in capsys.readouterr().out
+    (tmp_path / "old.jsonl").write_text('{"bench": "x"}\n')
+    with pytest.raises(ValueError, match=r"old.jsonl:1: not a benchmark row"):
+        read_rows([tmp_path / "old.jsonl"])
+
+
+def test_commit_comes_from_the_environment_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("STROP_COMMIT", raising=False)
+    with pytest.raises(ValueError, match="set STROP_COMMIT"):
+        common.commit.__wrapped__()
+    monkeypatch.setenv("STROP_COMMIT", "abc1234")
+    assert common.commit.__wrapped__() == "abc1234"
+
+
+def test_problem_halves_and_samples_whole_completions():
+    problem = peers.make_problem(12, 8, 50, num_sequences=4, device="cpu", dtype=torch.float32, peaked=False)
+    kept = problem.half_advantage().advantage.view(4, 3)
+    assert torch.equal(kept[[1, 3]], torch.zeros(2, 3)) and torch.equal(
+        kept[[0, 2]], problem.advantage.view(4, 3)[[0, 2]]
+    )
+    few = problem.sample(8)
+    assert torch.equal(few.target, problem.target[[0, 1, 3, 4, 6, 7, 9, 10]]) and few.hidden.requires_grad
+    assert problem.frozen_head().leaves().keys() == {"dX"}
+
+
+def test_peaked_problem_has_the_entropy_of_a_trained_model():
+    for peaked, low, high in ((False, 5.5, 7.0), (True, 0.1, 1.0)):
+        problem = peers.make_problem(64, 64, 1000, num_sequences=2, device="cpu", dtype=torch.float32, peaked=peaked)
+        assert low < linear_logprob.exact_entropy(problem) < high
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_linear_logprob_bench_measures_every_section(tmp_path, monkeypatch):
+    monkeypatch.setattr(linear_logprob, "COMPLETION", 16)
+    linear_logprob.run_shape(SMALL, tuple(linear_logprob.SECTIONS), 0.0, tmp_path / "rows.jsonl")
+    rows = read_rows([tmp_path / "rows.jsonl"])
+    assert {r.bench for r in rows if r.provider == "ours"} == {f"linear_logprob/{s}" for s in linear_logprob.SECTIONS}
+    for r in rows:
+        assert set(asdict(r)) == {field.name for field in fields(Row)}
+        assert r.shape == dict(zip("NDV", SMALL, strict=True)) and r.floor_ms > 0
+        assert all(0 <= error < 1e-4 for error in r.errors.values()), (r.bench, r.provider, r.errors)
+    errors = {(r.bench, r.provider): set(r.errors) for r in rows}
+    assert errors["linear_logprob/loss", "ours"] == {"logp", "dX", "dW"}
+    assert errors["linear_logprob/frozen", "ours"] == {"logp", "dX"}
+    assert errors["linear_logprob/forward", "ours, entropy"] == {"logp", "entropy"}
+    half = next(r for r in rows if r.bench == "linear_logprob/half")
+    assert math.isfinite(half.extra["gradients_half_over_full"])
+
+
+def test_linear_logprob_bench_names_its_shapes():
+    with pytest.raises(ValueError, match="shapes=gpt9: unknown; there is smollm2-135m"):
+        linear_logprob.main(shapes=("gpt9",))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_train_step_gives_one_gradient_in_every_layout():
+    shape = train_step.TINY | {"num_hidden_layers": 1}
+    shared, packed, plain = train_step.measure(shape, group=3, prompt=16, completion=5, seconds=0.0)
+    assert (shared.extra["computed_tokens"], packed.extra["computed_tokens"]) == (16 + 3 * 5, 3 * (16 + 5))
+    assert shared.rate == pytest.approx(3 * (16 + 5) * 1000 / shared.ms_p50)
+    for r in (shared, packed, plain):
+        assert r.errors["gradient"] < 1e-5 and r.extra["gap_to_packed"] < 1e-5
+    assert shared.ratio_to["packed"] == pytest.approx(shared.ms_p50 / packed.ms_p50)
+
+
+def test_table_shows_the_latest_rows():
+    rows = [
+        row(ms=9.0),
+        row(ms=2.0),  # measured again
+        row("trl", ms=4.0, against={}),
+        row("ours, general entry", ms=3.0),
+        row(
+            "shared prompt",
+            "train_step",
+            ms=150.0,
+            shape={"G": 8},
+            floor=None,
+            against={"packed": Timing([300.0], None)},
+        ),
+    ]
+    lines = table.render(rows).splitlines()
+    assert "| 8, 4, 16 | loss and gradients in one pass, ms | 2.00 | 4.00 | 1.00 | 0.50 |" in lines
+    assert "|  | gradients of any loss, ms | 3.00 | 4.00 | 1.00 | 0.75 |" in lines
+    assert "|  | error of dW | 3.0e-07 | 3.0e-07 |  |  |" in lines
+    assert any(line.startswith("| train_step | G=8 | shared prompt | 150 | 53 tokens/s |") for line in lines)
+    assert any(line.endswith("| packed 0.50 |") for line in lines)
+    assert lines[0].startswith("One ") and "commit test" in lines[0]
+
+
+def test_table_is_written_between_the_markers_and_checked(tmp_path, capsys):
+    results, text = tmp_path / "rows.jsonl", tmp_path / "README.md"
+    emit([row()], results)
+    text.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    table.main((results,), write=text)
+    assert text.read_text() == f"before\n{table.BEGIN}\n{table.render(read_rows([results]))}{table.END}\nafter\n"
+    table.main((results,), check=text)
+    text.write_text(text.read_text().replace("2.00", "1.00"))
+    with pytest.raises(SystemExit, match="not those of the rows"):
+        table.main((results,), check=text)
+    text.write_text("no markers\n")
+    with pytest.raises(ValueError, match="not both in the file"):
+        table.main((results,), write=text)
+
+
+@pytest.mark.skipif(not RESULTS, reason="no rows are committed under bench/results")
+def test_readme_tables_are_those_of_the_committed_rows():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if table.BEGIN not in text:
+        pytest.skip(f"README.md has no {table.BEGIN} marker yet")
+    table.main(tuple(RESULTS), check=ROOT / "README.md")
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_committed_rows_are_complete(path: Path):
+    for r in read_rows([path]):
+        numbers = [r.ms_p20, r.ms_p50, r.ms_p80, r.rate, *r.errors.values(), *r.ratio_to.values(), *r.extra.values()]
+        assert all(math.isfinite(x) for x in numbers) and r.ms_p20 <= r.ms_p50 <= r.ms_p80, (path, r.bench, r.provider)
+        assert r.errors and r.commit and r.hardware and {"torch", "triton"} <= r.versions.keys()

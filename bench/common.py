@@ -98,12 +98,14 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str:
+    """STROP_COMMIT where it is set (a copy of the tree whose git knows nothing of it), else what git says."""
+    if name := os.environ.get("STROP_COMMIT", ""):
+        return name
     try:
         found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         name = found.stdout.strip() if found.returncode == 0 else ""
     except FileNotFoundError:  # no git on this machine
         name = ""
-    name = name or os.environ.get("STROP_COMMIT", "")
     if not name:
         raise ValueError("commit: not a git checkout; a row names the commit it measured, so set STROP_COMMIT to it")
     return name

@@ -112,19 +112,19 @@ def linear_logprob_loss(
 
     `loss_fn(tokens, rows)` gets the TokenLogps of some rows and their (n,) numbers in `hidden`, and returns a scalar
     and anything else, which is handed back in a list, one for each call. It must be token-separable: the sum of what
-    it gives for parts must be what it would give for the whole. Gradients reach hidden, weight and bias, not what
-    loss_fn closes over. The backward of the loss runs once.
+    it gives for parts must be what it would give for the whole. It may be asked for a chunk again, so it must not keep
+    count. Gradients reach hidden, weight and bias, not what loss_fn closes over. The backward of the loss runs once.
     """
     head = _pick(hidden, weight, bias, target, scale, softcap, temperature, impl)
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy}
     kept = _kept_rows(target, weight.shape[0], ignore_index)
     rows, words = (hidden, target) if kept is None else (hidden[kept], target[kept])
-    numbers = torch.arange(hidden.shape[0], device=hidden.device) if kept is None else kept
     extra: list[Any] = []
     with torch.autocast(hidden.device.type, enabled=False):
         if torch.is_grad_enabled() and _any_requires_grad(hidden, weight, bias):
-            return _LogprobLoss.apply(rows, weight, bias, words, head, options, loss_fn, numbers, extra), extra
+            return _LogprobLoss.apply(rows, weight, bias, words, head, options, loss_fn, kept, extra), extra
         logp, found = head(rows, weight, bias, words, **options).score()[:2]
+    numbers = torch.arange(len(logp), device=logp.device) if kept is None else kept
     loss, more = loss_fn(TokenLogps(logp, found), numbers)
     return loss, [more]
 
@@ -179,7 +179,7 @@ class TorchHead:
         stats = head.open(start, stop)
         plan = head.plan(start, stats, grad_logp, grad_entropy)  # None: stats have changed, take the gradients anew
         head.close(start, stats, plan)
-    head.finish()
+    head.finish()                                  # False: start all over, with head.careful = True
 
     After either head.grad_hidden, grad_weight and grad_bias are complete.
     """
@@ -265,9 +265,10 @@ class TorchHead:
         if self.grad_bias is not None:
             self.grad_bias += dy.sum(dim=0)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         if self.grad_weight is not None:
             self.grad_weight = self.grad_weight.to(self.weight_dtype)
+        return True
 
     def backward(
         self,
@@ -282,12 +283,39 @@ class TorchHead:
         self.finish()
 
 
-def _gradients(loss: Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _one_pass(
+    make: Callable[[], Any],
+    needs: tuple[bool, ...],
+    gradients: Callable[[int, int, TokenLogps], tuple[Tensor, Tensor | None]],
+) -> Any:
+    """A head with the gradients of its rows, which `gradients(start, stop, tokens)` gives chunk by chunk."""
+    for careful in (False, True):
+        head = make()
+        head.careful = careful
+        _want(head, needs)
+        for start, stop in chunks(head):
+            stats, plan = head.open(start, stop), None
+            while plan is None:  # twice at most
+                plan = head.plan(start, stats, *gradients(start, stop, TokenLogps(*stats[:2])))
+            head.close(start, stats, plan)
+        if head.finish():
+            return head
+    raise AssertionError("a careful head cannot overflow")
+
+
+def _want(head: Any, needs: tuple[bool, ...]) -> None:
+    head.want(hidden=needs[0], weight=needs[1], bias=needs[2])
+
+
+def _loss_and_gradients(loss_fn: LossFn, tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any, Tensor, Tensor | None]:
+    """Loss of a chunk, what came with it, and its gradients by log-prob and entropy; its graph ends here."""
+    leaves = [x.detach().requires_grad_() for x in tokens if x is not None]
+    with torch.enable_grad():
+        loss, more = loss_fn(TokenLogps(*leaves, *[None] * (2 - len(leaves))), rows)
     if not loss.requires_grad:  # it made nothing of them
-        return torch.zeros_like(logp), None
-    leaves = [logp] if entropy is None else [logp, entropy]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return torch.zeros_like(logp) if found[0] is None else found[0], None if entropy is None else found[1]
+        return loss.detach(), more, torch.zeros_like(leaves[0]), None
+    found = [*torch.autograd.grad(loss, leaves, allow_unused=True), None]
+    return loss.detach(), more, torch.zeros_like(leaves[0]) if found[0] is None else found[0], found[1]
 
 
 def chunks(head: Any) -> list[tuple[int, int]]:
@@ -299,23 +327,21 @@ class _Logprob(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, target, head_class, options):
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
-        head = head_class(hidden, weight, bias, target, **options)
         ctx.head_class, ctx.options, slope = head_class, options, None
+        make = functools.partial(head_class, hidden, weight, bias, target, **options)
         if needs[0] and not needs[1] and not needs[2] and len(target):
             # A frozen head: d logp / d hidden is one vector per row, made here and scaled by whatever comes back.
-            head.want(hidden=True, weight=False, bias=False)
-            parts = []
-            for start, stop in chunks(head):
-                stats, plan = head.open(start, stop), None
-                while plan is None:
-                    plan = head.plan(start, stats, torch.ones_like(stats.logp), None)
-                head.close(start, stats, plan)
-                parts.append(stats[:2])
-            slope = head.grad_hidden
-            logp, entropy = zip(*parts, strict=True)
-            stats = (torch.cat(logp), torch.cat(entropy) if options["entropy"] else None)
+            parts: dict[int, TokenLogps] = {}
+
+            def ones(start: int, stop: int, tokens: TokenLogps) -> tuple[Tensor, None]:
+                parts[start] = tokens
+                return torch.ones_like(tokens.logp), None
+
+            slope = _one_pass(make, needs, ones).grad_hidden
+            logp, entropy = zip(*parts.values(), strict=True)
+            stats = TokenLogps(torch.cat(logp), torch.cat(entropy) if options["entropy"] else None)
         else:
-            stats = head.score()
+            stats = make().score()
         ctx.stats_class = type(stats)
         ctx.save_for_backward(hidden, weight, bias, target, slope, *stats)
         return stats[:2]
@@ -339,7 +365,7 @@ class _Logprob(torch.autograd.Function):
         head = ctx.head_class(
             hidden[rows] if is_part else hidden, weight, bias, target[rows] if is_part else target, **ctx.options
         )
-        head.want(**dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False)))
+        _want(head, ctx.needs_input_grad)
         stats = head.score() if slope is not None else ctx.stats_class(*stats)
         head.backward(stats, grad_logp, grad_entropy)
         grad_hidden = head.grad_hidden
@@ -350,23 +376,21 @@ class _Logprob(torch.autograd.Function):
 
 class _LogprobLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, head_class, options, loss_fn, numbers, extra):
-        head = head_class(hidden, weight, bias, target, **options)
-        head.want(**dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False)))
+    def forward(ctx, hidden, weight, bias, target, head_class, options, loss_fn, kept, extra):
+        parts: dict[int, tuple[Tensor, Any]] = {}  # a chunk may be asked for again
+
+        def gradients(start: int, stop: int, tokens: TokenLogps) -> tuple[Tensor, Tensor | None]:
+            rows = torch.arange(start, stop, device=hidden.device) if kept is None else kept[start:stop]
+            loss, more, *found = _loss_and_gradients(loss_fn, tokens, rows)
+            parts[start] = (loss, more)
+            return tuple(found)
+
+        make = functools.partial(head_class, hidden, weight, bias, target, **options)
+        head = _one_pass(make, ctx.needs_input_grad, gradients)
         loss = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        for start, stop in chunks(head):
-            stats, plan = head.open(start, stop), None
-            while plan is None:  # twice at most
-                leaves = [x.detach().requires_grad_() for x in stats[:2] if x is not None]
-                with torch.enable_grad():
-                    tokens = TokenLogps(leaves[0], leaves[1] if options["entropy"] else None)
-                    part, more = loss_fn(tokens, numbers[start:stop])
-                g, e = _gradients(part, *tokens)
-                plan = head.plan(start, stats, g, e)
-            head.close(start, stats, plan)
-            loss += part.detach()
+        for part, more in parts.values():
+            loss += part
             extra.append(more)
-        head.finish()
         ctx.gradients = (head.grad_hidden, head.grad_weight, _as(head.grad_bias, bias))
         return loss
 

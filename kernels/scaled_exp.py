@@ -338,6 +338,8 @@ class TritonHead:
         if num_chunks > 1:
             num_chunks = -(-self.num_rows // CHUNK)
         self.chunk = -(-self.num_rows // max(1, num_chunks)) or 1
+        self.careful = self.overflowed = False
+        self.last: tuple[int, _Later] | None = None  # rows of the last chunk, and its counts
         self.exponentials = self.grad_hidden = self.grad_weight = self.grad_bias = self.goal = self.order = None
 
     def score(self) -> Stats:
@@ -349,10 +351,11 @@ class TritonHead:
 
     def want(self, *, hidden: bool, weight: bool, bias: bool) -> None:
         device = self.hidden.device
-        if (
-            hidden
-        ):  # 32 rows more than needed: until a chunk's own gradient is written, its place serves for other things
-            self.scratch = torch.empty(self.num_rows + 32, self.width, dtype=self.hidden.dtype, device=device)
+        if hidden:
+            # In whole blocks of rows: until the gradient of a chunk is written, its place serves other ends.
+            padding = -(self.num_rows % self.chunk or self.chunk) % 32
+            shape = (self.num_rows + padding, self.width)
+            self.scratch = torch.empty(shape, dtype=self.hidden.dtype, device=device)
             self.grad_hidden = self.scratch[: self.num_rows]
         self.want_weight = weight
         if bias:
@@ -372,15 +375,19 @@ class TritonHead:
         grad_entropy: Tensor | None,  # (N,)
     ) -> Plan | None:
         plan, active, counts = self._plan(start, stats, grad_logp, grad_entropy)
-        num_rows = len(active)
-        source = _front(active)
-        # The one place where the host waits. All there was to queue has been, so the device is busy meanwhile.
-        count, num_again = counts.tolist()
+        source, counts = _front(active), _Later(counts)
+        # To know how many rows there are the host must wait for the device, which then waits for the host. After one
+        # whose rows all had a gradient a chunk is taken to be like it, and its counts are read while its products run.
+        if self._last_was_full() and not self.careful:
+            self.last = (len(active), counts)
+            return plan
+        count, num_again = counts.read()
         if num_again:
             again = (stats.sum >= TOO_LARGE) & (stats.own == stats.reference)
             self._again(start, again.nonzero().squeeze(1), stats, self.exponentials)
             return None
-        return plan._replace(count=count, source=None if count == num_rows else source[:count])
+        self.last = (len(active), counts)
+        return plan._replace(count=count, source=None if count == len(active) else source[:count])
 
     def close(self, start: int, stats: Stats, plan: Plan) -> None:
         count, rows, num_rows = plan.count, plan.source, len(plan.goal)
@@ -416,18 +423,20 @@ class TritonHead:
             part = slice(i, min(i + PART, count))
             self._finish_hidden(_product(e[part, : self.vocab], self.weight), start, plan, part, rest=not rewritten)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
+        self._last_was_full()
+        if self.overflowed:
+            return False
         self.exponentials = None  # before anything else is allocated
         if self.grad_bias is not None and self.num_rows:
             self.grad_bias.index_put_((self.target,), self.goal, accumulate=True)
-        if not self.want_weight:
-            return
-        if self.grad_weight is None:  # no row had a gradient
+        if self.want_weight and self.grad_weight is None:  # no row had a gradient
             self.grad_weight = torch.zeros_like(self.weight, dtype=self.weight_dtype)
-        else:
+        elif self.want_weight:
             total, self.grad_weight = self.grad_weight, None
             self.grad_weight = total if total.dtype == self.weight_dtype else torch.empty_like(self.weight)
             self._finish_weight(total, self.grad_weight, 0)
+        return True
 
     def backward(
         self,
@@ -436,7 +445,8 @@ class TritonHead:
         grad_entropy: Tensor | None,  # (N,)
     ) -> None:
         if self.num_rows == 0:
-            return self.finish()
+            self.finish()
+            return
         plan, _, _ = self._plan(0, stats, grad_logp, grad_entropy)
         columns = max(256, SLICE // self.num_rows // 256 * 256)
         e = self._buffer(self.num_rows, min(columns, self.vocab))
@@ -565,6 +575,15 @@ class TritonHead:
             )  # fmt: skip
         return Plan(rows, None, scaled, rest, goal, grad_logp, grad_entropy), active, counts
 
+    def _last_was_full(self) -> bool:
+        """Whether all rows of the last chunk had a gradient. Also where it comes out that it had overflowed unseen."""
+        if self.last is None:
+            return False
+        rows, counts = self.last
+        count, num_again = counts.read()
+        self.overflowed |= num_again > 0
+        return count == rows
+
     def _rewrite(self, e: Tensor, vocab: int, stats: Stats, plan: Plan) -> None:
         columns = (stats.total, stats.reference, stats.entropy, plan.grad_logp, plan.grad_entropy)
         if plan.source is not None:
@@ -605,6 +624,22 @@ class TritonHead:
         # Whole blocks of rows, so that a product may run over the next multiple; 16-byte aligned rows for TMA.
         shape = (-(-rows // 128) * 128, -(-columns // 8) * 8)
         return torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device)
+
+
+class _Later:
+    """A few numbers on their way to the host, which waits for them only when it reads them."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.host, self.event = x, None
+        if x.is_cuda:
+            self.host, self.event = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
+            self.host.copy_(x, non_blocking=True)
+            self.event.record()
+
+    def read(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
 
 
 def supports(

@@ -16,7 +16,7 @@ The last calls `loss_fn` on the log-probs of a chunk of rows while the chunk is 
 twice; the gradients are those of
 
     dz_nv = (1[v = target(n)] - p_nv) dlogp_n - p_nv (z_nv - lse_n + H_n) dH_n
-    dh = dy @ w,   dw = dy.T @ h,   db = sum_n dy,        rows with dlogp_n = dH_n = 0 left out
+    dh = dy @ w,   dw = dy.T @ h,   db = sum_n dy,        rows with dlogp_n = dH_n = 0 left out where that is known
 
 Numerics: products in the input dtype, everything after them in fp32 (fp64 for fp64 inputs), dw accumulated in fp32. The
 target's column is kept apart: logp = -softplus(logsumexp over the others - z_target), which a confident target needs.
@@ -27,6 +27,7 @@ Shapes: N = packed tokens, D = model width, V = vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -67,7 +68,7 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
 def linear_logprob(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
-    target: Tensor,  # (N,) int64; ignore_index gives logp 0, entropy 0 and no gradient; None: every row counts
+    target: Tensor,  # (N,) int64; rows with ignore_index get logp 0, entropy 0, no gradient
     *,
     bias: Tensor | None = None,  # (V,)
     scale: float = 1.0,
@@ -77,12 +78,16 @@ def linear_logprob(
     entropy: bool = True,
     impl: Impl = "auto",
 ) -> TokenLogps:
-    """Log-prob of each target, and the entropy of its distribution; differentiable when gradients are enabled."""
+    """Log-prob of each target, and the entropy of its distribution; differentiable when gradients are enabled.
+
+    ignore_index=None says that every row counts, and spares a wait for the device to find out; a target outside the
+    vocabulary is then not refused but gets the log-prob NaN (triton) or an error of torch's own.
+    """
     head = _pick(hidden, weight, bias, target, scale, softcap, temperature, impl)
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy}
     kept = _kept_rows(target, weight.shape[0], ignore_index)
     rows, words = (hidden, target) if kept is None else (hidden[kept], target[kept])
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
         if torch.is_grad_enabled() and _any_requires_grad(hidden, weight, bias):
             logp, found = _Logprob.apply(rows, weight, bias, words, head, options)
         else:
@@ -97,7 +102,7 @@ def linear_logprob(
 def linear_logprob_loss(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
-    target: Tensor,  # (N,) int64; rows with ignore_index are never computed; None: every row counts
+    target: Tensor,  # (N,) int64; rows with ignore_index are never computed
     loss_fn: LossFn,
     *,
     bias: Tensor | None = None,  # (V,)
@@ -111,7 +116,7 @@ def linear_logprob_loss(
     """Sum of a loss over chunks of rows, with its gradients made in the same pass.
 
     `loss_fn(tokens, rows)` gets the TokenLogps of some rows and their (n,) numbers in `hidden`, and returns a scalar
-    and anything else, which is handed back in a list, one for each call. It must be token-separable: the sum of what
+    and anything else, which is handed back in a list, one for each chunk. It must be token-separable: the sum of what
     it gives for parts must be what it would give for the whole. It may be asked for a chunk again, so it must not keep
     count. Gradients reach hidden, weight and bias, not what loss_fn closes over. The backward of the loss runs once.
     """
@@ -120,7 +125,7 @@ def linear_logprob_loss(
     kept = _kept_rows(target, weight.shape[0], ignore_index)
     rows, words = (hidden, target) if kept is None else (hidden[kept], target[kept])
     extra: list[Any] = []
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
         if torch.is_grad_enabled() and _any_requires_grad(hidden, weight, bias):
             return _LogprobLoss.apply(rows, weight, bias, words, head, options, loss_fn, kept, extra), extra
         logp, found = head(rows, weight, bias, words, **options).score()[:2]
@@ -147,7 +152,7 @@ def linear_log_collision(
     for rows in hidden.split(block):
         z, _ = _logits(rows, weight, bias, scale, softcap, temperature)
         parts.append((2 * z).logsumexp(dim=1) - 2 * z.logsumexp(dim=1))
-    return torch.cat(parts) if parts else hidden.new_zeros(0)
+    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
 class _Kept(NamedTuple):
@@ -349,13 +354,19 @@ class _Logprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # lse and entropy are constants here: a second derivative would be wrong, not merely slow
     def backward(ctx, grad_logp, grad_entropy):
-        hidden, weight, bias, target, slope, *stats = ctx.saved_tensors
+        hidden, slope = ctx.saved_tensors[0], ctx.saved_tensors[4]
         if grad_logp is None and grad_entropy is None:
             return (None,) * 6
         if slope is not None and grad_entropy is None:
             return (slope * grad_logp.unsqueeze(1)).to(hidden.dtype), None, None, None, None, None
         if grad_logp is None:
             grad_logp = torch.zeros_like(grad_entropy)
+        with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
+            return _Logprob.recompute(ctx, grad_logp, grad_entropy)
+
+    @staticmethod
+    def recompute(ctx, grad_logp, grad_entropy):
+        hidden, weight, bias, target, slope, *stats = ctx.saved_tensors
         active = grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
         rows = active.nonzero().squeeze(1)
         if is_part := len(rows) < len(active):  # rows without a gradient are not recomputed
@@ -387,6 +398,8 @@ class _LogprobLoss(torch.autograd.Function):
 
         make = functools.partial(head_class, hidden, weight, bias, target, **options)
         head = _one_pass(make, ctx.needs_input_grad, gradients)
+        if not parts:  # no rows: the callable still says what comes of none
+            gradients(0, 0, TokenLogps(*head.score()[:2]))
         loss = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         for part, more in parts.values():
             loss += part
@@ -403,14 +416,19 @@ class _LogprobLoss(torch.autograd.Function):
         return *(_times(x, grad_loss) for x in gradients), None, None, None, None, None, None
 
 
+def _on(x: Tensor) -> Any:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
 def _times(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     if gradient is None:
         return None
-    if gradient.is_cuda:
+    if gradient.is_cuda and gradient.dtype != torch.float64:
         from kernels.scaled_exp import scale_unless_one
 
         return scale_unless_one(gradient, factor)
-    return gradient if factor == 1 else gradient.mul_(factor)
+    return gradient.mul_(factor)
 
 
 def _as(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:

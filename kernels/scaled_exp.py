@@ -21,7 +21,7 @@ Two ways to cut the work. In one pass with the loss, by rows: E of a chunk lives
 that comes later, by columns: c, S and g are known then, so each slice of d weight is made whole, once.
 
 A target so unlikely that E would overflow (log-prob under -68) is found by its S_n, and the row is done again with c_n
-the largest logit. Row order, chunking and N never change a log-prob: it depends on its own row alone.
+the largest logit. But for such rows, row order, chunking and N never change a log-prob: it depends on its row alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ LN2 = tl.constexpr(math.log(2.0))
 NOTHING = tl.constexpr(-1000.0)  # exp2 of it is 0, and 0 times it is 0, which -inf would not give
 TOO_LARGE = 2.0**99  # a sum of exponentials beyond this may be infinite, or about to be
 CHUNK = 4096  # rows of E held at a time
-PART = 1024  # rows of the fp32 product E @ weight held at a time: as fast as all at once, and small beside E
+PART = 512  # rows of the fp32 product E @ weight held at a time, for each 1024 of width: fast, and small beside E
+SCORED = 1 << 16  # rows scored at a time; each has a partial sum for every 256 words
 SLICE = 1 << 28  # elements of E held at a time when the work is cut by columns
 
 
@@ -110,7 +111,7 @@ def _exp_product(
         if BIAS:
             y += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
         word = tl.load(target + row, mask=row < rows, other=-1) - first_word
-        c = tl.load(reference + row, mask=row < rows, other=0.0)
+        c = tl.load(reference + row, mask=row < rows, other=float("inf"))  # rows past the end are 0, not bias alone
         d = _capped(y, scale, softcap, factor, SOFTCAP) - c[:, None]
         # Few tiles hold a target, and one the end of the vocabulary, past which there are zeros, not nothing.
         is_here = tl.max(((word >= n) & (word < n + BLOCK_N)).to(tl.int32), 0)
@@ -176,8 +177,9 @@ def _plan_rows(
         to_target *= 1.0 - (z / factor) * (z / factor)
     # A row done again has another reference than its target; one that is not a number stays as it is.
     again = there & (s >= limit) & (z == tl.load(reference + row, mask=there, other=0.0))
-    tl.store(goal + row, to_target, mask=there)
-    tl.store(rest + row, -k * g / t, mask=there)
+    # Zeros, whatever the row holds: one that takes no part may be anything, even NaN.
+    tl.store(goal + row, tl.where(is_active, to_target, 0.0), mask=there)
+    tl.store(rest + row, tl.where(is_active, -k * g / t, 0.0), mask=there)
     tl.store(active + row, is_active, mask=there)
     tl.atomic_add(counts, tl.sum(is_active.to(tl.int32), 0))
     tl.atomic_add(counts + 1, tl.sum(again.to(tl.int32), 0))
@@ -189,7 +191,8 @@ def _scale_rows(hidden, factor, out, width, hidden_stride, SCALE: tl.constexpr, 
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(hidden + row * hidden_stride + at, mask=at < width, other=0.0)
     if SCALE:
-        x = (x.to(tl.float32) * tl.load(factor + row)).to(x.dtype)
+        by = tl.load(factor + row)
+        x = tl.where(by == 0.0, 0.0, x.to(tl.float32) * by).to(x.dtype)
     tl.store(out + row * width + at, x, mask=at < width)
 
 
@@ -229,7 +232,7 @@ def _move_rows(e, stride, vocab, source, BLOCK: tl.constexpr):
 
 @triton.jit
 def _finish_hidden(
-    product, weight, target, rest, goal, source, out, width, weight_stride,
+    product, weight, target, rest, goal, source, out, vocab, width, weight_stride,
     MOVED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[row] = rest[row] product[i] + goal[row] weight[target[row]]; row is source[i] if rows were moved, else i."""
@@ -238,7 +241,7 @@ def _finish_hidden(
     row = i
     if MOVED:
         row = tl.load(source + i)
-    word = tl.load(target + row)
+    word = tl.minimum(tl.maximum(tl.load(target + row), 0), vocab - 1)  # of an id outside, `goal` is not a number
     x = tl.load(product + i * width + at, mask=at < width, other=0.0)
     if REST:
         x *= tl.load(rest + row)
@@ -266,7 +269,8 @@ def _finish_weight(
         for j in range(start, stop):
             row = tl.load(order + j)
             x = tl.load(hidden + row * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
-            total += x * tl.load(goal + row)
+            by = tl.load(goal + row)
+            total += tl.where(by == 0.0, 0.0, x * by)
         tl.store(out + i * width + at, total.to(out.dtype.element_ty), mask=at < width)
 
 
@@ -333,17 +337,16 @@ class TritonHead:
         self.k = scale / temperature
         self.factor = LOG2E / temperature * (scale if softcap is None else softcap)
         (self.num_rows, self.width), self.vocab = hidden.shape, weight.shape[0]
-        # Up to 2 D rows, the exponentials take no more memory than the fp32 sum over chunks that they spare.
-        num_chunks = -(-self.num_rows // max(CHUNK, 2 * self.width))
-        if num_chunks > 1:
-            num_chunks = -(-self.num_rows // CHUNK)
-        self.chunk = -(-self.num_rows // max(1, num_chunks)) or 1
+        self.chunk = _even(self.num_rows, CHUNK)
         self.careful = self.overflowed = False
         self.last: tuple[int, _Later] | None = None  # rows of the last chunk, and its counts
         self.exponentials = self.grad_hidden = self.grad_weight = self.grad_bias = self.goal = self.order = None
 
     def score(self) -> Stats:
-        stats = self._stats(0, self.num_rows, None)
+        parts = [self._stats(i, min(i + SCORED, self.num_rows), None) for i in range(0, max(1, self.num_rows), SCORED)]
+        stats = parts[0]
+        if len(parts) > 1:
+            stats = Stats(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))
         again = stats.sum >= TOO_LARGE
         if again.any():
             self._again(0, again.nonzero().squeeze(1), stats, None)
@@ -351,10 +354,13 @@ class TritonHead:
 
     def want(self, *, hidden: bool, weight: bool, bias: bool) -> None:
         device = self.hidden.device
+        if weight and self.weight_dtype != torch.float32 and self.num_rows <= 2 * self.width:
+            # All rows at once: the exponentials take no more memory than the fp32 sum over chunks that they spare.
+            self.chunk = max(1, self.num_rows)
         if hidden:
-            # In whole blocks of rows: until the gradient of a chunk is written, its place serves other ends.
-            padding = -(self.num_rows % self.chunk or self.chunk) % 32
-            shape = (self.num_rows + padding, self.width)
+            # Up to 31 rows more: until a chunk's gradient is written, its place serves other ends, in whole blocks.
+            last = self.num_rows % self.chunk or self.chunk
+            shape = (self.num_rows + max(-last % 32, -self.num_rows % 32), self.width)
             self.scratch = torch.empty(shape, dtype=self.hidden.dtype, device=device)
             self.grad_hidden = self.scratch[: self.num_rows]
         self.want_weight = weight
@@ -419,8 +425,9 @@ class TritonHead:
                 self.grad_weight = torch.mm(left, scaled).to(self.weight_dtype)
         if self.grad_hidden is None:
             return
-        for i in range(0, count, PART):
-            part = slice(i, min(i + PART, count))
+        step = PART * max(1, self.width // 1024)
+        for i in range(0, count, step):
+            part = slice(i, min(i + step, count))
             self._finish_hidden(_product(e[part, : self.vocab], self.weight), start, plan, part, rest=not rewritten)
 
     def finish(self) -> bool:
@@ -434,7 +441,8 @@ class TritonHead:
             self.grad_weight = torch.zeros_like(self.weight, dtype=self.weight_dtype)
         elif self.want_weight:
             total, self.grad_weight = self.grad_weight, None
-            self.grad_weight = total if total.dtype == self.weight_dtype else torch.empty_like(self.weight)
+            out = None if total.dtype == self.weight_dtype else torch.empty_like(self.weight, dtype=self.weight_dtype)
+            self.grad_weight = total if out is None else out
             self._finish_weight(total, self.grad_weight, 0)
         return True
 
@@ -478,7 +486,8 @@ class TritonHead:
 
     def _stats(self, start: int, stop: int, store: Tensor | None) -> Stats:
         rows, device = stop - start, self.hidden.device
-        logp, entropy, total, total_1, own, reference = torch.empty(6, rows, device=device).unbind()
+        logp, entropy = torch.empty(rows, device=device), torch.empty(rows, device=device)
+        total, total_1, own, reference = torch.empty(4, rows, device=device).unbind()
         stats = Stats(logp, entropy if self.entropy else None, total, total_1, own, reference)
         if rows == 0:
             return stats
@@ -527,7 +536,8 @@ class TritonHead:
     def _again(self, start: int, rows: Tensor, stats: Stats, store: Tensor | None) -> None:
         """Rows whose target is too unlikely to be the reference, in plain torch: there are few, if any."""
         for part in rows.split(256):
-            y = self.hidden[start + part].float() @ self.weight.float().T
+            with torch.autocast(self.hidden.device.type, enabled=False):
+                y = self.hidden[start + part].float() @ self.weight.float().T
             y = (y if self.bias is None else y + self.bias.float()) * self.scale
             y = y if self.softcap is None else self.softcap * torch.tanh(y / self.softcap)
             z = y * (self.k / self.scale)
@@ -599,7 +609,7 @@ class TritonHead:
         first = 0 if moved else part.start
         _finish_hidden[(part.stop - part.start, triton.cdiv(self.width, 1024))](
             product, self.weight, self.target[start + first :], plan.rest[first:], plan.goal[first:],
-            plan.source[part] if moved else None, self.grad_hidden[start + first :], self.width,
+            plan.source[part] if moved else None, self.grad_hidden[start + first :], self.vocab, self.width,
             self.weight.stride(0), MOVED=moved, REST=rest, BLOCK=1024,
         )  # fmt: skip
 
@@ -647,11 +657,20 @@ def supports(
     weight: Tensor,  # (V, D)
 ) -> str | None:
     """Why this path cannot take these tensors; None when it can."""
+    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device)[0] not in (9, 10):
+        return "this GPU has not the shared memory and copy engine of Hopper, which the kernel is made for"
+    if not hidden.is_cuda and not triton.knobs.runtime.interpret:
+        return f"device {hidden.device}: Triton runs on CUDA, elsewhere only under TRITON_INTERPRET=1"
     if hidden.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {hidden.dtype}: exponentials need the range of bfloat16 or float32"
     if hidden.shape[1] * hidden.element_size() % 16:
         return f"width {hidden.shape[1]}: rows must be a multiple of 16 bytes"
     return None
+
+
+def _even(rows: int, limit: int) -> int:
+    """Rows of each chunk when they are cut into as few as fit the limit, all about the same."""
+    return -(-rows // max(1, -(-rows // limit))) or 1
 
 
 def _front(active: Tensor) -> Tensor:  # (n,) which row comes to each place, for as many as are active

@@ -140,7 +140,7 @@ def exact_entropy(p: Problem) -> float:
 
 
 def sample(p: Problem) -> Problem:
-    """Few enough rows for a float64 run over the whole vocabulary; enough, on a GPU, for as many chunks as are timed."""
+    """Few enough rows for a float64 run over the whole vocabulary; enough, on a GPU, for the chunks that are timed."""
     return p.sample(5120 if p.hidden.is_cuda else 32)
 
 

@@ -354,7 +354,8 @@ class _Logprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # lse and entropy are constants here: a second derivative would be wrong, not merely slow
     def backward(ctx, grad_logp, grad_entropy):
-        hidden, slope = ctx.saved_tensors[0], ctx.saved_tensors[4]
+        saved = ctx.saved_tensors  # once: checkpointing allows no more
+        hidden, slope = saved[0], saved[4]
         if grad_logp is None and grad_entropy is None:
             return (None,) * 6
         if slope is not None and grad_entropy is None:
@@ -362,11 +363,11 @@ class _Logprob(torch.autograd.Function):
         if grad_logp is None:
             grad_logp = torch.zeros_like(grad_entropy)
         with torch.autocast(hidden.device.type, enabled=False), _on(hidden):
-            return _Logprob.recompute(ctx, grad_logp, grad_entropy)
+            return _Logprob.recompute(ctx, saved, grad_logp, grad_entropy)
 
     @staticmethod
-    def recompute(ctx, grad_logp, grad_entropy):
-        hidden, weight, bias, target, slope, *stats = ctx.saved_tensors
+    def recompute(ctx, saved, grad_logp, grad_entropy):
+        hidden, weight, bias, target, slope, *stats = saved
         active = grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
         rows = active.nonzero().squeeze(1)
         if is_part := len(rows) < len(active):  # rows without a gradient are not recomputed

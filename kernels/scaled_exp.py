@@ -45,6 +45,10 @@ SCORED = 1 << 16  # rows scored at a time; each has a partial sum for every 256 
 SLICE = 1 << 28  # elements of E held at a time when the work is cut by columns
 
 
+# Numbers of rows and words change from call to call, so no kernel is compiled anew for those that happen to be 1 or a
+# multiple of 16, or for a slice that is not aligned.
+
+
 @triton.jit
 def _capped(y, scale, softcap, factor, SOFTCAP: tl.constexpr):
     """Logits in log2 units. tanh is written with exp2 so that it runs everywhere; its error is absolute, 1e-7."""
@@ -57,7 +61,7 @@ def _capped(y, scale, softcap, factor, SOFTCAP: tl.constexpr):
     return z
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["target"])
 def _target_logit(
     hidden, weight, bias, target, own, reference, vocab, width, hidden_stride, weight_stride, scale, softcap, factor,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -81,7 +85,10 @@ def _target_logit(
     tl.store(reference + row, z)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "vocab", "first_word"],
+    do_not_specialize_on_alignment=["bias", "target", "reference", "sums", "moments"],
+)
 def _exp_product(
     hidden, weight, out, bias, target, reference, sums, moments, rows, vocab, width, scale, softcap, factor, first_word,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, STORE: tl.constexpr, SUMS: tl.constexpr, ENTROPY: tl.constexpr,
@@ -113,10 +120,13 @@ def _exp_product(
         word = tl.load(target + row, mask=row < rows, other=-1) - first_word
         c = tl.load(reference + row, mask=row < rows, other=float("inf"))  # rows past the end are 0, not bias alone
         d = _capped(y, scale, softcap, factor, SOFTCAP) - c[:, None]
-        # Few tiles hold a target, and one the end of the vocabulary, past which there are zeros, not nothing.
-        is_here = tl.max(((word >= n) & (word < n + BLOCK_N)).to(tl.int32), 0)
-        if (is_here > 0) | (n + BLOCK_N > vocab):
-            d = tl.where((column[None, :] == word[:, None]) | (column[None, :] >= vocab), NOTHING, d)
+        # Few tiles hold a target, and one the end of the vocabulary, past which there are zeros, not nothing. A row of
+        # NaN becomes zeros here, lest it spread through the products, and NaN again in _finish_rows.
+        is_bad = c != c
+        is_special = tl.max((((word >= n) & (word < n + BLOCK_N)) | is_bad).to(tl.int32), 0)
+        if (is_special > 0) | (n + BLOCK_N > vocab):
+            out_of = (column[None, :] == word[:, None]) | (column[None, :] >= vocab) | is_bad[:, None]
+            d = tl.where(out_of, NOTHING, d)
         e = tl.exp2(d)
         if SUMS:
             at = block.to(tl.int64) * rows + row
@@ -127,9 +137,9 @@ def _exp_product(
             out.store([m, n], e.to(out.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_blocks"], do_not_specialize_on_alignment=["sums", "moments"])
 def _finish_rows(
-    sums, moments, total, total_1, logp, entropy, rows, num_blocks,
+    sums, moments, own, total, total_1, logp, entropy, rows, num_blocks,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """S, 1 + S, log-prob and entropy of each row from its partial sums."""
@@ -143,7 +153,8 @@ def _finish_rows(
         s += tl.load(sums + at, mask=there, other=0.0)
         if ENTROPY:
             q += tl.load(moments + at, mask=there, other=0.0)
-    s1 = tl.sum(s, 0)
+    z = tl.load(own + row, mask=row < rows, other=0.0)
+    s1 = tl.where(z == z, tl.sum(s, 0), z)
     u = 1.0 + s1
     # log(1 + s) with the digits of a small s: log1p by Kahan's correction.
     log_total = tl.where(u == 1.0, s1, tl.log(u) * (s1 / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -154,7 +165,7 @@ def _finish_rows(
         tl.store(entropy + row, log_total - tl.sum(q, 0) * LN2 / u, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["grad_logp", "grad_entropy", "goal"])
 def _plan_rows(
     grad_logp, grad_entropy, logp, entropy, sums, total, own, reference, goal, rest, active, counts, rows, k, factor,
     limit, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
@@ -196,7 +207,7 @@ def _scale_rows(hidden, factor, out, width, hidden_stride, SCALE: tl.constexpr, 
     tl.store(out + row * width + at, x, mask=at < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab"])
 def _rewrite(
     e, stride, vocab, total, reference, entropy, grad_logp, grad_entropy, factor, k,
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
@@ -219,7 +230,7 @@ def _rewrite(
     tl.store(at, dz.to(e.dtype.element_ty), mask=column < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab"])
 def _move_rows(e, stride, vocab, source, BLOCK: tl.constexpr):
     """Row i becomes row source[i]. Sources that differ from their place are never places themselves."""
     i = tl.program_id(0).to(tl.int64)
@@ -230,7 +241,7 @@ def _move_rows(e, stride, vocab, source, BLOCK: tl.constexpr):
         tl.store(e + i * stride + column, value, mask=column < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["target", "rest", "goal", "source"])
 def _finish_hidden(
     product, weight, target, rest, goal, source, out, vocab, width, weight_stride,
     MOVED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
@@ -250,7 +261,7 @@ def _finish_hidden(
     tl.store(out + row * width + at, x.to(out.dtype.element_ty), mask=at < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_word"])
 def _finish_weight(
     product, out, hidden, goal, order, begin, first_word, width, hidden_stride,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
@@ -274,7 +285,7 @@ def _finish_weight(
         tl.store(out + i * width + at, total.to(out.dtype.element_ty), mask=at < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scale_unless_one(x, count, factor, BLOCK: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
@@ -500,7 +511,7 @@ class TritonHead:
         )  # fmt: skip
         sums, moments = self._exponentials(start, stop, reference, store)
         _finish_rows[(triton.cdiv(rows, 16),)](
-            sums, moments, total, total_1, logp, entropy, rows, len(sums), ENTROPY=self.entropy, ROWS=16, BLOCK=64
+            sums, moments, own, total, total_1, logp, entropy, rows, len(sums), ENTROPY=self.entropy, ROWS=16, BLOCK=64
         )
         return stats
 
@@ -518,10 +529,10 @@ class TritonHead:
         if words is None:
             sums = self._borrow(start, num_blocks, rows)
             moments = torch.empty(num_blocks, rows, device=device) if self.entropy else None
-        programs = min(_num_programs(device), triton.cdiv(rows, m) * num_blocks)
+        programs = _num_programs(device)
         # Without STORE nothing is written there, but a descriptor needs a tensor.
         out = hidden if store is None else store[:, :vocab]
-        _exp_product[(programs,)](
+        _exp_product[(min(programs, triton.cdiv(rows, m) * num_blocks),)](
             TensorDescriptor.from_tensor(hidden, [m, k]), TensorDescriptor.from_tensor(weight, [n, k]),
             TensorDescriptor.from_tensor(out, [m, n]), bias, self.target[start:stop], reference, sums, moments, rows,
             vocab, self.width, self.scale, 1.0 if self.softcap is None else self.softcap, self.factor,

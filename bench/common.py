@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,10 +139,11 @@ def alternate(
             torch.cuda.empty_cache()
     times: dict[str, list[float]] = {name: [] for name in peaks}
     time_one = cuda_milliseconds(torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")) if on_cuda else milliseconds
-    deadline = time.perf_counter() + seconds
+    deadline, order = time.perf_counter() + seconds, random.Random(0)
     while times and (time.perf_counter() < deadline or min(map(len, times.values())) < rounds):
-        for name, taken in times.items():
-            taken.append(time_one(providers[name]))
+        # In another order each round: what ran before decides how warm the machine is.
+        for name in order.sample(list(times), len(times)):
+            times[name].append(time_one(providers[name]))
     return {name: Timing(taken, peaks[name]) for name, taken in times.items()}
 
 

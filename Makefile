@@ -7,10 +7,10 @@ WORKERS ?= 2
 FAST := not slow and not gpu and not proof
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench proof tiny
+.PHONY: help setup demo test test-gpu check bench proof tiny
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv and install everything into it
 
@@ -28,6 +28,9 @@ demo: setup ## train the built-in tiny model with GRPO: accuracy before and afte
 
 test: setup ## all tests that need neither a GPU nor long runs
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "$(FAST)"
+
+test-gpu: setup ## the tests that need a CUDA device
+	$(PY) -m pytest -m gpu
 
 check: setup ## lint, format and the quick tests, before a commit
 	$(PY) -m ruff check .

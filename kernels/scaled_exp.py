@@ -197,14 +197,15 @@ def _plan_rows(
 
 
 @triton.jit
-def _scale_rows(hidden, factor, out, width, hidden_stride, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+def _scale_rows(hidden, factor, active, out, width, hidden_stride, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """out = factor * hidden, and 0 where the row takes no part: it may be anything, even NaN."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(hidden + row * hidden_stride + at, mask=at < width, other=0.0)
+    x = tl.load(hidden + row * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
     if SCALE:
-        by = tl.load(factor + row)
-        x = tl.where(by == 0.0, 0.0, x.to(tl.float32) * by).to(x.dtype)
-    tl.store(out + row * width + at, x, mask=at < width)
+        x *= tl.load(factor + row)
+    x = tl.where(tl.load(active + row) != 0, x, 0.0)
+    tl.store(out + row * width + at, x.to(out.dtype.element_ty), mask=at < width)
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -591,7 +592,7 @@ class TritonHead:
             if scaled is None:
                 scaled = torch.empty(padded, self.width, dtype=self.hidden.dtype, device=rest.device)
             _scale_rows[(rows, triton.cdiv(self.width, 1024))](
-                self.hidden[start:], rest, scaled, self.width, self.hidden.stride(0),
+                self.hidden[start:], rest, active, scaled, self.width, self.hidden.stride(0),
                 SCALE=grad_entropy is None and self.softcap is None, BLOCK=1024,
             )  # fmt: skip
         return Plan(rows, None, scaled, rest, goal, grad_logp, grad_entropy), active, counts

@@ -1,70 +1,44 @@
-"""Odd sizes on purpose: a prime vocabulary and row counts that no block divides, one row, none, all ignored."""
+"""The torch path. Odd sizes on purpose: a prime vocabulary and row counts that no block divides, one row, none."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import kernels.linear_logprob as fast
 from kernels import reference
+from tests.kernels import heads
+from tests.kernels.head_autograd import AROUND
+from tests.kernels.head_checks import CHECKS
+from tests.kernels.head_numerics import NUMERICS
+from tests.kernels.heads import ENTRIES, IGNORE, LOSSES, OPTIONS, TORCH_16, TORCH_32, TORCH_64, Case, is_close, make
+from tests.kernels.interpreter import IS_ON
 
 N, D, V = 23, 16, 101  # 101 is prime: no block of rows or columns fits evenly
-IGNORE = -100
-
-OPTIONS = {
-    "plain": {},
-    "temperature": {"temperature": 0.6},
-    "scale": {"scale": 0.25},
-    "softcap": {"softcap": 3.0},
-    "all": {"temperature": 1.7, "scale": 1.5, "softcap": 4.0},
-}
-LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "logp": lambda logp, entropy, c: (c[0] * logp).sum(),
-    "entropy": lambda logp, entropy, c: (c[1] * entropy).sum(),
-    "both": lambda logp, entropy, c: (c[0] * logp).sum() + (c[1] * entropy).sum(),
-}
+PATHS = {"float64": TORCH_64, "float32": TORCH_32, "bfloat16": TORCH_16}
 
 
-def make(n: int = N, d: int = D, v: int = V, *, dtype=torch.float64, bias: bool = True, seed: int = 0):
-    """hidden, weight, bias, target, and coefficients (2, N) that make a scalar of log-probs and entropies."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden, weight, b = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((n, d), (v, d), (v,)))
-    target = torch.randint(v, (n,), generator=generator)
-    coefficients = torch.randn(2, n, generator=generator, dtype=torch.float64)
-    tensors = (hidden.to(dtype), (weight / math.sqrt(d)).to(dtype), b.to(dtype) if bias else None)
-    return *tensors, target, coefficients
-
-
-def leaf(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().clone().requires_grad_()
-
-
-def run(function, hidden, weight, bias, target, coefficients, loss, **options) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Log-probs, entropies, and the gradients of hidden, weight and, if there is one, bias."""
-    leaves = [leaf(hidden), leaf(weight), leaf(bias)]
-    logp, entropy = function(leaves[0], leaves[1], target, bias=leaves[2], **options)
-    given = [x for x in leaves if x is not None]
-    gradients = torch.autograd.grad(LOSSES[loss](logp, entropy, coefficients.to(logp.dtype)), given)
-    return logp.detach(), entropy.detach(), list(gradients)
-
-
-def torch_same_dtype(hidden, weight, target, *, bias=None, scale=1.0, softcap=None, temperature=1.0):
-    """What plain torch does at this dtype: products in it, softmax in float32, all logits stored."""
-    y = hidden @ weight.T
-    y = (y if bias is None else y + bias).float() * scale
-    y = y if softcap is None else softcap * torch.tanh(y / softcap)
-    logp = (y / temperature).log_softmax(dim=-1)
-    return logp.gather(1, target.unsqueeze(1)).squeeze(1), -(logp.exp() * logp).sum(dim=-1)
+@pytest.fixture(autouse=True)
+def quiet():
+    """A CPU without bfloat16 instructions says so, and goes on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        yield
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Four rows at a time: the 23 rows take six blocks, the last of them incomplete."""
     monkeypatch.setattr(fast, "BLOCK_ELEMENTS", 4 * V + 3)
+
+
+# ---- values and gradients ----
 
 
 def test_value_by_hand():
@@ -77,185 +51,108 @@ def test_value_by_hand():
     assert out.logp.dtype == torch.float32
 
 
-def test_equal_logits_have_the_entropy_of_a_uniform_choice():
-    out = fast.linear_logprob(torch.zeros(3, D), torch.randn(V, D), torch.tensor([0, 50, 100]))
-    torch.testing.assert_close(out.entropy, torch.full((3,), math.log(V)))
-    torch.testing.assert_close(out.logp, torch.full((3,), -math.log(V)))
+@pytest.mark.parametrize("v", [2, 37, 331, 1009])
+@pytest.mark.parametrize("d", [16, 40, 72])
+@pytest.mark.parametrize("n", [1, 5, 131])
+def test_sizes(n, d, v):
+    heads.check(make(n, d, v), TORCH_32, temperature=0.7)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("loss", ["logp", "entropy", "both"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_agrees_with_reference_in_float64(small_blocks, options, bias, loss):
-    case = make(bias=bias)
-    logp, entropy, gradients = run(fast.linear_logprob, *case, loss, **OPTIONS[options])
-    want_logp, want_entropy, want_gradients = run(reference.linear_logprob, *case, loss, **OPTIONS[options])
-    assert logp.dtype == entropy.dtype == torch.float64
-    torch.testing.assert_close(logp, want_logp, atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(entropy, want_entropy, atol=1e-10, rtol=1e-10)
-    assert len(gradients) == (3 if bias else 2)
-    for got, want in zip(gradients, want_gradients, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
+@pytest.mark.parametrize("path", PATHS)
+def test_options(small_blocks, path, options, bias, loss):
+    heads.check(make(N, D, V, path=PATHS[path], bias=bias), PATHS[path], loss=loss, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_agrees_with_reference_in_float32(small_blocks, options):
-    case = make(dtype=torch.float32)
-    doubled = [x.double() if x.is_floating_point() else x for x in case]
-    logp, entropy, gradients = run(fast.linear_logprob, *case, "both", **OPTIONS[options])
-    want_logp, want_entropy, want_gradients = run(reference.linear_logprob, *doubled, "both", **OPTIONS[options])
-    assert logp.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logp.double(), want_logp, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-5, rtol=1e-5)
-    for got, want in zip(gradients, want_gradients, strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("path", PATHS)
+def test_without_entropy(small_blocks, path, options):
+    heads.check(make(N, D, V, path=PATHS[path]), PATHS[path], loss="logp", entropy=False, **OPTIONS[options])
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 instructions says so, and goes on
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("loss", ["logp", "entropy", "both"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_bfloat16_errs_no_more_than_plain_torch(small_blocks, options, loss):
+def test_bfloat16_errs_no_more_than_plain_torch(monkeypatch, options, loss, entry):
     """At most 1.5 times the error (in norm) of plain bfloat16 torch, against float64 on the same rounded inputs.
 
     Not once: each block's share of the weight gradient is rounded before it is added up in float32.
     """
-    case = make(n=61, d=64, dtype=torch.bfloat16)
-    doubled = [x.double() if x.is_floating_point() else x for x in case]
-    ours, plain, exact = (
-        (logp, entropy, *gradients)
-        for logp, entropy, gradients in (
-            run(fast.linear_logprob, *case, loss, **OPTIONS[options]),
-            run(torch_same_dtype, *case, loss, **OPTIONS[options]),
-            run(reference.linear_logprob, *doubled, loss, **OPTIONS[options]),
-        )
-    )
-    assert [x.dtype for x in ours] == [torch.float32] * 2 + [torch.bfloat16] * 3
-    for name, a, b, want in zip(("logp", "entropy", "hidden", "weight", "bias"), ours, plain, exact, strict=True):
-        error, torch_error = ((x.double() - want).norm().item() for x in (a, b))
+    monkeypatch.setattr(fast, "BLOCK_ELEMENTS", 4 * V + 3)
+    case = make(61, 64, V, path=TORCH_16)
+    ours = ENTRIES[entry](case, TORCH_16, loss=loss, **OPTIONS[options])
+    leaves = heads.leaves_of(case)
+    plain = heads.with_gradients(*plain_torch(case._replace(**leaves), loss, leaves, **OPTIONS[options]))
+    exact = heads.truth(case, loss=loss, **OPTIONS[options])
+    assert [ours[name].dtype for name in heads.NAMES] == [torch.bfloat16] * 3 and ours["logp"].dtype == torch.float32
+    for name, want in exact.items():
+        error, torch_error = ((x[name].double() - want).norm().item() for x in (ours, plain))
         assert error <= 1.5 * torch_error + 1e-6, f"{name}: {error} against torch's {torch_error}"
 
 
-@pytest.mark.parametrize("elements", [1, V - 1, V, 2 * V, 7 * V + 5, N * V, 1 << 25])
-def test_blocks_do_not_change_the_result(monkeypatch, elements):
-    case = make()
-    want = run(fast.linear_logprob, *case, "both", softcap=3.0)
-    monkeypatch.setattr(fast, "BLOCK_ELEMENTS", elements)
-    got = run(fast.linear_logprob, *case, "both", softcap=3.0)
-    for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-13, rtol=1e-13)
-
-
-@pytest.mark.parametrize("v", [1, 2, 7, 257])
-def test_one_row(v):
-    case = make(n=1, v=v)
-    got, want = (run(f, *case, "both", temperature=0.7) for f in (fast.linear_logprob, reference.linear_logprob))
-    for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
-
-
-def test_no_rows():
-    logp, entropy, gradients = run(fast.linear_logprob, *make(n=0), "both")
-    assert logp.shape == entropy.shape == (0,)
-    assert [tuple(g.shape) for g in gradients] == [(0, D), (V, D), (V,)]
-    assert all((g == 0).all() for g in gradients)
-
-
-def test_ignored_rows_give_zero_and_no_gradient(small_blocks):
-    hidden, weight, bias, target, c = make()
-    ignored = torch.arange(N) % 3 == 0
-    hidden[ignored] = math.nan  # must not even be read
-    logp, entropy, (grad_hidden, grad_weight, grad_bias) = run(
-        fast.linear_logprob, hidden, weight, bias, target.masked_fill(ignored, IGNORE), c, "both", softcap=3.0
-    )
-    kept = ~ignored
-    want = run(reference.linear_logprob, hidden[kept], weight, bias, target[kept], c[:, kept], "both", softcap=3.0)
-    assert (logp[ignored] == 0).all() and (entropy[ignored] == 0).all() and (grad_hidden[ignored] == 0).all()
-    torch.testing.assert_close(logp[kept], want[0], atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(entropy[kept], want[1], atol=1e-10, rtol=1e-10)
-    for got, expected in zip((grad_hidden[kept], grad_weight, grad_bias), want[2], strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
-
-
-def test_all_rows_ignored_give_a_differentiable_zero():
-    hidden, weight, bias, target, c = make()
-    logp, entropy, gradients = run(
-        fast.linear_logprob, hidden, weight, bias, torch.full_like(target, IGNORE), c, "both"
-    )
-    assert (logp == 0).all() and (entropy == 0).all() and logp.shape == (N,)
-    assert all((g == 0).all() for g in gradients)
-
-
-def test_another_ignore_index():
-    hidden, weight, bias, target, _ = make()
-    target[4] = 7
-    out = fast.linear_logprob(hidden, weight, target, bias=bias, ignore_index=7)
-    assert out.logp[4] == 0 and out.entropy[4] == 0
-    kept = target != 7
-    torch.testing.assert_close(out.logp[kept], reference.linear_logprob(hidden, weight, target, bias=bias)[0][kept])
-
-
-def test_non_contiguous_input(small_blocks):
-    hidden, weight, bias, target, c = make()
-    strided = (hidden.T.contiguous().T, weight.T.contiguous().T, bias, target.repeat_interleave(2)[::2], c)
-    assert not strided[0].is_contiguous() and not strided[1].is_contiguous() and not strided[3].is_contiguous()
-    got = run(fast.linear_logprob, *strided, "both", softcap=3.0)
-    want = run(reference.linear_logprob, hidden, weight, bias, target, c, "both", softcap=3.0)
-    for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
-
-
-def test_frozen_head_still_gives_the_hidden_gradient():
-    hidden, weight, bias, target, c = make()
-    want = run(reference.linear_logprob, hidden, weight, bias, target, c, "both")[2][0]
-    hidden = leaf(hidden)
-    logp, entropy = fast.linear_logprob(hidden, weight, target, bias=bias)
-    LOSSES["both"](logp, entropy, c).backward()
-    torch.testing.assert_close(hidden.grad, want, atol=1e-10, rtol=1e-10)
-    assert weight.grad is None and bias.grad is None
-
-
-def test_frozen_hidden_still_gives_the_head_gradient():
-    hidden, weight, bias, target, c = make()
-    want = run(reference.linear_logprob, hidden, weight, bias, target, c, "both")[2][1]
-    weight = leaf(weight)
-    logp, entropy = fast.linear_logprob(hidden, weight, target, bias=bias)
-    LOSSES["both"](logp, entropy, c).backward()
-    torch.testing.assert_close(weight.grad, want, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_head_of_another_dtype_gets_its_gradient_in_that_dtype():
-    hidden, weight, bias, target, c = make(dtype=torch.bfloat16)
-    weight32, bias32 = leaf(weight.float()), leaf(bias.float())
-    logp, entropy = fast.linear_logprob(hidden, weight32, target, bias=bias32)
-    assert torch.equal(logp, fast.linear_logprob(hidden, weight, target, bias=bias).logp)
-    LOSSES["both"](logp, entropy, c.float()).backward()
-    assert weight32.grad.dtype == bias32.grad.dtype == torch.float32
+def plain_torch(case: Case, loss: str, leaves: dict, *, scale=1.0, softcap=None, temperature=1.0) -> tuple:
+    """What plain torch does at this dtype: products in it, softmax in float32, all logits stored."""
+    y = (case.hidden @ case.weight.T + case.bias).float() * scale
+    y = y if softcap is None else softcap * torch.tanh(y / softcap)
+    z = (y / temperature).log_softmax(dim=-1)
+    logp, entropy = z.gather(1, case.target.unsqueeze(1)).squeeze(1), -(z.exp() * z).sum(dim=-1)
+    return LOSSES[loss](logp, entropy, case.c), leaves, logp, entropy
 
 
 def test_gradcheck(small_blocks):
-    hidden, weight, bias, target, _ = make(n=5, d=3, v=7)
+    case = make(5, 3, 7, path=TORCH_64)
+    target = case.target.clone()
     target[2] = IGNORE
 
     def function(h, w, b):
         return tuple(fast.linear_logprob(h, w, target, bias=b, scale=1.3, softcap=2.0, temperature=0.8))
 
-    assert torch.autograd.gradcheck(function, (leaf(hidden), leaf(weight), leaf(bias)))
+    assert torch.autograd.gradcheck(function, tuple(heads.leaves_of(case).values()))
 
 
-def test_second_derivatives_are_refused_rather_than_wrong():
-    """The backward treats lse and entropy as constants, so differentiating through it would drop terms."""
-    hidden, weight, _, target, c = make(n=3)
-    hidden, factor = leaf(hidden), leaf(c[0])
-    entropy = fast.linear_logprob(hidden, weight, target).entropy
-    (gradient,) = torch.autograd.grad((factor * entropy).sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("path", ["float32", "bfloat16"])
+def test_head_of_another_dtype_gets_its_gradient_in_that_dtype(path):
+    """bfloat16 hidden states of a float32 model under autocast, or the reverse."""
+    path = PATHS[path]
+    other = torch.float32 if path.dtype == torch.bfloat16 else torch.bfloat16
+    case = make(N, D, V, path=TORCH_16)  # exact in both
+    want = heads.truth(case)
+    mixed = Case(case.hidden.to(path.dtype), case.weight.to(other), case.bias.to(other), case.target, case.c)
+    same = case._replace(hidden=mixed.hidden, weight=mixed.weight.to(path.dtype), bias=mixed.bias.to(path.dtype))
+    for entry in ENTRIES.values():
+        got = entry(mixed, path)
+        assert [got[name].dtype for name in heads.NAMES] == [path.dtype, other, other]
+        assert torch.equal(got["logp"], entry(same, path)["logp"])
+        heads.assert_same(got, want, TORCH_16)
+
+
+# ---- blocks ----
+
+
+@pytest.mark.parametrize("elements", [1, V - 1, V, 2 * V, 7 * V + 5, N * V, 1 << 25])
+def test_blocks_do_not_change_the_result(monkeypatch, elements):
+    case = make(N, D, V, path=TORCH_64)
+    case.c[:, 3:8] = 0
+    want = {name: entry(case, TORCH_64, softcap=3.0) for name, entry in ENTRIES.items()}
+    monkeypatch.setattr(fast, "BLOCK_ELEMENTS", elements)
+    for name, entry in ENTRIES.items():
+        got = entry(case, TORCH_64, softcap=3.0)
+        heads.assert_same(got, want[name], TORCH_64._replace(values=1e-13, gradients=1e-13))
+
+
+def test_row_order_and_company_hardly_change_a_log_prob():
+    case = make(N, D, V)
+    logp = heads.scored(case, TORCH_32).logp
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
+    assert (heads.scored(case.rows(order), TORCH_32).logp - logp[order]).abs().max() <= 1e-6
+    for rows in (slice(0, 1), slice(4, 11), slice(20, N)):
+        assert (heads.scored(case.rows(rows), TORCH_32).logp - logp[rows]).abs().max() <= 1e-6
 
 
 def test_logits_are_never_kept_for_the_backward(small_blocks):
-    hidden, weight, bias, target, _ = make(n=400, d=4)
+    case = make(400, 4, V, path=TORCH_64)
     kept = []
 
     def keep(x: Tensor) -> Tensor:
@@ -263,31 +160,129 @@ def test_logits_are_never_kept_for_the_backward(small_blocks):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        fast.linear_logprob(leaf(hidden), leaf(weight), target, bias=leaf(bias), softcap=3.0)
-    assert kept and max(kept) <= max(hidden.numel(), weight.numel()) < 400 * V / 20
+        full = case._replace(**heads.leaves_of(case))
+        fast.linear_logprob(full.hidden, full.weight, full.target, bias=full.bias, softcap=3.0)
+    assert kept and max(kept) <= max(case.hidden.numel(), case.weight.numel()) < 400 * V / 20
+
+
+# ---- what is around it ----
+
+
+@pytest.mark.parametrize("check", CHECKS | AROUND)
+@pytest.mark.parametrize("path", PATHS)
+def test_check(path, check):
+    (CHECKS | AROUND)[check](PATHS[path])
+
+
+@pytest.mark.parametrize("check", NUMERICS)
+@pytest.mark.parametrize("path", ["float64", "float32"])
+def test_numerics(path, check):
+    NUMERICS[check](PATHS[path])
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_smallest_vocabularies(v):
+    heads.check(make(1, D, v, path=TORCH_64), TORCH_64, temperature=0.7)
+
+
+def test_another_ignore_index():
+    case = make(N, D, V)
+    case.target[4] = 7
+    out = heads.scored(case, TORCH_32, ignore_index=7)
+    kept = case.target != 7
+    assert out.logp[4] == 0 and out.entropy[4] == 0
+    is_close(out.logp[kept], heads.truth(case)["logp"][kept], 1e-6)
+
+
+def test_unlikely_targets(small_blocks):
+    """Log-probs of -70 to -300, which another path must do again."""
+    case = make(N, D, V)
+    case = heads.lifted(case, -torch.linspace(50, 260, N))
+    want = heads.truth(case)
+    assert want["logp"].max() < -50 and want["logp"].min() < -250
+    for entry in ENTRIES.values():
+        heads.assert_same(entry(case, TORCH_32), want, TORCH_32._replace(values=1e-4))
 
 
 def test_large_logits_stay_finite():
-    hidden, weight, _, target, c = make(dtype=torch.float32, bias=False)
-    logp, entropy, gradients = run(fast.linear_logprob, hidden * 1e4, weight, None, target, c, "both")
-    assert logp.isfinite().all() and (entropy.abs() < 1e-2).all()
-    assert all(g.isfinite().all() for g in gradients)
+    case = make(N, D, V, bias=False)
+    for entry in ENTRIES.values():
+        got = entry(case._replace(hidden=case.hidden * 1e4), TORCH_32)
+        assert got["logp"].isfinite().all() and (got["entropy"].abs() < 1e-2).all()
+        assert got["hidden"].isfinite().all() and got["weight"].isfinite().all()
 
 
-def test_bad_arguments_are_refused():
-    hidden, weight, bias, target, _ = make()
-    with pytest.raises(ValueError, match=r"hidden \(23, 16\), weight \(101, 15\)"):
-        fast.linear_logprob(hidden, weight[:, :-1], target)
-    with pytest.raises(ValueError, match=r"expected \(N, D\) and \(V, D\)"):
-        fast.linear_logprob(hidden.unsqueeze(0), weight, target)
-    with pytest.raises(ValueError, match=r"target \(22,\): expected \(23,\)"):
-        fast.linear_logprob(hidden, weight, target[:-1])
-    for temperature in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="temperature=.*must be above 0"):
-            fast.linear_logprob(hidden, weight, target, temperature=temperature)
+# ---- what is refused ----
 
 
-def test_bias_of_the_wrong_shape_is_refused():
-    hidden, weight, bias, target, _ = make()
-    with pytest.raises(ValueError, match=r"bias \(1,\): expected \(101,\)"):
-        fast.linear_logprob(hidden, weight, target, bias=bias[:1])  # would broadcast in silence
+@pytest.mark.parametrize("entry", [*ENTRIES, "scored"])
+def test_bad_arguments_are_refused(entry):
+    case = make(N, D, V)
+    run = heads.scored if entry == "scored" else ENTRIES[entry]
+    for wrong, message in (
+        ({"weight": case.weight[:, :-1]}, r"hidden \(23, 16\), weight \(101, 15\)"),
+        ({"hidden": case.hidden.unsqueeze(0)}, r"expected \(N, D\) and \(V, D\)"),
+        ({"target": case.target[:-1]}, r"target \(22,\): expected \(23,\)"),
+        ({"bias": case.bias[:1]}, r"bias \(1,\): expected \(101,\)"),  # would broadcast in silence
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(case._replace(**wrong), TORCH_32)
+    for option in ("temperature", "scale", "softcap"):
+        for value in (0.0, -1.0, math.nan):
+            with pytest.raises(ValueError, match=f"{option}={value}: must be above 0"):
+                run(case, TORCH_32, **{option: value})
+    with pytest.raises(ValueError, match="impl=cuda: there is auto, torch and triton"):
+        run(case, TORCH_32._replace(impl="cuda"))
+
+
+def test_an_unchecked_target_outside_the_vocabulary_is_no_number():
+    """Without an ignore_index nobody has looked at the targets."""
+    case = make(N, D, V)
+    case.target[3] = V
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        heads.scored(case, TORCH_32, ignore_index=None)
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES, "scored"])
+def test_a_distributed_head_is_refused_by_name(entry):
+    case = make(N, D, V)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for placement in (Replicate(), Shard(0)):
+            weight = distribute_tensor(case.weight, mesh, [placement])
+            run = heads.scored if entry == "scored" else ENTRIES[entry]
+            with pytest.raises(ValueError, match=r"weight: a DTensor; gather the head once with .full_tensor\(\)"):
+                run(case._replace(weight=weight), TORCH_32)
+            want = heads.scored(case, TORCH_32).logp
+            assert torch.equal(heads.scored(case._replace(weight=weight.full_tensor()), TORCH_32).logp, want)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_auto_is_torch_on_a_cpu():
+    case = make(N, D, V)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        picked = fast._pick(case.hidden.to(dtype), case.weight, None, case.target, 1.0, None, 1.0, "auto")
+        assert picked is fast.TorchHead
+
+
+@pytest.mark.skipif(IS_ON, reason="Triton's interpreter takes them")
+@pytest.mark.parametrize("entry", [*ENTRIES, "scored"])
+def test_triton_refuses_tensors_on_a_cpu(entry):
+    pytest.importorskip("triton")
+    case = make(N, D, V, path=TORCH_16)
+    run = heads.scored if entry == "scored" else ENTRIES[entry]
+    with pytest.raises(ValueError, match="impl=triton: .*; use impl=torch"):
+        run(case, TORCH_16._replace(impl="triton"))
+
+
+def test_reference_is_itself_right():
+    """By hand: two words, logits 0 and log 3, temperature 2."""
+    logp, entropy = reference.linear_logprob(
+        torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3.0)]]), torch.tensor([1]), temperature=2.0
+    )
+    p = math.sqrt(3) / (1 + math.sqrt(3))
+    assert logp.item() == pytest.approx(math.log(p), abs=1e-6)
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-6)

@@ -1,0 +1,61 @@
+"""Run a file's tests under Triton's interpreter, which must be switched on before Triton is imported.
+
+    @interpreted
+    def test_something(size): ...
+
+The first such test runs the whole file in a process of its own with TRITON_INTERPRET=1; this one and those after it
+report what became of them there. To debug one: TRITON_INTERPRET=1 python -m pytest tests/kernels/test_scaled_exp.py -k
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.entry import ROOT, environment
+
+IS_ON = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def interpreted(test: Callable) -> Callable:
+    if IS_ON:
+        return test
+
+    @functools.wraps(test)  # pytest sees the parameters of `test`
+    def report(*args, **kwargs) -> None:
+        file, name = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)").split("::")
+        found, printed = outcomes(file)
+        if name not in found:
+            pytest.fail(f"it did not run in the interpreter:\n{printed[-3000:]}", pytrace=False)
+        if found[name] is not None:
+            pytest.fail(found[name], pytrace=False)
+
+    return report
+
+
+@functools.cache
+def outcomes(file: str) -> tuple[dict[str, str | None], str]:
+    """How each test failed, None if it passed; and all that was printed."""
+    env = {key: value for key, value in environment().items() if not key.startswith("PYTEST_")}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "outcomes.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, f"--junitxml={out}", str(ROOT / file)],
+            cwd=ROOT, env={**env, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        printed = done.stdout + done.stderr
+        cases = ElementTree.parse(out).getroot().iter("testcase") if out.exists() else ()
+        return {case.get("name", ""): why(case) for case in cases}, printed
+
+
+def why(case: ElementTree.Element) -> str | None:
+    return next((child.text or child.get("message") for child in case if child.tag != "system-out"), None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import kernels.linear_logprob as fast
 from tests.kernels import heads
 from tests.kernels.head_checks import D, N, V, loss_of
 from tests.kernels.heads import ENTRIES, Case, Path, assert_same, is_close, make

@@ -393,12 +393,13 @@ class TritonHead:
         grad_entropy: Tensor | None,  # (N,)
     ) -> Plan | None:
         plan, active, counts = self._plan(start, stats, grad_logp, grad_entropy)
-        source, counts = _front(active), _Later(counts)
+        counts = _Later(counts)
         # To know how many rows there are the host must wait for the device, which then waits for the host. After one
         # whose rows all had a gradient a chunk is taken to be like it, and its counts are read while its products run.
         if self._last_was_full() and not self.careful:
             self.last = (len(active), counts)
             return plan
+        source = _front(active)  # queued before the wait, in case it is needed after
         count, num_again = counts.read()
         if num_again:
             again = (stats.sum >= TOO_LARGE) & (stats.own == stats.reference)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.nearest import suggest
+from data.progress import shown
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
 from data.user_code import attribute_of, load_module, told
@@ -45,7 +46,7 @@ def rows_and_formats(
         for dataset_idx, spec in enumerate(parsed)
     ]
     for spec, function in zip(parsed, functions, strict=True):
-        for row in load_rows(spec):
+        for row in shown(load_rows(spec), spec.path):
             yield spec, row, function
 
 

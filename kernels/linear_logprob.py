@@ -241,8 +241,7 @@ class TorchHead:
         grad_logp: Tensor,  # (N,) of these rows
         grad_entropy: Tensor | None,  # (N,)
     ) -> _Plan:
-        active = grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
-        return _Plan(active.nonzero().squeeze(1), grad_logp, grad_entropy)
+        return _Plan(_rows_with_gradient(grad_logp, grad_entropy), grad_logp, grad_entropy)
 
     def close(self, start: int, kept: _Kept, plan: _Plan) -> None:
         rows, grad_logp, grad_entropy = plan
@@ -286,6 +285,11 @@ class TorchHead:
             e = None if grad_entropy is None else grad_entropy[start:stop]
             self.close(start, kept, self.plan(start, kept, grad_logp[start:stop], e))
         self.finish()
+
+
+def _rows_with_gradient(grad_logp: Tensor, grad_entropy: Tensor | None) -> Tensor:  # (A,)
+    active = grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
+    return active.nonzero().squeeze(1)
 
 
 def _one_pass(
@@ -368,9 +372,8 @@ class _Logprob(torch.autograd.Function):
     @staticmethod
     def recompute(ctx, saved, grad_logp, grad_entropy):
         hidden, weight, bias, target, slope, *stats = saved
-        active = grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
-        rows = active.nonzero().squeeze(1)
-        if is_part := len(rows) < len(active):  # rows without a gradient are not recomputed
+        rows = _rows_with_gradient(grad_logp, grad_entropy)
+        if is_part := len(rows) < len(grad_logp):  # rows without a gradient are not recomputed
             grad_logp = grad_logp[rows]
             grad_entropy = None if grad_entropy is None else grad_entropy[rows]
             stats = [None if x is None else x[rows] for x in stats]
@@ -493,7 +496,7 @@ def _pick(
         return TorchHead
     from kernels import scaled_exp
 
-    reason = scaled_exp.supports(hidden, weight)
+    reason = scaled_exp.obstacle(hidden)
     if reason is not None and impl == "triton":
         raise ValueError(f"impl=triton: {reason}; use impl=torch")
     return TorchHead if reason is not None else scaled_exp.TritonHead

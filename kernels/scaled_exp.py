@@ -549,8 +549,7 @@ class TritonHead:
     def _again(self, start: int, rows: Tensor, stats: Stats, store: Tensor | None) -> None:
         """Rows whose target is too unlikely to be the reference, in plain torch: there are few, if any."""
         for part in rows.split(256):
-            with torch.autocast(self.hidden.device.type, enabled=False):
-                y = self.hidden[start + part].float() @ self.weight.float().T
+            y = _product(self.hidden[start + part], self.weight.T)
             y = (y if self.bias is None else y + self.bias.float()) * self.scale
             y = y if self.softcap is None else self.softcap * torch.tanh(y / self.softcap)
             z = y * (self.k / self.scale)
@@ -665,11 +664,10 @@ class _Later:
         return self.host.tolist()
 
 
-def supports(
+def obstacle(
     hidden: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
 ) -> str | None:
-    """Why this path cannot take these tensors; None when it can."""
+    """Why this path cannot take such rows; None when it can."""
     if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device)[0] not in (9, 10):
         return "this GPU has not the shared memory and copy engine of Hopper, which the kernel is made for"
     if not hidden.is_cuda and not triton.knobs.runtime.interpret:

@@ -143,12 +143,13 @@ def test_mask_and_attention_do_not_wait_for_the_device():
     spans = spans_of("packed")
     rows, length = spans.own_start.shape
     *inputs, _ = draw_inputs(rows, length, (16, 8, 128))
-    flex_attend(*inputs, block_mask(spans, length), scale=0.125)
-    torch.cuda.set_sync_debug_mode("error")
+    first = flex_attend(*inputs, block_mask(spans, length), scale=0.125)
+    torch.cuda.set_sync_debug_mode("error")  # a wait raises
     try:
-        flex_attend(*inputs, block_mask(spans, length), scale=0.125)
+        second = flex_attend(*inputs, block_mask(spans, length), scale=0.125)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, second)
 
 
 def test_flex_attend_refuses_odd_lengths_and_masks_of_other_rows():

@@ -85,6 +85,11 @@ def _target_logit(
     tl.store(reference + row, z)
 
 
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(
     do_not_specialize=["rows", "vocab", "first_word"],
     do_not_specialize_on_alignment=["bias", "target", "reference", "sums", "moments"],
@@ -130,9 +135,14 @@ def _exp_product(
         e = tl.exp2(d)
         if SUMS:
             at = block.to(tl.int64) * rows + row
-            tl.store(sums + at, tl.sum(e, 1), mask=row < rows)
-            if ENTROPY:
-                tl.store(moments + at, tl.sum(d * e, 1), mask=row < rows)
+            if ENTROPY and not UPCAST:  # both sums at once need fewer registers; the interpreter is slow at it
+                s, q = tl.reduce((e, d * e), 1, _add_both)
+                tl.store(sums + at, s, mask=row < rows)
+                tl.store(moments + at, q, mask=row < rows)
+            else:
+                tl.store(sums + at, tl.sum(e, 1), mask=row < rows)
+                if ENTROPY:
+                    tl.store(moments + at, tl.sum(d * e, 1), mask=row < rows)
         if STORE:
             out.store([m, n], e.to(out.dtype))
 

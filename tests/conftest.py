@@ -1,8 +1,7 @@
-"""What every test may use: outside assets, and skips for machines without a GPU or vLLM."""
+"""What every test may use: outside assets, and skips for machines without a GPU."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -39,8 +38,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed; pip install -e '.[vllm]'"))
 
 
 def _has_gpu() -> bool:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from rollout.model_folder import read_adapter
 from trainer.config import LoraConfig
 from trainer.reasons import first_line, why
-
-
-def read_adapter(folder: str) -> dict[str, Any]:
-    """The settings of a saved LoRA adapter."""
-    try:
-        saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model={folder}: its adapter_config.json cannot be read ({first_line(error)})") from None
-    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
-        raise ValueError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
-    if not saved.get("base_model_name_or_path"):
-        raise ValueError(f"model={folder}: adapter_config.json names no base_model_name_or_path; write it in")
-    return saved
 
 
 def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
-from trainer.adapters import attach_adapter, read_adapter
+from rollout.model_folder import read_adapter, resolve_model
+from trainer.adapters import attach_adapter
 from trainer.attention import attention_masks, choose_attention, load_name
 from trainer.config import LoraConfig, ModelConfig
-from trainer.model import Policy, causal_lm, load_causal_lm, load_tokenizer, pick_dtype, resolve_model, unsupported
+from trainer.model import Policy, causal_lm, load_causal_lm, load_tokenizer, pick_dtype, unsupported
 from trainer.reasons import first_line, why
 
 

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from data.chat import set_chat_template
 from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
-from trainer.adapters import add_adapter, attach_adapter, continue_adapter, read_adapter
+from rollout.model_folder import BUILTIN, read_adapter, resolve_model
+from trainer.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.attention import attention_masks, choose_attention, load_name, row_multiple, uses_flex
 from trainer.config import LoraConfig, ModelConfig
 from trainer.reasons import first_line, why
-
-BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny"}
 
 
 @dataclass
@@ -60,26 +59,6 @@ class Policy:
     @property
     def is_lora(self) -> bool:
         return hasattr(self.model, "peft_config")
-
-
-def resolve_model(name: str) -> str:
-    """A --model value -> hub id or folder that holds weights or an adapter."""
-    if name in BUILTIN:
-        return str(BUILTIN[name])
-    if name.startswith("builtin:"):
-        raise ValueError(f"model={name}: unknown built-in model; there is {', '.join(BUILTIN)}")
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists():
-            raise ValueError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
-        return name
-    if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
-        return str(folder)
-    if (folder / "final").is_dir():
-        return str(folder / "final")
-    if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
-        raise ValueError(f"model={name}: this run has not finished, it has no final/; finish it with --resume {name}")
-    raise ValueError(f"model={name}: holds neither config.json nor adapter_config.json nor a finished run")
 
 
 def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool) -> Policy:

@@ -1,0 +1,52 @@
+"""A --model value -> the folder or hub id behind it; shared by the trainer and the servers it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+BUILTIN = {"builtin:tiny": Path(__file__).resolve().parent.parent / "trainer" / "tiny"}
+
+
+def resolve_model(name: str) -> str:
+    """A --model value -> hub id or folder that holds weights or an adapter."""
+    if name in BUILTIN:
+        return str(BUILTIN[name])
+    if name.startswith("builtin:"):
+        raise ValueError(f"model={name}: unknown built-in model; there is {', '.join(BUILTIN)}")
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists():
+            raise ValueError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
+        return name
+    if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
+        return str(folder)
+    if (folder / "final").is_dir():
+        return str(folder / "final")
+    if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
+        raise ValueError(f"model={name}: this run has not finished, it has no final/; finish it with --resume {name}")
+    raise ValueError(f"model={name}: holds neither config.json nor adapter_config.json nor a finished run")
+
+
+def read_adapter(folder: str) -> dict[str, Any]:
+    """The settings of a saved LoRA adapter."""
+    try:
+        saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise ValueError(f"model={folder}: its adapter_config.json cannot be read ({said})") from None
+    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+        raise ValueError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
+    if not saved.get("base_model_name_or_path"):
+        raise ValueError(f"model={folder}: adapter_config.json names no base_model_name_or_path; write it in")
+    return saved
+
+
+def served_model(name: str) -> str:
+    """What a server loads for a --model value: an adapter's base (the adapter is sent to it later), else the model."""
+    found = resolve_model(name)
+    if (Path(found) / "adapter_config.json").exists():
+        found = resolve_model(str(read_adapter(found)["base_model_name_or_path"]))
+    folder = Path(found).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else found

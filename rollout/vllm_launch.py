@@ -1,0 +1,349 @@
+"""vLLM servers of our own: started with the right flags, watched while they start, ended with whoever started them.
+
+    server = launch(VllmConfig(), model="trainer/tiny", lora_rank=8, log_dir=Path("runs/dev/logs"))
+    with server:
+        wait_ready([server], timeout=600)
+        httpx.get(f"{server.url}/v1/models", headers=server.headers)
+
+Each server is the child of rollout/worker/strop_guard.py, which ends it when we die, even by kill -9.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rollout.options import LOOPBACK, VllmConfig
+from rollout.vllm_command import BASE, SUPPORTED, TOKEN, WORKER, find_python, serve_command, vllm_version
+from rollout.vllm_log import cause_of, is_port_taken, phase_of, read_tail
+
+__all__ = ["BASE", "SUPPORTED", "Launched", "find_python", "launch", "serve_command", "vllm_version", "wait_ready"]
+
+Say = Callable[[str], None]
+PORT_TRIES = 5
+SAY_EVERY = 15.0  # seconds between lines of progress within one phase
+STOP_WAIT = 25.0  # the guard takes at most 20 for TERM and KILL
+
+
+class Launched:
+    """One server and the processes that make it up. As a context manager it is stopped at the end."""
+
+    def __init__(self, cfg: VllmConfig, *, replica: int, token: str | None, log: Path | None, **serve: Any) -> None:
+        self.cfg = cfg
+        self.replica = replica
+        self.token = token
+        self.log = log  # None: the server writes to our own stderr
+        self.url = ""
+        self.num_starts = 0
+        self._serve = serve
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._group: int | None = None
+        self._port: socket.socket | None = None
+        self._scratch = ""
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._start()
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the guard and of everything in the server's group; empty when it has ended."""
+        guard = [self._guard.pid] if self._guard is not None and self._guard.poll() is None else []
+        return guard + (group_members(self._group) if self._group is not None else [])
+
+    def poll(self) -> int | None:
+        """Exit status once the server has ended (above 128: that signal), else None."""
+        return None if self._guard is None else self._guard.poll()
+
+    def tail(self, lines: int = 20) -> str:
+        """The end of its log."""
+        return "\n".join(self._text().splitlines()[-lines:])
+
+    def cause(self) -> str:
+        """Why it ended, in one line."""
+        status = self.poll() or 0
+        if status == 128 + signal.SIGILL:
+            return "its CPU lacks an instruction that this dtype needs (SIGILL); use --vllm.dtype float32"
+        if status == 128 + signal.SIGKILL and not self._text().strip():
+            return "it was killed (SIGKILL)"
+        return cause_of(self._text()) if self.log else f"it ended with status {status}; see above"
+
+    def phase(self) -> str:
+        return phase_of(self._text())
+
+    def restart(self) -> None:
+        """End what is left of it and start it again: on another port when we chose it, with a log of its own."""
+        self.stop()
+        if self.log is not None:
+            self.log = self.log.with_name(f"vllm-{self.replica}.{self.num_starts + 1}.log")
+        self._start()
+
+    def stop(self) -> None:
+        """End every process of this server and wait until they are gone. May be called again, from any thread."""
+        if os.getpid() != self._owner:  # a fork of ours at its end: the server is not its to end
+            return
+        with self._lock:
+            atexit.unregister(self.stop)
+            if self._port is not None:
+                self._port.close()
+                self._port = None
+            guard = self._guard
+            if guard is None or guard.stdin is None or guard.stdin.closed:
+                return
+            with contextlib.suppress(OSError):
+                guard.stdin.close()
+            try:
+                guard.wait(STOP_WAIT)
+            except subprocess.TimeoutExpired:  # someone stopped the guard itself
+                guard.kill()
+                guard.wait()
+            if self._group is not None and group_members(self._group):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._group, signal.SIGKILL)
+            self._group = None
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _text(self) -> str:
+        return read_tail(self.log) if self.log else ""
+
+    def _start(self) -> None:
+        self._port = reserve(self.cfg.host, self.cfg.port + self.replica if self.cfg.port else 0)
+        port = self._port.getsockname()[1]
+        try:
+            argv, env = serve_command(self.cfg, port=port, token=self.token, **self._serve)
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+            output = None if self.log is None else self.log.open("wb")
+        except BaseException:
+            self._port.close()
+            raise
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.cfg.host, self.cfg.host)
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        # vLLM leaves sockets and files in the temporary folder; this one goes when it ends. The name of a socket has at
+        # most 107 characters, so a long path will not do.
+        home = tempfile.gettempdir()
+        self._scratch = tempfile.mkdtemp(prefix="strop-vllm-", dir=home if len(home) <= 40 else "/tmp")
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / f"torchinductor_{os.getuid()}"))  # kept
+        env["TMPDIR"] = self._scratch
+        read_end, write_end = os.pipe()
+        guard = [sys.executable, str(WORKER / "strop_guard.py"), "--scratch", self._scratch, "--pid-fd", str(write_end)]
+        try:
+            self._guard = subprocess.Popen(
+                [*guard, "--", *argv],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=env,
+                pass_fds=(write_end,),
+                start_new_session=True,  # Ctrl-C reaches us alone, and we end it
+            )
+        finally:
+            os.close(write_end)
+            if output is not None:
+                output.close()
+        atexit.register(self.stop)
+        with os.fdopen(read_end) as pipe:
+            said = pipe.readline().strip()
+        self._group = int(said) if said.isdigit() else None
+        self.num_starts += 1
+
+
+def launch(
+    cfg: VllmConfig,
+    *,
+    model: str,
+    lora_rank: int = 0,
+    log_dir: Path | None = None,
+    replica: int = 0,
+    device: str = "cpu",
+    max_model_len: int | None = None,
+    say: Say = print,
+    dtype: str = "auto",
+    colocate: bool = False,
+    first_gpu: int = 0,
+    trust_remote_code: bool = False,
+    token: str | None = None,
+) -> Launched:
+    """Start one server and return at once; wait_ready waits for it.
+
+    `first_gpu` is the first GPU that may be used when --vllm.devices names none: that after the trainer's, or 0 with
+    colocate. No `token`: that of STROP_VLLM_TOKEN, or a random one; "" lets in everybody who reaches the server.
+    """
+    check_host(cfg)
+    if token is None:
+        token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
+    gpus = gpus_of(cfg, replica, first_gpu) if device == "cuda" else []
+    log = None if log_dir is None else Path(log_dir) / f"vllm-{replica}.log"
+    server = Launched(
+        cfg,
+        replica=replica,
+        token=token or None,
+        log=log,
+        model=str(Path(model).resolve()) if Path(model).is_dir() else model,
+        device=device,
+        gpus=gpus,
+        lora_rank=lora_rank,
+        dtype=dtype,
+        colocate=colocate,
+        max_model_len=max_model_len,
+        trust_remote_code=trust_remote_code,
+    )
+    on = f" on GPU {','.join(gpus)}" if gpus else ""
+    say(f"vLLM server {replica}: starting{on} at {server.url}" + (f", log in {log}" if log else ""))
+    return server
+
+
+def check_host(cfg: VllmConfig) -> None:
+    """A server that others can reach needs a token that its trainer can be told."""
+    if cfg.host not in LOOPBACK and not os.environ.get(TOKEN):
+        raise ValueError(
+            f"vllm.host={cfg.host}: whoever reaches it could replace the weights; give server and trainer a token: "
+            f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
+        )
+
+
+def gpus_of(cfg: VllmConfig, replica: int, first_gpu: int) -> list[str]:
+    """Entries for CUDA_VISIBLE_DEVICES; numbers of ours count within the GPUs that we may see ourselves."""
+    size = cfg.tensor_parallel_size
+    start = replica * size
+    numbers = cfg.devices[start : start + size] or range(first_gpu + start, first_gpu + start + size)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(number) for number in numbers]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if max(numbers) >= len(names):
+        raise ValueError(
+            f"vllm.devices={' '.join(map(str, numbers))}: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPUs, "
+            f"counted from 0; show more, or lower --vllm.replicas or --vllm.tensor-parallel-size"
+        )
+    return [names[number] for number in numbers]
+
+
+def wait_ready(launched: Sequence[Launched], timeout: float, say: Say = print) -> None:
+    """Return when every server answers; ValueError says which failed and why. Ends none of them."""
+    begun = time.monotonic()
+    waiting = {server: ("", begun) for server in launched}  # the phase last told, and when
+    tries = {server: 1 for server in launched}
+    with httpx.Client(timeout=5.0, trust_env=False) as client:
+        while waiting:
+            for server in list(waiting):
+                name = f"vLLM server {server.replica}"
+                seconds = time.monotonic() - begun
+                if server.poll() is not None:
+                    _start_again(server, name, tries, say)
+                elif is_up(client, server):
+                    say(f"{name}: ready after {seconds:.0f} s")
+                    del waiting[server]
+                elif seconds > timeout:
+                    raise ValueError(
+                        f"vllm.startup_timeout={timeout:g}: {name.replace('vLLM ', '')} is still {server.phase()}; "
+                        f"raise it, or see {server.log or 'above'}"
+                    )
+                else:
+                    waiting[server] = _tell(server, name, seconds, waiting[server], say)
+            if waiting:
+                time.sleep(0.25)
+
+
+def is_up(client: httpx.Client, server: Launched) -> bool:
+    try:
+        status = client.get(f"{server.url}/health", headers=server.headers).status_code
+    except httpx.HTTPError:
+        return False
+    if status == 401:
+        raise ValueError(f"vllm.port={server.url.rpartition(':')[2]}: another server answers there; take another port")
+    return status == 200
+
+
+def _tell(server: Launched, name: str, seconds: float, last: tuple[str, float], say: Say) -> tuple[str, float]:
+    phase, now = server.phase(), time.monotonic()
+    if server.log is None or (phase == last[0] and now - last[1] < SAY_EVERY):
+        return last
+    say(f"{name}: {seconds:.0f} s, {phase}")
+    return phase, now
+
+
+def _start_again(server: Launched, name: str, tries: dict[Launched, int], say: Say) -> None:
+    """Another port, if that was all that was wrong and the port was our choice; else the reason, as an error."""
+    taken = is_port_taken(server.tail(lines=2000))
+    if taken and server.cfg.port:
+        port = server.cfg.port + server.replica
+        raise ValueError(f"vllm.port={port}: is in use; stop what uses it, or pass 0 for a free one")
+    if not taken or tries[server] == PORT_TRIES:
+        where = f" (log: {server.log})" if server.log else ""
+        raise ValueError(f"{name}: did not start: {server.cause()}{where}")
+    tries[server] += 1
+    server.restart()
+    say(f"{name}: its port was taken meanwhile, trying {server.url}")
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen. It keeps `port` (0: a free one) from everybody but a server that sets
+    SO_REUSEADDR and SO_REUSEPORT, as vLLM does, so that nobody can take it between our choice and the server's bind.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        if port:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:  # vLLM 0.24 would share a port with another vLLM
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                probe.listen(1)
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+    except socket.gaierror:
+        raise ValueError(f"vllm.host={host}: is no address of this machine; use 127.0.0.1") from None
+    except PermissionError:
+        raise ValueError(f"vllm.port={port}: is not allowed for this user; take one above 1023, or 0") from None
+    except OSError as error:
+        what = "is in use; stop what uses it, or pass 0 for a free one"
+        if "assign" in str(error):
+            raise ValueError(f"vllm.host={host}: is no address of this machine; use 127.0.0.1") from None
+        raise ValueError(f"vllm.port={port}: {what}") from None
+    return held
+
+
+def group_members(group: int) -> list[int]:
+    """Living processes of a process group, from /proc; just its leader where there is no /proc."""
+    found = []
+    try:
+        entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        entries = [group]
+    for pid in entries:
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == group and not _is_zombie(pid):
+                found.append(pid)
+    return sorted(found)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False

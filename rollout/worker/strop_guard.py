@@ -1,0 +1,136 @@
+"""Runs a command in a process group of its own and ends that group when whoever started this is gone.
+
+    python strop_guard.py [--pid-fd N] [--scratch FOLDER] -- COMMAND ...
+
+The starter holds the other end of our stdin. When it closes it, or dies by whatever signal, stdin reaches its end and
+the group gets TERM, 15 seconds, KILL. SIGTERM and SIGINT to this process do the same. Else the command's exit status is
+passed on, and what it left running is ended too. Then the shared memory that a killed group leaves behind is removed,
+and the folder --scratch. The command's process id, which is also the group's, is written to file descriptor --pid-fd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+GRACE = 15.0  # seconds between TERM and KILL
+CHECK = 1.0  # seconds between looks at our parent: a fork of it may hold stdin open for longer than it lives
+# Of Python's multiprocessing: its resource tracker removes them, unless it was killed with the rest. vLLM's are 400 MB.
+SHARED = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
+SUBREAPER, DEATH_SIGNAL = 36, 1  # of Linux's prctl
+
+
+def prctl(option: int, value: int) -> None:
+    """Other systems have no such call, and go without."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def end_with_guard() -> None:
+    """In the command, before it starts: kill -9 of the guard must not leave it running either."""
+    prctl(DEATH_SIGNAL, signal.SIGTERM)
+
+
+def run(command: list[str], pid_fd: int | None) -> int:
+    # Orphans of the command come to us and not to process 1, which in a container may never take their status.
+    prctl(SUBREAPER, 1)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    os.set_blocking(read_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda got, _frame: asked.append(got))
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes select
+    parent = os.getppid()
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_guard)
+    if pid_fd is not None:
+        os.write(pid_fd, f"{child.pid}\n".encode())
+        os.close(pid_fd)
+    watched = [0, read_end]
+    while child.poll() is None and not asked and os.getppid() == parent:
+        ready, _, _ = select.select(watched, [], [], CHECK)
+        if read_end in ready:
+            os.read(read_end, 4096)
+        if 0 in ready and not os.read(0, 4096):
+            break
+    end_group(child)
+    status = child.wait()
+    return 128 - status if status < 0 else status
+
+
+def end_group(child: subprocess.Popen[bytes]) -> None:
+    """TERM, grace, KILL, for what is left of the group; returns when nothing is."""
+    shared = shared_memory(child.pid)
+    try:
+        signal_group(child)
+    finally:
+        for path in shared:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def shared_memory(group: int) -> set[str]:
+    """Files in memory that processes of the group have mapped."""
+    found: set[str] = set()
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, ValueError):  # not a process, or gone meanwhile
+            if os.getpgid(int(name)) == group:
+                with open(f"/proc/{name}/maps", encoding="utf-8", errors="replace") as maps:
+                    found |= set(SHARED.findall(maps.read()))
+    return found
+
+
+def signal_group(child: subprocess.Popen[bytes]) -> None:
+    for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not is_alive(child):
+                return
+            time.sleep(0.05)
+
+
+def is_alive(child: subprocess.Popen[bytes]) -> bool:
+    """Whether the group has a member, once the dead ones have been taken away."""
+    if child.poll() is not None:  # not before: its own status must stay for Popen to find
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-child.pid, os.WNOHANG)[0]:
+                pass
+    try:
+        os.killpg(child.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main(argv: list[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    words, command = argv[:cut], argv[cut + 1 :]
+    options = dict(zip(words[::2], words[1::2], strict=False))
+    if not command or len(words) % 2 or not set(options) <= {"--pid-fd", "--scratch"}:
+        print("usage: python strop_guard.py [--pid-fd N] [--scratch FOLDER] -- COMMAND ...", file=sys.stderr)
+        return 2
+    try:
+        return run(command, int(options["--pid-fd"]) if "--pid-fd" in options else None)
+    except OSError as error:
+        print(f"{command[0]}: could not be started ({error.strerror})", file=sys.stderr)
+        return 127
+    finally:
+        if "--scratch" in options:
+            shutil.rmtree(options["--scratch"], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""Who may talk to a server: every route, vLLM's control routes too, asks for the token of STROP_VLLM_TOKEN.
+
+    python -m vllm.entrypoints.openai.api_server --middleware strop_token.TokenCheck ...
+
+vLLM's own --api-key guards only part of its routes: /collective_rpc, /pause and /metrics stay open. This file is found
+by the server through PYTHONPATH and imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+VARIABLE = "STROP_VLLM_TOKEN"
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class TokenCheck:
+    """ASGI middleware: requests without `Authorization: Bearer TOKEN` get 401, websockets are closed."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], token: str | None = None) -> None:
+        token = os.environ.get(VARIABLE, "") if token is None else token
+        if not token:  # without one the check would let everybody in, or nobody
+            raise ValueError(f"{VARIABLE}: is not set in the server's environment; set it, or leave out --middleware")
+        self.app = app
+        self.wanted = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self.is_allowed(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()  # websocket.connect; a close before it is accepted is answered by 403
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await refuse(send)
+
+    def is_allowed(self, scope: dict[str, Any]) -> bool:
+        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self.wanted)  # takes the same time for any wrong one
+
+
+async def refuse(send: Send) -> None:
+    body = json.dumps({"error": f"this server wants the token of {VARIABLE} as Authorization: Bearer TOKEN"}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 401, "headers": [*headers, (b"www-authenticate", b"Bearer")]})
+    await send({"type": "http.response.body", "body": body})

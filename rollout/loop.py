@@ -1,0 +1,60 @@
+"""An asyncio loop in a thread of its own, so that requests go on while the thread that trains does something else.
+
+loop = Loop()
+future = loop.start(pool.generate(request, sampling))   # returns at once: a concurrent.futures.Future
+sampled = loop.run(pool.generate(request, sampling))    # waits
+loop.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+
+class Loop:
+    """Runs coroutines in a background thread; start and run may be called from any other thread."""
+
+    def __init__(self, name: str = "rollout") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begin; the future gives the result, and cancelling it cancels the coroutine."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("loop: is closed; nothing can be started on it")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+        """Begin and wait; a timeout or Ctrl-C here cancels the coroutine."""
+        assert threading.current_thread() is not self._thread, "run() inside its own loop would wait for ever"
+        future = self.start(work)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what is running and end the thread; more calls do nothing."""
+        if self._loop.is_closed():
+            return
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self._loop.close()

@@ -1,0 +1,294 @@
+"""One vLLM server over HTTP: token ids in, token ids and log-probs out, and the calls that control it.
+
+    server = VllmServer("http://127.0.0.1:8000", token="secret")
+    await server.connect()
+    segment = await server.generate([5, 6, 7], Sampling(max_tokens=8, stop_ids=(2,)), seed=11, max_tokens=8)
+    -> Segment(ids=[9, 8, 2], logps=[-0.1, -1.2, -0.3], finish="stop")
+
+Works with vLLM 0.24 and 0.32. Every reply is checked. Nothing is sent twice here: the pool knows what may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from rollout.http_client import HttpClient
+from rollout.types import Sampling
+from rollout.vllm_command import BASE, SUPPORTED, TOKEN
+from rollout.vllm_replies import Segment, error_text, read_scores, read_segment, sampling_params
+
+CONTROL_S = 60.0  # pause, resume and the like: they wait for one step of the engine at most
+ADAPTER_S = 120.0
+SLEEP_S = 300.0  # level 1 copies the weights to main memory
+EXTENSION = "strop_worker.Worker"
+SERVE = "start it with python -m rollout.serve"
+
+
+class ServerError(Exception):
+    """This server failed us (no connection, 5xx, garbage, too late): another one may do better."""
+
+
+class RefusedError(ValueError):
+    """The server refuses what we ask (4xx): asking again, or elsewhere, would not help."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    version: str  # of vLLM
+    model_len: int  # longest prompt and completion together
+    workers: int
+    extension: bool  # our worker extension is there: weights can be sent
+    lora: bool
+    dtype: str  # "float32"
+    logprobs_mode: str
+    instance: str  # another one means that the server was started anew
+    device_uuids: tuple[str, ...]  # of the workers' GPUs, where the extension says so
+    model: str  # folder or name it was started with
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a server that answers says about itself."""
+
+    instance: str
+    paused: bool
+    dirty: bool  # a transfer of weights ended in the middle
+
+
+class VllmServer:
+    def __init__(
+        self, url: str, *, token: str | None = None, timeout: float = 240.0, vocab_size: int | None = None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.vocab_size = vocab_size
+        self.info: ServerInfo | None = None
+        self.tag: str | None = None  # 0.32 marks tokens with the version it was told by set_version
+        self._http = HttpClient(self.url, token)
+
+    async def connect(self) -> None:
+        """Learn what the server is, and refuse one that could not serve us right."""
+        self.tag = None
+        version = str((await self._json("GET", "/version", timeout=CONTROL_S)).get("version"))
+        if not version.startswith(tuple(f"{release}." for release in SUPPORTED)):
+            known = " and ".join(f"{release}.x" for release in SUPPORTED)
+            raise RefusedError(f"vllm.url={self.url}: runs vLLM {version}, and only {known} are known to work; {SERVE}")
+        config = await self._config()
+        model, parallel = config["model_config"], config["parallel_config"]
+        if model["logprobs_mode"] != "processed_logprobs":
+            raise RefusedError(
+                f"vllm.url={self.url}: its log-probs leave out the temperature "
+                f"(logprobs_mode={model['logprobs_mode']}); start it with --logprobs-mode processed_logprobs"
+            )
+        # A body that is no request: the answer is 400 where the route is, 403 or 404 where it is not.
+        status, body = await self._send("POST", "/inference/v1/generate", b"{}", timeout=CONTROL_S)
+        if status in (403, 404):
+            raise RefusedError(
+                f"vllm.url={self.url}: does not take token ids ({error_text(body)}); start it with --enable-scale-out"
+            )
+        extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
+        workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
+        told = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
+        self.info = ServerInfo(
+            version=version,
+            model_len=int(model["max_model_len"]),
+            workers=int(workers),
+            extension=extension,
+            lora=config.get("lora_config") is not None,
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            logprobs_mode=model["logprobs_mode"],
+            instance=str(config.get("instance_id")),
+            device_uuids=tuple(str(worker["device_uuid"]) for worker in told if worker.get("device_uuid")),
+            model=str(model["model"]),
+        )
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        *,
+        seed: int | None,  # None: the server's own random numbers
+        max_tokens: int,
+        model: str = BASE,
+        version: int | None = None,  # of the weights, so that no cached keys of another version are used
+        timeout: float | None = None,
+    ) -> Segment:
+        """One completion, or the first part of it when the server is paused in between (finish "abort")."""
+        self._check_prompt(prompt_ids, max_tokens)
+        request: dict[str, Any] = {
+            "model": model,
+            "token_ids": prompt_ids,
+            "sampling_params": sampling_params(sampling, seed, max_tokens),
+        }
+        if version is not None:
+            request["cache_salt"] = f"v{version}"
+        tag = self.tag
+        reply = await self._json("POST", "/inference/v1/generate", request, timeout=timeout or self.timeout, reuse=True)
+        try:
+            return read_segment(reply, sampling, max_tokens=max_tokens, vocab_size=self.vocab_size, tag=tag)
+        except ValueError as error:
+            raise ServerError(f"{self.url}: {error}") from error
+
+    async def score(
+        self, ids: list[int], *, model: str = BASE, version: int | None = None, timeout: float | None = None
+    ) -> list[float]:
+        """Log-probs of ids[1:] at temperature 1, whatever is sampled."""
+        self._check_prompt(ids, 1)
+        request: dict[str, Any] = {
+            "model": model,
+            "token_ids": ids,
+            "sampling_params": {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+        }
+        if version is not None:
+            request["cache_salt"] = f"v{version}"
+        reply = await self._json("POST", "/inference/v1/generate", request, timeout=timeout or self.timeout, reuse=True)
+        try:
+            return read_scores(reply, ids)
+        except ValueError as error:
+            raise ServerError(f"{self.url}: {error}") from error
+
+    async def pause(self) -> None:
+        """Stop; running requests come back with what they have. Cached keys and values are dropped."""
+        await self._json("POST", "/pause?mode=abort&clear_cache=true", {}, timeout=CONTROL_S)
+
+    async def resume(self) -> None:
+        await self._json("POST", "/resume", {}, timeout=CONTROL_S)
+
+    async def rpc(self, method: str, *, timeout: float, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker; one result each.
+
+        Only we give up after `timeout`: a server of several workers that did would take a late answer for that of the
+        next call.
+        """
+        reply = await self._json("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=timeout)
+        results = reply.get("results")
+        if not isinstance(results, list):
+            raise ServerError(f"{self.url}: {method} came back without results")
+        return results
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        # load_inplace would read the folder again at every step.
+        body = {"lora_name": name, "lora_path": path, "load_inplace": False}
+        await self._call("POST", "/v1/load_lora_adapter", body, timeout=ADAPTER_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=CONTROL_S)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back; level 1 keeps the weights in main memory, level 2 drops them."""
+        await self._call("POST", f"/sleep?level={level}&mode=abort", {}, timeout=SLEEP_S)
+
+    async def wake(self, *tags: str) -> None:
+        """Take memory again: all of it, or "weights" first and "kv_cache" once the weights are there."""
+        query = urlencode([("tags", tag) for tag in tags])
+        await self._call("POST", f"/wake_up{'?' if query else ''}{query}", {}, timeout=SLEEP_S)
+
+    async def set_version(self, version: int) -> None:
+        """Tell 0.32 what to mark tokens with, and expect that mark from now on; 0.24 marks nothing."""
+        assert self.info is not None, "connect() first"
+        if self.info.version.startswith("0.24."):
+            return
+        await self._json("POST", "/update_weight_version", {"new_version": str(version)}, timeout=CONTROL_S)
+        self.tag = str(version)
+
+    async def check(self, timeout: float) -> Pulse:
+        """ServerError unless the API, the engine and the workers all answer in time."""
+        info = self.info
+        try:
+            async with asyncio.timeout(timeout):
+                await self._call("GET", "/health", None, timeout=timeout)
+                method = "strop_info" if info is not None and info.extension else "check_health"
+                told = await self.rpc(method, timeout=timeout)
+                paused = (await self._json("GET", "/is_paused", timeout=timeout)).get("is_paused") is True
+                instance = str((await self._config()).get("instance_id"))
+        except TimeoutError as error:
+            raise ServerError(f"{self.url}: its engine has not answered for {timeout:g} s") from error
+        except RefusedError as error:
+            raise ServerError(str(error)) from error
+        for worker in told:
+            if isinstance(worker, dict) and worker.get("error"):
+                raise ServerError(f"{self.url}: a worker failed ({worker['error']})")
+        dirty = any(isinstance(worker, dict) and worker.get("dirty") for worker in told)
+        return Pulse(instance=instance, paused=paused, dirty=dirty)
+
+    async def close(self) -> None:
+        self._http.close()
+
+    def _check_prompt(self, ids: list[int], max_tokens: int) -> None:
+        """Refuse what vLLM would refuse, or worse, cut short without a word."""
+        if not ids:
+            raise RefusedError("prompt_ids=[]: an empty prompt; give at least one token")
+        if self.info is not None and len(ids) + max_tokens > self.info.model_len:
+            raise RefusedError(
+                f"max_tokens={max_tokens}: the prompt of {len(ids)} tokens and its completion do not fit the "
+                f"server's context of {self.info.model_len}; raise vllm.max_model_len or lower max_completion_length"
+            )
+        if min(ids) < 0 or (self.vocab_size is not None and max(ids) >= self.vocab_size):
+            raise RefusedError(
+                f"prompt_ids: an id outside the model's vocabulary of {self.vocab_size}; "
+                "the tokenizer does not belong to this model"
+            )
+
+    async def _config(self) -> dict[str, Any]:
+        try:
+            reply = await self._json("GET", "/server_info?config_format=json", timeout=CONTROL_S)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            raise RefusedError(
+                f"vllm.url={self.url}: its control routes are off (VLLM_SERVER_DEV_MODE); {SERVE}", 404
+            ) from error
+        config = reply.get("vllm_config")
+        if not isinstance(config, dict) or not {"model_config", "parallel_config"} <= set(config):
+            raise ServerError(f"{self.url}: /server_info came back without a configuration")
+        return config
+
+    async def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float, reuse: bool = False
+    ) -> dict[str, Any]:
+        reply = await self._call(method, path, body, timeout=timeout, reuse=reuse)
+        try:
+            value = json.loads(reply)
+        except ValueError as error:
+            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is not JSON") from error
+        if not isinstance(value, dict):
+            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is no object")
+        return value
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, *, timeout: float, reuse: bool = False
+    ) -> bytes:
+        """The body of a 200, or an error that says whose fault it was."""
+        data = b"" if body is None else json.dumps(body).encode()
+        status, reply = await self._send(method, path, data, timeout=timeout, reuse=reuse)
+        if status == 200:
+            return reply
+        route = quote(path.split("?")[0])
+        # 408 and 429 ask for patience, not for another request.
+        if 400 <= status < 500 and status not in (408, 429):
+            raise RefusedError(f"vllm.url={self.url}: refuses {route} ({status} {error_text(reply)})", status)
+        raise ServerError(f"{self.url}: {route} failed ({status} {error_text(reply)})")
+
+    async def _send(
+        self, method: str, path: str, data: bytes, *, timeout: float, reuse: bool = False
+    ) -> tuple[int, bytes]:
+        route = path.split("?")[0]
+        try:
+            status, reply = await self._http.send(method, path, data, timeout=timeout, reuse=reuse)
+        except TimeoutError as error:
+            raise ServerError(f"{self.url}: {route} has not answered for {timeout:g} s") from error
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise ServerError(f"{self.url}: {route} failed ({type(error).__name__}: {error})") from error
+        if status == 401:
+            raise RefusedError(
+                f"vllm.url={self.url}: wants another token; set {TOKEN} to the one it was started with", status
+            )
+        return status, reply

@@ -1,0 +1,372 @@
+"""Routing, the checks of replies and the HTTP client; vLLM itself is met in tests/rollout/vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rollout.http_client import HttpClient
+from rollout.loop import Loop
+from rollout.types import Request, Sampling
+from rollout.vllm_member import Progress, finish, stop_end
+from rollout.vllm_pool import SLACK, Pool
+from rollout.vllm_replies import Segment, check_sampling, error_text, read_scores, read_segment, sampling_params
+from rollout.vllm_server import RefusedError, ServerError, VllmServer
+
+SAMPLING = Sampling(max_tokens=3, stop_ids=(2,))
+
+
+def reply_32(ids=(9, 8, 2), logps=(-0.1, -1.2, -0.3), finish_reason="stop", **choice):
+    """As vLLM 0.32 answers."""
+    content = [{"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []} for i, p in zip(ids, logps, strict=False)]
+    return {
+        "request_id": "generate-tokens-1",
+        "choices": [
+            {"index": 0, "finish_reason": finish_reason, "token_ids": list(ids), "logprobs": {"content": content}}
+            | choice
+        ],
+        "prompt_logprobs": None,
+    }
+
+
+def reply_24():
+    """As vLLM 0.24 answers: ids inside strings, no weight versions."""
+    content = [
+        {"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []}
+        for i, p in ((9, -0.1), (8, -1.2), (2, -0.3))
+    ]
+    choice = {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "stop",
+        "token_ids": [9, 8, 2],
+        "routed_experts": None,
+    }
+    return {"request_id": "x", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
+
+
+def read(reply, sampling=SAMPLING, **options):
+    return read_segment(reply, sampling, max_tokens=3, vocab_size=10, **options)
+
+
+@pytest.mark.parametrize("reply", [reply_24(), reply_32()], ids=["0.24", "0.32"])
+def test_both_releases_replies_are_read(reply):
+    assert read(reply) == Segment([9, 8, 2], [-0.1, -1.2, -0.3], "stop")
+
+
+def test_an_aborted_request_may_have_no_tokens():
+    assert read(reply_32((), (), "abort")) == Segment([], [], "abort")
+    assert read(reply_32((9,), (-0.1,), "abort", logprobs={"content": [{"logprob": -0.1}]})).ids == [9]
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ({}, "another shape"),
+        ({"choices": []}, "another shape"),
+        ({"choices": [None]}, "another shape"),
+        (reply_32(logps=(-0.1, -1.2)), "2 log-probs for 3 tokens"),
+        (reply_32(logps=(-0.1, float("nan"), -0.3)), "not finite"),
+        (reply_32(logps=(-0.1, float("-inf"), -0.3)), "not finite"),
+        (reply_32(logps=(-0.1, -9999.0, -0.3)), "not finite"),
+        (reply_32(logps=(-0.1, 0.5, -0.3)), "a log-prob of 0.5, above 0"),
+        (reply_32(logps=(-0.1, "x", -0.3)), "no numbers"),
+        (reply_32(logps=(-0.1, None, -0.3)), "no numbers"),
+        (reply_32(ids=(9, 10, 2)), "outside the vocabulary of 10"),
+        (reply_32(ids=(9, -1, 2)), "outside the vocabulary of 10"),
+        (reply_32(ids=(9, "8", 2)), "no integers"),
+        (reply_32(ids=(9, 8, 7)), "stopped at token [7]"),
+        (reply_32(ids=(), logps=()), "stopped at token []"),
+        (reply_32(finish_reason="error"), "finish_reason='error'"),
+        (reply_32(finish_reason=None), "finish_reason=None"),
+        (reply_32((9, 8), (-0.1, -0.2), "length"), "2 tokens (finish_reason=length) where 3 were asked for"),
+        (reply_32((9, 8, 7, 2), (-0.1,) * 4), "4 tokens"),
+    ],
+)
+def test_garbage_is_named(reply, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[")):
+        read(reply)
+
+
+def test_tokens_of_another_weight_version_are_refused():
+    spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
+    assert read(reply_32(weight_versions=spans[1:]), tag="5").finish == "stop"
+    assert read(reply_32(weight_versions=spans)).finish == "stop"  # nothing was expected
+    with pytest.raises(ValueError, match="weight version 4, 5, and it should hold 5"):
+        read(reply_32(weight_versions=spans), tag="5")
+
+
+def test_a_stop_string_may_end_with_any_token():
+    assert read(reply_32((9, 8), (-0.1, -0.2)), Sampling(stop=("x",))).ids == [9, 8]
+
+
+def test_scores_are_those_of_the_ids_asked_for():
+    entries = [None, {"6": {"logprob": -1.0, "rank": 3}}, {"7": {"logprob": -2.0}, "1": {"logprob": -0.1}}]
+    assert read_scores({"prompt_logprobs": entries}, [5, 6, 7]) == [-1.0, -2.0]
+    for broken in (None, entries[:2], [None, {"5": {"logprob": -1.0}}, entries[2]]):
+        with pytest.raises(ValueError, match="another shape"):
+            read_scores({"prompt_logprobs": broken}, [5, 6, 7])
+
+
+def test_what_is_sent_follows_the_sampling():
+    params = sampling_params(Sampling(temperature=0.7, max_tokens=9, stop_ids=(2, 3)), -1, 4)
+    assert params == {
+        "temperature": 0.7,
+        "max_tokens": 4,
+        "logprobs": 0,
+        "stop_token_ids": [2, 3],
+        "ignore_eos": True,
+        "detokenize": False,
+        "output_kind": 2,
+        "seed": 2**63 - 1,
+    }
+    params = sampling_params(Sampling(stop=("###",), top_p=0.9, top_k=5), None, 4)
+    assert (params["stop"], params["detokenize"], params["top_p"], params["top_k"]) == (["###"], True, 0.9, 5)
+    assert "seed" not in params
+
+
+def test_training_samples_come_from_the_whole_distribution():
+    check_sampling(Sampling(temperature=0.7), training=True)
+    check_sampling(Sampling(top_p=0.9, top_k=5, temperature=0.0), training=False)
+    for setting, message in (
+        ({"top_p": 0.9}, r"top_p=0.9: a training sample .* set 1"),
+        ({"top_k": 5}, r"top_k=5: a training sample .* set 0"),
+        ({"temperature": 0.005}, "temperature=0.005: vLLM samples at 0.01 or above"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"stop": ("",)}, "stop=''"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_sampling(Sampling(**setting), training=True)
+
+
+def test_error_replies_are_told_in_one_line():
+    assert error_text(b'{"error":{"message":"no such\\n model","code":404}}') == "no such model"
+    assert error_text(b'{"detail":"nope"}') == "nope"
+    assert error_text(b"Bad\n Gateway") == "Bad Gateway"
+
+
+def pool_of(count, **options):
+    return Pool([VllmServer(f"http://127.0.0.1:{9 + i}") for i in range(count)], say=lambda text: None, **options)
+
+
+def ready(pool, *loads):
+    for member, load in zip(pool.members, loads, strict=True):
+        member.state, member.version, member.in_flight = "ready", 1, load
+    return pool
+
+
+def test_the_emptiest_server_is_chosen():
+    pool = ready(pool_of(3), 5, 2, 9)
+    assert pool._choose(1).index == 1
+    pool.members[1].state = "out"
+    assert pool._choose(2).index == 0
+
+
+def test_a_prompt_stays_on_its_server_while_loads_are_close():
+    pool = ready(pool_of(2), 0, 1)
+    assert pool._choose(7).index == 0
+    pool.members[0].in_flight = 1 + SLACK
+    assert pool._choose(7).index == 0  # its keys and values are cached there
+    pool.members[0].in_flight = 2 + SLACK
+    assert pool._choose(7).index == 1
+    pool.members[0].in_flight = 0
+    assert pool._choose(7).index == 1  # this is where it lives now
+
+
+def test_a_full_server_is_not_chosen():
+    pool = ready(pool_of(2, max_in_flight=4), 4, 4)
+    assert pool._choose(1) is None
+    pool.members[1].in_flight = 3
+    assert pool._choose(1).index == 1
+
+
+def test_places_are_given_in_the_order_of_asking():
+    async def work():
+        pool = ready(pool_of(1, max_in_flight=1), 0)
+        order = []
+
+        async def take(name):
+            member = await pool._take(name)
+            order.append(name)
+            await asyncio.sleep(0)
+            pool._release(member)
+
+        tasks = [asyncio.ensure_future(take(i)) for i in range(6)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order == [0, 1, 2, 4, 5]
+        assert pool.members[0].in_flight == 0
+
+    asyncio.run(work())
+
+
+def test_waiting_for_a_server_ends_with_one_clear_error():
+    async def work():
+        pool = pool_of(2, patience=0.1)
+        tasks = [pool.generate(Request(prompt_ids=[1], seed=i), SAMPLING) for i in range(3)]
+        begin = time.monotonic()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert 0.05 < time.monotonic() - begin < 5
+        assert {str(error) for error in errors} == {
+            "vllm: no server was ready for 0.1 s (http://127.0.0.1:9: needs weights; http://127.0.0.1:10: needs "
+            "weights); the servers' logs may say more"
+        }
+        with pytest.raises(ServerError, match="no server was ready"):
+            await pool.generate(Request(prompt_ids=[1], seed=1), SAMPLING)
+
+    asyncio.run(work())
+
+
+def test_a_closed_pool_lets_nobody_wait():
+    async def work():
+        pool = pool_of(1)
+        task = asyncio.ensure_future(pool.generate(Request(prompt_ids=[1], seed=1), SAMPLING))
+        await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(ServerError, match="no server is left .*the pool is closed"):
+            await task
+
+    asyncio.run(work())
+
+
+def test_nothing_listens_at_a_dead_address():
+    async def work():
+        server = VllmServer("http://127.0.0.1:9")
+        for call in (server.connect(), server.check(1), server.pause(), server.rpc("strop_info", timeout=1)):
+            with pytest.raises(ServerError, match="http://127.0.0.1:9: /[a-z]+ failed .*refused|Connect call failed"):
+                await call
+
+    asyncio.run(work())
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_it_is_sent():
+    async def work():
+        server = VllmServer("http://127.0.0.1:9", vocab_size=10)
+        for ids, message in (([], "empty prompt"), ([1, 10], "vocabulary of 10"), ([-1], "vocabulary of 10")):
+            with pytest.raises(RefusedError, match=message):
+                await server.generate(ids, SAMPLING, seed=1, max_tokens=3)
+
+    asyncio.run(work())
+
+
+def test_spans_join_and_split_by_version():
+    done = Progress()
+    for ids, version in (([5, 6], 1), ([7], 1), ([], 2), ([8, 9], 3)):
+        done.add(Segment(ids, [-1.0] * len(ids), "abort"), version)
+    assert done.versions == [(1, 3), (3, 2)]
+    assert finish(done, "length").versions == [(1, 3), (3, 2)]
+    cut = finish(done, "stop", 4)
+    assert (cut.ids, len(cut.logps), cut.versions) == ([5, 6, 7, 8], 4, [(1, 3), (3, 1)])
+    assert finish(done, "stop", 3).versions == [(1, 3)]
+
+
+def test_a_stop_string_in_two_halves_is_found():
+    words = ["a", "b#", "##", "c", "###"]
+
+    def decode(ids):
+        return "".join(words[i] for i in ids)
+
+    sampling = Sampling(stop=("###",))
+    assert stop_end([0, 1, 3, 3], sampling, decode) is None
+    assert stop_end([0, 1, 2, 3, 4], sampling, decode) == 3
+    assert stop_end([0, 1, 2], sampling, None) is None
+
+
+async def serve(*replies: bytes):
+    """A server that answers each connection with the next of these bytes and closes it."""
+    queue = list(replies)
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(queue.pop(0))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    return server, HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+
+def test_http_replies_come_in_three_kinds():
+    async def work():
+        server, client = await serve(
+            b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 201 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\nTrailer: 1\r\n\r\n",
+            b"HTTP/1.0 404 No\r\n\r\nhello",
+        )
+        async with server:
+            assert [await client.send("GET", "/", timeout=5) for _ in range(3)] == [
+                (200, b"hello"),
+                (201, b"hello"),
+                (404, b"hello"),
+            ]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello",
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhel",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"x" * 3_000_000,
+    ],
+    ids=["nothing", "half", "not http", "too long", "half a chunk", "no length", "no end"],
+)
+def test_a_broken_reply_is_a_failed_server(reply):
+    async def work():
+        server, client = await serve(reply)
+        async with server:
+            vllm = VllmServer(f"http://127.0.0.1:{client.port}")
+            with pytest.raises(ServerError, match="/pause failed"):
+                await vllm.pause()
+
+    asyncio.run(work())
+
+
+def test_an_address_must_be_one():
+    for url in ("127.0.0.1:8000", "ftp://x", "http://"):
+        with pytest.raises(ValueError, match="is no address"):
+            HttpClient(url)
+    with pytest.raises(ValueError, match="STROP_VLLM_TOKEN"):
+        HttpClient("http://127.0.0.1", "a\r\nb")
+
+
+def test_loop_runs_starts_and_cancels():
+    loop = Loop()
+    cancelled = threading.Event()
+
+    async def wait():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def add(a, b):
+        await asyncio.sleep(0)
+        return a + b
+
+    assert loop.run(add(1, 2)) == 3
+    future = loop.start(add(3, 4))
+    assert future.result(5) == 7
+    with pytest.raises(TimeoutError):
+        loop.run(wait(), timeout=0.05)
+    assert cancelled.wait(5)
+    cancelled.clear()
+    loop.start(wait())
+    loop.run(add(0, 0))
+    loop.close()
+    assert cancelled.is_set()
+    loop.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        loop.start(add(1, 1))

@@ -1,0 +1,371 @@
+"""The client and the pool against a real server: numbers, seeds, stops, interruptions."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+
+import pytest
+import torch
+
+from rollout.local import StopCheck
+from rollout.types import Request, Sampling
+from rollout.vllm_pool import Pool
+from rollout.vllm_server import RefusedError, ServerError, VllmServer
+from tests.rollout.vllm.scripted import GENERATE, proxies, rewrite
+
+VOCAB = 275
+EOS = 2
+
+
+@cache
+def model_at(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def tokenizer_at(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def logps_by_transformers(folder, prompt, ids, temperature):
+    with torch.no_grad():
+        logits = model_at(folder)(torch.tensor([prompt + ids])).logits[0].float() / (temperature or 1.0)
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows[torch.arange(len(ids)), torch.tensor(ids)].tolist()
+
+
+def largest_gap(a, b):
+    assert len(a) == len(b)
+    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def prompts(folder, count=8):
+    tokenizer = tokenizer_at(folder)
+    return [tokenizer(f"[{i}1,{i + 2}]", add_special_tokens=False)["input_ids"] for i in range(count)]
+
+
+def with_server(fixture, work, **options):
+    """Run `work(server)` with a connected client."""
+
+    async def body():
+        server = VllmServer(fixture.url, token=fixture.token, vocab_size=VOCAB, **options)
+        await server.connect()
+        try:
+            return await work(server)
+        finally:
+            await server.close()
+
+    return asyncio.run(body())
+
+
+async def ready_pool(servers, **options):
+    pool = Pool(servers, say=lambda text: None, **options)
+    for member in pool.members:
+        await pool.refill(member, 1)
+    return pool
+
+
+def test_connect_learns_what_the_server_is(tied_server, untied_server):
+    async def info(server):
+        return server.info
+
+    tied, untied = with_server(tied_server, info), with_server(untied_server, info)
+    assert (tied.lora, untied.lora) == (True, False)
+    assert tied.version.startswith(("0.24.", "0.32."))
+    assert (tied.dtype, tied.logprobs_mode, tied.workers) == ("float32", "processed_logprobs", 1)
+    assert (tied.extension, tied.model_len) == (True, 256)
+    assert tied.instance != untied.instance
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logps_are_those_of_transformers(tied_server, untied_server, temperature):
+    sampling = Sampling(temperature=temperature, max_tokens=24, stop_ids=(EOS,))
+    for fixture in (tied_server, untied_server):
+
+        async def work(server, folder=fixture.model_folder):
+            calls = [
+                server.generate(prompt, sampling, seed=i, max_tokens=24) for i, prompt in enumerate(prompts(folder))
+            ]
+            return await asyncio.gather(*calls)
+
+        folder = fixture.model_folder
+        for prompt, segment in zip(prompts(folder), with_server(fixture, work), strict=True):
+            assert segment.finish == ("stop" if segment.ids[-1] == EOS else "length")
+            expected = logps_by_transformers(folder, prompt, segment.ids, temperature)
+            assert largest_gap(segment.logps, expected) <= 1e-4
+
+
+def test_scores_are_those_of_transformers_at_temperature_one(untied_server):
+    folder = untied_server.model_folder
+    ids = [*range(5, 45), EOS, 7, 8]
+
+    async def work(server):
+        return await server.score(ids)
+
+    scores = with_server(untied_server, work)
+    assert largest_gap(scores, logps_by_transformers(folder, ids[:1], ids[1:], 1.0)) <= 1e-4
+
+
+def test_a_seed_fixes_a_completion(tied_server):
+    sampling = Sampling(temperature=1.5, max_tokens=24)
+    prompt = prompts(tied_server.model_folder)[0]
+
+    async def work(server):
+        seeds = [3, 3, 4, 2**64 + 3, -5, None, None]
+        return await asyncio.gather(*(server.generate(prompt, sampling, seed=s, max_tokens=24) for s in seeds))
+
+    a, b, c, folded, negative, free, other_free = (segment.ids for segment in with_server(tied_server, work))
+    assert a == b == folded
+    assert a != c and c != negative and free != other_free
+
+
+def test_greedy_takes_the_likeliest_token(tied_server):
+    folder = tied_server.model_folder
+    prompt = prompts(folder)[3]
+
+    async def work(server):
+        return await server.generate(prompt, Sampling(temperature=0.0, max_tokens=6), seed=1, max_tokens=6)
+
+    ids = with_server(tied_server, work).ids
+    with torch.no_grad():
+        best = model_at(folder)(torch.tensor([prompt + ids])).logits[0].argmax(-1)
+    assert best[len(prompt) - 1 : -1].tolist() == ids
+
+
+def test_only_our_stop_ids_end_a_completion(tied_server):
+    """The model's generation_config names an end-of-text id; a Sampling without it goes on."""
+    prompt = prompts(tied_server.model_folder)[1]
+
+    async def work(server):
+        free = await server.generate(prompt, Sampling(temperature=0.0, max_tokens=64), seed=1, max_tokens=64)
+        stops = Sampling(temperature=0.0, max_tokens=64, stop_ids=(EOS,))
+        return free, await server.generate(prompt, stops, seed=1, max_tokens=64)
+
+    free, stopped = with_server(tied_server, work)
+    assert (free.finish, len(free.ids)) == ("length", 64)
+    assert EOS in free.ids
+    end = free.ids.index(EOS) + 1
+    assert (stopped.finish, stopped.ids) == ("stop", free.ids[:end])  # the stop token is kept
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it(tied_server):
+    folder = tied_server.model_folder
+    tokenizer, prompt = tokenizer_at(folder), prompts(folder)[0]
+    sampling = Sampling(temperature=1.5, max_tokens=64)
+
+    async def work(server):
+        free = await server.generate(prompt, sampling, seed=5, max_tokens=64)
+        text = tokenizer.decode(free.ids, skip_special_tokens=True)
+        stops = Sampling(temperature=1.5, max_tokens=64, stop=(text[4:6], "not there"))
+        return free, stops, await server.generate(prompt, stops, seed=5, max_tokens=64)
+
+    free, stops, stopped = with_server(tied_server, work)
+    whole = tokenizer.decode(stopped.ids, skip_special_tokens=True)
+    assert stopped.finish == "stop"
+    assert stopped.ids == free.ids[: len(stopped.ids)] and len(stopped.logps) == len(stopped.ids)
+    assert stops.stop[0] in whole
+    assert stops.stop[0] not in tokenizer.decode(stopped.ids[:-1], skip_special_tokens=True)
+    check = StopCheck(tokenizer, stops, torch.device("cpu"))
+    assert check.texts([stopped.ids], [True]) == [whole[: whole.index(stops.stop[0])]]
+
+
+def test_wrong_requests_are_refused_and_never_sent_again(tied_server):
+    prompt = prompts(tied_server.model_folder)[0]
+
+    async def work(server):
+        with pytest.raises(RefusedError, match="do not fit the server's context of 256"):
+            await server.generate(prompt, Sampling(max_tokens=256), seed=1, max_tokens=256)
+        with pytest.raises(RefusedError, match="404 .*nobody"):
+            await server.generate(prompt, Sampling(), seed=1, max_tokens=3, model="nobody")
+        with pytest.raises(RefusedError, match="refuses /v1/load_lora_adapter"):
+            await server.load_adapter("x", "/nowhere")
+        pool = await ready_pool([server])
+        pool.members[0].server.vocab_size = None
+        with pytest.raises(RefusedError, match="400 .*vocabulary"):
+            await pool.generate(Request(prompt_ids=[5, 7000], seed=1), Sampling(max_tokens=3))
+        assert pool.counts["retries"] == 0 and pool.members[0].state == "ready"
+
+    with_server(tied_server, work)
+
+
+def test_a_wrong_token_is_one_sentence(tied_server):
+    async def work():
+        with pytest.raises(RefusedError, match="wants another token; set STROP_VLLM_TOKEN"):
+            await VllmServer(tied_server.url, token="wrong").connect()
+
+    asyncio.run(work())
+
+
+def test_servers_that_would_serve_wrongly_are_refused(tied_server):
+    def version(value):
+        value["version"] = "0.30.1"
+
+    def mode(value):
+        value["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
+
+    info = "/server_info?config_format=json"
+
+    def status(path, code):
+        return lambda this, old, body: (code, b'{"error":"off"}') if this == path else (old, body)
+
+    async def work():
+        async with proxies(tied_server.url, tied_server.token) as (proxy,):
+            for change, message in (
+                (rewrite("/version", version), "runs vLLM 0.30.1, and only 0.24.x and 0.32.x are known to work"),
+                (rewrite(info, mode), "logprobs_mode=raw_logprobs.*--logprobs-mode processed_logprobs"),
+                (status(info, 404), "control routes are off"),
+                (status(GENERATE, 403), "does not take token ids"),
+            ):
+                proxy.change = change
+                with pytest.raises(RefusedError, match=message):
+                    await VllmServer(proxy.url).connect()
+
+    asyncio.run(work())
+
+
+def test_an_interrupted_greedy_run_equals_an_unbroken_one(untied_server):
+    """Emptied twice in the middle, each time given a new version; spans say which version made what."""
+    requests = [Request(prompt_ids=prompt, seed=i) for i, prompt in enumerate(prompts(untied_server.model_folder))]
+    sampling = Sampling(temperature=0.0, max_tokens=200)
+
+    async def work(server):
+        pool = await ready_pool([server])
+        unbroken = await pool.generate_all(requests, sampling)
+        task = asyncio.ensure_future(pool.generate_all(requests, sampling))
+        (member,) = pool.members
+        for version in (2, 3):
+            await asyncio.sleep(0.1)
+            await pool.empty(member)
+            assert (member.state, member.in_flight, member.tasks) == ("updating", 0, set())
+            await pool.refill(member, version)
+        broken = await task
+        server.tag = None
+        return pool, unbroken, broken
+
+    pool, unbroken, broken = with_server(untied_server, work)
+    for one, other in zip(unbroken, broken, strict=True):
+        assert other.ids == one.ids
+        assert largest_gap(other.logps, one.logps) <= 1e-4
+        assert one.versions == [(1, 200)] and one.resumes == 0
+        versions = [version for version, _ in other.versions]
+        assert versions == sorted(set(versions)) and set(versions) <= {1, 2, 3}
+        assert sum(count for _, count in other.versions) == 200
+    interrupted = [one for one in broken if one.resumes]
+    assert len(interrupted) == pool.counts["resumed_samples"] > 0
+    assert any(len(one.versions) > 1 for one in interrupted)
+
+
+def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_server):
+    request = Request(prompt_ids=prompts(untied_server.model_folder)[0], seed=7)
+    sampling = Sampling(temperature=1.5, max_tokens=200)
+
+    async def work(server):
+        async with proxies(untied_server.url, untied_server.token) as (proxy,):
+            through = VllmServer(proxy.url, vocab_size=VOCAB)
+            await through.connect()
+            proxy.seen.clear()
+            pool = await ready_pool([through])
+            task = asyncio.ensure_future(pool.generate(request, sampling))
+            await asyncio.sleep(0.1)
+            await pool.empty(pool.members[0])
+            await pool.refill(pool.members[0], 2)
+            return await task, [body for path, body in proxy.seen if path == GENERATE]
+
+    sampled, (first, second) = with_server(untied_server, work)
+    count = sampled.versions[0][1]
+    assert first["sampling_params"]["seed"] == 7 != second["sampling_params"]["seed"]
+    assert second["token_ids"] == request.prompt_ids + sampled.ids[:count]
+    assert second["sampling_params"]["max_tokens"] == 200 - count
+    assert (first["cache_salt"], second["cache_salt"]) == ("v1", "v2")
+    expected = logps_by_transformers(untied_server.model_folder, request.prompt_ids, sampled.ids, 1.5)
+    assert largest_gap(sampled.logps, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_stop_string_across_an_interruption_is_not_missed(untied_server, decodes):
+    """The proxy ends a greedy completion early, in the middle of what will be the stop string."""
+    folder = untied_server.model_folder
+    tokenizer, prompt = tokenizer_at(folder), prompts(folder)[2]
+
+    def decode(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    async def work(server):
+        free = await server.generate(prompt, Sampling(temperature=0.0, max_tokens=64), seed=1, max_tokens=64)
+        visible = [i for i, token in enumerate(free.ids) if decode([token])]
+        middle = visible[2]
+        stop = decode(free.ids[: visible[3] + 1])[-2:]
+        cuts = iter([middle + 1])
+
+        def interrupt(value):
+            (choice,) = value["choices"]
+            if (count := next(cuts, None)) is not None:
+                choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:count], "abort"
+                choice["logprobs"]["content"] = choice["logprobs"]["content"][:count]
+
+        async with proxies(untied_server.url, untied_server.token) as (proxy,):
+            proxy.change = lambda path, status, body: (status, body)
+            through = VllmServer(proxy.url, vocab_size=VOCAB)
+            await through.connect()
+            proxy.change = rewrite(GENERATE, interrupt)
+            pool = await ready_pool([through])
+            sampling = Sampling(temperature=0.0, max_tokens=64, stop=(stop,))
+            whole = await server.generate(prompt, sampling, seed=1, max_tokens=64)
+            options = {"decode": decode} if decodes else {}
+            return whole, await pool.generate(Request(prompt_ids=prompt, seed=1), sampling, **options)
+
+    whole, sampled = with_server(untied_server, work)
+    assert (sampled.ids, sampled.finish_reason) == (whole.ids, "stop")
+    assert largest_gap(sampled.logps, whole.logps) <= 1e-4
+
+
+def test_tokens_of_a_version_the_server_should_not_hold_are_found(tied_server):
+    prompt, sampling = prompts(tied_server.model_folder)[0], Sampling(max_tokens=3)
+
+    async def work(server):
+        if server.info.version.startswith("0.24."):
+            pytest.skip("vLLM 0.24 does not mark tokens")
+        await server.set_version(5)
+        assert (await server.generate(prompt, sampling, seed=1, max_tokens=3)).finish == "length"
+        other = VllmServer(tied_server.url, token=tied_server.token)
+        await other.connect()
+        await other.set_version(6)
+        with pytest.raises(ServerError, match="tokens of weight version 6, and it should hold 5"):
+            await server.generate(prompt, sampling, seed=1, max_tokens=3)
+
+    with_server(tied_server, work)
+
+
+def test_sleep_and_wake_are_answered(tied_server):
+    prompt = prompts(tied_server.model_folder)[0]
+
+    async def work(server):
+        await server.sleep(1)
+        await server.wake()
+        await server.resume()
+        assert not (await server.check(30)).paused
+        return await server.generate(prompt, Sampling(max_tokens=3), seed=1, max_tokens=3)
+
+    assert len(with_server(tied_server, work).ids) == 3
+
+
+def test_five_hundred_requests_at_a_time_each_come_back_once(untied_server):
+    folder = untied_server.model_folder
+    tokens = [prompt for prompt in prompts(folder, 16) for _ in range(32)]
+    requests = [Request(prompt_ids=prompt, seed=i) for i, prompt in enumerate(tokens)]
+    sampling = Sampling(max_tokens=8, stop_ids=(EOS,))
+
+    async def work(server):
+        pool = await ready_pool([server], max_in_flight=512)
+        return pool, await pool.generate_all(requests, sampling)
+
+    pool, sampled = with_server(untied_server, work)
+    assert len(sampled) == 512 and pool.members[0].in_flight == 0 and pool.counts["retries"] == 0
+    for request, one in list(zip(requests, sampled, strict=True))[::37]:
+        expected = logps_by_transformers(folder, request.prompt_ids, one.ids, 1.0)
+        assert largest_gap(one.logps, expected) <= 1e-4

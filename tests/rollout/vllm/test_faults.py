@@ -1,0 +1,336 @@
+"""Servers that die, hang, cut connections or answer nonsense: every request still gets exactly one right completion."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollout.types import Request, Sampling
+from rollout.vllm_pool import Pool
+from rollout.vllm_server import ServerError, VllmServer
+from tests.rollout.vllm.scripted import GENERATE, Proxy, proxies, rewrite
+
+REQUESTS = [Request(prompt_ids=[5, 6, 7 + i % 5], seed=i) for i in range(16)]
+GREEDY = Sampling(temperature=0.0, max_tokens=32)
+
+
+@asynccontextmanager
+async def watched(servers, **options):
+    """A pool of connected servers that all hold version 1, with its watch, and what it said."""
+    said = []
+    pool = Pool(servers, say=said.append, **options)
+    await pool.connect()
+    for member in pool.members:
+        await pool.refill(member, 1)
+    watch = asyncio.ensure_future(pool.watch(heartbeat_s=0.2, check_s=2.0))
+    try:
+        yield pool, said
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await pool.close()
+
+
+async def until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        await asyncio.sleep(0.02)
+
+
+def client(proxy, **options):
+    return VllmServer(proxy.url, vocab_size=275, **options)
+
+
+@pytest.fixture(scope="module")
+def expected(untied_server):
+    """What an undisturbed server makes of REQUESTS."""
+
+    async def work():
+        server = VllmServer(untied_server.url, token=untied_server.token)
+        await server.connect()
+        pool = Pool([server], say=lambda text: None)
+        await pool.refill(pool.members[0], 1)
+        return [sampled.ids for sampled in await pool.generate_all(REQUESTS, GREEDY)]
+
+    return asyncio.run(work())
+
+
+def engine_pids(fixture):
+    """The processes that compute; /health is answered by another one."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in fixture.launched.pids}
+    found = [pid for pid, name in names.items() if b"EngineCore" in name]
+    assert found, names
+    return found
+
+
+def test_a_server_killed_in_the_middle_loses_no_request(untied_server, expected):
+    async def work():
+        async with (
+            proxies(untied_server.url, untied_server.token, 2) as (one, two),
+            watched([client(one), client(two)]) as (pool, said),
+        ):
+            task = asyncio.ensure_future(pool.generate_all(REQUESTS, GREEDY))
+            await until(lambda: pool.members[0].in_flight and pool.members[1].in_flight)
+            await asyncio.sleep(0.05)
+            await two.kill()
+            sampled = await task
+            assert pool.members[1].state == "out" and pool.members[0].state == "ready"
+            assert any("out" in line and two.url in line for line in said)
+            assert pool.metrics()["rollout/server_out"] >= 1 and pool.metrics()["rollout/servers_ready"] == 1
+            await two.start()  # the same server at the same address: only the way to it was cut
+            await until(lambda: pool.members[1].state == "ready")
+            return [one.ids for one in sampled]
+
+    assert asyncio.run(work()) == expected
+
+
+def test_a_server_that_someone_restarted_gets_weights_first(untied_server):
+    def other(value):
+        value["vllm_config"]["instance_id"] = "another"
+
+    async def work():
+        async with (
+            proxies(untied_server.url, untied_server.token) as (proxy,),
+            watched([client(proxy)]) as (pool, said),
+        ):
+            (member,) = pool.members
+            proxy.change = rewrite("/server_info?config_format=json", other)
+            await until(lambda: member.needs_weights)
+            assert member.version is None and member.server.info.instance == "another"
+            assert any("restarted: not by us" in line for line in said)
+            task = asyncio.ensure_future(pool.generate(REQUESTS[0], GREEDY))
+            await asyncio.sleep(0.5)
+            assert not task.done() and member.needs_weights
+            await pool.empty(member)
+            await pool.refill(member, 4)
+            assert (await task).versions == [(4, 32)]
+            member.server.tag = None
+
+    asyncio.run(work())
+
+
+def test_our_own_server_is_started_again_and_rejoins_after_weights(untied_server, expected):
+    async def work():
+        async with proxies(untied_server.url, untied_server.token, 2) as (one, two):
+            spare = two.port
+            await two.kill()
+            loop = asyncio.get_running_loop()
+
+            def restart(index):
+                assert index == 0 and two.port == spare
+                asyncio.run_coroutine_threadsafe(two.start(), loop).result(10)
+                return client(two)
+
+            async with watched([client(one)], restart=restart) as (pool, said):
+                (member,) = pool.members
+                task = asyncio.ensure_future(pool.generate_all(REQUESTS, GREEDY))
+                await until(lambda: member.in_flight == len(REQUESTS))
+                await one.kill()
+                await until(lambda: member.needs_weights)
+                assert member.server.url == two.url and not task.done()
+                assert pool.metrics()["rollout/server_restarts"] == 1
+                await pool.refill(member, 2)
+                sampled = await task
+                assert {version for one in sampled for version, _ in one.versions} == {2}
+                assert any("restarting" in line for line in said)
+                await one.start()
+                return [one.ids for one in sampled]
+
+    assert asyncio.run(work()) == expected
+
+
+def test_a_server_that_cannot_be_started_is_given_up_in_the_end(untied_server, monkeypatch):
+    monkeypatch.setattr("rollout.vllm_watch.RESTARTS", 1)
+
+    def restart(index):
+        raise ValueError("vllm.port=8000: is taken; free it or name another")
+
+    async def work():
+        async with proxies(untied_server.url, untied_server.token) as (proxy,):
+            async with watched([client(proxy)], restart=restart) as (pool, said):
+                await proxy.kill()
+                with pytest.raises(ServerError, match="no server is left"):
+                    await pool.generate(REQUESTS[0], GREEDY)
+                assert any("could not be started again (vllm.port=8000: is taken" in line for line in said)
+                assert pool.members[0].lost
+            await proxy.start()
+
+    asyncio.run(work())
+
+
+def spoil_body(body):
+    return lambda path, status, old: (200, body) if path == GENERATE else (status, old)
+
+
+def positive(value):
+    for token in value.get("choices", [{}])[0].get("logprobs", {}).get("content", []):
+        token["logprob"] = 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (spoil_body(b"<html>"), "which is not JSON"),
+        (spoil_body(b"[]"), "which is no object"),
+        (spoil_body(b'{"choices": [{}]}'), "another shape"),
+        (rewrite(GENERATE, positive), "a log-prob of 1.5, above 0"),
+        (lambda path, status, body: (502, b"Bad Gateway") if path == GENERATE else (status, body), "502 Bad Gateway"),
+    ],
+    ids=["html", "list", "empty choice", "log-probs above 0", "502"],
+)
+def test_garbage_is_asked_for_again_elsewhere(untied_server, expected, change, message):
+    async def work():
+        async with (
+            proxies(untied_server.url, untied_server.token, 2) as (good, bad),
+            watched([client(bad), client(good)]) as (pool, said),
+        ):
+            bad.change = change
+            with pytest.raises(ServerError, match=message):
+                await client(bad).generate([5, 6, 7], GREEDY, seed=1, max_tokens=32)
+            sampled = await pool.generate_all(REQUESTS, GREEDY)
+            assert any("doubted" in line and message in line for line in said)
+            assert pool.counts["retries"] >= 1
+            return [one.ids for one in sampled]
+
+    assert asyncio.run(work()) == expected
+
+
+def test_one_server_that_only_answers_garbage_fails_the_request_in_the_end(untied_server):
+    async def work():
+        async with (
+            proxies(untied_server.url, untied_server.token) as (bad,),
+            watched([client(bad)], retries=1) as (pool, said),
+        ):
+            bad.change = spoil_body(b"{}")
+            with pytest.raises(ServerError, match="a completion failed 2 times, last: .*another shape"):
+                await pool.generate(REQUESTS[0], GREEDY)
+            bad.change = lambda path, status, body: (status, body)
+            return (await pool.generate(REQUESTS[0], GREEDY)).finish_reason
+
+    assert asyncio.run(work()) == "length"
+
+
+def test_a_cut_connection_is_asked_for_again(untied_server, expected):
+    async def work():
+        async with (
+            proxies(untied_server.url, untied_server.token, 2) as (good, bad),
+            watched([client(bad), client(good)]) as (pool, _),
+        ):
+            bad.cut.add(GENERATE)
+            sampled = await pool.generate_all(REQUESTS, GREEDY)
+            return [one.ids for one in sampled]
+
+    assert asyncio.run(work()) == expected
+
+
+def test_a_request_that_takes_too_long_is_asked_for_elsewhere(untied_server, expected):
+    async def work():
+        async with (
+            proxies(untied_server.url, untied_server.token, 2) as (good, bad),
+            watched([client(bad), client(good)], timeout=3.0) as (pool, said),
+        ):
+            bad.hang.add(GENERATE)
+            begin = time.monotonic()
+            sampled = await pool.generate_all(REQUESTS, GREEDY)
+            assert 3 <= time.monotonic() - begin < 20
+            assert any("has not answered for 3 s" in line for line in said)
+            return [one.ids for one in sampled]
+
+    assert asyncio.run(work()) == expected
+
+
+def test_a_request_that_reached_a_paused_server_is_taken_back(untied_server):
+    """It would sit in the server's queue until the end of the update, and then run with weights we do not know of."""
+
+    async def work():
+        async with (
+            proxies(untied_server.url, untied_server.token) as (proxy,),
+            watched([client(proxy)]) as (pool, _),
+        ):
+            (member,) = pool.members
+            proxy.hang.add(GENERATE)  # as if it arrived late
+            task = asyncio.ensure_future(pool.generate(REQUESTS[0], GREEDY))
+            await until(lambda: member.tasks)
+            await asyncio.sleep(0.1)
+            begin = time.monotonic()
+            await pool.empty(member)
+            assert time.monotonic() - begin < 2 and member.in_flight == 0
+            proxy.hang.clear()
+            await pool.refill(member, 2)
+            sampled = await task
+            await until(lambda: proxy.dropped == 1)
+            member.server.tag = None
+            assert (sampled.versions, sampled.resumes) == ([(2, 32)], 0)
+            assert pool.counts["retries"] == 0
+
+    asyncio.run(work())
+
+
+def test_a_hung_engine_is_noticed_though_health_says_ok(untied_server, expected):
+    async def work():
+        server = VllmServer(untied_server.url, token=untied_server.token)
+        async with watched([server], timeout=60.0) as (pool, said):
+            (member,) = pool.members
+            task = asyncio.ensure_future(pool.generate_all(REQUESTS, GREEDY))
+            await until(lambda: member.in_flight == len(REQUESTS))
+            for pid in engine_pids(untied_server):
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                status, _ = await server._http.send("GET", "/health", timeout=5)
+                assert status == 200
+                with pytest.raises(ServerError, match="its engine has not answered for 1 s"):
+                    await server.check(1.0)
+                await until(lambda: member.state == "out")
+                assert member.tasks == set() or all(task.cancelling() for task in member.tasks)
+                assert not task.done()
+            finally:
+                for pid in engine_pids(untied_server):
+                    os.kill(pid, signal.SIGCONT)
+            sampled = await task  # it is the same process with the same weights: it goes on
+            assert any("has not answered for 2 s" in line for line in said)
+            assert any(line.endswith("back") for line in said)
+            return [one.ids for one in sampled]
+
+    assert asyncio.run(work()) == expected
+
+
+def test_a_server_paused_by_someone_else_is_put_out(untied_server):
+    async def work():
+        server = VllmServer(untied_server.url, token=untied_server.token)
+        async with watched([server]) as (pool, said):
+            (member,) = pool.members
+            await server.pause()
+            try:
+                await until(lambda: member.needs_weights)
+                assert any("paused: not by us" in line for line in said)
+            finally:
+                await server.resume()
+
+    asyncio.run(work())
+
+
+def test_one_that_missed_an_update_gets_weights_before_it_returns(untied_server):
+    async def work():
+        async with (
+            proxies(untied_server.url, untied_server.token, 2) as (one, two),
+            watched([client(one), client(two)]) as (pool, _),
+        ):
+            first, second = pool.members
+            await two.kill()
+            await until(lambda: second.state == "out")
+            await pool.expect(2)
+            await pool.refill(first, 2)  # as an adapter would: no gate
+            await two.start()
+            await until(lambda: second.needs_weights)
+            sampled = await pool.generate_all(REQUESTS, GREEDY)
+            assert {version for one in sampled for version, _ in one.versions} == {2}
+            assert second.in_flight == 0 and isinstance(two, Proxy)
+
+    asyncio.run(work())

@@ -1,0 +1,225 @@
+"""What all ways of moving weights share: where they come from, in what order they travel, what is reported.
+
+    sync = ProcessGroupSync(source, loop, device=device)
+    report = sync.push(servers, version=12)   # the servers are paused and hold no request of ours
+    sync.close()
+
+A push replaces all weights of every server, or raises SyncError and leaves those in `dirty` unfit to serve until a
+push to them goes through: the caller keeps them paused. Everything here runs in the thread that owns training, the
+HTTP calls in the loop's thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.worker import strop_wire
+
+if TYPE_CHECKING:
+    from rollout.loop import Loop
+    from rollout.vllm_server import VllmServer
+
+ALIGN = 16  # bytes: any dtype may begin there
+MIB = 2**20
+SLOWEST = 0.5e9  # bytes a second that a transfer may be as slow as
+GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A weight as servers will get it."""
+
+    name: str  # in a Hugging Face checkpoint
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class WeightSource(Protocol):
+    """The weights under training, as a server wants them."""
+
+    is_lora: bool
+
+    def specs(self) -> list[TensorSpec]:
+        """All weights in one fixed order, layer after layer, a tied one once."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The same in the same order; valid until the next one is asked for."""
+
+    def save_adapter(self, folder: Path) -> None:
+        """A peft adapter folder that vLLM can load; only with is_lora."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one push did."""
+
+    version: int
+    backend: str
+    num_bytes: int
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+class SyncError(Exception):
+    """A push failed. failed: reason by position in the servers given; dirty: positions that need another push."""
+
+    def __init__(self, failed: dict[int, str], dirty: set[int] | None = None) -> None:
+        self.failed = failed
+        self.dirty = set(failed) if dirty is None else dirty | set(failed)
+        reasons = "; ".join(f"server {i}: {reason}" for i, reason in sorted(failed.items()))
+        super().__init__(f"weight sync failed: {reasons}")
+
+
+class WeightSync(Protocol):
+    """A way of moving weights."""
+
+    needs_pause: bool  # servers must be emptied and paused first
+
+    def model_name(self, version: int) -> str:
+        """What requests name in their `model` field to get this version."""
+
+    def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport: ...
+
+    def close(self) -> None: ...
+
+
+def make_buckets(specs: Sequence[TensorSpec], max_bytes: int) -> list[dict[str, Any]]:
+    """Cut the weights, in their order, into buffers of at most `max_bytes`; a larger tensor gets one of its own."""
+    buckets: list[dict[str, Any]] = []
+    tensors: list[list[Any]] = []
+    size = 0
+    for spec in specs:
+        if tensors and size + spec.num_bytes > max_bytes:
+            buckets.append({"size": size, "tensors": tensors})
+            tensors, size = [], 0
+        tensors.append([spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape), size])
+        size += -(-spec.num_bytes // ALIGN) * ALIGN
+    if tensors:
+        buckets.append({"size": size, "tensors": tensors})
+    return buckets
+
+
+def buffer_size(buckets: Sequence[dict[str, Any]]) -> int:
+    return max(bucket["size"] for bucket in buckets) + strop_wire.SUM_BYTES
+
+
+def fill(bucket: dict[str, Any], tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> None:
+    """The next tensors of the source into the buffer, sealed with their sum."""
+    for name, view in strop_wire.views(bucket, buffer):
+        got, tensor = next(tensors)
+        assert got == name and tensor.shape == view.shape, f"{got} {tuple(tensor.shape)}, planned {name} {view.shape}"
+        view.copy_(tensor)  # rounds to the serving dtype where the source has not
+    strop_wire.seal(bucket, buffer)
+
+
+def time_limit(num_bytes: int) -> float:
+    """Seconds a transfer may take."""
+    return GRACE_S + num_bytes / SLOWEST
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class Calls:
+    """The same call of our worker extension on several servers, running while this thread does something else."""
+
+    def __init__(
+        self, loop: Loop, servers: Sequence[VllmServer], method: str, timeout: float, kwargs: list[dict]
+    ) -> None:
+        self.method = method
+        self.timeout = timeout
+        self.futures: list[Future] = [
+            loop.start(server.rpc(method, timeout=timeout, **arguments))
+            for server, arguments in zip(servers, kwargs, strict=True)
+        ]
+
+    def check(self) -> None:
+        """Raise if any of them has failed already."""
+        done = {i: future for i, future in enumerate(self.futures) if future.done()}
+        reasons = {i: reason for i, future in done.items() if (reason := _reason(future)) is not None}
+        if reasons:
+            raise self._error(reasons)
+
+    def results(self) -> list[list[dict[str, Any]]]:
+        """Per server what each worker answered, once all have; failures after all have ended."""
+        deadline = time.monotonic() + self.timeout + 5.0
+        reasons: dict[int, tuple[str, bool]] = {}
+        for i, future in enumerate(self.futures):
+            reason = _reason(future, deadline)
+            if reason is not None:
+                reasons[i] = reason
+        if reasons:
+            raise self._error(reasons)
+        return [future.result() for future in self.futures]
+
+    def wait(self, seconds: float) -> None:
+        """Let calls that are about to fail do so: their reasons say more than ours."""
+        deadline = time.monotonic() + seconds
+        for future in self.futures:
+            _reason(future, deadline)
+
+    def _error(self, reasons: dict[int, tuple[str, bool]]) -> SyncError:
+        # A worker that lost the others is not to blame when another one has a reason of its own.
+        own = {i: text for i, (text, is_peer) in reasons.items() if not is_peer}
+        failed = own or {i: text for i, (text, _) in reasons.items()}
+        whole = {i for i, future in enumerate(self.futures) if future.done() and _reason(future) is None}
+        return SyncError(failed, dirty=set(range(len(self.futures))) - whole)
+
+
+def _reason(future: Future, deadline: float | None = None) -> tuple[str, bool] | None:
+    """Why a call failed and whether its worker blames another; None for one that has not failed."""
+    try:
+        answers = future.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+    except TimeoutError:
+        return "no answer in time", False
+    except Exception as error:  # ServerError and what httpx may raise: this server failed
+        return " ".join(str(error).split()) or type(error).__name__, False
+    if not answers:
+        return "no worker answered", False
+    for answer in answers:
+        if not isinstance(answer, dict):
+            return f"a worker answered {str(answer)[:100]!r}, not our extension's reply", False
+    errors = [answer for answer in answers if "error" in answer]
+    own = [answer for answer in errors if not answer.get("peer")]
+    if errors:
+        worst = (own or errors)[0]
+        return f"worker {worst.get('rank')}: {worst['error']}", not own
+    return None
+
+
+def check_loaded(results: list[list[dict[str, Any]]], version: int, num_bytes: int) -> None:
+    """Every worker must say that it now has this version, made of as many bytes as were sent."""
+    wrong = {
+        i: f"worker {answer.get('rank')} reports version {answer.get('version')} and {answer.get('bytes')} bytes, "
+        f"sent were version {version} and {num_bytes}"
+        for i, answers in enumerate(results)
+        for answer in answers
+        if answer.get("version") != version or answer.get("bytes") != num_bytes
+    }
+    if wrong:
+        raise SyncError(wrong)
+
+
+def slowest(results: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """The longest of each phase over all workers."""
+    phases: dict[str, float] = {}
+    for answers in results:
+        for answer in answers:
+            for name, seconds in answer.get("phases", {}).items():
+                phases[f"server_{name}"] = max(seconds, phases.get(f"server_{name}", 0.0))
+    return phases

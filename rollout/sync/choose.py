@@ -1,0 +1,98 @@
+"""Which way weights go when nobody says, and why another one would not work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollout.options import SyncConfig
+from rollout.sync.base import MIB, WeightSource, WeightSync
+
+if TYPE_CHECKING:
+    from rollout.loop import Loop
+    from rollout.vllm_server import VllmServer
+
+
+def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uuid: str | None) -> str:
+    """--sync.backend, with auto made a name; ValueError for one that these servers cannot do.
+
+    `device_uuid` is the trainer's GPU, None for a CPU; servers are connected, so that their `info` is there.
+    """
+    places = [set(server.info.device_uuids) for server in servers]
+    shared = [device_uuid is not None and device_uuid in place for place in places]
+    mixed = any(bool(place) != (device_uuid is not None) for place in places)
+    if name == "auto":
+        if is_lora and all(server.info.lora for server in servers):
+            return "lora"
+        name = _full_backend(shared, mixed)
+    if name == "lora":
+        _check_lora(servers, is_lora)
+        return name
+    for server in servers:
+        if not server.info.extension:
+            raise ValueError(
+                f"sync.backend={name}: {server.url} runs without our worker extension, so it cannot take weights; "
+                "start it with python -m rollout.serve"
+            )
+    if name == "process_group" and (any(shared) or mixed):
+        why = "shares the trainer's GPU, where nccl cannot join two processes"
+        why = why if any(shared) else "runs on another kind of device"
+        instead = _full_backend(shared, mixed)
+        raise ValueError(f"sync.backend=process_group: a server {why}; use --sync.backend {instead}")
+    return name
+
+
+def _full_backend(shared: list[bool], mixed: bool) -> str:
+    if shared and all(shared):
+        return "ipc"
+    return "filesystem" if mixed or any(shared) else "process_group"
+
+
+def _check_lora(servers: Sequence[Any], is_lora: bool) -> None:
+    if not is_lora:
+        raise ValueError(
+            "sync.backend=lora: all weights are trained, there is no adapter; leave it out, or set --lora.r"
+        )
+    for server in servers:
+        if not server.info.lora:
+            raise ValueError(
+                f"sync.backend=lora: {server.url} was started without LoRA; start it with python -m rollout.serve "
+                "--lora.r, or leave sync.backend out to send merged weights"
+            )
+
+
+def make_sync(
+    cfg: SyncConfig, backend: str, source: WeightSource, loop: Loop, servers: Sequence[VllmServer], device: torch.device
+) -> WeightSync:
+    """The backend by name, as pick_backend gives it."""
+    from rollout.sync.filesystem import FilesystemSync
+    from rollout.sync.ipc import IpcSync
+    from rollout.sync.lora import LoraSync
+    from rollout.sync.process_group import ProcessGroupSync
+
+    bucket_bytes = cfg.bucket_mb * MIB
+    if backend == "lora":
+        return LoraSync(source, loop, folder=cfg.folder)
+    if backend == "filesystem":
+        return FilesystemSync(source, loop, folder=cfg.folder, bucket_bytes=bucket_bytes, device=device)
+    if backend == "ipc":
+        return IpcSync(source, loop, device=device, bucket_bytes=bucket_bytes)
+    host = cfg.host or host_for(servers)
+    return ProcessGroupSync(source, loop, device=device, bucket_bytes=bucket_bytes, host=host)
+
+
+def host_for(servers: Sequence[Any]) -> str:
+    """Our address as these servers see it: loopback if all are here."""
+    import socket
+    from urllib.parse import urlsplit
+
+    from rollout.options import LOOPBACK
+    from rollout.worker.strop_wire import address_towards
+
+    for server in servers:
+        name = urlsplit(server.url).hostname or "127.0.0.1"
+        if name not in LOOPBACK:
+            return address_towards(socket.gethostbyname(name))
+    return "127.0.0.1"

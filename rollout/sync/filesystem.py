@@ -1,0 +1,183 @@
+"""All weights as safetensors in a folder that servers can read: slower than the others, and needs nothing but files.
+
+Each version is written to v000012.tmp, flushed, renamed to v000012 and only then named to a server. When every server
+has loaded it, the same files are written over for the next version: their pages are there already, and getting them is
+what takes longest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from rollout.options import LOOPBACK
+from rollout.sync.base import (
+    MIB,
+    Calls,
+    SyncReport,
+    WeightSource,
+    check_loaded,
+    make_buckets,
+    slowest,
+    time_limit,
+)
+from rollout.sync.folder import WeightFolder, fsync_folder
+
+if TYPE_CHECKING:
+    from rollout.loop import Loop
+    from rollout.vllm_server import VllmServer
+
+CPU = torch.device("cpu")
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class FilesystemSync:
+    """All weights through files."""
+
+    needs_pause = True
+
+    def __init__(
+        self,
+        source: WeightSource,
+        loop: Loop,
+        *,
+        folder: str | None = None,
+        bucket_bytes: int = 512 * MIB,
+        device: torch.device = CPU,
+    ) -> None:
+        self.device = device
+        self.source = source
+        self.loop = loop
+        self.is_shared = folder is not None
+        specs = source.specs()
+        self.buckets = make_buckets(specs, bucket_bytes)
+        self.num_bytes = sum(spec.num_bytes for spec in specs)
+        self.limit = time_limit(self.num_bytes)
+        self.folder = WeightFolder(folder, "strop-weights-", need_bytes=2 * self.num_bytes)
+        self._path: Path | None = None  # of the last version, if its files may be written over
+        self._rooms: list[Room] = []
+        self._staging: Tensor | None = None  # page-locked: a GPU copies to it ten times as fast as to a file's pages
+
+    def model_name(self, version: int) -> str:
+        return "base"
+
+    def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
+        started = time.monotonic()
+        self._refuse_remote(servers)
+        path = self._save(version)
+        saved = time.monotonic()
+        kwargs = {"path": str(path), "version": version}
+        results = Calls(self.loop, servers, "strop_reload", self.limit, [kwargs] * len(servers)).results()
+        check_loaded(results, version, self.num_bytes)
+        self._path = path  # nobody reads it any more; after a failure somebody might
+        now = time.monotonic()
+        phases = {"save": saved - started, "load": now - saved, **slowest(results)}
+        return SyncReport(version, "filesystem", self.num_bytes, now - started, phases)
+
+    def close(self) -> None:
+        self._rooms = []
+        self.folder.close()
+
+    def _save(self, version: int) -> Path:
+        path = self.folder.path / f"v{version:06d}"
+        partial = path.with_suffix(".tmp")
+        again, self._path = self._path, None
+        with self.folder.full_disk_is_a_sentence(partial):
+            if again is not None:
+                again.rename(partial)
+            else:
+                for old in self.folder.path.glob("v[0-9]*"):
+                    shutil.rmtree(old, ignore_errors=True)
+                partial.mkdir()
+                self._rooms = [make_room(partial, i, bucket) for i, bucket in enumerate(self.buckets)]
+            write_rooms(self._rooms, self.source.tensors(), self._staged())
+            fsync_folder(partial)
+        partial.rename(path)
+        return path
+
+    def _staged(self) -> Tensor | None:
+        if self._staging is None and self.device.type == "cuda":
+            self._staging = torch.empty(max(len(r.data) for r in self._rooms), dtype=torch.uint8, pin_memory=True)
+        return self._staging
+
+    def _refuse_remote(self, servers: Sequence[VllmServer]) -> None:
+        for server in servers:
+            host = urlsplit(server.url).hostname
+            if not self.is_shared and host not in LOOPBACK:
+                raise ValueError(
+                    f"sync.backend=filesystem: {server.url} is on another machine, which cannot read {self.folder.path}"
+                    "; name a folder that both can read by --sync.folder"
+                )
+
+
+@dataclass(frozen=True)
+class Room:
+    """A safetensors file, all but its values: the mapped bytes, and what lies where in them."""
+
+    data: Tensor  # (bytes,) the file's pages
+    places: list[tuple[str, torch.dtype, list[int], int]]  # name, dtype, shape and first byte, in the source's order
+
+    def views(self, data: Tensor) -> list[tuple[str, Tensor]]:
+        """The tensors, lying in the file or in a buffer of its size."""
+        return [
+            (name, data[first : first + dtype.itemsize * math.prod(shape)].view(dtype).view(shape))
+            for name, dtype, shape, first in self.places
+        ]
+
+
+def make_room(folder: Path, number: int, bucket: dict[str, Any]) -> Room:
+    """Written here rather than by safetensors, which needs all values in main memory first and copies them twice."""
+    header: dict[str, Any] = {}
+    offset = 0
+    # The format allows no gaps: wide types first, so that each tensor is aligned to its own width.
+    for name, dtype_name, shape, _ in sorted(bucket["tensors"], key=lambda entry: -getattr(torch, entry[1]).itemsize):
+        dtype = getattr(torch, dtype_name)
+        num_bytes = dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path = folder / f"model-{number + 1:05d}.safetensors"
+    begin = 8 + len(text)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, begin + offset)  # a full disk raises here; a mapped page would kill us
+        file.write(len(text).to_bytes(8, "little") + text)
+    data = torch.from_file(str(path), shared=True, size=begin + offset, dtype=torch.uint8)[begin:]
+    places = [
+        (name, getattr(torch, dtype_name), shape, header[name]["data_offsets"][0])
+        for name, dtype_name, shape, _ in bucket["tensors"]
+    ]
+    return Room(data, places)
+
+
+def write_rooms(rooms: Sequence[Room], tensors: Iterator[tuple[str, Tensor]], staging: Tensor | None) -> None:
+    """The values, by way of page-locked memory where they come from a GPU."""
+    for room in rooms:
+        for name, place in room.views(room.data if staging is None else staging):
+            got, tensor = next(tensors)
+            assert got == name and tensor.shape == place.shape, f"{got} came where {name} was planned"
+            place.copy_(tensor, non_blocking=staging is not None)
+        if staging is not None:
+            torch.cuda.synchronize()
+            room.data.copy_(staging[: len(room.data)])

@@ -1,0 +1,163 @@
+"""Weights through memory that trainer and server both have mapped: CUDA IPC on one GPU, a file in memory on CPUs.
+
+Two buffers are shared once. Bucket i is written to buffer i % 2 when all workers are done with bucket i - 2; they are
+told so through the store, load it and say that they are done. Handles travel as JSON; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from rollout.options import LOOPBACK
+from rollout.sync.base import (
+    MIB,
+    Calls,
+    SyncReport,
+    WeightSource,
+    buffer_size,
+    check_loaded,
+    fill,
+    slowest,
+    synchronize,
+)
+from rollout.sync.link import Link
+from rollout.worker import strop_wire
+
+if TYPE_CHECKING:
+    from rollout.loop import Loop
+    from rollout.vllm_server import VllmServer
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+class IpcSync:
+    """All weights through two shared buffers."""
+
+    needs_pause = True
+
+    def __init__(
+        self, source: WeightSource, loop: Loop, *, device: torch.device, bucket_bytes: int = 512 * MIB
+    ) -> None:
+        if device.type == "cuda":
+            refuse_expandable_segments()
+        self.link = Link(source, loop, device=device, bucket_bytes=bucket_bytes, host="127.0.0.1")
+        self.buffers: list[Tensor] = []
+        self.world = 1
+
+    def model_name(self, version: int) -> str:
+        return "base"
+
+    def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
+        link, started = self.link, time.monotonic()
+        if not self.buffers or not link.ready(servers):
+            self._join(servers)
+        joined = time.monotonic()
+        turn = link.turn()
+        plan = {"version": version, "buckets": link.buckets, "timeout": link.limit, "turn": turn}
+        calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
+        try:
+            with link.blaming(calls):
+                self._send(turn, calls, joined + link.limit)
+                results = calls.results()
+            check_loaded(results, version, link.num_bytes)
+        except BaseException:
+            self._drop()
+            raise
+        now = time.monotonic()
+        phases = {"join": joined - started, "transfer": now - joined, **slowest(results)}
+        return SyncReport(version, "ipc", link.num_bytes, now - started, phases)
+
+    def close(self) -> None:
+        self.link.give_up()
+        self._drop()
+
+    def _send(self, turn: str, calls: Calls, deadline: float) -> None:
+        link = self.link
+        tensors = link.source.tensors()
+        workers = range(1, self.world)
+        for i, bucket in enumerate(link.buckets):
+            if i >= 2 and workers:
+                read = [f"{turn}/done/{i - 2}/{number}" for number in workers]
+                strop_wire.wait_keys(link.store, read, deadline, calls.check)
+            fill(bucket, tensors, self.buffers[i % 2])
+            synchronize(link.device)  # the bytes are there before a worker is told so
+            link.store.set(f"{turn}/ready/{i}")
+
+    def _join(self, servers: Sequence[VllmServer]) -> None:
+        self._drop()
+        size = buffer_size(self.link.buckets)
+        refuse_other_devices(servers, self.link.device)
+        with shared_buffers(size, self.link.device) as (buffers, paths):
+            staging = [
+                # Each worker gets handles of its own: torch counts the processes that have opened one.
+                [[strop_wire.share(b, path) for b, path in zip(buffers, paths, strict=True)] for _ in range(workers)]
+                for workers in (server.info.workers for server in servers)
+            ]
+            self.world, calls = self.link.meet(servers, "ipc", staging)
+            with self.link.blaming(calls):
+                calls.results()
+        self.buffers = buffers
+
+    def _drop(self) -> None:
+        self.buffers = []
+        self.link.leave()
+        if self.link.device.type == "cuda":
+            torch.cuda.ipc_collect()  # what workers have closed by now can be used again
+
+
+@contextlib.contextmanager
+def shared_buffers(size: int, device: torch.device) -> Iterator[tuple[list[Tensor], list[str | None]]]:
+    """Two buffers and, on a CPU, the files they lie in; those lose their names in the end, so none can be left over."""
+    if device.type == "cuda":
+        yield [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)], [None, None]
+        return
+    memory = "/dev/shm"
+    parent = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="strop-ipc-", dir=parent) as folder:
+        paths: list[str | None] = []
+        buffers = []
+        for name in ("0", "1"):
+            path = Path(folder) / name
+            allocate(path, size)
+            paths.append(str(path))
+            buffers.append(torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
+        yield buffers, paths
+
+
+def allocate(path: Path, size: int) -> None:
+    """A file with room for all of it: writing to a mapped file that runs out of room would end the process."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+
+
+def refuse_expandable_segments() -> None:
+    for name in ALLOCATOR:
+        value = os.environ.get(name, "").replace(" ", "").lower()
+        if "expandable_segments:true" in value or "expandable_segments:1" in value:
+            raise ValueError(
+                f"{name}={os.environ[name]}: memory of expandable segments cannot be shared with another process; "
+                "take expandable_segments out, or use --sync.backend filesystem"
+            )
+
+
+def refuse_other_devices(servers: Sequence[Any], device: torch.device) -> None:
+    ours = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    for server in servers:
+        if ours is None and urlsplit(server.url).hostname not in LOOPBACK:
+            raise ValueError(f"sync.backend=ipc: {server.url} is on another machine; use --sync.backend process_group")
+        theirs = set(server.info.device_uuids or ()) - {None}
+        if theirs != ({ours} if ours else set()):
+            raise ValueError(
+                f"sync.backend=ipc: {server.url} runs on {', '.join(sorted(theirs)) or 'a CPU'}, the trainer on "
+                f"{ours or 'a CPU'}; shared memory needs one and the same device, use --sync.backend process_group"
+            )

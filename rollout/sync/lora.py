@@ -1,0 +1,122 @@
+"""Adapters by folder: one per version, under a name of its own, so that every request says which weights it wants.
+
+Nothing is paused. A name is used only when every server has loaded it; older names are unloaded two versions later,
+and their folders stay longer still, since a server that has dropped an adapter from memory reads it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.sync.base import SyncError, SyncReport, WeightSource
+from rollout.sync.folder import WeightFolder, fsync_folder
+
+if TYPE_CHECKING:
+    from rollout.loop import Loop
+    from rollout.vllm_server import VllmServer
+
+NAMES = 2  # versions a server knows by name
+FOLDERS = 8  # versions kept on disk: more than a server holds in memory
+LOAD_S = 120.0
+WEIGHTS = "adapter_model.safetensors"
+
+
+class LoraSync:
+    """The adapter alone, as versioned folders that servers load at run time."""
+
+    needs_pause = False
+
+    def __init__(self, source: WeightSource, loop: Loop, *, folder: str | None = None) -> None:
+        if not source.is_lora:
+            raise ValueError("sync.backend=lora: all weights are trained, there is no adapter; use another backend")
+        self.source = source
+        self.loop = loop
+        self.folder = WeightFolder(folder, "strop-lora-")
+        # A server may outlive this run and keep its prefix cache by adapter name: names must be new in every run.
+        self.tag = secrets.token_hex(3)
+        self.in_use: Callable[[], Iterable[int]] = tuple  # versions that requests in flight still name
+        self._known: dict[int, tuple[Any, list[int]]] = {}  # by id of server: it and the versions it was given
+
+    def model_name(self, version: int) -> str:
+        return f"policy-{self.tag}-v{version}"
+
+    def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
+        started = time.monotonic()
+        path = self._save(version)
+        saved = time.monotonic()
+        failed = self._load(servers, version, path)
+        if failed:
+            raise SyncError(failed, dirty=set())
+        self._forget(servers, version)
+        now = time.monotonic()
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        return SyncReport(version, "lora", num_bytes, now - started, {"save": saved - started, "load": now - saved})
+
+    def close(self) -> None:
+        """Folders go with the run; servers that live on forget the names first, so that nobody can ask for them."""
+        for server, versions in self._known.values():
+            for version in versions:
+                self._unload(server, version)
+        self._known.clear()
+        self.folder.close()
+
+    def _save(self, version: int) -> Path:
+        """The folder of this version: written once, and whole from the moment it has its name."""
+        path = self.folder.path / f"v{version:06d}"
+        partial = path.with_suffix(".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        with self.folder.full_disk_is_a_sentence(partial):
+            partial.mkdir()
+            self.source.save_adapter(partial)
+            fsync_folder(partial)
+        if path.exists():  # a server that came back gets what the others got
+            same = (path / WEIGHTS).read_bytes() == (partial / WEIGHTS).read_bytes()
+            assert same, f"version {version} was pushed before with other weights: a version names one set of them"
+            shutil.rmtree(partial)
+        else:
+            partial.rename(path)
+        return path
+
+    def _load(self, servers: Sequence[VllmServer], version: int, path: Path) -> dict[int, str]:
+        name = self.model_name(version)
+        futures = [self.loop.start(server.load_adapter(name, str(path))) for server in servers]
+        failed: dict[int, str] = {}
+        deadline = time.monotonic() + LOAD_S
+        for i, (server, future) in enumerate(zip(servers, futures, strict=True)):
+            try:
+                future.result(max(deadline - time.monotonic(), 0.0))
+            except Exception as error:  # ServerError, RefusedError, a timeout: this server has not got it
+                reason = " ".join(str(error).split()) or type(error).__name__
+                if (
+                    "has already been" not in reason
+                ):  # given before by us: the name is this run's own, so it is the same folder
+                    failed[i] = reason
+                    continue
+            _, versions = self._known.setdefault(id(server), (server, []))
+            if version not in versions:
+                versions.append(version)
+        return failed
+
+    def _forget(self, servers: Sequence[VllmServer], version: int) -> None:
+        used = set(self.in_use()) | {version}
+        for server in servers:
+            _, versions = self._known[id(server)]
+            for old in [v for v in versions[:-NAMES] if v not in used]:
+                self._unload(server, old)
+                versions.remove(old)
+        # A server that was replaced gets no more pushes: forgotten when its last version is out of everyone's sight.
+        self._known = {key: kept for key, kept in self._known.items() if max(kept[1], default=-1) > version - FOLDERS}
+        named = {v for _, versions in self._known.values() for v in versions} | used
+        for path in sorted(self.folder.path.glob("v[0-9]*"))[:-FOLDERS]:
+            if path.suffix != ".tmp" and int(path.name[1:]) not in named:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _unload(self, server: VllmServer, version: int) -> None:
+        with contextlib.suppress(Exception):  # a server that is gone, or has restarted, knows the name no longer
+            self.loop.start(server.unload_adapter(self.model_name(version))).result(10.0)

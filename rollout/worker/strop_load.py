@@ -1,0 +1,230 @@
+"""Replace the weights of a running vLLM model, all of them, through vLLM's layerwise reload.
+
+vLLM packs, fuses and shards weights while it loads them, so they cannot simply be copied. Its reload takes checkpoint
+names again: initialize puts every parameter on the meta device, loaders then fill layer after layer, finalize brings
+back what is left. Between the two the model cannot run, which is why all of it happens in one call of the worker.
+Added here: modules wrapped for LoRA are unwrapped meanwhile, every parameter must get all its elements, bytes are
+checked against the sender's sum, and a failure puts the old tensors back where the new ones are not whole.
+Reads the same functions in vLLM 0.24 and 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from strop_wire import Piece
+from torch import Tensor, nn
+
+
+class Loading:
+    """One change of all weights: begin, add pieces, finish; leaving without finish puts old tensors back."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.model: nn.Module = worker.model_runner.get_model()
+        self.config = worker.vllm_config
+        self.begun = False
+        self.num_bytes = 0
+        self.num_tensors = 0
+        self.seconds = {"wait": 0.0, "load": 0.0, "finish": 0.0}
+        self._right: list[Tensor] = []  # per piece: its bytes are those that were sent
+        self._names: set[str] = set()
+        self._contexts = contextlib.ExitStack()
+        self._clock = time.monotonic()
+
+    def __enter__(self) -> Loading:
+        from vllm.config import set_current_vllm_config
+
+        self._contexts.enter_context(set_current_vllm_config(self.config))
+        self._contexts.enter_context(torch.no_grad())
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if self.begun:
+                self._put_back()
+        finally:
+            self._contexts.close()
+
+    def begin(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._lap("wait")
+        self._contexts.enter_context(without_lora(self.model, self.config.lora_config is not None))
+        self._contexts.enter_context(torch.device(self.worker.device))
+        self.begun = True
+        initialize_layerwise_reload(self.model)
+        self._lap("load")
+
+    def add(self, piece: Piece) -> None:
+        self._lap("wait")
+        self.num_bytes += piece.num_bytes
+        self.num_tensors += len(piece.tensors)
+        self._names.update(name for name, _ in piece.tensors)
+        if piece.right is not None:
+            self._right.append(piece.right)
+        self.model.load_weights(iter(piece.tensors))
+        keep_pending(self.model, piece)
+        synchronize(self.worker.device)
+        piece.release()
+        self._lap("load")
+
+    def finish(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if not self.begun:
+            raise ValueError("no weights were sent")
+        wrong = [i for i, right in enumerate(self._right) if not bool(right)]
+        if wrong:
+            raise ValueError(f"bucket {wrong[0]} arrived with other bytes than were sent ({len(wrong)} such buckets)")
+        self._check_names()
+        missing = incomplete(self.model, is_tied(self.config))
+        if missing:
+            raise ValueError(f"{len(missing)} layers did not get all their weights, {missing[0]} for one")
+        finalize_layerwise_reload(self.model, self.config.model_config)
+        pack_again(self.model)
+        self.begun = False
+        self._contexts.close()  # LoRA wrappers are back from here on
+        self._forget()
+        synchronize(self.worker.device)
+        self._lap("finish")
+
+    def _check_names(self) -> None:
+        if is_tied(self.config) and "lm_head.weight" in self._names:
+            raise ValueError("lm_head.weight was sent, but this server ties it to the embeddings and would ignore it")
+
+    def _forget(self) -> None:
+        """Drop what was computed with the old weights; the prefix cache was cleared when the server was paused."""
+        self.worker.reset_mm_cache()
+        self.worker.reset_encoder_cache()
+        runner = self.worker.model_runner
+        if hasattr(runner, "reset_lora_state"):  # 0.32: adapters beside new base weights are read again
+            runner.reset_lora_state()
+
+    def _put_back(self) -> None:
+        """Old tensors for every layer that is not whole, so that none stays on the meta device."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        for _, info in waiting(self.model):
+            info.loaded_weights, info.load_numel = [], 0  # finalize takes this for "got nothing"
+        finalize_layerwise_reload(self.model, self.config.model_config)
+        pack_again(self.model)
+        synchronize(self.worker.device)
+
+    def _lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[phase] += now - self._clock
+        self._clock = now
+
+
+def waiting(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Layers that initialize has taken apart and nothing has put together again, with vLLM's notes on them."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            yield layer, info
+
+
+def keep_pending(model: nn.Module, piece: Piece) -> None:
+    """Copy what vLLM holds back until the rest of its layer comes: the buffer it lies in will be filled anew."""
+    if not piece.is_borrowed:
+        return
+    storages = {tensor.untyped_storage().data_ptr() for _, tensor in piece.tensors}
+    for _, info in waiting(model):
+        for _, bound in info.loaded_weights:
+            for key, value in bound.arguments.items():
+                if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in storages:
+                    bound.arguments[key] = value.clone()
+
+
+def incomplete(model: nn.Module, tied: bool) -> list[str]:
+    """Layers with parameters that got fewer elements than they have, by name."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    names = {module: name for name, module in model.named_modules()}
+    missing = []
+    for layer, info in waiting(model):
+        if isinstance(layer, Attention | MLAAttention):  # scales of a quantised cache, kept as they are
+            continue
+        if tied and isinstance(layer, ParallelLMHead):  # shares the tensor of the embeddings
+            continue
+        need = elements(layer)
+        if info.load_numel < need:
+            missing.append(f"{names[layer]} ({info.load_numel} of {need} elements)")
+    return missing
+
+
+def elements(layer: nn.Module) -> int:
+    """Elements of the layer's own parameters that a checkpoint holds: padding of the vocabulary is not among them."""
+    total = 0
+    for name, parameter in layer._parameters.items():
+        if parameter is None:
+            continue
+        rows = getattr(getattr(layer, "shard_indices", None), "num_org_elements", None)
+        if name == "weight" and rows is not None and parameter.dim() == 2:
+            total += rows * parameter.shape[1]
+        else:
+            total += getattr(parameter, "weight_loader_numel", parameter.numel())
+    return total
+
+
+def is_tied(config: Any) -> bool:
+    return bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+
+
+def pack_again(model: nn.Module) -> None:
+    """On a CPU a matrix product uses a packed copy of the weight: made anew where the weight itself lives on.
+
+    vLLM's reload packs the layer that was loaded; a head tied to the embeddings is another layer and would go on with
+    its old copy, without an error. Layers whose weight is gone after packing were packed when they were loaded.
+    """
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if hasattr(layer, "cpu_linear") and weight is not None and weight.numel() > 0 and not weight.is_meta:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+@contextlib.contextmanager
+def without_lora(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """The model with plain layers in place of those wrapped for LoRA, whose names no checkpoint has."""
+    wrapped = []
+    if enabled:
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        for parent in model.modules():
+            wrapped += [
+                (parent, n, child) for n, child in parent._modules.items() if isinstance(child, BaseLayerWithLoRA)
+            ]
+    for parent, name, child in wrapped:
+        parent._modules[name] = child.base_layer
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+
+
+def files(folder: str, device: torch.device) -> Iterator[Piece]:
+    """The safetensors files of a folder, in the order of their names."""
+    from safetensors import safe_open
+
+    paths = sorted(Path(folder).glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"path={folder}: holds no safetensors files that this server can see")
+    for path in paths:
+        with safe_open(path, "pt", device="cpu") as file:
+            tensors = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118, not a dict
+        yield Piece(tensors=tensors, num_bytes=sum(tensor.nbytes for _, tensor in tensors))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,335 @@
+"""How weights travel between the trainer and a server's workers; both sides run this file, which needs torch only.
+
+Weights go in buckets: a flat byte buffer with tensors at known offsets and, in its last 8 bytes, a sum of the others.
+A link moves buckets one way: over a process group (nccl or gloo, one broadcast per bucket), or through two buffers
+that both processes have mapped (CUDA IPC on one GPU, a file in memory on a CPU), filled and read in turns. The trainer
+waits at a TCPStore; each attempt has its own prefix in it, so that leftovers of a failed one are never read.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SUM_BYTES = 8
+BLOCK = 1024  # words per block of the sum
+POLL_S = 0.25  # how often a waiting side looks whether the other one has given up
+END = "end"  # the trainer sets it when it gives up
+
+
+class PeerError(RuntimeError):
+    """The other side is gone, late or has given up: this side did nothing wrong."""
+
+    strop_peer = True
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tensors under their checkpoint names, ready to load."""
+
+    tensors: list[tuple[str, Tensor]]
+    num_bytes: int
+    right: Tensor | None = None  # () bool: the bytes are those that were sent
+    is_borrowed: bool = False  # the tensors lie in a buffer that is filled anew after release
+    release: Callable[[], None] = lambda: None
+
+
+def checksum(data: Tensor) -> Tensor:  # () int64
+    """A sum of the bytes (a multiple of 4) that also changes when blocks of them change places."""
+    words = data.view(torch.int32)
+    whole = len(words) // BLOCK * BLOCK
+    blocks = words[:whole].view(-1, BLOCK).sum(dim=1, dtype=torch.int64)
+    odd = torch.arange(1, 2 * len(blocks) + 1, 2, device=data.device)
+    return (blocks * odd).sum() + words[whole:].sum(dtype=torch.int64)
+
+
+def span(bucket: dict[str, Any], buffer: Tensor) -> Tensor:
+    """The part of the buffer that travels."""
+    return buffer[: bucket["size"] + SUM_BYTES]
+
+
+def seal(bucket: dict[str, Any], buffer: Tensor) -> None:
+    """Write the sum behind the bytes."""
+    size = bucket["size"]
+    buffer[size : size + SUM_BYTES].view(torch.int64).copy_(checksum(buffer[:size]))
+
+
+def views(bucket: dict[str, Any], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The bucket's tensors, lying in the buffer."""
+    for name, dtype_name, shape, offset in bucket["tensors"]:
+        dtype = getattr(torch, dtype_name)
+        num_bytes = dtype.itemsize * math.prod(shape)
+        yield name, buffer[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+def piece_of(bucket: dict[str, Any], buffer: Tensor, release: Callable[[], None] = lambda: None) -> Piece:
+    size = bucket["size"]
+    sent = buffer[size : size + SUM_BYTES].view(torch.int64)[0]
+    tensors = list(views(bucket, buffer))
+    return Piece(tensors, size, checksum(buffer[:size]) == sent, is_borrowed=True, release=release)
+
+
+class Store:
+    """Keys that one side sets and the other looks for; can be left, which torch's own store cannot.
+
+    That one listens as long as anything refers to it, be it a frame in an old traceback, and sides that wait in it
+    for each other stop only when it ends.
+    """
+
+    def __init__(self, inner: Any, prefix: str) -> None:
+        self.inner = dist.PrefixStore(prefix, inner)
+
+    def set(self, key: str) -> None:
+        self._call(lambda inner: inner.set(key, b"1"))
+
+    def has(self, keys: list[str]) -> bool:
+        return self._call(lambda inner: inner.check(keys))
+
+    def close(self) -> None:
+        self.inner = None
+
+    def _call(self, do: Callable[[Any], Any]) -> Any:
+        if self.inner is None:
+            raise PeerError("the store was left")
+        try:
+            return do(self.inner)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise PeerError(f"the trainer's store is gone ({str(error)[:80]})") from None
+
+
+def new_store(host: str, prefix: str, timeout: float) -> tuple[Store, int]:
+    """The trainer's store and its port: a free one, bound at once, at that address only."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    limit = timedelta(seconds=timeout)
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        handle = listener.detach()  # the store's from now on
+        return Store(dist.TCPStore(host, port, None, True, limit, False, master_listen_fd=handle), prefix), port
+
+
+def wait_keys(store: Store, keys: list[str], deadline: float, check: Callable[[], None]) -> None:
+    """Until all keys are set; `check` raises when there is nothing left to wait for.
+
+    Asks again and again: torch's own wait writes a warning to the console each time it ends without an answer.
+    """
+    wait_until(lambda: store.has(keys), deadline, check, f"no sign of {keys[0]}")
+
+
+def wait_until(done: Callable[[], bool], deadline: float, check: Callable[[], None], what: str) -> None:
+    """Nothing here blocks, so a dead peer is noticed whatever a backend does."""
+    looked = time.monotonic()
+    pause = 1e-5
+    while not done():
+        now = time.monotonic()
+        if now > deadline:
+            raise PeerError(f"{what} in time")
+        if now - looked > POLL_S:
+            looked = now
+            check()
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+
+
+def wait_work(work: Any, deadline: float, check: Callable[[], None]) -> None:
+    """Until the collective is done."""
+    wait_until(work.is_completed, deadline, check, "a bucket was not moved")
+    try:
+        work.wait()
+    except RuntimeError as error:  # gloo and nccl raise it, in their own words, for a connection that broke
+        raise PeerError(f"the group broke: {str(error)[:200]}") from None
+
+
+def address_towards(host: str) -> str:
+    """Our own address on the way to `host`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def make_group(
+    store: Store, rank: int, world: int, *, backend: str, device: torch.device, host: str, timeout: float
+) -> Any:
+    """A process group of its own: the default group of either side is never touched."""
+    limit = timedelta(seconds=timeout)
+    try:
+        if backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
+            options._timeout = limit
+            return dist.ProcessGroupGloo(store.inner, rank, world, options)
+        with environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"), torch.cuda.device(device):
+            # 2: after a failure clean up, but do not end the process.
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            group = dist.ProcessGroupNCCL(store.inner, rank, world, options)
+            group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+            return group
+    except RuntimeError as error:  # gloo and nccl, in their own words: another one did not come
+        raise PeerError(f"the group could not be made: {str(error)[:200]}") from None
+
+
+def broadcast(group: Any, data: Tensor) -> Any:
+    """Begin to send from rank 0 to all others."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return group.broadcast([data], options)
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def drop_group(held: list[Any], backend: str) -> None:
+    """Give up the group in the list, whatever it is doing; nothing else may refer to it."""
+    if backend == "nccl":
+        held[0].abort()  # shutdown would wait for collectives that never end
+        return
+    # A gloo group ends with its last reference, and waits then for its collectives, so for the other side.
+    threading.Thread(target=held.clear, daemon=True).start()
+
+
+def share(buffer: Tensor, path: str | None = None) -> dict[str, Any]:
+    """What another process needs to map the buffer, as JSON; CUDA wants one call per process that will open it."""
+    if buffer.device.type != "cuda":
+        return {"kind": "file", "path": path, "size": len(buffer)}
+    _, handle, size, offset, counter, counter_offset, event, wait = buffer.untyped_storage()._share_cuda_()
+    return {
+        "kind": "cuda",
+        "handle": base64.b64encode(handle).decode(),
+        "size": size,
+        "offset": offset,
+        "counter": base64.b64encode(counter).decode(),
+        "counter_offset": counter_offset,
+        "event": base64.b64encode(event).decode(),
+        "wait": wait,
+        "length": len(buffer),
+    }
+
+
+def open_shared(shared: dict[str, Any], device: torch.device) -> Tensor:
+    """The buffer of `share`, in another process of the same machine."""
+    if shared["kind"] == "file":
+        return torch.from_file(shared["path"], shared=True, size=shared["size"], dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index if device.index is not None else torch.cuda.current_device(),
+        base64.b64decode(shared["handle"]),
+        shared["size"],
+        shared["offset"],
+        base64.b64decode(shared["counter"]),
+        shared["counter_offset"],
+        base64.b64decode(shared["event"]),
+        shared["wait"],
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: shared["length"]]
+
+
+def join(
+    *,
+    rank: int,  # of this worker in its server
+    device: torch.device,
+    host: str,
+    port: int,
+    prefix: str,
+    rank_offset: int,
+    world: int,
+    backend: str,
+    timeout: float,
+    staging: list[list[dict[str, Any]]] | None = None,  # per worker of this server, for ipc
+) -> GroupLink | SharedLink:
+    """A worker's end of a link."""
+    tcp = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
+    store = Store(tcp, prefix)
+    number = rank_offset + rank
+    if backend == "ipc":
+        assert staging is not None
+        shared = SharedLink(prefix, store, number, [open_shared(one, device) for one in staging[rank]])
+        store.set(f"here/{number}")
+        return shared
+    store.set(f"here/{number}")  # the trainer enters the group, which blocks, when all are there
+    group = make_group(store, number, world, backend=backend, device=device, host=host, timeout=timeout)
+    return GroupLink(prefix, store, group, backend, device)
+
+
+@dataclass
+class GroupLink:
+    """A worker's end of a process group."""
+
+    prefix: str
+    store: Store
+    group: Any
+    backend: str
+    device: torch.device
+
+    def receive(self, plan: dict[str, Any]) -> Iterator[Piece]:
+        deadline = time.monotonic() + plan["timeout"]
+        buckets = plan["buckets"]
+        size = max(bucket["size"] for bucket in buckets) + SUM_BYTES
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        work = broadcast(self.group, span(buckets[0], buffers[0]))
+        for i, bucket in enumerate(buckets):
+            wait_work(work, deadline, self._check)
+            if i + 1 < len(buckets):  # into the buffer whose tensors have been loaded by now
+                work = broadcast(self.group, span(buckets[i + 1], buffers[(i + 1) % 2]))
+            yield piece_of(bucket, buffers[i % 2])
+
+    def _check(self) -> None:
+        check_end(self.store)
+
+    def close(self) -> None:
+        held = [self.group]
+        self.group = None
+        self.store.close()
+        drop_group(held, self.backend)
+
+
+@dataclass
+class SharedLink:
+    """A worker's end of two shared buffers: bucket i lies in buffer i % 2 from ready/i until done/i."""
+
+    prefix: str
+    store: Store
+    number: int
+    buffers: list[Tensor]
+
+    def receive(self, plan: dict[str, Any]) -> Iterator[Piece]:
+        deadline = time.monotonic() + plan["timeout"]
+        turn = plan["turn"]
+        for i, bucket in enumerate(plan["buckets"]):
+            wait_keys(self.store, [f"{turn}/ready/{i}"], deadline, lambda: check_end(self.store))
+            done = f"{turn}/done/{i}/{self.number}"
+            yield piece_of(bucket, self.buffers[i % 2], lambda done=done: self.store.set(done))
+
+    def close(self) -> None:
+        self.buffers = []
+        self.store.close()
+
+
+def check_end(store: Store) -> None:
+    if store.has([END]):
+        raise PeerError("the trainer gave up")

@@ -1,0 +1,485 @@
+"""Weight sync without a server: buckets, links over gloo and shared memory, folders, the choice of a backend."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.loop import Loop
+from rollout.sync import folder as folder_module
+from rollout.sync.base import SyncError, TensorSpec, make_buckets, time_limit
+from rollout.sync.choose import host_for, pick_backend
+from rollout.sync.filesystem import FilesystemSync, make_room, write_rooms
+from rollout.sync.folder import WeightFolder
+from rollout.sync.ipc import IpcSync, refuse_expandable_segments
+from rollout.sync.lora import LoraSync
+from rollout.sync.process_group import ProcessGroupSync
+from rollout.worker import strop_wire
+from tests.rollout.receiver import CPU, Receiver, fails_at, random_source, slow
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKS = {"process_group": ProcessGroupSync, "ipc": IpcSync}
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(params=LINKS)
+def make_sync(request, loop):
+    """make_sync(source): a sync over a link, with buckets so small that there are several."""
+    made = []
+
+    def make(source, bucket_bytes=256):
+        made.append(LINKS[request.param](source, loop, device=CPU, bucket_bytes=bucket_bytes))
+        return made[-1]
+
+    yield make
+    for sync in made:
+        sync.close()
+
+
+def specs_of(*sizes: int) -> list[TensorSpec]:
+    return [TensorSpec(f"t{i}", (n,), torch.float32) for i, n in enumerate(sizes)]
+
+
+def test_buckets_keep_the_order_are_aligned_and_give_a_large_tensor_one_of_its_own():
+    buckets = make_buckets(specs_of(3, 4, 100, 1, 1), max_bytes=64)
+    assert [[(t[0], t[3]) for t in bucket["tensors"]] for bucket in buckets] == [
+        [("t0", 0), ("t1", 16)],  # 12 bytes rounded up to 16, so that any dtype may follow
+        [("t2", 0)],
+        [("t3", 0), ("t4", 16)],
+    ]
+    assert [bucket["size"] for bucket in buckets] == [32, 400, 32]
+
+
+def test_buckets_hold_every_byte_of_mixed_dtypes():
+    specs = [
+        TensorSpec("a", (3,), torch.bfloat16),
+        TensorSpec("b", (2, 2), torch.float32),
+        TensorSpec("c", (), torch.int64),
+    ]
+    (bucket,) = make_buckets(specs, 1000)
+    buffer = torch.zeros(bucket["size"] + strop_wire.SUM_BYTES, dtype=torch.uint8)
+    views = dict(strop_wire.views(bucket, buffer))
+    views["a"].copy_(torch.tensor([1.0, 2.0, 3.0]))
+    views["b"].fill_(4.0)
+    views["c"].fill_(5)
+    again = dict(strop_wire.views(bucket, buffer.clone()))
+    assert (
+        again["a"].tolist() == [1.0, 2.0, 3.0]
+        and again["b"].tolist() == [[4.0, 4.0], [4.0, 4.0]]
+        and again["c"].item() == 5
+    )
+
+
+def test_the_sum_sees_a_changed_bit_and_blocks_that_changed_places():
+    data = torch.randint(0, 256, (4 * strop_wire.BLOCK * 3 + 16,), dtype=torch.uint8)
+    right = strop_wire.checksum(data)
+    flipped = data.clone()
+    flipped[7] ^= 1
+    moved = data.clone()
+    block = 4 * strop_wire.BLOCK
+    moved[:block], moved[block : 2 * block] = data[block : 2 * block], data[:block]
+    assert strop_wire.checksum(data.clone()) == right
+    assert strop_wire.checksum(flipped) != right and strop_wire.checksum(moved) != right
+
+
+def test_a_transfer_may_take_a_minute_and_two_seconds_per_gigabyte():
+    assert time_limit(0) == 60.0 and time_limit(10**9) == 62.0
+
+
+def test_the_store_listens_at_the_given_address_only():
+    store, port = strop_wire.new_store("127.0.0.1", "p", 5.0)
+    store.set("a")
+    assert store.has(["a"]) and not store.has(["a", "b"])
+    with socket.socket() as other, pytest.raises(OSError):
+        other.connect(("127.0.0.2", port))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_worker_of_every_server_gets_every_weight(make_sync, dtype):
+    source = random_source(dtype=dtype)
+    servers = [Receiver(workers=2), Receiver(workers=1)]
+    sync = make_sync(source)
+    for version in (1, 2):
+        source.weights.update(random_source(seed=version).weights)
+        report = sync.push(servers, version)
+        for received in (received for server in servers for received in server.weights):
+            assert received.keys() == source.weights.keys()
+            assert all(torch.equal(received[name], tensor) for name, tensor in source.tensors())
+    assert [server.joins for server in servers] == [1, 1]  # the link lives on
+    assert report.version == 2 and report.phases["server_load"] == 0.25
+    assert report.num_bytes == sum(-(-spec.num_bytes // 16) * 16 for spec in source.specs())
+
+
+def test_a_slow_reader_never_sees_a_buffer_filled_anew(make_sync):
+    """Its tensors are read after a pause, in which the sender could have run two buckets ahead."""
+    source = random_source(count=15)
+    server = Receiver(on_piece=slow(0.03))
+    make_sync(source, bucket_bytes=64).push([server], 1)
+    assert all(torch.equal(server.weights[0][name], tensor) for name, tensor in source.weights.items())
+
+
+def test_without_servers_the_senders_half_runs_alone(make_sync):
+    report = make_sync(random_source()).push([], 3)
+    assert report.version == 3 and report.num_bytes > 0
+
+
+def test_a_worker_that_fails_is_named_the_others_are_dirty_and_a_second_push_goes_through(make_sync):
+    source = random_source(count=15)
+    servers = [Receiver(), Receiver(on_piece=fails_at(3)), Receiver()]
+    sync = make_sync(source, bucket_bytes=64)
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="server 1: .*could not load bucket 3") as caught:
+        sync.push(servers, 1)
+    assert caught.value.failed.keys() == {1} and caught.value.dirty == {0, 1, 2}
+    assert time.monotonic() - started < 10
+    servers[1].on_piece = slow(0)
+    sync.push(servers, 1)
+    assert all(torch.equal(servers[i].weights[0][n], t) for i in range(3) for n, t in source.weights.items())
+    assert [server.joins for server in servers] == [2, 2, 2]
+
+
+def test_a_server_that_is_gone_when_the_link_is_made_is_named(make_sync):
+    class Gone(Receiver):
+        def strop_join(self, rank, link):
+            raise ConnectionError("connection refused")
+
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="server 1: connection refused") as caught:
+        make_sync(random_source()).push([Receiver(), Gone()], 1)
+    assert caught.value.failed.keys() == {1}
+    assert time.monotonic() - started < 3  # the other one does not wait for it in the group
+
+
+def test_another_set_of_servers_makes_another_link_and_so_does_a_server_that_forgot(make_sync):
+    first, second = Receiver(), Receiver()
+    sync = make_sync(random_source())
+    sync.push([first], 1)
+    sync.push([first, second], 2)
+    assert (first.joins, second.joins) == (2, 1)
+    second.links.clear()  # started anew behind our back
+    sync.push([first, second], 3)
+    assert (first.joins, second.joins) == (3, 2)
+
+
+def test_a_worker_with_other_bytes_is_refused(make_sync):
+    class Forgetful(Receiver):
+        def strop_receive(self, rank, plan):
+            return {**super().strop_receive(rank, plan), "bytes": 1}
+
+    with pytest.raises(SyncError, match="reports version 1 and 1 bytes"):
+        make_sync(random_source()).push([Forgetful()], 1)
+
+
+def test_no_file_is_left_of_a_link_through_memory(loop, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # no /dev/shm here
+    sync = IpcSync(random_source(), loop, device=CPU, bucket_bytes=256)
+    sync.push([Receiver()], 1)
+    assert list(tmp_path.iterdir()) == []
+    sync.close()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_are_refused_with_a_sentence(monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ValueError, match=f"{name}=.*take expandable_segments out"):
+        refuse_expandable_segments()
+    monkeypatch.setenv(name, "expandable_segments:False")
+    refuse_expandable_segments()
+
+
+def test_files_hold_what_safetensors_reads_back(tmp_path):
+    source = random_source(dtype=torch.bfloat16)
+    rooms = [make_room(tmp_path, i, bucket) for i, bucket in enumerate(make_buckets(source.specs(), 128))]
+    write_rooms(rooms, source.tensors(), None)
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) > 2
+    read = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    assert list(read) == list(source.weights)
+    assert all(torch.equal(read[name], tensor) for name, tensor in source.tensors())
+
+
+def test_files_of_mixed_dtypes_keep_each_tensor_aligned(tmp_path):
+    tensors = {
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "b": torch.arange(2),
+        "c": torch.full((), 7.0),
+        "d": torch.ones(0, 4),
+    }
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    rooms = [make_room(tmp_path, i, bucket) for i, bucket in enumerate(make_buckets(specs, 1000))]
+    write_rooms(rooms, iter(tensors.items()), None)
+    read = load_file(tmp_path / "model-00001.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+
+class Reader(Receiver):
+    """Reads files instead of buckets."""
+
+    def strop_reload(self, rank, path, version):
+        tensors = {name: t for file in sorted(Path(path).iterdir()) for name, t in load_file(file).items()}
+        self.weights[rank] = tensors
+        return {"version": version, "bytes": sum(tensor.nbytes for tensor in tensors.values()), "rank": rank}
+
+
+def test_only_the_newest_version_stays_in_the_folder_and_nothing_after_the_end(loop, tmp_path):
+    source, server = random_source(), Reader()
+    sync = FilesystemSync(source, loop, folder=str(tmp_path), bucket_bytes=128)
+    for version in (1, 2, 3):
+        sync.push([server], version)
+        names = sorted(path.name for path in sync.folder.path.iterdir())
+        assert names == ["owner.lock", f"v{version:06d}"]
+    assert all(torch.equal(server.weights[0][name], tensor) for name, tensor in source.weights.items())
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_no_half_file(loop, tmp_path, monkeypatch):
+    source, server = random_source(), Reader()
+    sync = FilesystemSync(source, loop, folder=str(tmp_path), bucket_bytes=128)
+    calls = []
+
+    def full(*_):
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ValueError, match="sync.folder=.*no room for the weights; .*--sync.folder"):
+            sync.push([server], 1)
+    assert [path.name for path in sync.folder.path.iterdir()] == ["owner.lock"]
+    sync.push([server], 2)
+    monkeypatch.setattr(os, "posix_fallocate", full)  # later versions need no more room
+    sync.push([server], 3)
+    assert sorted(path.name for path in sync.folder.path.iterdir()) == ["owner.lock", "v000003"]
+    sync.close()
+
+
+def test_files_that_a_failed_push_may_still_be_read_from_are_not_written_over(loop, tmp_path, monkeypatch):
+    source, server = random_source(), Reader()
+    sync = FilesystemSync(source, loop, folder=str(tmp_path), bucket_bytes=128)
+    sync.push([server], 1)
+    monkeypatch.setattr(server, "rpc", failing_rpc)
+    with pytest.raises(SyncError, match="it hangs"):
+        sync.push([server], 2)
+    monkeypatch.undo()
+    (old,) = (sync.folder.path / "v000002").glob("model-00001*")
+    inode = old.stat().st_ino
+    with old.open("rb") as reader:  # as a server would that comes to itself again
+        before = reader.read()
+        for name in source.weights:
+            source.weights[name] = source.weights[name] + 1
+        sync.push([server], 3)
+        reader.seek(0)
+        assert reader.read() == before
+    assert all(path.stat().st_ino != inode for path in (sync.folder.path / "v000003").iterdir())
+    assert all(torch.equal(server.weights[0][name], tensor) for name, tensor in source.weights.items())
+    sync.close()
+
+
+async def failing_rpc(method, **_):
+    raise RuntimeError("it hangs")
+
+
+def test_files_for_another_machine_need_a_folder_that_is_named(loop):
+    sync = FilesystemSync(random_source(), loop)
+    with pytest.raises(ValueError, match=r"http://10\.0\.0\.2:8000 is on another machine.*--sync.folder"):
+        sync.push([Reader(url="http://10.0.0.2:8000")], 1)
+    sync.close()
+
+
+def test_a_killed_runs_folder_is_deleted_by_the_next_one_and_a_living_runs_is_not(tmp_path):
+    living = WeightFolder(str(tmp_path), "strop-weights-")
+    dead = tmp_path / "strop-weights-dead"
+    dead.mkdir()
+    (dead / "owner.lock").touch()
+    (dead / "v000001").mkdir()
+    foreign = tmp_path / "strop-weights-unlocked"  # no lock file: not made by us
+    foreign.mkdir()
+    new = WeightFolder(str(tmp_path), "strop-weights-")
+    assert not dead.exists() and living.path.exists() and foreign.exists() and new.path.exists()
+    living.close()
+    new.close()
+
+
+def test_a_folder_goes_with_the_process_that_forgot_to_close_it(tmp_path):
+    code = f"from rollout.sync.folder import WeightFolder; f = WeightFolder({str(tmp_path)!r}, 'strop-'); print(f.path)"
+    made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert Path(made.strip()).parent == tmp_path and list(tmp_path.iterdir()) == []
+
+
+def test_main_memory_is_used_only_with_room_to_spare(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "MEMORY", tmp_path)
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert folder_module.roomy(1000) == tmp_path
+    assert folder_module.roomy(free) != tmp_path
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="sync.folder=.*/file/x: cannot be made"):
+        WeightFolder(str(tmp_path / "file" / "x"), "strop-weights-")
+
+
+def server_on(
+    *uuids: str, lora: bool = False, extension: bool = True, url: str = "http://127.0.0.1:1"
+) -> SimpleNamespace:
+    return SimpleNamespace(url=url, info=SimpleNamespace(device_uuids=uuids, lora=lora, extension=extension))
+
+
+@pytest.mark.parametrize(
+    ("servers", "is_lora", "device_uuid", "expected"),
+    [
+        ([server_on()], False, None, "process_group"),
+        ([server_on(lora=True)], True, None, "lora"),
+        ([server_on(lora=True)], False, None, "process_group"),  # a server with room for adapters, all weights trained
+        ([server_on(lora=True), server_on()], True, None, "process_group"),  # merged
+        ([server_on("G0")], False, "G0", "ipc"),
+        ([server_on("G1"), server_on("G2", "G3")], False, "G0", "process_group"),
+        ([server_on("G0"), server_on("G1")], False, "G0", "filesystem"),
+        ([server_on("G0", lora=True)], True, "G0", "lora"),
+        ([server_on()], False, "G0", "filesystem"),
+    ],
+)
+def test_auto_takes_the_fastest_way_that_works(servers, is_lora, device_uuid, expected):
+    assert pick_backend("auto", servers, is_lora=is_lora, device_uuid=device_uuid) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "servers", "is_lora", "device_uuid", "message"),
+    [
+        ("lora", [server_on(lora=True)], False, None, "there is no adapter"),
+        ("lora", [server_on()], True, None, "was started without LoRA"),
+        ("filesystem", [server_on(extension=False)], False, None, "without our worker extension"),
+        ("process_group", [server_on("G0")], False, "G0", "shares the trainer's GPU.*--sync.backend ipc"),
+        ("process_group", [server_on("G1")], False, None, "another kind of device.*--sync.backend filesystem"),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused_with_what_to_use(name, servers, is_lora, device_uuid, message):
+    with pytest.raises(ValueError, match=message):
+        pick_backend(name, servers, is_lora=is_lora, device_uuid=device_uuid)
+
+
+def test_ipc_to_another_device_is_refused(loop):
+    sync = IpcSync(random_source(), loop, device=CPU)
+    server = Receiver()
+    server.info.device_uuids = ("GPU-1",)
+    with pytest.raises(ValueError, match="runs on GPU-1, the trainer on a CPU"):
+        sync.push([server], 1)
+
+
+def test_ipc_to_another_machine_is_refused(loop):
+    sync = IpcSync(random_source(), loop, device=CPU)
+    with pytest.raises(
+        ValueError, match=r"http://10\.0\.0\.2:8000 is on another machine; use --sync.backend process_group"
+    ):
+        sync.push([Receiver(url="http://10.0.0.2:8000")], 1)
+
+
+def test_with_files_a_server_that_loaded_them_is_not_dirty_when_another_fails(loop):
+    class Broken(Reader):
+        def strop_reload(self, rank, path, version):
+            return {"error": "disk on fire", "rank": rank}
+
+    sync = FilesystemSync(random_source(), loop)
+    with pytest.raises(SyncError, match="server 1: worker 0: disk on fire") as caught:
+        sync.push([Reader(), Broken(), Reader()], 1)
+    assert caught.value.dirty == {1}
+    sync.close()
+
+
+class Adapters(Receiver):
+    """Keeps the names it knows, as vLLM does."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.names: dict[str, str] = {}
+
+    async def load_adapter(self, name, path):
+        if name in self.names:
+            raise ValueError(f"The lora adapter '{name}' has already been loaded.")
+        assert (Path(path) / "adapter_config.json").exists()
+        self.names[name] = path
+
+    async def unload_adapter(self, name):
+        del self.names[name]
+
+
+def test_adapter_names_are_new_in_every_run_and_two_versions_are_known_at_a_time(loop, tmp_path):
+    source, server = random_source(), Adapters()
+    source.is_lora = True
+    sync, other = (LoraSync(source, loop, folder=str(tmp_path)) for _ in range(2))
+    assert sync.model_name(1) != other.model_name(1)
+    for version in range(1, 13):
+        source.weights = random_source(seed=version).weights
+        sync.push([server], version)
+        assert list(server.names) == [sync.model_name(v) for v in (version - 1, version) if v > 0]
+    folders = sorted(path.name for path in sync.folder.path.iterdir() if path.is_dir())
+    assert folders == [f"v{version:06d}" for version in range(5, 13)]
+    sync.close()
+    other.close()
+    assert server.names == {} and list(tmp_path.iterdir()) == []
+
+
+def test_adapters_that_requests_still_name_are_kept(loop, tmp_path):
+    source, server = random_source(), Adapters()
+    source.is_lora = True
+    sync = LoraSync(source, loop, folder=str(tmp_path))
+    sync.in_use = lambda: {1}
+    for version in range(1, 13):
+        source.weights = random_source(seed=version).weights
+        sync.push([server], version)
+    assert list(server.names) == [sync.model_name(v) for v in (1, 11, 12)]
+    assert (sync.folder.path / "v000001").exists() and not (sync.folder.path / "v000002").exists()
+    sync.close()
+
+
+def test_a_version_pushed_again_must_be_the_same_adapter(loop, tmp_path):
+    source = random_source()
+    source.is_lora = True
+    sync = LoraSync(source, loop, folder=str(tmp_path))
+    first, second = Adapters(), Adapters()
+    sync.push([first], 1)
+    sync.push([first, second], 1)  # one of them was started anew
+    assert first.names == second.names
+    source.weights = random_source(seed=1).weights
+    with pytest.raises(AssertionError, match="version 1 was pushed before with other weights"):
+        sync.push([first], 1)
+    sync.close()
+
+
+def test_a_server_that_refuses_an_adapter_is_named_and_the_others_have_it(loop, tmp_path):
+    class Full(Adapters):
+        async def load_adapter(self, name, path):
+            raise ValueError("max_lora_rank is 8")
+
+    source = random_source()
+    source.is_lora = True
+    sync = LoraSync(source, loop, folder=str(tmp_path))
+    servers = [Adapters(), Full()]
+    with pytest.raises(SyncError, match="server 1: max_lora_rank is 8") as caught:
+        sync.push(servers, 1)
+    assert caught.value.dirty == {1} and list(servers[0].names) == [sync.model_name(1)]
+    sync.close()
+
+
+def test_servers_here_are_met_at_loopback():
+    assert host_for([server_on(), server_on(url="http://localhost:2")]) == "127.0.0.1"

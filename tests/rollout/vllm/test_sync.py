@@ -1,0 +1,340 @@
+"""Weights moved to real servers by every backend that a CPU has, and every way that can go wrong in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rollout.loop import Loop
+from rollout.sync.base import SyncError
+from rollout.sync.filesystem import FilesystemSync
+from rollout.sync.ipc import IpcSync
+from rollout.sync.lora import LoraSync
+from rollout.sync.process_group import ProcessGroupSync
+from rollout.vllm_server import RefusedError, VllmServer
+from rollout.worker import strop_wire
+from trainer.model import Policy
+from trainer.weights import PolicyWeights
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
+IDS = [5, 17, 33, 91, 120, 44, 2, 7, 260, 13, 8, 8, 101, 54]
+BUCKET = 300_000  # bytes: several buckets, and layers that lie across two of them
+FULL = ("process_group", "ipc", "filesystem")
+LIMIT = 1e-4
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+def connected(server: Any, loop: Loop) -> Iterator[VllmServer]:
+    """A client of the shared server, which gets its own weights back in the end."""
+    client = VllmServer(server.url, token=server.token)
+    loop.run(client.connect())
+    yield client
+    recover("filesystem", Policy(load(server.model_folder), None, "", CPU, torch.float32), client, loop)
+    loop.run(client.close())
+
+
+@pytest.fixture(scope="module")
+def tied(tied_server, loop) -> Iterator[VllmServer]:
+    yield from connected(tied_server, loop)
+
+
+@pytest.fixture(scope="module")
+def untied(untied_server, loop) -> Iterator[VllmServer]:
+    yield from connected(untied_server, loop)
+
+
+def load(folder: str | Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def policy(folder: str | Path, seed: int) -> Policy:
+    """The model in the folder, every weight changed by a lot."""
+    model = load(folder)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return Policy(model, None, str(folder), CPU, torch.float32)
+
+
+def with_lora(folder: str | Path, seed: int) -> Policy:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(load(folder), config).eval()
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    return Policy(model, None, str(folder), CPU, torch.float32)
+
+
+def make(name: str, of: Policy, loop: Loop, source: Any = None) -> Any:
+    source = source or PolicyWeights(of, torch.float32)
+    if name == "filesystem":
+        return FilesystemSync(source, loop, bucket_bytes=BUCKET)
+    return {"process_group": ProcessGroupSync, "ipc": IpcSync}[name](source, loop, device=CPU, bucket_bytes=BUCKET)
+
+
+def push(sync: Any, server: VllmServer, loop: Loop, version: int) -> Any:
+    """As the engine does it: pause, push, and resume only if that went well."""
+    loop.run(server.pause())
+    report = sync.push([server], version)
+    loop.run(server.resume())
+    return report
+
+
+@torch.no_grad()
+def logps(model: nn.Module) -> Tensor:
+    rows = model(input_ids=torch.tensor([IDS])).logits[0, :-1].log_softmax(dim=-1)
+    return rows.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+
+
+def gap(server: VllmServer, loop: Loop, model: nn.Module, name: str = "base") -> float:
+    served = torch.tensor(loop.run(server.score(IDS, model=name), timeout=60))
+    return float((served - logps(model)).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("name", FULL)
+def test_two_policies_go_back_and_forth_exactly(name, kind, request, loop):
+    server = request.getfixturevalue(kind)
+    folder = request.getfixturevalue(f"{kind}_server").model_folder
+    current = policy(folder, seed=1)
+    states = [policy(folder, seed).model.state_dict() for seed in (1, 2)]
+    made = []
+    sync = make(name, current, loop)
+    try:
+        for version, state in enumerate((states[0], states[1], states[0]), start=1):
+            current.model.load_state_dict(state)
+            report = push(sync, server, loop, version)
+            assert gap(server, loop, current.model) < LIMIT
+            made.append(logps(current.model))
+            assert (report.version, report.backend) == (version, name)
+            (info,) = loop.run(server.rpc("strop_info", timeout=10))
+            assert (info["version"], info["dirty"]) == (version, False)
+        assert float((made[0] - made[1]).abs().max()) > 0.5 and torch.equal(made[0], made[2])
+    finally:
+        sync.close()
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_merged_adapter_reaches_a_server_that_has_lora_layers(name, tied, tied_server, loop):
+    current = with_lora(tied_server.model_folder, seed=3)
+    sync = make(name, current, loop)
+    push(sync, tied, loop, 5)
+    sync.close()
+    assert gap(tied, loop, current.model) < LIMIT
+    assert gap(tied, loop, load(tied_server.model_folder)) > 0.1
+
+
+def test_adapters_of_several_versions_live_side_by_side_and_old_names_go(tied, tied_server, loop, tmp_path):
+    base = load(tied_server.model_folder)
+    recover("filesystem", Policy(base, None, "", CPU, torch.float32), tied, loop)
+    current = with_lora(tied_server.model_folder, seed=4)
+    sync = LoraSync(PolicyWeights(current, torch.float32), loop, folder=str(tmp_path))
+    assert not sync.needs_pause
+    made: dict[int, Tensor] = {}
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for name, parameter in current.model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(1.2)
+        report = sync.push([tied], version)
+        made[version] = logps(current.model)
+        for known in [v for v in made if v > version - 2]:
+            served = torch.tensor(loop.run(tied.score(IDS, model=sync.model_name(known))))
+            assert float((served - made[known]).abs().max()) < LIMIT
+    assert float((made[3] - made[2]).abs().max()) > 0.05
+    assert report.num_bytes > 10_000 and report.backend == "lora"
+    assert gap(tied, loop, base) < LIMIT
+    with pytest.raises(RefusedError):
+        loop.run(tied.score(IDS, model=sync.model_name(1)))
+    sync.push([tied], 3)  # again, as for a server that came back: nothing changes
+    assert gap(tied, loop, current.model, sync.model_name(3)) < LIMIT
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RefusedError):
+        loop.run(tied.score(IDS, model=sync.model_name(3)))
+
+
+def test_an_adapter_on_top_of_a_base_that_was_pushed_is_exact(tied, tied_server, loop, tmp_path):
+    moved = policy(tied_server.model_folder, seed=6)
+    recover("process_group", moved, tied, loop)
+    moved.model.save_pretrained(tmp_path / "base")
+    current = with_lora(tmp_path / "base", seed=7)
+    sync = LoraSync(PolicyWeights(current, torch.float32), loop, folder=str(tmp_path / "adapters"))
+    sync.push([tied], 1)
+    assert gap(tied, loop, current.model, sync.model_name(1)) < LIMIT
+    assert gap(tied, loop, moved.model) < LIMIT
+    sync.close()
+
+
+class Without(PolicyWeights):
+    """Leaves one tensor out."""
+
+    left_out = "model.layers.1.self_attn.k_proj.weight"
+
+    def specs(self):
+        return [spec for spec in super().specs() if spec.name != self.left_out]
+
+    def tensors(self):
+        return ((name, tensor) for name, tensor in super().tensors() if name != self.left_out)
+
+
+class Breaks(PolicyWeights):
+    """Fails half-way, as a trainer out of memory would."""
+
+    def tensors(self):
+        for i, pair in enumerate(super().tensors()):
+            if i == 20:
+                raise MemoryError("out of memory")
+            yield pair
+
+
+def expect_dirty(server: VllmServer, loop: Loop) -> None:
+    pulse = loop.run(server.check(timeout=30))
+    assert pulse.dirty and pulse.paused
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_tensor_left_out_is_found_and_a_full_push_recovers(name, tied, tied_server, loop):
+    current = policy(tied_server.model_folder, seed=8)
+    sync = make(name, current, loop, Without(current, torch.float32))
+    with pytest.raises(SyncError, match=r"layers\.1\.self_attn\.qkv_proj \(32768 of 49152 elements\)") as caught:
+        push(sync, tied, loop, 9)
+    sync.close()
+    assert caught.value.failed.keys() == {0} and caught.value.dirty == {0}
+    expect_dirty(tied, loop)
+    recover(name, current, tied, loop)
+
+
+def recover(name: str, current: Policy, server: VllmServer, loop: Loop) -> None:
+    """A full push by a sync of its own, as after a restart."""
+    again = make(name, current, loop)
+    push(again, server, loop, 10)
+    again.close()
+    assert gap(server, loop, current.model) < LIMIT
+    assert not loop.run(server.check(timeout=30)).dirty
+
+
+@pytest.mark.parametrize("name", ["process_group", "ipc"])
+def test_a_trainer_that_fails_half_way_leaves_the_server_dirty_and_the_same_sync_recovers_it(
+    name, tied, tied_server, loop
+):
+    current = policy(tied_server.model_folder, seed=9)
+    source = Breaks(current, torch.float32)
+    sync = make(name, current, loop, source)
+    started = time.monotonic()
+    with pytest.raises(MemoryError):
+        push(sync, tied, loop, 11)
+    expect_dirty(tied, loop)
+    assert time.monotonic() - started < 10
+    source.tensors = PolicyWeights(current, torch.float32).tensors
+    push(sync, tied, loop, 12)
+    sync.close()
+    assert gap(tied, loop, current.model) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["process_group", "ipc"])
+def test_bytes_that_changed_on_the_way_are_noticed(name, tied, tied_server, loop, monkeypatch):
+    current = policy(tied_server.model_folder, seed=10)
+    seal = strop_wire.seal
+
+    def spoiled(bucket: dict[str, Any], buffer: Tensor) -> None:
+        seal(bucket, buffer)
+        buffer[bucket["size"] // 2] ^= 1
+
+    sync = make(name, current, loop)
+    with monkeypatch.context() as patch:
+        patch.setattr(strop_wire, "seal", spoiled)
+        with pytest.raises(SyncError, match="arrived with other bytes than were sent"):
+            push(sync, tied, loop, 13)
+    expect_dirty(tied, loop)
+    push(sync, tied, loop, 14)
+    sync.close()
+    assert gap(tied, loop, current.model) < LIMIT
+
+
+def test_a_head_sent_to_a_server_that_ties_it_is_refused(tied, untied_server, tied_server, loop):
+    sync = make("filesystem", policy(untied_server.model_folder, seed=11), loop)
+    with pytest.raises(SyncError, match="lm_head.weight was sent, but this server ties it"):
+        push(sync, tied, loop, 15)
+    sync.close()
+    expect_dirty(tied, loop)
+    recover("filesystem", policy(tied_server.model_folder, seed=12), tied, loop)
+
+
+def test_a_folder_the_server_cannot_see_is_a_reason_and_touches_nothing(tied, tied_server, loop):
+    (answer,) = loop.run(tied.rpc("strop_reload", timeout=30, path="/nowhere", version=99))
+    assert "path=/nowhere: holds no safetensors files that this server can see" in answer["error"]
+    assert not answer["dirty"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import torch
+from tests.rollout.vllm import test_sync as t
+from rollout.loop import Loop
+from rollout.vllm_server import VllmServer
+
+class Stalls(t.PolicyWeights):
+    def tensors(self):
+        for i, pair in enumerate(super().tensors()):
+            if i == 24:
+                Path(sys.argv[5]).touch()
+                time.sleep(600)
+            yield pair
+
+loop = Loop()
+server = VllmServer(sys.argv[1], token=sys.argv[2])
+loop.run(server.connect())
+current = t.policy(sys.argv[3], seed=13)
+t.push(t.make(sys.argv[4], current, loop, Stalls(current, torch.float32)), server, loop, 16)
+"""
+
+
+@pytest.mark.parametrize("name", ["process_group", "ipc"])
+def test_a_trainer_killed_in_the_middle_leaves_a_dirty_server_that_the_next_one_recovers(
+    name, tied, tied_server, loop, tmp_path
+):
+    reached = tmp_path / "reached"
+    arguments = [tied_server.url, tied_server.token, str(tied_server.model_folder), name, str(reached)]
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    try:
+        wait_for(reached.exists, 60)
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    killed = time.monotonic()
+    expect_dirty(tied, loop)  # the worker noticed: it would not answer while it waits
+    assert time.monotonic() - killed < 10
+    recover(name, policy(tied_server.model_folder, seed=14), tied, loop)
+
+
+def wait_for(happened: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"nothing happened for {seconds} s"
+        time.sleep(0.05)

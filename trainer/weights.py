@@ -1,0 +1,155 @@
+"""The policy's weights as a server wants them: checkpoint names, serving dtype, an adapter merged or in its own folder.
+
+    source = PolicyWeights(policy, torch.bfloat16)
+    for name, tensor in source.tensors(): ...     # "model.layers.0.self_attn.q_proj.weight", new or shared memory
+    source.save_adapter(Path("v000012"))          # for vLLM's LoRA, if the policy has an adapter
+
+An adapter is merged into new tensors, W + scaling B A in float32 and rounded once; the policy itself is never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.sync.base import TensorSpec
+from trainer.checkpoint import ADAPTER
+from trainer.model import Policy, causal_lm
+
+LAYER = re.compile(r"^(.*?\.\d+)\.")  # model.layers.12
+
+
+class PolicyWeights:
+    """WeightSource over a policy under training."""
+
+    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+        self.policy = policy
+        self.dtype = dtype
+        self.is_lora = policy.is_lora
+        if self.is_lora:
+            refuse_unmergeable(policy.model.peft_config[ADAPTER])
+        lm = causal_lm(policy.model)
+        plain = {name: tensor.to("meta") for name, tensor in self._plain()}
+        # Some models are laid out otherwise in memory than in checkpoints (fused experts); most are not.
+        self._converts = list(as_in_checkpoint(lm, dict(plain))) != list(plain)
+
+    def specs(self) -> list[TensorSpec]:
+        named = self._in_checkpoint((name, tensor.to("meta")) for name, tensor in self._plain())
+        return [TensorSpec(name, tuple(tensor.shape), self._serving(tensor)) for name, tensor in named]
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        # A generator may be left half-way: no_grad as a decorator holds for each step of it, and only there.
+        for name, tensor in self._in_checkpoint(self._merged()):
+            yield name, tensor.to(self._serving(tensor))
+
+    def save_adapter(self, folder: Path) -> None:
+        """The folder that peft's save_pretrained writes, in half the time: once per optimizer step is often."""
+        from safetensors.torch import save_file
+
+        assert self.is_lora, "save_adapter is for a policy with an adapter"
+        config = self.policy.model.peft_config[ADAPTER]
+        refuse_unservable(config)
+        state = {
+            # The server rounds to its own dtype in any case.
+            name.replace(f".{ADAPTER}", ""): parameter.detach().to("cpu", self.dtype).contiguous()
+            for name, parameter in self.policy.model.named_parameters()
+            if ".lora_" in name and f".{ADAPTER}" in name
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(folder)
+        path = folder / "adapter_config.json"
+        written = json.loads(path.read_text(encoding="utf-8"))
+        written |= {"base_model_name_or_path": self.policy.source, "inference_mode": True}
+        path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _serving(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if tensor.is_floating_point() else tensor.dtype
+
+    def _plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Base weights by their names without an adapter; of those that share memory the first only."""
+        lm = causal_lm(self.policy.model)
+        ignored = [re.compile(pattern) for pattern in getattr(lm, "_keys_to_ignore_on_save", None) or ()]
+        seen: set[int] = set()
+        for name, tensor in lm.state_dict(keep_vars=True).items():
+            name = name.replace(".base_layer.", ".")
+            if ".lora_" in name or any(pattern.search(name) for pattern in ignored) or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        layers = lora_layers(causal_lm(self.policy.model))
+        for name, tensor in self._plain():
+            if hasattr(tensor, "full_tensor"):  # sharded: every rank takes part, in this same order
+                tensor = tensor.full_tensor()
+            layer = layers.get(name)
+            if layer is not None:
+                assert not layer.merged, f"{name}: an adapter is merged in place"
+                tensor = tensor.float() + layer.get_delta_weight(ADAPTER).float()
+            yield name, tensor
+
+    def _in_checkpoint(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Names and layout of a checkpoint, one decoder layer at a time."""
+        if not self._converts:
+            yield from named
+            return
+        lm = causal_lm(self.policy.model)
+        group: dict[str, Tensor] = {}
+        current: str | None = None
+        for name, tensor in named:
+            found = LAYER.match(name)
+            layer = found.group(1) if found else None
+            if group and layer != current:
+                yield from as_in_checkpoint(lm, group).items()
+                group = {}
+            current = layer
+            group[name] = tensor
+        yield from as_in_checkpoint(lm, group).items()
+
+
+def as_in_checkpoint(lm: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers' save_pretrained would write for these weights."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(lm, state)
+
+
+def lora_layers(lm: nn.Module) -> dict[str, Any]:
+    """Adapted layers by the name of their weight."""
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        f"{name}.weight": module
+        for name, module in lm.named_modules()
+        if isinstance(module, LoraLayer) and ADAPTER in module.scaling
+    }
+
+
+def refuse_unmergeable(config: Any) -> None:
+    """An adapter that changes more than W + scaling B A."""
+    for name, off in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None),
+                      ("trainable_token_indices", None), ("target_parameters", None)):  # fmt: skip
+        value = getattr(config, name, off)
+        if value and value != off:
+            raise ValueError(
+                f"{name}={value}: an adapter with it cannot be served by vLLM; train one without, or use "
+                "--rollout.engine local"
+            )
+    if getattr(config, "layer_replication", None):
+        raise ValueError("layer_replication: such an adapter cannot be served by vLLM; use --rollout.engine local")
+
+
+def refuse_unservable(config: Any) -> None:
+    """An adapter that merges well, but that vLLM would load wrongly: it knows one rank and one alpha."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        value = getattr(config, name, None)
+        if value:
+            raise ValueError(f"{name}={value}: vLLM would ignore it; use --sync.backend filesystem or process_group")

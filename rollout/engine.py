@@ -1,4 +1,4 @@
-"""The protocol every rollout engine speaks; `local.py` is the in-process one."""
+"""The protocol every rollout engine speaks; `local.py` is the in-process one, `vllm_engine.py` that of servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Engine(Protocol):
         """Log-probs of given completions: [(prompt ids, completion ids)] -> one list per pair."""
 
     def load(self, version: int) -> None:
-        """Take the trainer's current weights and call them `version`."""
+        """Take the trainer's current weights and call them `version`; awake afterwards, ready to generate."""
 
     def pause(self) -> None:
         """Stop making tokens; requests wait."""
@@ -37,3 +37,9 @@ class Engine(Protocol):
 
     def health(self) -> dict[str, Any]:
         """{"ok": bool, ...}: whether a request would be answered, and what to show people."""
+
+    def metrics(self) -> dict[str, float]:
+        """What to log of the engine itself, since the last call."""
+
+    def close(self) -> None:
+        """End whatever the engine started; may be called twice."""

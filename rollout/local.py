@@ -98,6 +98,12 @@ class LocalEngine:
         running = self._running.is_set()
         return {"ok": running, "engine": "local", "version": self.version, "paused": not running}
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
     def _generate_chunk(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         batch = self._prefill(requests)
         device = batch.rows.device
@@ -353,3 +359,8 @@ def _check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"top_k={sampling.top_k}: must be 0 (all) or more")
     if any(not text for text in sampling.stop):
         raise ValueError("stop='': an empty stop string would end every completion; remove it")
+    if sampling.for_training and (sampling.top_p, sampling.top_k) != (1.0, 0):
+        raise ValueError(
+            f"top_p={sampling.top_p}, top_k={sampling.top_k}: a training sample must come from the whole distribution, "
+            "or its log-probs are not the trainer's; leave them out"
+        )

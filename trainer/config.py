@@ -7,11 +7,14 @@ Help longer than a line is written as strings in parentheses: tyro keeps the lin
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 import tyro
+
+from rollout.options import SyncConfig, VllmConfig
 
 T = TypeVar("T")
 Flat = tyro.conf.OmitArgPrefixes[T]
@@ -224,10 +227,10 @@ def check_evaluation(data: DataConfig, run: RunConfig) -> None:
 class RolloutConfig:
     """How completions are made."""
 
-    engine: Literal["local"] = "local"
-    """local: batched sampling inside this process."""
+    engine: Literal["local", "vllm"] = "local"
+    """local: batched sampling inside this process; vllm: servers, started with the run or given by --vllm.url."""
     max_batch_size: int = 256
-    """Completions sampled at the same time; lower it when the key-value cache does not fit."""
+    """Completions sampled at the same time by local; lower it when the key-value cache does not fit."""
     eval_temperature: float = 0.0
     """Temperature of held-out completions; 0 is greedy. Training samples always come from the full distribution."""
     eval_top_p: float = 1.0
@@ -242,6 +245,24 @@ class RolloutConfig:
             raise ValueError(
                 "rollout.eval_top_p, eval_top_k: have no effect on greedy evaluation; set eval_temperature"
             )
+
+
+def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig) -> None:
+    """Settings of servers need servers. Every Config with these blocks calls this."""
+    if rollout.engine == "vllm":
+        if rollout.max_batch_size != RolloutConfig.max_batch_size:
+            raise ValueError(
+                f"rollout.max_batch_size={rollout.max_batch_size}: has no effect with rollout.engine=vllm; "
+                "use --vllm.max-in-flight"
+            )
+        return
+    for prefix, block in (("vllm", vllm), ("sync", sync)):
+        for field in dataclasses.fields(block):
+            value = getattr(block, field.name)
+            if value != field.default:
+                raise ValueError(
+                    f"{prefix}.{field.name}={value}: has no effect with rollout.engine=local; set --rollout.engine vllm"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

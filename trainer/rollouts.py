@@ -20,8 +20,11 @@ from rollout.engine import Engine
 from rollout.local import LocalEngine
 from rollout.rewards import Rewards, RewardTable
 from rollout.types import Completion, Request, Sampling
+from rollout.vllm_engine import VllmEngine
 from trainer.config import RolloutConfig, RunConfig
 from trainer.model import Policy
+from trainer.run import Run
+from trainer.weights import PolicyWeights
 
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
 
@@ -42,10 +45,31 @@ def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
     )
 
 
-def start_engine(cfg: RolloutConfig, policy: Policy) -> LocalEngine:
-    return LocalEngine(
-        policy.model, policy.tokenizer, max_batch_size=cfg.max_batch_size, autocast_dtype=policy.autocast_dtype
+def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt]) -> Engine:
+    """The engine of a method that samples, ended with the run; `prompts` are all it will be asked about."""
+    local = LocalEngine(
+        policy.model, policy.tokenizer, max_batch_size=cfg.rollout.max_batch_size, autocast_dtype=policy.autocast_dtype
     )
+    if cfg.rollout.engine == "local":
+        return local
+    dtype = str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
+    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length
+    engine = VllmEngine.start(
+        cfg.vllm,
+        cfg.sync,
+        model=policy.source,
+        source=PolicyWeights(policy, getattr(torch, dtype)),
+        own=local,
+        device=policy.device,
+        dtype=dtype,
+        lora_rank=cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0,
+        log_dir=run.dir / "logs",
+        max_model_len=min(longest, policy.context_length or longest),
+        trust_remote_code=cfg.model.trust_remote_code,
+        vocab_size=policy.model.config.get_text_config().vocab_size,
+        say=run.note,
+    )
+    return run.keep(engine)
 
 
 def training_sampling(cfg: Any, policy: Policy) -> Sampling:
@@ -55,11 +79,14 @@ def training_sampling(cfg: Any, policy: Policy) -> Sampling:
         max_tokens=cfg.max_completion_length,
         stop_ids=stop_ids(policy.tokenizer, policy.generation_eos),
         stop=cfg.stop,
+        for_training=True,
     )
 
 
 def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
-    return replace(sampling, temperature=cfg.eval_temperature, top_p=cfg.eval_top_p, top_k=cfg.eval_top_k)
+    return replace(
+        sampling, temperature=cfg.eval_temperature, top_p=cfg.eval_top_p, top_k=cfg.eval_top_k, for_training=False
+    )
 
 
 def sample_seed(run_seed: int, number: int) -> int:
@@ -126,10 +153,14 @@ def packing_metrics(micro_batches: Sequence[Batch]) -> dict[str, float]:
     return {"data/shared_frac": 1 - sum(mb.num_computed for mb in micro_batches) / num_tokens}
 
 
-def evaluate(engine: Engine, prompts: Sequence[Prompt], rewards: Rewards, sampling: Sampling) -> dict[str, float]:
-    """Completions of held-out prompts, scored by the same rewards; the same seeds every time."""
+def evaluate(
+    engine: Engine, version: int, prompts: Sequence[Prompt], rewards: Rewards, sampling: Sampling
+) -> dict[str, float]:
+    """Completions of held-out prompts by the weights as they are, scored by the same rewards; always the same seeds."""
     requests = [Request(prompt_ids=prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
+    engine.load(version)
     completions = engine.generate(requests, sampling)
+    engine.sleep()
     table = rewards.score(list(prompts), completions)
     totals = [total for total in table.totals if total is not None]
     metrics = {"eval/reward/mean": statistics.fmean(totals) if totals else float("nan")}

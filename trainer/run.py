@@ -54,7 +54,7 @@ from trainer.model import Policy
 
 # Everything a run writes into its folder, so that overwriting deletes this and nothing else.
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "wandb_run_id")
-FOLDERS = ("checkpoints", "final", "tensorboard", "wandb")
+FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
 
 
 class Stateful(Protocol):
@@ -118,6 +118,7 @@ class Run:
         self._metrics: JsonlLog | None = None
         self._samples: JsonlLog | None = None
         self._sinks: list[Sink] = []
+        self._kept: list[Any] = []
 
     def __enter__(self) -> Run:
         return self
@@ -142,9 +143,8 @@ class Run:
             remove_leftovers(self.dir)
             save_config(self.dir / "config.yaml", self._config_tree())
         except OSError as error:
-            raise ValueError(
-                f"output_dir={self.dir}: cannot be written ({error.strerror}); choose another folder"
-            ) from None
+            why = f"cannot be written ({error.strerror}); choose another folder"
+            raise ValueError(f"output_dir={self.dir}: {why}") from None
 
     def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
         """Load the checkpoint, if any, and open the logs. Returns the number of steps already done."""
@@ -201,6 +201,11 @@ class Run:
         else:
             self._console.note(text)
 
+    def keep(self, thing: Any) -> Any:
+        """Close `thing` with the run, however the run ends."""
+        self._kept.append(thing)
+        return thing
+
     def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         """Save once a multiple of save_steps has been reached since the last save, and at the last step, so that a
         finished run can be extended. A method with several steps per rollout calls this between rollouts only."""
@@ -237,13 +242,13 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back and close the files; may be called twice."""
+        """Give the terminal back, end what was kept, and close the files; may be called twice."""
         if self._console is not None:
             self._console.stop()
-        for target in (*self._sinks, self._metrics, self._samples, self._lock):
+        for target in (*reversed(self._kept), *self._sinks, self._metrics, self._samples, self._lock):
             if target is not None:
                 target.close()
-        self._sinks = []
+        self._sinks, self._kept = [], []
 
     def _continue_folder(self) -> None:
         """Bring the folder back to the state it had at the checkpoint."""
@@ -255,10 +260,8 @@ class Run:
         if self.checkpoint is None:
             _say(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
         elif self.start_step >= self.total_steps:
-            _say(
-                f"resume={self.dir}: step {self.start_step} of {self.total_steps} is done, nothing is left to train; "
-                "raise --max-steps or --num-train-epochs to go on"
-            )
+            done = f"step {self.start_step} of {self.total_steps} is done, nothing is left to train"
+            _say(f"resume={self.dir}: {done}; raise --max-steps or --num-train-epochs to go on")
         else:
             remove_folder(self.dir / "final")  # of an earlier end; until the next one it would be taken for the result
             _say(f"resume={self.dir}: going on after step {self.start_step} of {self.total_steps}")

@@ -22,6 +22,7 @@ from losses.advantage import group_advantage
 from losses.kl import k3, kl_penalty
 from losses.policy_gradient import clipped_surrogate
 from losses.types import LossOut, merge
+from rollout.options import SyncConfig, VllmConfig
 from rollout.rewards import load_rewards
 from rollout.types import Completion, Request
 from trainer import rollouts
@@ -33,6 +34,7 @@ from trainer.config import (
     OptimConfig,
     RolloutConfig,
     RunConfig,
+    check_engine,
     check_evaluation,
 )  # fmt: skip
 from trainer.counters import Counters, Timer
@@ -53,6 +55,8 @@ class Config:
     optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
 
     reward_funcs: tuple[str, ...] = ("exact_match",)
     """Rewards: exact_match, last_number, regex:PATTERN, ..., my_module.fn, FILE.py:fn, model:RUN, prm:RUN."""
@@ -83,6 +87,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
+        check_engine(self.rollout, self.vllm, self.sync)
         if self.num_generations < 2:
             raise ValueError(f"num_generations={self.num_generations}: a group needs at least 2 completions to compare")
         if not 0 < self.temperature < math.inf:
@@ -124,7 +129,6 @@ def train(cfg: Config) -> None:
         held_out = rollouts.prompts_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         rewards.check_columns(prompts, "data")
         rewards.check_columns(held_out, "eval_data")
-        engine = rollouts.start_engine(cfg.rollout, policy)
         sampling = rollouts.training_sampling(cfg, policy)
         held_out_sampling = rollouts.evaluation_sampling(sampling, cfg.rollout)
         loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
@@ -132,18 +136,20 @@ def train(cfg: Config) -> None:
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
         state = {"loader": loader, "rewards": rewards, "counters": (counters := Counters())}
         run.begin(total_steps, f"grpo {cfg.model.model}")
+        engine = rollouts.start_engine(cfg, policy, run, prompts + held_out)
         step = run.restore(policy, optimizer, schedule, state)
-        engine.load(version=step)
         if step == 0 and held_out:
-            run.log(0, rollouts.evaluate(engine, held_out, rewards, held_out_sampling))
+            run.log(0, rollouts.evaluate(engine, step, held_out, rewards, held_out_sampling))
 
         while step < total_steps:
             timer = Timer()
+            engine.load(version=step)
             batch = [prompt for prompt in loader.next() for _ in range(cfg.num_generations)]
             first = counters.prompts * cfg.num_generations
             seeds = (rollouts.sample_seed(cfg.run.seed, first + i) for i in range(len(batch)))
             requests = [Request(prompt_ids=p.ids, seed=seed) for p, seed in zip(batch, seeds, strict=True)]
             completions = engine.generate(requests, sampling)
+            engine.sleep()
             counters.prompts += cfg.prompts_per_step
             timer.lap("rollout_s")
             table = rewards.score(batch, completions)
@@ -173,10 +179,9 @@ def train(cfg: Config) -> None:
                     **counters.metrics(),
                     **timer.metrics(num_tokens),
                 }
-                engine.load(version=step)
                 if held_out and cfg.run.eval_due(step, total_steps):
-                    metrics |= rollouts.evaluate(engine, held_out, rewards, held_out_sampling)
-                run.log(step, metrics)
+                    metrics |= rollouts.evaluate(engine, step, held_out, rewards, held_out_sampling)
+                run.log(step, metrics | engine.metrics())
                 timer = Timer()
             run.maybe_save(step, policy, optimizer, schedule, state)
         run.finish(policy)
@@ -239,4 +244,5 @@ def loss(
         out = merge(out, kl_penalty(logp, old_logp, ref_logp, mask, beta=cfg.beta))
     out.metrics["policy/entropy"] = (tokens.entropy.detach().sum(), mask.sum())
     out.metrics["policy/behaviour_kl"] = (k3(behaviour_logp, old_logp).sum(), mask.sum())
+    out.metrics["policy/behaviour_gap"] = ((behaviour_logp - old_logp).abs().sum(), mask.sum())
     return out

@@ -1,0 +1,191 @@
+"""The engine as GRPO uses it, over a real server: parity, syncs in flight, and a probe that trusts nobody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.local import LocalEngine
+from rollout.options import SyncConfig, VllmConfig
+from rollout.sync.base import SyncReport
+from rollout.types import Request, Sampling
+from rollout.vllm_command import TOKEN
+from rollout.vllm_engine import VllmEngine
+from trainer.config import LoraConfig, ModelConfig
+from trainer.model import Policy, load_policy
+from trainer.weights import PolicyWeights
+
+CPU = torch.device("cpu")
+LIMIT = 1e-4
+NEVER_STOPS = ()  # no stop ids: a completion has max_tokens
+
+
+def make_policy(folder: Any, *, rank: int = 0, dropout: float = 0.0) -> Policy:
+    lora = LoraConfig(r=rank, dropout=dropout) if rank else LoraConfig()
+    return load_policy(ModelConfig(model=str(folder)), lora, CPU, with_reference=False)
+
+
+def change(policy: Policy, seed: int, size: float = 0.02) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
+def make_engine(server: Any, policy: Policy, backend: str, monkeypatch: Any, **sync: Any) -> VllmEngine:
+    monkeypatch.setenv(TOKEN, server.token)
+    return VllmEngine.start(
+        VllmConfig(url=(server.url,)), SyncConfig(backend=backend, **sync), model=policy.source,
+        source=PolicyWeights(policy, torch.float32), own=LocalEngine(policy.model, policy.tokenizer), device=CPU,
+        dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, say=lambda line: None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def requests_() -> list[Request]:
+    return [Request(prompt_ids=[5, 17, 30 + i], seed=1000 + i) for i in range(12)]
+
+
+@pytest.fixture(params=["process_group", "lora"])
+def engine(request: Any, tied_server: Any, monkeypatch: Any) -> Iterator[VllmEngine]:
+    policy = make_policy(
+        tied_server.model_folder, rank=8 if request.param == "lora" else 0, dropout=0.1 * (request.param == "lora")
+    )
+    engine = make_engine(tied_server, policy, request.param, monkeypatch, probe_every=1)
+    engine.policy = policy
+    yield engine
+    engine.close()
+
+
+def own_logps(engine: VllmEngine, completions: Any, temperature: float) -> list[list[float]]:
+    return engine.own.score([(c.prompt_ids, c.ids) for c in completions], temperature)
+
+
+def largest_gap(a: list[list[float]], b: list[list[float]]) -> float:
+    return max(abs(x - y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_log_probs_are_those_of_the_trainer_at_its_temperature_after_every_sync(engine, requests_, temperature):
+    for version in range(3):
+        change(engine.policy, seed=version)
+        engine.load(version)
+        completions = engine.generate(requests_, Sampling(temperature=temperature, max_tokens=12, for_training=True))
+        assert largest_gap([c.logps for c in completions], own_logps(engine, completions, temperature)) < LIMIT
+        assert [c.versions for c in completions] == [[(version, len(c.ids))] for c in completions]
+        assert engine.version == version
+
+
+def test_texts_end_tokens_and_order_are_those_of_the_local_engine(engine, requests_):
+    engine.load(0)
+    sampling = Sampling(temperature=0.0, max_tokens=10, stop_ids=(2,))
+    ours, theirs = engine.generate(requests_, sampling), engine.own.generate(requests_, sampling)
+    assert [(c.prompt_ids, c.ids, c.text, c.finish_reason) for c in ours] == [
+        (c.prompt_ids, c.ids, c.text, c.finish_reason) for c in theirs
+    ]
+
+
+def test_a_sync_that_does_nothing_stops_the_run(engine, monkeypatch):
+    engine.load(0)
+    change(engine.policy, seed=3, size=0.01)
+    nothing, name = SyncReport(1, "none", 0, 0.0), engine.sync.model_name(0)
+    monkeypatch.setattr(engine.sync, "push", lambda servers, version: nothing)
+    monkeypatch.setattr(engine.sync, "model_name", lambda version: name)
+    with pytest.raises(ValueError, match=r"should hold version 1, but its log-probs differ from the trainer's by"):
+        engine.load(1)
+
+
+def test_one_tensor_left_out_stops_the_run_and_the_next_sync_mends_the_server(tied_server, monkeypatch):
+    policy = make_policy(tied_server.model_folder)
+    left_out = "model.layers.1.mlp.down_proj.weight"
+    specs, tensors = PolicyWeights.specs, PolicyWeights.tensors
+    with monkeypatch.context() as patched:
+        patched.setattr(PolicyWeights, "specs", lambda self: [s for s in specs(self) if s.name != left_out])
+        patched.setattr(PolicyWeights, "tensors", lambda self: (row for row in tensors(self) if row[0] != left_out))
+        engine = make_engine(tied_server, policy, "process_group", monkeypatch)
+        try:
+            with pytest.raises(ValueError, match=r"version 1 could not .*layers\.1\.mlp\.down_proj"):
+                engine.load(1)
+            assert not engine.health()["ok"]
+        finally:
+            engine.close()
+    mended = make_engine(tied_server, policy, "process_group", monkeypatch)
+    mended.load(2)  # compares log-probs
+    assert mended.health()["ok"]
+    mended.close()
+
+
+def test_an_adapter_on_another_base_stops_the_run(tied_server, monkeypatch):
+    other = make_policy(tied_server.model_folder)
+    change(other, seed=9)
+    for policy, backend in ((other, "process_group"), (make_policy(tied_server.model_folder, rank=8), "lora")):
+        engine = make_engine(tied_server, policy, backend, monkeypatch)
+        try:
+            if backend == "lora":
+                with pytest.raises(ValueError, match="its log-probs differ from the trainer's"):
+                    engine.load(0)
+            else:
+                engine.load(0)
+        finally:
+            engine.close()
+
+
+def test_completions_that_straddle_a_sync_carry_spans_and_each_span_is_of_its_weights(tied_server, monkeypatch):
+    policy = make_policy(tied_server.model_folder)
+    engine = make_engine(tied_server, policy, "process_group", monkeypatch)
+    requests = [Request(prompt_ids=[5, 17, 30 + i], seed=i) for i in range(16)]
+    sampling = Sampling(max_tokens=200, stop_ids=NEVER_STOPS, for_training=True)
+    weights, made = {}, []
+    try:
+        for version in range(3):
+            change(policy, seed=version)
+            weights[version] = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+            engine.load(version)
+            if version == 0:
+                worker = threading.Thread(target=lambda: made.extend(engine.generate(requests, sampling)))
+                worker.start()
+            time.sleep(0.4)
+        worker.join()
+        spans = [c.versions for c in made]
+        assert sum(len(row) > 1 for row in spans) >= 8, spans
+        assert engine.metrics()["rollout/resumed_samples"] == sum(len(row) > 1 for row in spans)
+        for version in range(3):
+            with torch.no_grad():
+                for name, p in policy.model.named_parameters():
+                    p.copy_(weights[version][name])
+            scored = own_logps(engine, made, 1.0)
+            for c, row in zip(made, scored, strict=True):
+                at = 0
+                for of, count in c.versions:
+                    gaps = [abs(a - b) for a, b in zip(c.logps[at : at + count], row[at : at + count], strict=True)]
+                    if of == version:
+                        assert max(gaps) < LIMIT
+                    at += count
+                assert at == len(c.ids) == 200
+    finally:
+        engine.close()
+
+
+def test_pause_holds_completions_back_and_resume_lets_them_go_on(tied_server, monkeypatch, requests_):
+    policy = make_policy(tied_server.model_folder)
+    engine = make_engine(tied_server, policy, "filesystem", monkeypatch)
+    try:
+        engine.load(0)
+        engine.pause()
+        assert not engine.health()["ok"]
+        made: list[Any] = []
+        worker = threading.Thread(target=lambda: made.extend(engine.generate(requests_, Sampling(max_tokens=4))))
+        worker.start()
+        worker.join(timeout=1.0)
+        assert not made and worker.is_alive()
+        engine.resume()
+        worker.join(timeout=30)
+        assert len(made) == len(requests_) and engine.health()["ok"]
+    finally:
+        engine.close()

@@ -1,0 +1,136 @@
+"""Whole runs of `python -m trainer --method grpo --rollout.engine vllm`, and what is left behind by each way to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout.vllm_command import TOKEN
+from tests.entry import environment, metrics
+
+STEPS = 8
+QUICK = ("--max-steps", STEPS, "--eval-steps", 0, "--save-steps", 2, "--max-eval-rows", 64)
+
+
+def start(run_dir: Path, *argv: Any, **env: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "trainer", "--method", "grpo", "--rollout.engine", "vllm", *QUICK, *argv]
+    if "--resume" not in argv:
+        command += ["--output-dir", run_dir]
+    log = (run_dir.parent / f"{run_dir.name}.log").open("ab")
+    return subprocess.Popen(
+        [str(word) for word in command], env=environment() | env, stdout=log, stderr=log, cwd=run_dir.parent
+    )
+
+
+def log_of(run_dir: Path) -> str:
+    return (run_dir.parent / f"{run_dir.name}.log").read_text()
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, timeout: float = 240.0) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run_dir / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(run_dir)):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} was not reached\n{log_of(run_dir)[-3000:]}")
+
+
+def servers_of(run_dir: Path) -> list[int]:
+    """Processes whose command line or environment names this run's log folder or scratch: the servers it started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"STROP_TEST_RUN=" + str(run_dir).encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_gone(run_dir: Path, timeout: float = 30.0) -> list[int]:
+    deadline = time.monotonic() + timeout
+    while (left := servers_of(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def engine_core(run_dir: Path) -> list[int]:
+    """The api servers of a run: parents of nothing of ours but their engine."""
+    found = []
+    for pid in servers_of(run_dir):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"vllm.entrypoints.openai.api_server" in command and b"-m" in command[:3]:
+            found.append(pid)
+    return found
+
+
+def test_one_of_two_servers_dies_in_the_middle_and_the_run_ends_as_if_nothing_had_happened(vllm_python, tmp_path):
+    run = tmp_path / "two"
+    process = start(run, "--vllm.replicas", 2, STROP_TEST_RUN=str(run))
+    try:
+        wait_for_step(run, 3, process)
+        victims = engine_core(run)
+        assert len(victims) == 2
+        os.killpg(os.getpgid(victims[0]), signal.SIGKILL)
+        assert process.wait(timeout=300) == 0, log_of(run)[-3000:]
+    finally:
+        process.kill()
+    rows = [row for row in metrics(run) if row["step"] > 0]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["rollout/server_out"] >= 1
+    assert rows[-1]["data/prompts_total"] == STEPS * 16  # every prompt consumed once
+    assert max(row["policy/behaviour_gap"] for row in rows) < 1e-4
+    assert "server" in log_of(run) and "out" in log_of(run)
+    assert wait_gone(run) == []
+
+
+def test_ctrl_c_ends_the_servers_and_resume_goes_on(vllm_python, tmp_path):
+    run = tmp_path / "interrupted"
+    process = start(run, STROP_TEST_RUN=str(run))
+    try:
+        wait_for_step(run, 2, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130, log_of(run)[-2000:]
+        assert wait_gone(run) == []
+    finally:
+        process.kill()
+
+
+def test_a_trainer_killed_in_the_middle_of_a_transfer_is_resumed_on_the_same_server(tied_server, tmp_path):
+    run = tmp_path / "killed"
+    hold = tmp_path / "sitecustomize.py"  # waits inside the third push until it is killed
+    hold.write_text(
+        "import os, sys, time\n"
+        "if os.environ.get('STROP_TEST_HOLD') and 'trainer' in ' '.join(sys.orig_argv):\n"
+        "    from rollout.sync import process_group as pg\n"
+        "    real, calls = pg.fill, [0]\n"
+        "    def fill(*a):\n"
+        "        calls[0] += 1\n"
+        "        if calls[0] > 8:\n"
+        "            open(os.environ['STROP_TEST_HOLD'], 'w').close(); time.sleep(600)\n"
+        "        return real(*a)\n"
+        "    pg.fill = fill\n"
+    )
+    env = {TOKEN: tied_server.token, "STROP_TEST_HOLD": str(tmp_path / "held")}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    url = ("--vllm.url", tied_server.url, "--sync.backend", "process_group", "--sync.bucket-mb", 1)
+    process = start(run, *url, **env)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "held").exists():
+            assert process.poll() is None and time.monotonic() < deadline, log_of(run)[-3000:]
+            time.sleep(0.1)
+        process.kill()
+        process.wait()
+    finally:
+        process.kill()
+    del env["STROP_TEST_HOLD"]
+    again = start(run, *url, "--resume", run, **env)
+    assert again.wait(timeout=240) == 0, log_of(run)[-3000:]
+    assert [row["step"] for row in metrics(run)][-1] == STEPS
+    assert max(row["policy/behaviour_gap"] for row in metrics(run) if row["step"]) < 1e-4

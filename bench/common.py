@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "cut_cross_entropy")
+PACKAGES = ("torch", "triton", "transformers", "vllm", "trl", "liger_kernel", "cut_cross_entropy")
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 GIB = 1 << 30
 

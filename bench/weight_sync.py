@@ -40,7 +40,7 @@ def main(
     """Print the table; append every row as JSON to `out`."""
     on_cuda = torch.cuda.is_available()
     shape = shape or ("qwen3-1.7b" if on_cuda else "tiny")
-    backends = backends or (("ipc", "filesystem", "lora") if on_cuda else ("process_group", "filesystem", "lora"))
+    backends = backends or (("filesystem", "ipc", "lora") if on_cuda else ("process_group", "filesystem", "lora"))
     full = [backend for backend in backends if backend != "lora"]
     if full:
         with serving(shape, vllm=vllm, sync=SyncConfig(backend=full[0]), lora_rank=0) as (policy, engine):

@@ -57,9 +57,9 @@ def measure(shape: str, backend: str, policy: Policy, engine: VllmEngine, syncs:
     """`syncs` of them after a first one that sets things up."""
     servers = [member.server for member in engine.pool.members]
     source = PolicyWeights(policy, torch.bfloat16 if policy.device.type == "cuda" else torch.float32)
-    engine.sync.close()
+    engine.weights.sync.close()
     engine.sync_cfg = replace(engine.sync_cfg, backend=backend, probe_every=10**9)
-    engine.sync = make_sync(engine.sync_cfg, backend, source, engine.loop, servers, policy.device)
+    engine.weights.sync = make_sync(engine.sync_cfg, backend, source, engine.loop, servers, policy.device)
     times, gaps = [], []
     for number in range(syncs + 1):
         change(policy, seed=number)
@@ -68,9 +68,9 @@ def measure(shape: str, backend: str, policy: Policy, engine: VllmEngine, syncs:
         started = time.perf_counter()
         engine.load(engine.version + 1)
         times.append(1000 * (time.perf_counter() - started))
-        engine.probe()
+        engine.probe(engine.pool.members)
         gaps.append(engine.metrics()["policy/sync_gap"])
-    report = engine.report
+    report = engine.weights.report
     assert report is not None and report.backend == backend
     return make_row(
         "weight_sync", backend, Timing(times[1:], None), shape=sizes(shape, policy), dtype=source_dtype(policy),
@@ -93,10 +93,10 @@ def measure_sleep(shape: str, policy: Policy, engine: VllmEngine) -> Row:
         started = time.perf_counter()
         engine.load(engine.version + 1)
         times.append(1000 * (slept + time.perf_counter() - started))
-        engine.probe()
+        engine.probe(engine.pool.members)
     return make_row(
-        "weight_sync/sleep", engine.report.backend, Timing(times, None), shape=sizes(shape, policy),
-        dtype=source_dtype(policy), work=engine.report.num_bytes, unit="bytes",
+        "weight_sync/sleep", engine.weights.report.backend, Timing(times, None), shape=sizes(shape, policy),
+        dtype=source_dtype(policy), work=engine.weights.report.num_bytes, unit="bytes",
         errors={"logp_gap": engine.metrics()["policy/sync_gap"]},
         extra={"free_awake_gib": awake, "free_asleep_gib": asleep, "free_awake_again_gib": free_gib()},
     )  # fmt: skip

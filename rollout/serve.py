@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from rollout.model_folder import served_model
-from rollout.options import Backend, VllmConfig
+from rollout.options import LOOPBACK, Backend, VllmConfig
 from rollout.vllm_command import TOKEN, device_of, find_python
 from rollout.vllm_launch import Launched, launch, wait_ready
 
@@ -99,7 +99,7 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
             )
             servers.append(stack.enter_context(server))
         wait_ready(servers, cfg.vllm.startup_timeout, say)
-        say(next_step(cfg, servers))
+        say(next_step(cfg, servers, visible_gpus() if device == "cuda" else []))
         while True:
             ended = next((server for server in servers if server.poll() is not None), None)
             if ended is not None:
@@ -109,14 +109,47 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
             time.sleep(0.5)
 
 
-def next_step(cfg: ServeConfig, servers: Sequence[Launched]) -> str:
-    """The line that starts a trainer on these servers."""
+def next_step(cfg: ServeConfig, servers: Sequence[Launched], visible: Sequence[str] = ()) -> str:
+    """The line that starts a trainer on these servers; `visible` are the machine's GPUs."""
     urls = [server.url for server in servers]
     if cfg.vllm.host in ("0.0.0.0", "::"):
         urls = [f"http://{socket.gethostname()}:{urlsplit(url).port}" for url in urls]
     line = f"python -m trainer --method grpo --model {cfg.model} --rollout.engine vllm --vllm.url {' '.join(urls)}"
+    if cfg.vllm.colocate:
+        line += " --vllm.colocate True"
     also = f"; with the same {TOKEN} in its environment" if os.environ.get(TOKEN) else ""
-    return f"ready; now start the trainer{also}:\n  {line}"
+    used = list(dict.fromkeys(gpu for server in servers for gpu in server.gpus))
+    setting, where = trainer_gpus(used, visible, bool(cfg.vllm.colocate)) if used else ("", "")
+    if setting and cfg.vllm.host in LOOPBACK:
+        line = f"{setting} {line}"
+    elif setting:  # others can reach it: the trainer may be on a machine with other GPUs
+        also += f"; on this machine with {setting}"
+    return f"ready{where}; now start the trainer{also}:\n  {line}"
+
+
+def trainer_gpus(used: Sequence[str], visible: Sequence[str], colocate: bool) -> tuple[str, str]:
+    """What a trainer on this machine needs in its environment, and where the servers are.
+
+    ['0'], ['0', '1'], False -> ("CUDA_VISIBLE_DEVICES=1", " on GPU 0")
+    """
+    free = [gpu for gpu in visible if gpu not in used]
+    where = f" on GPU {','.join(used)}"
+    if colocate:
+        return (f"CUDA_VISIBLE_DEVICES={','.join(used)}" if free else ""), f"{where}, which the trainer shares"
+    if free:
+        return f"CUDA_VISIBLE_DEVICES={','.join(free)}", where
+    return "", (
+        f"{where}, and this machine has no other: a trainer on it needs --vllm.colocate True, and the server must have "
+        "been started with it too, which it was not"
+    )
+
+
+def visible_gpus() -> list[str]:
+    """Entries for CUDA_VISIBLE_DEVICES: the GPUs this process may see. Takes none of their memory."""
+    import torch
+
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names or [str(number) for number in range(torch.cuda.device_count())]
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -132,11 +165,15 @@ def parse(argv: Sequence[str]) -> ServeConfig:
 
     argv, file = _take_config(list(argv))
     given = {word.partition("=")[0].replace("_", "-").replace("--no-", "--").replace(".no-", ".") for word in argv}
-    words = [word for flag, words in _file_words(file) if flag not in given for word in words] if file else []
+    from_file = {flag: words for flag, words in _file_words(file) if flag not in given} if file else {}
+    words = [word for words in from_file.values() for word in words]
+    for word, value in zip(argv, [*argv[1:], "-"], strict=False):
+        if word in ("--vllm.extra-args", "--vllm.extra_args") and value.startswith("-"):
+            raise ValueError("--vllm.extra-args: needs a value; one that starts with - is attached with =")
     if "--vllm.url" in given:
         raise ValueError("vllm.url: is for the trainer; name the port of a server here with --vllm.port")
     wants_help = any(word in ("-h", "--help") for word in argv)
-    if "--model" not in given and "--model" not in words and not wants_help:
+    if "--model" not in given and "--model" not in from_file and not wants_help:
         raise ValueError("model: missing; pass --model or --config FILE.yaml with a model in it")
 
     def refuse(event: Any) -> None:  # a block's own check, already a sentence: else tyro draws a box around it
@@ -209,7 +246,7 @@ def _words(name: str, value: Any) -> tuple[str, list[str]]:
         return flag, [flag if value else f"--{head}{dot}no-{last}"]
     if isinstance(value, (list, tuple)):
         return flag, [flag, *map(str, value)]
-    return flag, [flag, str(value)]
+    return flag, [f"{flag}={value}"]  # attached: it may begin with a dash
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,18 +26,18 @@ import torch
 from rollout.local import LocalEngine, StopCheck
 from rollout.loop import Loop
 from rollout.options import SyncConfig, VllmConfig
-from rollout.sync.base import SyncError, SyncReport, WeightSource
+from rollout.probe import Probe
+from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
 from rollout.types import Completion, Request, Sampling
-from rollout.vllm_command import TOKEN
+from rollout.vllm_command import TOKEN, check_build, find_python
 from rollout.vllm_launch import Launched, launch, wait_ready
 from rollout.vllm_member import Member
 from rollout.vllm_pool import Pool
 from rollout.vllm_server import RefusedError, ServerError, VllmServer
+from rollout.vllm_weights import Weights
 
-PROBES, PROBE_TOKENS = 3, 32  # sequences whose log-probs are compared after a sync
 LOOK_S = 0.5  # how often a thread that waits for completions looks after servers that need weights
-MAX_PUSHES = 3  # of one version, each after a server that failed was left out
 CLOSE_S = 30.0
 
 
@@ -55,17 +54,19 @@ class VllmEngine:
         source: WeightSource,
         own: LocalEngine,  # scores with the trainer's own weights
         device: torch.device,
+        dtype: str,  # of the weights that are sent
         colocate: bool,
         say: Callable[[str], None] = print,
     ) -> None:
         self.cfg, self.sync_cfg, self.own, self.device, self.say = cfg, sync, own, device, say
         self.launched, self.colocate = list(launched), colocate
         self.version = -1  # nothing has been loaded
-        self.report: SyncReport | None = None  # of the last sync
+        self._probe = Probe(own, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
-        self._asleep, self._num_syncs, self._seconds, self._gap = False, 0, 0.0, 0.0
+        self._paused: list[Member] = []
+        self._until_probe, self._seconds, self._gap = 0, 0.0, 0.0
         self.loop = Loop()
-        self.sync = self._watch = None
+        self.weights = self._watch = None
         restart = self._restart if launched else None
         self.pool = Pool(
             servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, say=say, restart=restart, seeded=cfg.seeded
@@ -73,11 +74,14 @@ class VllmEngine:
         try:
             self._run(self.pool.connect())
             backend = pick_backend(sync.backend, servers, is_lora=source.is_lora, device_uuid=uuid_of(device))
-            self._check_servers(servers, backend)
-            self.sync = make_sync(sync, backend, source, self.loop, servers, device)
+            mover = make_sync(sync, backend, source, self.loop, servers, device)
+            self.weights = Weights(self.pool, self.loop, mover, self._check_watch)
+            self._check_servers(servers, backend, dtype)
             self._watch = self.loop.start(self.pool.watch())
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, ServerError):
+                raise ValueError(str(error)) from error
             raise
 
     @classmethod
@@ -114,7 +118,16 @@ class VllmEngine:
             places = [(s.url, s.token) for s in launched] or [(url, token) for url in cfg.url]
             servers = [VllmServer(url, token=t, timeout=cfg.timeout, vocab_size=vocab_size) for url, t in places]
             return cls(
-                servers, launched, cfg=cfg, sync=sync, source=source, own=own, device=device, colocate=colocate, say=say
+                servers,
+                launched,
+                cfg=cfg,
+                sync=sync,
+                source=source,
+                own=own,
+                device=device,
+                dtype=dtype,
+                colocate=colocate,
+                say=say,
             )
         except BaseException:
             for server in launched:
@@ -123,7 +136,7 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order, whatever happens to single servers on the way."""
-        assert self.version >= 0 and not self._asleep, "load() comes before generate()"
+        assert self.version >= 0 and not self.weights.asleep, "load() comes before generate()"
         decode = (lambda ids: self.own.tokenizer.decode(ids, skip_special_tokens=True)) if sampling.stop else None
         work = self.pool.generate_all(requests, sampling, training=sampling.for_training, decode=decode)
         future = self.loop.start(work)
@@ -156,84 +169,82 @@ class VllmEngine:
         """Log-probs of given completions by the first server that is ready; vLLM scores at temperature 1 only."""
         if temperature != 1.0:
             raise ValueError(f"temperature={temperature}: vLLM scores given tokens at temperature 1 only; use local")
-        ready = [member for member in self.pool.members if member.state == "ready"]
-        assert ready, "load() comes before score()"
-        rows = self._scores(ready[0], [prompt + completion for prompt, completion in sequences])
+        assert self._ready(), "load() comes before score()"
+        try:
+            rows = self._scores(self._ready()[0], [prompt + completion for prompt, completion in sequences])
+        except (ServerError, RefusedError) as error:
+            raise ValueError(str(error)) from error
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(rows, sequences, strict=True)]
 
     def load(self, version: int) -> None:
         """Send the trainer's weights to every server, and compare log-probs after the first sync and every few."""
         assert threading.get_ident() == self._owner, "only the thread that trains may read its weights"
         waiting = [member for member in self.pool.members if member.needs_weights]
-        if version == self.version and not self._asleep and not waiting:
+        if version == self.version and not self.weights.asleep and not waiting:
             return
         started = time.monotonic()
         self._run(self.pool.expect(version))
-        self._wake_weights()
+        self.version = version
         everyone = [member for member in self.pool.members if member.state != "out" or member.needs_weights]
-        self._give(everyone, version)
-        self.version, self._asleep = version, False
+        self.weights.give_all(everyone, version)
         self._seconds += time.monotonic() - started
-        if self._num_syncs % self.sync_cfg.probe_every == 0:
-            self.probe()
-        self._num_syncs += 1
+        self._until_probe -= 1
+        if self._until_probe < 0 and self.probe(self._ready()):
+            self._until_probe = self.sync_cfg.probe_every - 1
 
-    def probe(self) -> None:
-        """The same fixed ids, scored by each server and by the trainer; stops the run when they disagree."""
-        vocab = self.own.model.config.get_text_config().vocab_size
-        longest = min(member.server.info.model_len - 1 for member in self.pool.members if member.server.info)
-        length = max(2, min(PROBE_TOKENS, longest))
-        rows = [[(seed * i * i + 7 * i + seed) % vocab for i in range(length)] for seed in range(1, 1 + PROBES)]
-        ours = [logp for row in self.own.score([(ids[:1], ids[1:]) for ids in rows], 1.0) for logp in row]
-        worst, name, limit = self._tolerance()
-        self._gap = 0.0
-        for member in [member for member in self.pool.members if member.state == "ready"]:
-            theirs = [logp for row in self._scores(member, rows) for logp in row]
-            # Relative to unlikely tokens' log-probs: those of -50 have fewer digits after the point than those of -1.
-            gap = worst([abs(a - b) / max(1.0, abs(a)) for a, b in zip(ours, theirs, strict=True)])
+    def probe(self, members: Sequence[Member]) -> bool:
+        """Score fixed ids here and there; a server that disagrees stops the run. Whether any could be asked."""
+        self._gap, ours, compared = 0.0, None, False
+        for member in members:
+            info = member.server.info
+            ids = self._probe.sequences(info.model_len - 1)
+            ours = ours or self._probe.score(ids)
+            try:
+                theirs = self._scores(member, ids)
+            except ServerError as error:
+                self._run(self.pool.fail(member, str(error)))
+                continue
+            compared = True
+            gap, limit, kind = self._probe.gap(ours, theirs, info.dtype)
             self._gap = max(self._gap, gap)
             if not gap <= limit:
                 raise ValueError(
                     f"sync: {member.server.url} should hold version {self.version}, but its log-probs differ from the "
-                    f"trainer's by {gap:.3g} {name} (limit {limit:g}){self._claims(member)}; its weights are not ours: "
-                    "try another --sync.backend, and report this with the model's name"
+                    f"trainer's by {gap:.3g} {kind} (limit {limit:g}){self._claims(member)}"
                 )
+        return compared
 
     def pause(self) -> None:
         """No server makes tokens; completions in flight come back to us and go on at resume."""
-        self._all(self.pool.empty, [member for member in self.pool.members if member.state == "ready"])
+        self._paused = self._ready()
+        self.weights.on_all(self.pool.empty, self._paused)
 
     def resume(self) -> None:
-        self._open([member for member in self.pool.members if member.state == "updating"], self.version)
+        assert not self.weights.asleep, "load() is what wakes a server"
+        paused, self._paused = self._paused, []
+        self.weights.open([member for member in paused if member.state == "updating"], self.version)
 
     def sleep(self) -> None:
         """With colocate: the servers give their memory to the trainer. Call load before the next generate."""
-        if not self.colocate or self._asleep:
-            return
-        self.pause()
-        # Level 2 forgets the weights, which load sends anyway; an adapter's base is not sent, so level 1 keeps it.
-        level = 2 if self.sync is not None and self.sync.needs_pause else 1
-        self._all(lambda member: member.server.sleep(level), self._updating())
-        self._asleep = True
+        if self.colocate:
+            self.weights.sleep(self._ready())
 
     def wake(self) -> None:
         """The weights that were loaded last, and memory for keys and values."""
-        if self._asleep:
-            self.load(self.version)
+        self.load(self.version)
 
     def health(self) -> dict[str, Any]:
         states = [
             {"url": m.server.url, "state": m.state, "reason": m.reason, "version": m.version} for m in self.pool.members
         ]
-        ready = any(member.state == "ready" for member in self.pool.members)
-        return {"ok": ready, "engine": "vllm", "version": self.version, "servers": states}
+        return {"ok": bool(self._ready()), "engine": "vllm", "version": self.version, "servers": states}
 
     def metrics(self) -> dict[str, float]:
         """Of the syncs since the last call, and of the servers."""
         seconds, self._seconds = self._seconds, 0.0
         metrics = self.pool.metrics() | {"time/sync_s": seconds, "policy/sync_gap": self._gap}
-        if self.report is not None:
-            metrics["rollout/sync_mb"] = self.report.num_bytes / 1e6
+        if self.weights.report is not None:
+            metrics["rollout/sync_mb"] = self.weights.report.num_bytes / 1e6
         return metrics
 
     def close(self) -> None:
@@ -252,70 +263,21 @@ class VllmEngine:
         self.loop.close()
 
     def _close_sync(self) -> None:
-        sync, self.sync = self.sync, None
-        if sync is not None:
+        weights, self.weights = self.weights, None
+        if weights is not None:
             with contextlib.suppress(Exception):
-                sync.close()
-
-    def _give(self, members: list[Member], version: int) -> None:
-        """ready -> emptied and paused -> weights -> resumed. A server that fails on the way is put out and the rest
-        go on; none is resumed before a push to it has gone through."""
-        trouble = "no server was left"
-        for _ in range(MAX_PUSHES):
-            members = self._until_some(members)
-            stopped = [m for m in members if self.sync.needs_pause or m.state != "ready"]
-            failed = self._all(self.pool.empty, [m for m in stopped if m.state != "updating"])
-            members = [m for m in members if m not in failed]
-            if not members:
-                continue
-            try:
-                self.report = self.sync.push([m.server for m in members], version)
-            except SyncError as error:
-                trouble = str(error)
-                for i, reason in error.failed.items():
-                    self._run(self.pool.fail(members[i], reason))
-                members = [m for i, m in enumerate(members) if i not in error.failed]
-                continue
-            self._open(members, version)
-            return
-        raise ValueError(
-            f"sync: version {version} could not be brought to any server in {MAX_PUSHES} attempts ({trouble}); "
-            "the servers' logs may say more"
-        )
-
-    def _until_some(self, members: list[Member]) -> list[Member]:
-        """These, or if none is left, the first that comes back; the pool says when there is no hope."""
-        deadline = time.monotonic() + self.pool.patience
-        while not members:
-            self._check_watch()
-            if time.monotonic() > deadline or all(member.lost for member in self.pool.members):
-                reasons = "; ".join(f"{m.server.url}: {m.reason}" for m in self.pool.members)
-                raise ValueError(f"vllm: no server is left ({reasons}); their logs may say more")
-            members = [member for member in self.pool.members if member.needs_weights]
-            time.sleep(0 if members else LOOK_S)
-        return members
-
-    def _open(self, members: list[Member], version: int) -> None:
-        if self.colocate and self._asleep:
-            self._all(lambda member: member.server.wake("kv_cache"), members)
-        name = self.sync.model_name(version)
-        self._all(lambda member: self.pool.refill(member, version, name), members)
-
-    def _wake_weights(self) -> None:
-        """Memory for the weights before they are sent, and for keys and values after: both at once may not fit."""
-        if self.colocate and self._asleep:
-            torch.cuda.empty_cache()
-            self._all(lambda member: member.server.wake("weights"), self._updating())
-
-    def _updating(self) -> list[Member]:
-        return [member for member in self.pool.members if member.state == "updating"]
+                weights.sync.close()
 
     def _look_after(self) -> None:
-        """While waiting: servers that came back get weights, from the thread that owns them."""
+        """While waiting: servers that came back get weights, from the thread that owns them, and are compared."""
         self._check_watch()
         waiting = [member for member in self.pool.members if member.needs_weights]
         if waiting and threading.get_ident() == self._owner:
-            self._give(waiting, self.version)
+            stopped, _ = self.weights.give(waiting, self.version)
+            self.weights.give(
+                stopped, self.version
+            )  # once more for those that others have failed; then they wait for the next load
+            self.probe([member for member in waiting if member.state == "ready"])
 
     def _check_watch(self) -> None:
         if self._watch is not None and self._watch.done():
@@ -326,55 +288,78 @@ class VllmEngine:
         """Blocking, in a thread of the pool's watch."""
         server = self.launched[index]
         server.restart()
+        if self.weights is not None:
+            self.weights.asleep.discard(index)
         wait_ready([server], self.cfg.startup_timeout, self.say)
         old = self.pool.members[index].server
         return VllmServer(server.url, token=server.token, timeout=self.cfg.timeout, vocab_size=old.vocab_size)
 
-    def _check_servers(self, servers: Sequence[VllmServer], backend: str) -> None:
-        lengths = {server.info.model_len for server in servers if server.info}
-        self.say(
-            f"vLLM: {len(servers)} server{'s' * (len(servers) > 1)}, context {min(lengths)}, weight sync by {backend}"
-        )
+    def _check_servers(self, servers: Sequence[VllmServer], backend: str, dtype: str) -> None:
+        for number, server in enumerate(servers):
+            info = server.info
+            if info.dtype != dtype:
+                raise ValueError(
+                    f"vllm.url={server.url}: serves {info.dtype}, and the weights will come in {dtype}; start it with "
+                    f"--vllm.dtype {dtype}, or pass --vllm.dtype {info.dtype} here"
+                )
+            if info.sleep_mode and self._run(server.is_sleeping()):  # left so by an earlier run
+                self.weights.asleep.add(number)
+            if self.colocate and not info.sleep_mode:
+                raise ValueError(
+                    f"vllm.colocate=True: {server.url} cannot sleep; start it with python -m rollout.serve "
+                    "--vllm.colocate True"
+                )
+            if (
+                backend == "lora"
+                and info.extension
+                and any(w["dirty"] for w in self._run(server.rpc("strop_info", timeout=30.0)))
+            ):
+                raise ValueError(
+                    f"vllm.url={server.url}: a transfer to it broke off, half its weights are old; restart it"
+                )
+        lengths = [server.info.model_len for server in servers]
+        count = f"{len(servers)} server{'s' * (len(servers) > 1)}"
+        self.say(f"vLLM: {count}, context {min(lengths)}, weight sync by {backend}")
 
     def _scores(self, member: Member, rows: Sequence[list[int]]) -> list[list[float]]:
         async def all_rows() -> list[list[float]]:
             return [await member.server.score(ids, model=member.model, version=member.version) for ids in rows]
 
-        try:
-            return self._run(all_rows())
-        except (ServerError, RefusedError) as error:
-            raise ValueError(str(error)) from error
+        return self._run(all_rows())
 
     def _claims(self, member: Member) -> str:
-        """What the server itself believes it holds."""
-        info = member.server.info
-        if info is None or not info.extension or not self.sync.needs_pause:
-            return ""
-        with contextlib.suppress(Exception):
-            told = self.loop.run(member.server.rpc("strop_info", timeout=10.0), 20.0)
-            return f", and it says it holds version {told[0].get('version')}"
-        return ""
+        """What the server itself believes it holds, and what to do."""
+        told: dict[str, Any] = {}
+        if member.server.info.extension:
+            with contextlib.suppress(Exception):
+                told = self.loop.run(member.server.rpc("strop_info", timeout=10.0), 20.0)[0]
+        if not self.weights.sync.needs_pause and told.get("version") is not None:
+            return "; an earlier run has replaced the base weights under the adapter: restart that server"
+        says = f", and it says it holds version {told['version']}" if self.weights.sync.needs_pause and told else ""
+        return f"{says}; its weights are not ours: try another --sync.backend, and report this with the model's name"
 
-    def _tolerance(self) -> tuple[Callable[[list[float]], float], str, float]:
-        is_exact = all(m.server.info is None or m.server.info.dtype == "float32" for m in self.pool.members)
-        if is_exact:
-            return max, "at most", self.sync_cfg.probe_tolerance or 1e-4
-        return statistics.fmean, "on average", self.sync_cfg.probe_tolerance or 0.05
-
-    def _all(self, work: Callable[[Member], Any], members: Sequence[Member]) -> list[Member]:
-        """Do the same on several servers at a time; those that failed are out."""
-        futures = [(member, self.loop.start(work(member))) for member in members]
-        failed = []
-        for member, future in futures:
-            try:
-                future.result()
-            except (ServerError, RefusedError) as error:
-                failed.append(member)
-                self._run(self.pool.fail(member, str(error)))
-        return failed
+    def _ready(self) -> list[Member]:
+        return [member for member in self.pool.members if member.state == "ready"]
 
     def _run(self, work: Any) -> Any:
         return self.loop.run(work)
+
+
+def check_start(cfg: VllmConfig, device: torch.device) -> None:
+    """Refuse what can be known before a server is started: no vLLM, the wrong build, nobody at an address."""
+    shares_gpu(cfg, device)
+    if not cfg.url:
+        check_build(find_python(cfg), device.type)
+    loop = Loop()
+    try:
+        for url in cfg.url:
+            server = VllmServer(url, token=os.environ.get(TOKEN))
+            loop.run(server.connect())
+            loop.run(server.close())
+    except ServerError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        loop.close()
 
 
 def uuid_of(device: torch.device) -> str | None:

@@ -57,6 +57,7 @@ class Launched:
         self._scratch = ""
         self._owner = os.getpid()
         self._lock = threading.Lock()
+        self._closed = False
         self._start()
 
     def __enter__(self) -> Launched:
@@ -68,6 +69,16 @@ class Launched:
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    @property
+    def gpus(self) -> list[str]:
+        """Its entries for CUDA_VISIBLE_DEVICES; empty on a CPU."""
+        return list(self._serve.get("gpus", ()))
+
+    @property
+    def is_stopped(self) -> bool:
+        """For good: stop() was called."""
+        return self._closed
 
     @property
     def pids(self) -> list[int]:
@@ -96,41 +107,53 @@ class Launched:
         return phase_of(self._text())
 
     def restart(self) -> None:
-        """End what is left of it and start it again: on another port when we chose it, with a log of its own."""
-        self.stop()
-        if self.log is not None:
-            self.log = self.log.with_name(f"vllm-{self.replica}.{self.num_starts + 1}.log")
-        self._start()
+        """End what is left of it and start it again: on another port when we chose it, with a log of its own.
+
+        ValueError when it was stopped for good, also when that happens in the meantime.
+        """
+        with self._lock:
+            self._end()
+            if self.log is not None and not self._closed:
+                self.log = self.log.with_name(f"vllm-{self.replica}.{self.num_starts + 1}.log")
+            self._start()
 
     def stop(self) -> None:
-        """End every process of this server and wait until they are gone. May be called again, from any thread."""
+        """End every process of this server for good and wait until they are gone. May be called again, and from any
+        thread: one that is just starting it again either gives that up, or is waited for and ended.
+        """
         if os.getpid() != self._owner:  # a fork of ours at its end: the server is not its to end
             return
+        self._closed = True
         with self._lock:
-            atexit.unregister(self.stop)
-            if self._port is not None:
-                self._port.close()
-                self._port = None
-            guard = self._guard
-            if guard is None or guard.stdin is None or guard.stdin.closed:
-                return
-            with contextlib.suppress(OSError):
-                guard.stdin.close()
-            try:
-                guard.wait(STOP_WAIT)
-            except subprocess.TimeoutExpired:  # someone stopped the guard itself
-                guard.kill()
-                guard.wait()
-            if self._group is not None and group_members(self._group):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._group, signal.SIGKILL)
-            self._group = None
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._end()
+
+    def _end(self) -> None:
+        atexit.unregister(self.stop)
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+        guard = self._guard
+        if guard is None or guard.stdin is None or guard.stdin.closed:
+            return
+        with contextlib.suppress(OSError):
+            guard.stdin.close()
+        try:
+            guard.wait(STOP_WAIT)
+        except subprocess.TimeoutExpired:  # someone stopped the guard itself
+            guard.kill()
+            guard.wait()
+        if self._group is not None and group_members(self._group):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
+        self._group = None
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _text(self) -> str:
         return read_tail(self.log) if self.log else ""
 
     def _start(self) -> None:
+        if self._closed:
+            raise ValueError(f"vLLM server {self.replica}: was stopped and does not start again")
         self._port = reserve(self.cfg.host, self.cfg.port + self.replica if self.cfg.port else 0)
         port = self._port.getsockname()[1]
         try:
@@ -253,6 +276,8 @@ def wait_ready(launched: Sequence[Launched], timeout: float, say: Say = print) -
             for server in list(waiting):
                 name = f"vLLM server {server.replica}"
                 seconds = time.monotonic() - begun
+                if server.is_stopped:
+                    raise ValueError(f"{name}: was stopped before it was ready")
                 if server.poll() is not None:
                     _start_again(server, name, tries, say)
                 elif is_up(client, server):

@@ -104,11 +104,14 @@ class Pool:
             await asyncio.sleep(0.005)
         await self._take_back(member)
 
-    async def refill(self, member: Member, version: int, model_name: str = BASE) -> None:
-        """Open the gate: the server holds `version`, and requests ask it for `model_name`.
+    async def refill(self, member: Member, version: int, model_name: str = BASE) -> bool:
+        """Open the gate: the server holds `version`, and requests ask it for `model_name`. Whether it is open now.
 
         A server that was emptied is resumed. One that took an adapter was never stopped: only new requests change.
+        One that is out stays out: it failed while it was given weights, or was started anew and holds others.
         """
+        if member.state == "out":
+            return False
         try:
             if member.state == "updating":
                 await member.server.set_version(version)
@@ -116,9 +119,12 @@ class Pool:
         except (ServerError, RefusedError) as error:
             await self.fail(member, str(error))
             raise
+        if member.state == "out":  # since it was asked
+            return False
         self.version = version
         member.version, member.model, member.strikes = version, model_name, 0
         self._set(member, "ready", "")
+        return True
 
     async def expect(self, version: int) -> None:
         """From now on a server that comes back with older weights needs new ones first."""
@@ -181,6 +187,7 @@ class Pool:
             finally:
                 self._release(member)
             if segment is None:
+                await asyncio.sleep(0)  # perhaps nothing was waited for, and then nobody else would ever run
                 continue
             first = not done.ids
             done.add(segment, version)

@@ -113,6 +113,13 @@ def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:
     return logps
 
 
+def is_awake(metrics: str) -> bool:
+    """Whether all engines of a server say so in /metrics; one that says nothing does not count as awake."""
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:engine_sleep_state{")]
+    said = [line.rpartition(" ")[2] for line in lines if 'sleep_state="awake"' in line]
+    return bool(said) and all(float(value) == 1 for value in said)
+
+
 def error_text(body: bytes) -> str:
     """The message inside an error reply, on one line."""
     text = body.decode("utf-8", "replace")

@@ -16,20 +16,26 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from rollout.http_client import HttpClient
+from rollout.http_client import ConnectError, HttpClient
 from rollout.types import Sampling
 from rollout.vllm_command import BASE, SUPPORTED, TOKEN
-from rollout.vllm_replies import Segment, error_text, read_scores, read_segment, sampling_params
+from rollout.vllm_replies import Segment, error_text, is_awake, read_scores, read_segment, sampling_params
 
 CONTROL_S = 60.0  # pause, resume and the like: they wait for one step of the engine at most
 ADAPTER_S = 120.0
 SLEEP_S = 300.0  # level 1 copies the weights to main memory
+SLOW = 10.0  # tokens per second: a completion that is slower is late. --vllm.timeout comes on top
+GENERATE = "/inference/v1/generate"
 EXTENSION = "strop_worker.Worker"
 SERVE = "start it with python -m rollout.serve"
 
 
 class ServerError(Exception):
     """This server failed us (no connection, 5xx, garbage, too late): another one may do better."""
+
+
+class LateError(ServerError):
+    """No answer in time."""
 
 
 class RefusedError(ValueError):
@@ -52,6 +58,7 @@ class ServerInfo:
     instance: str  # another one means that the server was started anew
     device_uuids: tuple[str, ...]  # of the workers' GPUs, where the extension says so
     model: str  # folder or name it was started with
+    sleep_mode: bool = False  # it can give its memory to the trainer
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,8 @@ class VllmServer:
                 f"vllm.url={self.url}: its log-probs leave out the temperature "
                 f"(logprobs_mode={model['logprobs_mode']}); start it with --logprobs-mode processed_logprobs"
             )
-        # A body that is no request: the answer is 400 where the route is, 403 or 404 where it is not.
-        status, body = await self._send("POST", "/inference/v1/generate", b"{}", timeout=CONTROL_S)
-        if status in (403, 404):
-            raise RefusedError(
-                f"vllm.url={self.url}: does not take token ids ({error_text(body)}); start it with --enable-scale-out"
-            )
+        if not await self._takes_ids(version):
+            raise RefusedError(f"vllm.url={self.url}: does not take token ids; start it with --enable-scale-out")
         extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
         workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
         told = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
@@ -108,6 +111,7 @@ class VllmServer:
             instance=str(config.get("instance_id")),
             device_uuids=tuple(str(worker["device_uuid"]) for worker in told if worker.get("device_uuid")),
             model=str(model["model"]),
+            sleep_mode=model.get("enable_sleep_mode") is True,
         )
 
     async def generate(
@@ -121,7 +125,10 @@ class VllmServer:
         version: int | None = None,  # of the weights, so that no cached keys of another version are used
         timeout: float | None = None,
     ) -> Segment:
-        """One completion, or the first part of it when the server is paused in between (finish "abort")."""
+        """One completion, or the first part of it when the server is paused in between (finish "abort").
+
+        `timeout` is for a completion of no tokens: each one more has 1 / SLOW seconds.
+        """
         self._check_prompt(prompt_ids, max_tokens)
         request: dict[str, Any] = {
             "model": model,
@@ -131,7 +138,7 @@ class VllmServer:
         if version is not None:
             request["cache_salt"] = f"v{version}"
         tag = self.tag
-        reply = await self._json("POST", "/inference/v1/generate", request, timeout=timeout or self.timeout, reuse=True)
+        reply = await self._make(request, (timeout or self.timeout) + max_tokens / SLOW, max_tokens)
         try:
             return read_segment(reply, sampling, max_tokens=max_tokens, vocab_size=self.vocab_size, tag=tag)
         except ValueError as error:
@@ -149,7 +156,7 @@ class VllmServer:
         }
         if version is not None:
             request["cache_salt"] = f"v{version}"
-        reply = await self._json("POST", "/inference/v1/generate", request, timeout=timeout or self.timeout, reuse=True)
+        reply = await self._make(request, timeout or self.timeout, 1)
         try:
             return read_scores(reply, ids)
         except ValueError as error:
@@ -190,6 +197,20 @@ class VllmServer:
         """Take memory again: all of it, or "weights" first and "kv_cache" once the weights are there."""
         query = urlencode([("tags", tag) for tag in tags])
         await self._call("POST", f"/wake_up{'?' if query else ''}{query}", {}, timeout=SLEEP_S)
+
+    async def is_sleeping(self) -> bool:
+        """Whether it has given memory back that it has not taken again yet.
+
+        vLLM calls a server that is only paused asleep too. 0.32's metrics tell the two apart. Those of 0.24 do not (one
+        of which only the weights woke up counts as awake), so there a paused server is said to sleep. wake() does no
+        harm to one that is awake, but resumes it.
+        """
+        assert self.info is not None, "connect() first"
+        if (await self._json("GET", "/is_sleeping", timeout=CONTROL_S)).get("is_sleeping") is not True:
+            return False
+        if self.info.version.startswith("0.24."):
+            return True
+        return not is_awake((await self._call("GET", "/metrics", None, timeout=CONTROL_S)).decode("utf-8", "replace"))
 
     async def set_version(self, version: int) -> None:
         """Tell 0.32 what to mark tokens with, and expect that mark from now on; 0.24 marks nothing."""
@@ -237,6 +258,24 @@ class VllmServer:
                 "the tokenizer does not belong to this model"
             )
 
+    async def _takes_ids(self, version: str) -> bool:
+        """Whether the route for token ids is open. It is looked up, as a request that must fail would fill the
+        server's log; where the list is off (--disable-fastapi-docs) the first real request finds out.
+        """
+        if version.startswith("0.24."):  # has it always
+            return True
+        status, listed = await self._send("GET", "/openapi.json", b"", timeout=CONTROL_S)
+        return status != 200 or f'"{GENERATE}"'.encode() in listed
+
+    async def _make(self, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
+        try:
+            return await self._json("POST", GENERATE, request, timeout=limit, reuse=True)
+        except LateError as error:
+            raise LateError(
+                f"{error}, the most that {max_tokens} token{'s' * (max_tokens != 1)} may take; if it is only slow, "
+                "raise --vllm.timeout or lower --vllm.max-in-flight"
+            ) from error
+
     async def _config(self) -> dict[str, Any]:
         try:
             reply = await self._json("GET", "/server_info?config_format=json", timeout=CONTROL_S)
@@ -283,8 +322,10 @@ class VllmServer:
         route = path.split("?")[0]
         try:
             status, reply = await self._http.send(method, path, data, timeout=timeout, reuse=reuse)
+        except ConnectError as error:
+            raise ServerError(f"vllm.url={self.url}: cannot be reached ({error}); is the server up?") from error
         except TimeoutError as error:
-            raise ServerError(f"{self.url}: {route} has not answered for {timeout:g} s") from error
+            raise LateError(f"{self.url}: {route} has not answered for {timeout:g} s") from error
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise ServerError(f"{self.url}: {route} failed ({type(error).__name__}: {error})") from error
         if status == 401:

@@ -79,6 +79,7 @@ async def _is_alive(pool: Pool, member: Member, pulse: Pulse) -> None:
 async def _is_another(pool: Pool, member: Member) -> None:
     """Someone started it again at the same address."""
     member.version = None
+    await pool.fail(member, "someone started it again")  # before we wait: it holds no weights that we know of
     try:
         await member.server.connect()
     except (ServerError, RefusedError) as error:

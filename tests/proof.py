@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.entry import ROOT, metrics, repeatable, run_ok
+from tests.entry import ROOT, metrics, processes_with, repeatable, run_ok
 from tests.test_resume import GRPO, STEPS, start_and_kill
 
 TABLE = ROOT / "PROOF.md"
@@ -46,6 +46,24 @@ def demo(scratch: Path, seed: int, *flags: str) -> Outcome:
     return Outcome(
         f"accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s", before <= 0.5 and after >= 0.85 and seconds < 360
     )
+
+
+def demo_vllm(scratch: Path, *flags: str) -> Outcome:
+    """The demo with completions from a real server, against the same with completions made in process."""
+    started = time.monotonic()
+    common = ("--method", "grpo", *flags)
+    run_ok(
+        *common, "--rollout.engine", "vllm", "--output-dir", scratch / "vllm", cwd=scratch, timeout=1800, threads=2,
+        STROP_TEST_RUN=str(scratch),
+    )  # fmt: skip
+    seconds = time.monotonic() - started
+    left = processes_with(f"STROP_TEST_RUN={scratch}")
+    run_ok(*common, "--output-dir", scratch / "local", cwd=scratch, timeout=900, threads=2)
+    before, after = accuracy(metrics(scratch / "vllm"))
+    local = accuracy(metrics(scratch / "local"))[1]
+    gap = max(row["policy/behaviour_gap"] for row in metrics(scratch / "vllm") if "policy/behaviour_gap" in row)
+    figure = f"accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s, local {local:.3f}, log-prob gap {gap:.1e}"
+    return Outcome(figure, abs(after - local) <= 0.05 and not left and gap < 1e-4)
 
 
 def sft(scratch: Path) -> Outcome:
@@ -150,6 +168,14 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     "demo-iterations": (
         "the same with `--num-iterations 2`",
         lambda path: demo(path, 0, "--num-iterations", "2"),
+    ),
+    "demo-vllm": (
+        "the same with `--rollout.engine vllm` (`make vllm-cpu`): within 0.05 of `local`, no process left",
+        lambda path: demo_vllm(path),
+    ),
+    "demo-vllm-lora": (
+        "the same with `--lora.r 16 --learning-rate 3e-3`, adapters by folder",
+        lambda path: demo_vllm(path, "--lora.r", "16", "--learning-rate", "3e-3"),
     ),
     "sft": ("`python -m trainer --method sft`", sft),
     "two-stages": ("two-stage recipe, chained by run folders", two_stages),

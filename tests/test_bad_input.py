@@ -23,6 +23,8 @@ SMALL = ["--max-steps", 1, "--per-device-train-batch-size", 8]
 GRPO = ["--method", "grpo", *SMALL, "--num-generations", 4, "--max-completion-length", 4]
 SFT = ["--method", "sft", *SMALL]
 MODEL, DATA = ["--model", "builtin:tiny"], ["--data", "rows.jsonl"]
+ADDITION = ["--data", "task:addition:split=train,size=16"]
+VLLM, URL = ["--rollout.engine", "vllm"], ["--vllm.url", "http://127.0.0.1:9"]
 GOOD = {"prompt": [{"role": "user", "content": "1+2="}], "answer": "3"}
 GOOD_SFT = {"prompt": "1+2=", "completion": "3"}
 
@@ -106,6 +108,14 @@ SETTINGS = {
     "value without a flag": (["grpo", *GRPO], "grpo"),
     "not a number": ([*GRPO, "--max-steps", "ten"], "--max-steps=ten"),
     "no model for the data": ([*GRPO, *MODEL], "--data: required"),
+    "servers for local": ([*GRPO, "--vllm.replicas", 2], "vllm.replicas=2", "rollout.engine=local"),
+    "sync for local": ([*GRPO, "--sync.probe-every", 2], "sync.probe_every=2", "--rollout.engine vllm"),
+    "batch for vllm": ([*GRPO, *VLLM, "--rollout.max-batch-size", 4], "rollout.max_batch_size=4", "max-in-flight"),
+    "url without http": ([*GRPO, *VLLM, "--vllm.url", "here:8000"], "vllm.url=here:8000", "http://"),
+    "url and replicas": ([*GRPO, *VLLM, *URL, "--vllm.replicas", 2], "vllm.replicas=2", "vllm.url"),
+    "nobody at url": ([*GRPO, *MODEL, *ADDITION, *VLLM, *URL], "vllm.url=http://127.0.0.1:9", "refused"),
+    "no vllm there": ([*GRPO, *MODEL, *ADDITION, *VLLM, "--vllm.python", "none"], "vllm.python=none", "no vLLM"),
+    "colocate on a CPU": ([*GRPO, *MODEL, *ADDITION, *VLLM, "--vllm.colocate", "True"], "vllm.colocate=True", "no GPU"),
     "num_generations 1": ([*GRPO, "--num-generations", 1], "num_generations=1"),
     "no whole groups": ([*GRPO, "--num-generations", 3], "num_generations=3", "8 completions"),
     "temperature 0": ([*GRPO, "--temperature", 0], "temperature=0.0"),

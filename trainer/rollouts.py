@@ -20,7 +20,7 @@ from rollout.engine import Engine
 from rollout.local import LocalEngine
 from rollout.rewards import Rewards, RewardTable
 from rollout.types import Completion, Request, Sampling
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm_engine import VllmEngine, check_start
 from trainer.config import RolloutConfig, RunConfig
 from trainer.model import Policy
 from trainer.run import Run
@@ -43,6 +43,12 @@ def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
         max_completion_length=cfg.max_completion_length,
         cfg=cfg,
     )
+
+
+def check_servers(cfg: Any, policy: Policy) -> None:
+    """What would keep a server from starting or answering, as far as it shows at once: before there is a run folder."""
+    if cfg.rollout.engine == "vllm":
+        check_start(cfg.vllm, policy.device)
 
 
 def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt]) -> Engine:

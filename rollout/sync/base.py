@@ -78,7 +78,7 @@ class SyncError(Exception):
 
     def __init__(self, failed: dict[int, str], dirty: set[int] | None = None) -> None:
         self.failed = failed
-        self.dirty = set(failed) if dirty is None else dirty | set(failed)
+        self.dirty = set(failed) if dirty is None else dirty
         reasons = "; ".join(f"server {i}: {reason}" for i, reason in sorted(failed.items()))
         super().__init__(f"weight sync failed: {reasons}")
 
@@ -187,7 +187,7 @@ def _reason(future: Future, deadline: float | None = None) -> tuple[str, bool] |
         answers = future.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
     except TimeoutError:
         return "no answer in time", False
-    except Exception as error:  # ServerError and what httpx may raise: this server failed
+    except Exception as error:  # ServerError, or a reply that nobody foresaw: this server failed
         return " ".join(str(error).split()) or type(error).__name__, False
     if not answers:
         return "no worker answered", False

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from rollout.vllm_server import VllmServer
 
 
+USED_BY = {
+    "folder": ("lora", "filesystem"),
+    "host": ("process_group",),
+    "bucket_mb": ("filesystem", "process_group", "ipc"),
+}
+
+
 def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uuid: str | None) -> str:
     """--sync.backend, with auto made a name; ValueError for one that these servers cannot do.
 
@@ -72,6 +79,12 @@ def make_sync(
     from rollout.sync.lora import LoraSync
     from rollout.sync.process_group import ProcessGroupSync
 
+    for name, users in USED_BY.items():
+        value = getattr(cfg, name)
+        if backend not in users and value != getattr(SyncConfig, name):  # the class holds the default
+            raise ValueError(
+                f"sync.{name}={value}: has no effect with sync.backend={backend}, only with {' and '.join(users)}"
+            )
     bucket_bytes = cfg.bucket_mb * MIB
     if backend == "lora":
         return LoraSync(source, loop, folder=cfg.folder)

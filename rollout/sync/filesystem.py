@@ -33,6 +33,7 @@ from rollout.sync.base import (
     time_limit,
 )
 from rollout.sync.folder import WeightFolder, fsync_folder
+from rollout.vllm_command import BASE
 
 if TYPE_CHECKING:
     from rollout.loop import Loop
@@ -80,7 +81,7 @@ class FilesystemSync:
         self._staging: Tensor | None = None  # page-locked: a GPU copies to it ten times as fast as to a file's pages
 
     def model_name(self, version: int) -> str:
-        return "base"
+        return BASE
 
     def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
         started = time.monotonic()

@@ -31,6 +31,7 @@ from rollout.sync.base import (
     synchronize,
 )
 from rollout.sync.link import Link
+from rollout.vllm_command import BASE
 from rollout.worker import strop_wire
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class IpcSync:
         self.world = 1
 
     def model_name(self, version: int) -> str:
-        return "base"
+        return BASE
 
     def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
         link, started = self.link, time.monotonic()
@@ -78,7 +79,7 @@ class IpcSync:
         return SyncReport(version, "ipc", link.num_bytes, now - started, phases)
 
     def close(self) -> None:
-        self.link.give_up()
+        self.link.close()
         self._drop()
 
     def _send(self, turn: str, calls: Calls, deadline: float) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollout.loop import Loop
     from rollout.vllm_server import VllmServer
 
+LEAVE_S = 5.0
 JOIN_S = 60.0  # seconds to meet all workers; connecting takes milliseconds, importing nccl seconds
 
 
@@ -36,6 +37,7 @@ class Link:
         self.prefix: str | None = None
         self.store: strop_wire.Store | None = None
         self._members: tuple[int, ...] = ()
+        self._servers: list[VllmServer] = []
         self._attempts = itertools.count()
         self._turns = itertools.count()
 
@@ -76,7 +78,7 @@ class Link:
             except BaseException as error:
                 self.leave()  # without the store, workers that wait in it for the others stop
                 raise self.blamed(calls, error) from None
-        self._members = tuple(map(id, servers))
+        self._members, self._servers = tuple(map(id, servers)), list(servers)
         return world, calls
 
     @contextlib.contextmanager
@@ -106,6 +108,13 @@ class Link:
             with contextlib.suppress(strop_wire.PeerError):
                 self.store.set(strop_wire.END)
         self._members = ()
+
+    def close(self) -> None:
+        """For good: workers of servers that live on let go of their end, which may be memory of our GPU."""
+        self.give_up()
+        if self.store is not None and self._servers:
+            Calls(self.loop, self._servers, "strop_leave", LEAVE_S, [{}] * len(self._servers)).wait(LEAVE_S)
+        self._servers = []
 
     def leave(self) -> None:
         self._members = ()

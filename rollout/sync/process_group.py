@@ -24,6 +24,7 @@ from rollout.sync.base import (
     synchronize,
 )
 from rollout.sync.link import Link
+from rollout.vllm_command import BASE
 from rollout.worker import strop_wire
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class ProcessGroupSync:
         self.group: Any = None
 
     def model_name(self, version: int) -> str:
-        return "base"
+        return BASE
 
     def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
         link, started = self.link, time.monotonic()
@@ -73,7 +74,7 @@ class ProcessGroupSync:
         return SyncReport(version, "process_group", link.num_bytes, now - started, phases)
 
     def close(self) -> None:
-        self.link.give_up()
+        self.link.close()
         self._drop()
 
     def _send(self, calls: Calls, deadline: float) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 SUM_BYTES = 8
 BLOCK = 1024  # words per block of the sum
 POLL_S = 0.25  # how often a waiting side looks whether the other one has given up
+DROP_S = 3.0  # for a group to end, which takes a millisecond unless the other side hangs
 END = "end"  # the trainer sets it when it gives up
 
 
@@ -210,8 +211,11 @@ def drop_group(held: list[Any], backend: str) -> None:
     if backend == "nccl":
         held[0].abort()  # shutdown would wait for collectives that never end
         return
-    # A gloo group ends with its last reference, and waits then for its collectives, so for the other side.
-    threading.Thread(target=held.clear, daemon=True).start()
+    # A gloo group ends with its last reference, and waits then for its collectives, so for the other side: not for
+    # ever, but a process that exits in the middle of it aborts.
+    end = threading.Thread(target=held.clear, daemon=True)
+    end.start()
+    end.join(DROP_S)
 
 
 def share(buffer: Tensor, path: str | None = None) -> dict[str, Any]:

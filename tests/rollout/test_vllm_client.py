@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from rollout import http_client, vllm_watch
 from rollout.http_client import HttpClient
 from rollout.loop import Loop
 from rollout.types import Request, Sampling
-from rollout.vllm_member import Progress, finish, stop_end
+from rollout.vllm_member import NEEDS_WEIGHTS, Progress, finish, stop_end
 from rollout.vllm_pool import SLACK, Pool
-from rollout.vllm_replies import Segment, check_sampling, error_text, read_scores, read_segment, sampling_params
-from rollout.vllm_server import RefusedError, ServerError, VllmServer
+from rollout.vllm_replies import (
+    Segment,
+    check_sampling,
+    error_text,
+    is_awake,
+    read_scores,
+    read_segment,
+    sampling_params,
+)
+from rollout.vllm_server import GENERATE, Pulse, RefusedError, ServerError, VllmServer
 
 SAMPLING = Sampling(max_tokens=3, stop_ids=(2,))
 
@@ -236,10 +249,148 @@ def test_a_closed_pool_lets_nobody_wait():
 
 def test_nothing_listens_at_a_dead_address():
     async def work():
-        server = VllmServer("http://127.0.0.1:9")
-        for call in (server.connect(), server.check(1), server.pause(), server.rpc("strop_info", timeout=1)):
-            with pytest.raises(ServerError, match="http://127.0.0.1:9: /[a-z]+ failed .*refused|Connect call failed"):
-                await call
+        for url in ("http://127.0.0.1:9", "http://localhost:9"):  # the second has several addresses
+            server = VllmServer(url)
+            said = f"^vllm.url={re.escape(url)}: cannot be reached \\(connection refused\\); is the server up\\?$"
+            for call in (server.connect(), server.check(1), server.pause(), server.rpc("strop_info", timeout=1)):
+                with pytest.raises(ServerError, match=said):
+                    await call
+
+    asyncio.run(work())
+
+
+def test_an_address_that_takes_no_connection_is_not_called_slow(monkeypatch):
+    monkeypatch.setattr(http_client, "CONNECT_S", 0.2)
+
+    async def work():
+        with socket.socket() as full:  # nobody accepts, and there is room for one who waits
+            full.bind(("127.0.0.1", 0))
+            full.listen(0)
+            url = f"http://127.0.0.1:{full.getsockname()[1]}"
+            kept = [await asyncio.open_connection("127.0.0.1", full.getsockname()[1])]
+            server = VllmServer(url)
+            begin = time.monotonic()
+            with pytest.raises(
+                ServerError, match=r"cannot be reached \(no connection within 0.2 s\); is the server up"
+            ):
+                await server.generate([5], SAMPLING, seed=1, max_tokens=3)
+            assert time.monotonic() - begin < 5
+            kept[0][1].close()
+
+    asyncio.run(work())
+
+
+def test_a_name_that_is_not_known_says_so():
+    async def work():
+        with pytest.raises(
+            ServerError, match="^vllm.url=http://no.invalid:1: cannot be reached \\([a-z ,]+\\); is the"
+        ):
+            await VllmServer("http://no.invalid:1").connect()
+
+    asyncio.run(work())
+
+
+def test_a_completion_has_time_for_each_of_its_tokens():
+    async def work():
+        async def hang(reader, writer):
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(hang, "127.0.0.1", 0) as listener:
+            server = VllmServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+            pool = Pool([server], say=lambda text: None, timeout=0.1, retries=0)
+            ready(pool, 0)
+            begin = time.monotonic()
+            with pytest.raises(ServerError) as raised:
+                await pool.generate(Request(prompt_ids=[1], seed=1), Sampling(max_tokens=4))
+            assert 0.45 < time.monotonic() - begin < 5
+            assert str(raised.value) == (
+                f"vllm: a completion failed 1 times, last: {server.url}: {GENERATE} has not answered for 0.5 s, the "
+                "most that 4 tokens may take; if it is only slow, raise --vllm.timeout or lower --vllm.max-in-flight"
+            )
+            with pytest.raises(
+                ServerError, match="answered for 0.3 s, the most that 1 token may take; .*--vllm.timeout"
+            ):
+                await server.generate([1], SAMPLING, seed=1, max_tokens=1, timeout=0.2)
+
+    asyncio.run(work())
+
+
+class Scripted(VllmServer):
+    """Answers control calls from a table {(method, path): (status, JSON or text)}; 404 for the rest."""
+
+    def __init__(self, **answers):
+        super().__init__("http://127.0.0.1:9")
+        self.asked = []
+        self.answers = {
+            "/version": {"version": "0.32.0"},
+            "/server_info?config_format=json": {
+                "vllm_config": {
+                    "model_config": {
+                        "logprobs_mode": "processed_logprobs",
+                        "max_model_len": 64,
+                        "dtype": "torch.float32",
+                    }
+                    | {"model": "m", "enable_sleep_mode": True},
+                    "parallel_config": {},
+                    "lora_config": None,
+                    "instance_id": "a",
+                }
+            },
+            "/get_world_size": {"world_size": 1},
+            "/openapi.json": {"paths": {GENERATE: {}}},
+        } | answers
+
+    async def _send(self, method, path, data, *, timeout, reuse=False):
+        self.asked.append((method, path))
+        answer = self.answers.get(path)
+        if answer is None:
+            return 404, b'{"detail": "Not Found"}'
+        return 200, answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+
+
+def test_connect_looks_the_route_for_token_ids_up_and_sends_it_nothing():
+    async def work():
+        server = Scripted()
+        await server.connect()
+        assert server.info.sleep_mode and server.info.model_len == 64
+        assert ("GET", "/openapi.json") in server.asked and not [ask for ask in server.asked if ask[0] == "POST"]
+        await Scripted(**{"/openapi.json": None}).connect()  # --disable-fastapi-docs: the first request finds out
+        with pytest.raises(RefusedError, match="does not take token ids; start it with --enable-scale-out"):
+            await Scripted(**{"/openapi.json": {"paths": {"/v1/models": {}}}}).connect()
+        old = Scripted(**{"/version": {"version": "0.24.0"}})
+        await old.connect()
+        assert ("GET", "/openapi.json") not in old.asked
+
+    asyncio.run(work())
+
+
+def gauges(*awake):
+    lines = ["# HELP vllm:engine_sleep_state Engine sleep state; awake = 0 means engine is sleeping"]
+    for i, value in enumerate(awake):
+        labels = f'engine="{i}",model_name="base",sleep_state='
+        lines += [f'vllm:engine_sleep_state{{{labels}"weights_offloaded"}} {1 - value}']
+        lines += [f'vllm:engine_sleep_state{{{labels}"awake"}} {value}']
+    return "\n".join(lines)
+
+
+def test_a_paused_server_is_told_from_one_that_sleeps():
+    assert is_awake(gauges(1.0)) and is_awake(gauges(1.0, 1.0))
+    assert not is_awake(gauges(0.0)) and not is_awake(gauges(1.0, 0.0)) and not is_awake(gauges())
+
+    async def sleeps(version, says, awake):
+        server = Scripted(
+            **{"/version": {"version": version}, "/is_sleeping": {"is_sleeping": says}, "/metrics": gauges(awake)}
+        )
+        await server.connect()
+        return await server.is_sleeping()
+
+    async def work():
+        assert not await sleeps("0.32.0", says=False, awake=1.0)
+        assert not await sleeps("0.32.0", says=True, awake=1.0)  # it is only paused
+        assert await sleeps("0.32.0", says=True, awake=0.0)
+        assert not await sleeps("0.24.0", says=False, awake=1.0)
+        assert await sleeps("0.24.0", says=True, awake=1.0)  # perhaps only its weights woke up
 
     asyncio.run(work())
 
@@ -250,6 +401,72 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_is_sent():
         for ids, message in (([], "empty prompt"), ([1, 10], "vocabulary of 10"), ([-1], "vocabulary of 10")):
             with pytest.raises(RefusedError, match=message):
                 await server.generate(ids, SAMPLING, seed=1, max_tokens=3)
+
+    asyncio.run(work())
+
+
+def test_a_request_that_finds_no_weights_lets_others_run():
+    async def work():
+        pool = ready(pool_of(1), 0)
+        pool.members[0].version = None
+        task = asyncio.ensure_future(pool.generate(Request(prompt_ids=[1], seed=1), SAMPLING))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert pool.members[0].in_flight == 0
+
+    asyncio.run(work())
+
+
+def test_a_server_someone_started_again_is_out_before_it_is_asked_what_it_is():
+    async def work():
+        pool = ready(pool_of(1), 0)
+        (member,) = pool.members
+        member.server.info = SimpleNamespace(instance="old")
+        seen = []
+
+        async def connect():
+            task = asyncio.ensure_future(pool.generate(Request(prompt_ids=[1], seed=1), SAMPLING))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            seen.append((member.state, member.reason, member.version, member.in_flight, task.done()))
+            task.cancel()
+
+        member.server.connect = connect
+        async with asyncio.timeout(5):
+            await vllm_watch._is_alive(pool, member, Pulse(instance="new", paused=False, dirty=False))
+        assert seen == [("out", "someone started it again", None, 0, False)]
+        assert member.needs_weights
+
+    asyncio.run(work())
+
+
+def test_a_server_that_is_out_is_not_opened_by_refill():
+    async def work():
+        pool = pool_of(1)
+        (member,) = pool.members
+        assert not await pool.refill(member, 2)  # it was never given weights
+        assert (member.state, member.version, member.reason, pool.version) == ("out", None, NEEDS_WEIGHTS, None)
+
+        ready(pool, 0)
+        assert await pool.refill(member, 3, "policy-v3")  # an adapter: it was never stopped
+        assert (member.state, member.version, member.model, pool.version) == ("ready", 3, "policy-v3", 3)
+
+        async def nothing(*_):
+            return None
+
+        async def fails_meanwhile():
+            await pool.fail(member, "its engine has not answered for 30 s")
+
+        member.server.set_version = member.server.resume = nothing
+        pool._set(member, "updating", "")
+        assert await pool.refill(member, 4) and member.state == "ready"
+        pool._set(member, "updating", "")
+        member.server.resume = fails_meanwhile
+        assert not await pool.refill(member, 5)
+        assert (member.state, member.version, pool.version) == ("out", 4, 4)
 
     asyncio.run(work())
 

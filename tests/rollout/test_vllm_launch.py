@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +19,7 @@ from rollout import serve, vllm_command
 from rollout.model_folder import BUILTIN, served_model
 from rollout.options import VllmConfig
 from rollout.vllm_command import ROOT, WORKER, find_python, serve_command, served_rank, vllm_version
-from rollout.vllm_launch import check_host, gpus_of, group_members, launch, reserve
+from rollout.vllm_launch import Launched, check_host, gpus_of, group_members, launch, reserve, wait_ready
 from rollout.vllm_log import cause_of, is_port_taken, phase_of
 
 GUARD = WORKER / "strop_guard.py"
@@ -319,6 +321,78 @@ def test_guard_removes_shared_memory_and_scratch_of_a_killed_group(tmp_path):
     assert guard.wait(10) == 137 and not block.exists() and not scratch.exists()
 
 
+# starts and stops ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper(monkeypatch, tmp_path):
+    """A "server" that only sleeps."""
+    command = [sys.executable, "-c", SLEEPER]
+    monkeypatch.setattr("rollout.vllm_launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
+    server = Launched(VllmConfig(), replica=0, token=None, log=tmp_path / "vllm-0.log")
+    yield server
+    server.stop()
+
+
+def test_a_restart_ends_the_old_server_and_starts_another(sleeper):
+    old = sleeper.pids
+    assert len(old) == 2  # guard and command
+    sleeper.restart()
+    assert len(sleeper.pids) == 2 and not set(sleeper.pids) & set(old)
+    assert sleeper.log.name == "vllm-0.2.log" and sleeper.num_starts == 2
+    assert not [pid for pid in old if Path(f"/proc/{pid}").exists()]
+
+
+def test_nothing_starts_after_the_final_stop(sleeper):
+    sleeper.stop()
+    sleeper.stop()
+    with pytest.raises(ValueError, match="^vLLM server 0: was stopped and does not start again$"):
+        sleeper.restart()
+    assert sleeper.pids == [] and sleeper.num_starts == 1
+
+
+def test_a_stop_during_a_restart_leaves_nothing(sleeper, monkeypatch):
+    """Once between end and start, and once when the new one has just been started."""
+    errors = []
+
+    def restart():
+        try:
+            sleeper.restart()
+        except ValueError as error:
+            errors.append(str(error))
+
+    for method in ("_end", "_start"):
+        server = sleeper if method == "_end" else Launched(VllmConfig(), replica=0, token=None, log=None)
+        real, reached, go_on = getattr(server, method), threading.Event(), threading.Event()
+
+        def held(real=real, reached=reached, go_on=go_on):
+            real()
+            reached.set()
+            go_on.wait(20)
+
+        monkeypatch.setattr(server, method, held)
+        threads = [threading.Thread(target=server.restart if method == "_start" else restart)]
+        threads[0].start()
+        assert reached.wait(20)
+        threads.append(threading.Thread(target=server.stop))
+        threads[1].start()
+        while not server.is_stopped:
+            time.sleep(0.01)
+        go_on.set()
+        for thread in threads:
+            thread.join(30)
+        assert server.pids == [] and server.poll() is not None
+    assert errors == ["vLLM server 0: was stopped and does not start again"]
+
+
+def test_waiting_for_a_server_ends_when_it_is_stopped(sleeper):
+    threading.Timer(0.3, sleeper.stop).start()
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="^vLLM server 0: was stopped before it was ready$"):
+        wait_ready([sleeper], 60, say=lambda text: None)
+    assert time.monotonic() - begin < 10
+
+
 # the token -------------------------------------------------------------------------------------------------------
 
 
@@ -438,3 +512,75 @@ def test_serve_takes_its_part_of_a_trainers_file(tmp_path):
     assert serve.parse(["--model", "m", "--vllm.port", "0"]).vllm == VllmConfig()
     assert serve.parse(["--config", str(file), "--model", "x", "--lora.r", "0"]).model == "x"
     assert serve.parse(["--model", "m"]).vllm.port == 8000
+
+
+def test_extra_arguments_begin_with_dashes(capsys, tmp_path):
+    """On both command lines, and in the file that both read."""
+    from trainer import cli
+
+    words = "--seed 4 --block-size 16"
+    trainer = ["--method", "grpo", "--model", "builtin:tiny", "--data", "builtin:sort", "--rollout.engine", "vllm"]
+    assert serve.parse(["--model", "m", f"--vllm.extra-args={words}"]).vllm.extra_args == words
+    assert cli.parse([*trainer, f"--vllm.extra-args={words}"])[1].vllm.extra_args == words
+    said = "--vllm.extra-args: needs a value; one that starts with - is attached with ="
+    assert refusal(capsys, "--model", "m", "--vllm.extra-args", words) == said
+    assert refusal(capsys, "--model", "m", "--vllm.extra-args") == said
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        cli.parse([*trainer, "--vllm.extra-args", words])
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: m\nvllm: {{extra_args: {words}, python: null}}\n")
+    assert serve.parse([f"--config={file}"]).vllm == VllmConfig(port=8000, extra_args=words)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"gpu_memory_utilization": 0.5}, {"max_model_len": 64}, {"enforce_eager": True}, {"startup_timeout": 9.0},
+        {"replicas": 2}, {"extra_args": "--seed 4"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)  # fmt: skip
+def test_what_a_given_server_was_started_with_cannot_be_set_by_the_trainer(setting):
+    ((name, value),) = setting.items()
+    VllmConfig(**setting)
+    with pytest.raises(ValueError, match=f"^vllm.{name}={value}: has no effect on servers given by vllm.url; set it"):
+        VllmConfig(url=("http://127.0.0.1:8000",), **setting)
+    VllmConfig(url=("http://127.0.0.1:8000",), timeout=9.0, max_in_flight=3, seeded=False, colocate=True)
+
+
+def told(monkeypatch, *flags, gpus=(), visible=()):
+    monkeypatch.delenv("STROP_VLLM_TOKEN", raising=False)
+    cfg = serve.parse(["--model", "m", *flags])
+    servers = [SimpleNamespace(url=f"http://127.0.0.1:{8000 + i}", gpus=list(g)) for i, g in enumerate(gpus)]
+    return serve.next_step(cfg, servers, visible).split("\n  ")
+
+
+def test_serve_tells_the_trainer_which_gpus_are_left(monkeypatch):
+    line = "python -m trainer --method grpo --model m --rollout.engine vllm --vllm.url http://127.0.0.1:8000"
+    colocate = ("--vllm.colocate", "True")
+    assert told(monkeypatch, gpus=[[]]) == ["ready; now start the trainer:", line]
+    assert told(monkeypatch, gpus=["0"], visible="012") == [
+        "ready on GPU 0; now start the trainer:",
+        f"CUDA_VISIBLE_DEVICES=1,2 {line}",
+    ]
+    two = told(monkeypatch, gpus=["45", "67"], visible="4567")
+    assert two == [
+        "ready on GPU 4,5,6,7, and this machine has no other: a trainer on it needs --vllm.colocate True, and the "
+        "server must have been started with it too, which it was not; now start the trainer:",
+        f"{line} http://127.0.0.1:8001",
+    ]
+    assert told(monkeypatch, gpus=["0"], visible="0")[0].startswith("ready on GPU 0, and this machine has no other: a")
+    assert told(monkeypatch, *colocate, gpus=["0"], visible="0") == [
+        "ready on GPU 0, which the trainer shares; now start the trainer:",
+        f"{line} --vllm.colocate True",
+    ]
+    assert told(monkeypatch, *colocate, gpus=["3"], visible="0123") == [
+        "ready on GPU 3, which the trainer shares; now start the trainer:",
+        f"CUDA_VISIBLE_DEVICES=3 {line} --vllm.colocate True",
+    ]
+    assert told(monkeypatch, "--vllm.host", "10.0.0.1", gpus=["0"], visible="01") == [
+        "ready on GPU 0; now start the trainer; on this machine with CUDA_VISIBLE_DEVICES=1:",
+        line,
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-ab")
+    assert serve.visible_gpus() == ["4", "GPU-ab"]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from rollout.vllm_command import TOKEN
-from tests.entry import environment, metrics
+from tests.entry import environment, metrics, processes_with
 
-STEPS = 8
-QUICK = ("--max-steps", STEPS, "--eval-steps", 0, "--save-steps", 2, "--max-eval-rows", 64)
+STEPS = 6
+EVAL_ROWS = 64
+QUICK = ("--max-steps", STEPS, "--eval-steps", 0, "--save-steps", 2, "--max-eval-rows", EVAL_ROWS)
 
 
 def start(run_dir: Path, *argv: Any, **env: str) -> subprocess.Popen:
@@ -41,15 +44,8 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, timeout: 
 
 
 def servers_of(run_dir: Path) -> list[int]:
-    """Processes whose command line or environment names this run's log folder or scratch: the servers it started."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"STROP_TEST_RUN=" + str(run_dir).encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+    """Processes that a run started or that are itself."""
+    return processes_with(f"STROP_TEST_RUN={run_dir}")
 
 
 def wait_gone(run_dir: Path, timeout: float = 30.0) -> list[int]:
@@ -59,8 +55,8 @@ def wait_gone(run_dir: Path, timeout: float = 30.0) -> list[int]:
     return left
 
 
-def engine_core(run_dir: Path) -> list[int]:
-    """The api servers of a run: parents of nothing of ours but their engine."""
+def api_servers(run_dir: Path) -> list[int]:
+    """The servers of a run, without their guards and engines."""
     found = []
     for pid in servers_of(run_dir):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -69,12 +65,25 @@ def engine_core(run_dir: Path) -> list[int]:
     return found
 
 
+COUNTING = """
+import os
+from rollout.reward_functions import exact_match
+
+def right_and_written_down(prompts, completions, answer):
+    with open(os.environ["STROP_TEST_PROMPTS"], "a") as file:
+        file.writelines(f"{prompt!r}\\n" for prompt in prompts)
+    return exact_match(completions, answer)
+"""
+
+
 def test_one_of_two_servers_dies_in_the_middle_and_the_run_ends_as_if_nothing_had_happened(vllm_python, tmp_path):
-    run = tmp_path / "two"
-    process = start(run, "--vllm.replicas", 2, STROP_TEST_RUN=str(run))
+    run, seen = tmp_path / "two", tmp_path / "prompts"
+    (tmp_path / "counting.py").write_text(COUNTING)
+    reward = ("--reward-funcs", f"{tmp_path}/counting.py:right_and_written_down")
+    process = start(run, "--vllm.replicas", 2, *reward, STROP_TEST_RUN=str(run), STROP_TEST_PROMPTS=str(seen))
     try:
-        wait_for_step(run, 3, process)
-        victims = engine_core(run)
+        wait_for_step(run, 2, process)
+        victims = api_servers(run)
         assert len(victims) == 2
         os.killpg(os.getpgid(victims[0]), signal.SIGKILL)
         assert process.wait(timeout=300) == 0, log_of(run)[-3000:]
@@ -83,17 +92,24 @@ def test_one_of_two_servers_dies_in_the_middle_and_the_run_ends_as_if_nothing_ha
     rows = [row for row in metrics(run) if row["step"] > 0]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[-1]["rollout/server_out"] >= 1
-    assert rows[-1]["data/prompts_total"] == STEPS * 16  # every prompt consumed once
     assert max(row["policy/behaviour_gap"] for row in rows) < 1e-4
-    assert "server" in log_of(run) and "out" in log_of(run)
+    assert re.search(r"server [01] \(http://127\.0\.0\.1:\d+\): (doubted|out): ", log_of(run))
+    # Every prompt of every step came back as one group, none was lost and none counted twice.
+    counts = Counter(seen.read_text().splitlines())
+    held_out, groups = 2 * EVAL_ROWS, STEPS * 16 * 8
+    assert sum(counts.values()) == held_out + groups
+    assert set(counts.values()) == {2, 8}
     assert wait_gone(run) == []
 
 
-def test_ctrl_c_ends_the_servers_and_resume_goes_on(vllm_python, tmp_path):
+def test_ctrl_c_while_the_server_starts_leaves_nothing_behind(vllm_python, tmp_path):
     run = tmp_path / "interrupted"
     process = start(run, STROP_TEST_RUN=str(run))
     try:
-        wait_for_step(run, 2, process)
+        deadline = time.monotonic() + 120
+        while not api_servers(run):
+            assert process.poll() is None and time.monotonic() < deadline, log_of(run)[-3000:]
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130, log_of(run)[-2000:]
         assert wait_gone(run) == []

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class VllmEngine:
         device: torch.device,
         dtype: str,  # of the weights that are sent
         colocate: bool,
+        longest: int | None = None,  # prompt and completion that will be asked for
         say: Callable[[str], None] = print,
     ) -> None:
         self.cfg, self.sync_cfg, self.own, self.device, self.say = cfg, sync, own, device, say
@@ -76,7 +77,7 @@ class VllmEngine:
             backend = pick_backend(sync.backend, servers, is_lora=source.is_lora, device_uuid=uuid_of(device))
             mover = make_sync(sync, backend, source, self.loop, servers, device)
             self.weights = Weights(self.pool, self.loop, mover, self._check_watch)
-            self._check_servers(servers, backend, dtype)
+            self._check_servers(servers, backend, dtype, longest)
             self._watch = self.loop.start(self.pool.watch())
         except BaseException as error:
             self.close()
@@ -127,6 +128,7 @@ class VllmEngine:
                 device=device,
                 dtype=dtype,
                 colocate=colocate,
+                longest=max_model_len,
                 say=say,
             )
         except BaseException:
@@ -141,12 +143,9 @@ class VllmEngine:
         work = self.pool.generate_all(requests, sampling, training=sampling.for_training, decode=decode)
         future = self.loop.start(work)
         try:
-            while True:
-                try:
-                    sampled = future.result(LOOK_S)
-                    break
-                except FutureTimeout:
-                    self._look_after()
+            while not wait([future], LOOK_S).done:
+                self._look_after()
+            sampled = future.result()
         except (ServerError, RefusedError) as error:
             raise ValueError(str(error)) from error
         finally:
@@ -194,18 +193,17 @@ class VllmEngine:
 
     def probe(self, members: Sequence[Member]) -> bool:
         """Score fixed ids here and there; a server that disagrees stops the run. Whether any could be asked."""
-        self._gap, ours, compared = 0.0, None, False
+        self._gap, compared = 0.0, False
+        ids = self._probe.sequences(min(member.server.info.model_len for member in self.pool.members) - 1)
+        ours = self._probe.score(ids) if members else []
         for member in members:
-            info = member.server.info
-            ids = self._probe.sequences(info.model_len - 1)
-            ours = ours or self._probe.score(ids)
             try:
                 theirs = self._scores(member, ids)
             except ServerError as error:
                 self._run(self.pool.fail(member, str(error)))
                 continue
             compared = True
-            gap, limit, kind = self._probe.gap(ours, theirs, info.dtype)
+            gap, limit, kind = self._probe.gap(ours, theirs, member.server.info.dtype)
             self._gap = max(self._gap, gap)
             if not gap <= limit:
                 raise ValueError(
@@ -274,9 +272,8 @@ class VllmEngine:
         waiting = [member for member in self.pool.members if member.needs_weights]
         if waiting and threading.get_ident() == self._owner:
             stopped, _ = self.weights.give(waiting, self.version)
-            self.weights.give(
-                stopped, self.version
-            )  # once more for those that others have failed; then they wait for the next load
+            # Once more for those that others have failed; after that they wait for the next load.
+            self.weights.give(stopped, self.version)
             self.probe([member for member in waiting if member.state == "ready"])
 
     def _check_watch(self) -> None:
@@ -294,9 +291,14 @@ class VllmEngine:
         old = self.pool.members[index].server
         return VllmServer(server.url, token=server.token, timeout=self.cfg.timeout, vocab_size=old.vocab_size)
 
-    def _check_servers(self, servers: Sequence[VllmServer], backend: str, dtype: str) -> None:
+    def _check_servers(self, servers: Sequence[VllmServer], backend: str, dtype: str, longest: int | None) -> None:
         for number, server in enumerate(servers):
             info = server.info
+            if longest is not None and info.model_len < longest:
+                raise ValueError(
+                    f"vllm.url={server.url}: takes {info.model_len} tokens, and a prompt with its completion may have "
+                    f"{longest}; start it with --vllm.max-model-len {longest}, or lower max_completion_length"
+                )
             if info.dtype != dtype:
                 raise ValueError(
                     f"vllm.url={server.url}: serves {info.dtype}, and the weights will come in {dtype}; start it with "

@@ -5,18 +5,27 @@
     k2 = d^2 / 2           biased, low variance, its gradient is that of the true KL
     k3 = exp(d) - d - 1    unbiased, never negative
 
-As a loss term k3 alone has a biased gradient, beta (1 - exp(d)); weighted by the differentiable ratio
-exp(logp - old_logp) the gradient becomes beta * ratio * (logp - ref_logp), that of the reverse KL itself.
+As a loss term alone, on policy, k2 has the gradient of the KL; k3 has a biased one, beta (1 - exp(d)); k1 has none, its
+gradient is 1 for every token and averages to nothing. Weighted by the ratio r = exp(logp - old_logp) to the policy that
+sampled, each has the gradient of the reverse KL itself, on policy or off:
+
+    k1  r k1        gradient r (logp - ref_logp + 1), the 1 being noise of mean zero
+    k2  sg[r] k2    gradient r (logp - ref_logp); with a gradient through r it would be another quantity's
+    k3  r k3        gradient r (logp - ref_logp)
 
 Shapes: N = packed tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from losses.types import LossOut, Term
+
+Estimator = Callable[[Tensor, Tensor], Tensor]  # (N,) policy, (N,) reference -> (N,)
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: beyond it a ratio says only "far away", and fp32 would overflow
 
@@ -43,6 +52,9 @@ def k3(
     return torch.expm1(d) - d  # never below zero, also where exp(d) - 1 would round
 
 
+KL_ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3}
+
+
 def kl_penalty(
     logp: Tensor,  # (N,) policy, with gradient
     old_logp: Tensor,  # (N,) policy that sampled
@@ -51,16 +63,36 @@ def kl_penalty(
     *,
     beta: float,
     ratio_weighted: bool = True,
+    estimator: Estimator = k3,
+    share: Tensor | None = None,  # (N,) what each token counts, from losses.group_policy; None: 1
+    count: Tensor | None = None,  # () what these tokens add to the term's count; None: their number
 ) -> LossOut:
-    """beta * k3, weighted by the ratio to the sampling policy so that its gradient is unbiased."""
+    """beta * estimate, weighted by the ratio to the sampling policy so that its gradient is unbiased.
+
+    The ratio is that of the token also where the policy loss uses one of the sequence, and no importance weight or
+    off-policy mask applies. `share` and `count` give it the average of the policy term beside it.
+    """
     dtype = torch.promote_types(logp.dtype, torch.float32)
     logp, old_logp, ref_logp = (torch.where(mask, x.to(dtype), 0.0) for x in (logp, old_logp, ref_logp))
-    estimate = k3(logp, ref_logp)  # (N,)
-    weighted = estimate
+    weighted = estimator(logp, ref_logp)  # (N,)
     if ratio_weighted:
-        weighted = estimate * (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    count = mask.sum()
+        ratio = (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        weighted = weighted * (ratio.detach() if estimator is k2 else ratio)
+    if share is not None:
+        weighted = weighted * torch.where(mask, share.to(dtype), 0.0)
+    num_tokens = mask.sum()
+    estimate = k3(logp.detach(), ref_logp)
     return LossOut(
-        {"kl": Term(beta, weighted.sum(), count)},
-        {"policy/ref_kl_k3": (estimate.detach().sum(), count)},
+        {"kl": Term(beta, weighted.sum(), num_tokens if count is None else count)},
+        {"policy/ref_kl_k3": (estimate.sum(), num_tokens)},
     )
+
+
+def reward_minus_kl(
+    reward: Tensor,  # (B,) total reward; NaN = this completion has none
+    kl: Tensor,  # (B,) k1 of the sampling policy, summed over each completion's trained tokens
+    *,
+    beta: float,
+) -> Tensor:  # (B,)
+    """KL as a cost in the reward, before the advantage (RLOO, Ahmadian et al. 2024): then the loss has no KL term."""
+    return reward - beta * kl

@@ -10,7 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from losses.advantage import EPSILON, group_advantage, nan_std, zero_std_frac
+from losses.advantage import (
+    EPSILON,
+    gdpo_advantage,
+    group_advantage,
+    has_signal,
+    leave_one_out_advantage,
+    nan_std,
+    normalize_batch,
+    normalize_then_sum,
+    sum_then_normalize,
+    weighted_sum,
+    zero_std_frac,
+)
+from losses.moments import moments
 
 NAN = math.nan
 SCALES = ("group", "batch", "none")
@@ -136,3 +149,146 @@ def test_zero_std_frac_counts_groups_that_teach_nothing():
     reward = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, NAN], [2.0, NAN, NAN], [NAN, NAN, NAN]])
     assert zero_std_frac(reward).item() == 0.75
     assert zero_std_frac(torch.tensor([[0.0, 1.0]])).item() == 0.0
+
+
+# Several rewards: two groups of four completions, two rewards each.
+TWO_REWARDS = (((1, 1), (1, 0), (0, 1), (0, 0)), ((1, 1), (1, 0), (1, 0), (1, 0)))
+EQUAL = torch.tensor([1.0, 1.0])
+
+
+def close(got: torch.Tensor, expected: list, atol: float = 6e-5) -> None:
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("group", [[1.2246, 0, 0, -1.2246], [1.4997, -0.4999, -0.4999, -0.4999]]),
+        ("batch", [[1.5601, 0, 0, -1.5601], [1.1701, -0.39, -0.39, -0.39]]),
+        ("none", [[1, 0, 0, -1], [0.75, -0.25, -0.25, -0.25]]),
+    ],
+)
+def test_sum_then_normalize_golden_values(scale, expected):
+    close(sum_then_normalize(torch.tensor(TWO_REWARDS, dtype=torch.float32), EQUAL, scale=scale), expected)
+
+
+def test_sum_then_normalize_of_missing_rewards():
+    rewards = torch.tensor([[[1.0, NAN], [0.0, 1.0], [NAN, NAN], [0.0, 0.0]]])
+    close(sum_then_normalize(rewards, EQUAL), [[0.5773, 0.5773, 0.0, -1.1545]])
+
+
+def test_weighted_sum_leaves_out_what_does_not_apply():
+    rewards = torch.tensor([[1.0, NAN], [0.5, 2.0], [NAN, NAN]])
+    got = weighted_sum(rewards, torch.tensor([2.0, 0.5]))
+    torch.testing.assert_close(got, torch.tensor([2.0, 2.0, NAN]), equal_nan=True)
+
+
+def test_group_advantage_batch_scale_over_ranks():
+    """Two ranks with one group each get what one rank with both would give them."""
+    reward = torch.tensor([[2.0, 1.0, 1.0, 0.0], [2.0, 1.0, NAN, 1.0]], dtype=torch.float64)
+    batch = sum(moments(row) for row in reward)
+    parts = [group_advantage(row.unsqueeze(0), scale="batch", batch=batch) for row in reward]
+    torch.testing.assert_close(torch.cat(parts), group_advantage(reward, scale="batch"), atol=1e-12, rtol=1e-12)
+
+
+def test_advantage_of_equal_rewards_is_exactly_zero():
+    """A residue of r - mean would keep a batch that teaches nothing from being skipped."""
+    reward = torch.full((1, 7), 0.7)
+    assert (reward - reward.nanmean(dim=1, keepdim=True)).abs().max() > 0  # the trap is there
+    for scale in SCALES:
+        assert torch.equal(group_advantage(reward, scale=scale), torch.zeros(1, 7))
+    assert not has_signal(reward).any()
+    assert torch.equal(leave_one_out_advantage(reward), torch.zeros(1, 7))
+
+
+def test_has_signal_needs_two_rewards_that_differ():
+    reward = torch.tensor([[1.0, 0.0, NAN], [1.0, 1.0, NAN], [1.0, NAN, NAN], [NAN, NAN, NAN]])
+    assert has_signal(reward).tolist() == [True, False, False, False]
+
+
+def test_leave_one_out_golden_values():
+    close(leave_one_out_advantage(torch.tensor([[1.0, 0.0, 0.0, 0.5]])), [[0.8333, -0.5, -0.5, 0.1667]])
+
+
+def test_leave_one_out_is_the_scaled_centred_reward_and_ignores_missing_ones():
+    reward = torch.tensor([[3.0, 1.0, NAN, 0.5], [2.0, NAN, NAN, NAN], [NAN] * 4], dtype=torch.float64)
+    got = leave_one_out_advantage(reward)
+    expected = group_advantage(reward, scale="none") * 3 / 2
+    torch.testing.assert_close(got[:1], expected[:1], atol=1e-12, rtol=1e-12)
+    assert torch.equal(got[1:], torch.zeros(2, 4, dtype=torch.float64))
+
+
+def test_gdpo_golden_values():
+    rewards = torch.tensor(TWO_REWARDS, dtype=torch.float32)
+    close(normalize_then_sum(rewards, EQUAL), [[1.7318, 0, 0, -1.7318], [1.4997, -0.4999, -0.4999, -0.4999]])
+    close(gdpo_advantage(rewards, EQUAL), [[1.5274, 0, 0, -1.5274], [1.3227, -0.4409, -0.4409, -0.4409]])
+
+
+@pytest.mark.parametrize("second", [((0, 1), (1, 1)), ((0, 0), (1, 0))])
+def test_gdpo_keeps_a_distinction_that_grpo_collapses(second):
+    """Must-show 2: one reward of two got better in one group, both in the other."""
+    rewards = torch.tensor([second, ((0, 0), (1, 1))], dtype=torch.float32)
+    close(sum_then_normalize(rewards, EQUAL), [[-0.7071, 0.7071], [-0.7071, 0.7071]], atol=1.1e-4)
+    close(normalize_then_sum(rewards, EQUAL), [[-0.7070, 0.7070], [-1.4140, 1.4140]], atol=1.1e-4)
+    close(gdpo_advantage(rewards, EQUAL), [[-0.5477, 0.5477], [-1.0954, 1.0954]], atol=1.1e-4)
+
+
+def test_gdpo_of_one_reward_is_not_grpo_where_groups_are_all_equal():
+    reward = torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1]])
+    close(group_advantage(reward), [[0.8659, -0.8659, -0.8659, 0.8659], [0, 0, 0, 0]])
+    got = gdpo_advantage(reward.unsqueeze(2), torch.ones(1))
+    close(got, [[1.3227, -1.3227, -1.3227, 1.3227], [0, 0, 0, 0]])
+
+
+def test_gdpo_of_rewards_with_a_constant_sum_and_equal_weights_is_zero():
+    rewards = torch.tensor([[(0.0, 3.0), (1.0, 2.0), (2.0, 1.0), (3.0, 0.0)]])
+    assert gdpo_advantage(rewards, EQUAL).abs().max() < 1e-6
+    assert gdpo_advantage(rewards, torch.tensor([1.0, 0.5])).abs().max() > 1
+
+
+def test_gdpo_weights_scale_the_normalised_reward_not_the_raw_one():
+    rewards = torch.tensor(TWO_REWARDS, dtype=torch.float64)
+    large = rewards * torch.tensor([1.0, 1000.0])  # the unit of a reward does not matter
+    weights = torch.tensor([1.0, 0.5])
+    got, expected = normalize_then_sum(large, weights), normalize_then_sum(rewards, weights)
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
+def test_gdpo_missing_reward_adds_nothing_and_a_completion_without_any_gets_zero():
+    rewards = torch.tensor([[[1.0, NAN], [0.0, 1.0], [NAN, NAN], [0.0, 0.0]]], dtype=torch.float64)
+    z = [group_advantage(rewards[:, :, k])[0] for k in range(2)]
+    stage_two = normalize_then_sum(rewards, EQUAL)
+    assert stage_two[0, 2].isnan()
+    expected = torch.stack([z[0][0], z[0][1] + z[1][1], z[0][3] + z[1][3]])
+    torch.testing.assert_close(stage_two[0, [0, 1, 3]], expected)
+    got = gdpo_advantage(rewards, EQUAL)
+    there = stage_two[0, [0, 1, 3]]
+    assert got[0, 2] == 0
+    torch.testing.assert_close(got[0, [0, 1, 3]], (there - there.mean()) / (there.std() + EPSILON))
+
+
+def test_gdpo_batch_statistics_of_groups_and_ranks_add_up():
+    """Streaming: groups scored one at a time, normalised by the batch, equal the whole batch at once."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(6, 4, 3, generator=generator, dtype=torch.float64)
+    rewards[torch.rand(6, 4, 3, generator=generator) < 0.2] = NAN
+    weights = torch.tensor([1.0, 0.3, 2.0], dtype=torch.float64)
+    groups = [normalize_then_sum(group.unsqueeze(0), weights) for group in rewards]
+    sums = sum(moments(group) for group in groups)
+    parts = torch.cat([normalize_batch(group, sums) for group in groups])
+    torch.testing.assert_close(parts, gdpo_advantage(rewards, weights), atol=1e-12, rtol=1e-12)
+    alone = torch.cat([normalize_batch(group, moments(group)) for group in groups])
+    assert (alone - parts).abs().max() > 0.05  # per group would be another method
+
+
+def test_normalize_batch_of_one_value_or_none_is_zero():
+    for advantage in (torch.tensor([[1.0, NAN]]), torch.full((1, 2), NAN)):
+        assert torch.equal(normalize_batch(advantage, moments(advantage)), torch.zeros(1, 2))
+
+
+def test_normalize_batch_by_tokens_gives_long_completions_more_votes():
+    advantage, length = torch.tensor([[2.0, -1.0]], dtype=torch.float64), torch.tensor([[3, 1]])
+    tokens = [2.0, 2.0, 2.0, -1.0]
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens) + EPSILON
+    got = normalize_batch(advantage, moments(advantage, weight=length))
+    close(got, [[(2.0 - mean) / deviation, (-1.0 - mean) / deviation]], atol=1e-12)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.kl import MAX_LOG_RATIO, k1, k2, k3, kl_penalty
+from losses.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k1, k2, k3, kl_penalty, reward_minus_kl
 from losses.policy_gradient import clipped_surrogate
 from losses.types import LossOut, merge
 
@@ -191,3 +191,57 @@ def test_kl_penalty_gradcheck(weighted):
         return kl_penalty(x, old, ref, mask, beta=BETA, ratio_weighted=weighted).terms["kl"].sum
 
     assert torch.autograd.gradcheck(total, logp.requires_grad_())
+
+
+def expected_gradient(estimator, ratio_weighted: bool, old: Tensor, logits: Tensor, ref: Tensor) -> Tensor:
+    """Of the penalty, in expectation over every token of a small vocabulary drawn from the sampling policy."""
+    leaf, one = logits.clone().requires_grad_(), torch.ones(1, dtype=torch.bool)
+    logp = leaf.log_softmax(dim=0)
+    total = sum(
+        old[i].exp()
+        * kl_penalty(
+            logp[i : i + 1], old[i : i + 1], ref[i : i + 1], one, beta=1.0,
+            ratio_weighted=ratio_weighted, estimator=estimator,
+        ).terms["kl"].sum
+        for i in range(len(logits))
+    )  # fmt: skip
+    return torch.autograd.grad(total, leaf)[0]
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_every_estimator_weighted_by_the_ratio_has_the_gradient_of_the_divergence(name):
+    generator = torch.Generator().manual_seed(3)
+    logits, ref, old = torch.randn(3, 9, generator=generator, dtype=torch.float64)
+    ref, old = ref.log_softmax(dim=0), old.log_softmax(dim=0)
+    leaf = logits.clone().requires_grad_()
+    logp = leaf.log_softmax(dim=0)
+    true = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), leaf)[0]
+    got = expected_gradient(KL_ESTIMATORS[name], True, old, logits, ref)
+    torch.testing.assert_close(got, true, atol=1e-12, rtol=1e-12)
+
+
+def test_unweighted_on_policy_k2_is_right_k1_is_nothing_and_k3_is_biased():
+    generator = torch.Generator().manual_seed(4)
+    logits, ref = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    ref, old = ref.log_softmax(dim=0), logits.log_softmax(dim=0)
+    right = expected_gradient(k3, True, old, logits, ref)
+    torch.testing.assert_close(expected_gradient(k2, False, old, logits, ref), right, atol=1e-12, rtol=1e-12)
+    assert expected_gradient(k1, False, old, logits, ref).abs().max() < 1e-12
+    assert (expected_gradient(k3, False, old, logits, ref) - right).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_kl_penalty_value_of_every_estimator(name, weighted):
+    logp, old, ref, mask = random_case()
+    got = kl_penalty(logp, old, ref, mask, beta=BETA, ratio_weighted=weighted, estimator=KL_ESTIMATORS[name])
+    each = KL_ESTIMATORS[name](logp, ref) * ((logp - old).exp() if weighted else 1.0)
+    assert got.terms["kl"].sum.item() == pytest.approx(each[mask].sum().item(), rel=1e-12)
+    total, count = got.metrics["policy/ref_kl_k3"]
+    assert total.item() == pytest.approx(naive(logp, old, ref, mask, weighted=False), rel=1e-12)
+
+
+def test_kl_in_the_reward_costs_what_the_completion_strayed():
+    reward = torch.tensor([1.0, math.nan, 0.0])
+    got = reward_minus_kl(reward, torch.tensor([2.0, 1.0, -4.0]), beta=0.05)
+    torch.testing.assert_close(got, torch.tensor([0.9, math.nan, 0.2]), equal_nan=True)

@@ -191,3 +191,56 @@ def test_surrogate_gradcheck():
     mask = torch.tensor([True] * 7 + [False])
     logp = (old + log_ratio).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: surrogate(x, old, advantage, mask).terms["policy"].sum, logp)
+
+
+@pytest.mark.parametrize("name", ["delta", "dual_clip"])
+def test_bound_of_bad_tokens_golden_values(name):
+    logp = golden_logp()
+    out = clipped_surrogate(
+        logp, flat(OLD), flat(ADVANTAGE), flat(MASK), epsilon_low=0.2, epsilon_high=0.2, **{name: 1.5}
+    )
+    mean(out).backward()
+    assert mean(out).item() == pytest.approx(-0.326633, abs=1e-6)
+    torch.testing.assert_close(logp.grad, torch.tensor([0, -0.25, -0.151633, 0, 0, 0]), atol=1e-6, rtol=0)
+    assert out.metrics["policy/clip_frac"][0].item() == 2.0  # one beyond the range, one beyond the bound
+    assert out.metrics["policy/ratio"][0].item() == pytest.approx(4.476655, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["delta", "dual_clip"])
+@pytest.mark.parametrize("bound", [1.3, 2.0, 4.0])
+def test_bound_changes_only_bad_tokens_beyond_it(name, bound):
+    logp, old, advantage, mask = random_case(seed=5)
+    logp = old + 5 * (logp - old)
+    plain, bounded = logp.clone().requires_grad_(), logp.clone().requires_grad_()
+    surrogate(plain, old, advantage, mask).terms["policy"].sum.backward()
+    clipped_surrogate(
+        bounded, old, advantage, mask, epsilon_low=0.2, epsilon_high=0.2, **{name: bound}
+    ).terms["policy"].sum.backward()  # fmt: skip
+    beyond = mask & (advantage < 0) & ((logp - old).exp() > bound)
+    assert beyond.any()
+    torch.testing.assert_close(bounded.grad, torch.where(beyond, 0.0, plain.grad))
+
+
+def test_delta_and_dual_clip_are_one_function_above_the_range():
+    case = random_case(seed=6)
+    a, b = (
+        clipped_surrogate(*case, epsilon_low=0.2, epsilon_high=0.28, **{name: 1.4}) for name in ("delta", "dual_clip")
+    )
+    assert a.terms["policy"].sum.item() == pytest.approx(b.terms["policy"].sum.item(), rel=1e-14)
+    assert a.metrics["policy/clip_frac"][0].item() == b.metrics["policy/clip_frac"][0].item()
+
+
+def test_bounds_that_would_cut_inside_the_range_are_refused():
+    with pytest.raises(ValueError, match="delta=1.1: must be above"):
+        clipped_surrogate(*random_case(), epsilon_low=0.2, epsilon_high=0.2, delta=1.1)
+    with pytest.raises(ValueError, match="dual_clip=1.0: must be above 1"):
+        clipped_surrogate(*random_case(), epsilon_low=0.2, epsilon_high=0.2, dual_clip=1.0)
+
+
+@pytest.mark.parametrize("name", ["delta", "dual_clip"])
+def test_clip_frac_counts_exactly_the_tokens_without_gradient(name):
+    logp, old, advantage, mask = random_case(seed=7)
+    logp = (old + 3 * (logp - old)).requires_grad_()
+    out = clipped_surrogate(logp, old, advantage, mask, epsilon_low=0.2, epsilon_high=0.2, **{name: 1.7})
+    out.terms["policy"].sum.backward()
+    assert out.metrics["policy/clip_frac"][0].item() == (mask & (logp.grad == 0)).sum().item()

@@ -1,0 +1,57 @@
+"""Entropy bonus, and training on the most uncertain tokens only (Wang et al. 2025, arXiv:2506.01939).
+
+    bonus     -coef * mean of H over the tokens that count
+    top mask  keep a token when H >= threshold, the (1 - top) quantile of H over all trained tokens of the step
+
+The threshold belongs to the step: it is computed once, over all micro-batches and ranks, before the loss runs. Tokens
+that are not kept weigh 0 in the policy loss but still count in its denominator; the bonus counts kept tokens only.
+
+Shapes: N = packed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from losses.preference import wide
+from losses.types import LossOut, Term
+
+
+def entropy_bonus(
+    entropy: Tensor,  # (N,) of the next-token distribution, in nats, with gradient
+    mask: Tensor,  # (N,) bool, True = trained
+    *,
+    coef: float,
+    keep: Tensor | None = None,  # (N,) bool from keep_top_entropy; None keeps all
+) -> LossOut:
+    """Means the same for every loss type: the mean is over tokens, whatever the policy term divides by."""
+    mask = mask if keep is None else mask & keep
+    return LossOut({"entropy": Term(-coef, torch.where(mask, wide(entropy), 0.0).sum(), mask.sum())}, {})
+
+
+@torch.no_grad()
+def entropy_threshold(
+    entropy: Tensor,  # (N,) of every trained token of the step, over all ranks
+    *,
+    top: float,
+) -> Tensor:  # ()
+    """The (1 - top) quantile, interpolated linearly; -inf of nothing. Unlike torch.quantile it takes any number."""
+    if not 0 < top <= 1:
+        raise ValueError(f"top_entropy_quantile={top}: must be above 0 and at most 1; 1 trains on every token")
+    if len(entropy) == 0:
+        return wide(entropy).new_tensor(-math.inf)
+    position = (1 - top) * (len(entropy) - 1)
+    below = math.floor(position)
+    low = wide(entropy).kthvalue(below + 1).values
+    high = wide(entropy).kthvalue(min(below + 2, len(entropy))).values
+    return torch.lerp(low, high, position - below)
+
+
+def keep_top_entropy(
+    entropy: Tensor,  # (N,)
+    threshold: Tensor,  # () from entropy_threshold
+) -> Tensor:  # (N,) bool
+    return entropy.detach() >= threshold

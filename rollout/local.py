@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rollout.sampling import sample, signed_64, uniform
-from rollout.types import Completion, Request, Sampling
+from rollout.types import Completion, Request, Sampling, check_sampling
 
 SCORE_LOGITS = 2**26  # logits of one scoring forward: 256 MB in fp32
 DROP_FRAC = 0.125  # finished rows are dropped once they are this share of the batch: each drop copies the cache
@@ -49,7 +49,7 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
-        _check_sampling(sampling)
+        check_sampling(sampling)
         self._check_requests([request.prompt_ids for request in requests], sampling.max_tokens)
         self._running.wait()
         # Longest first: rows of one chunk need little padding, and equal prompts meet in the same chunk.
@@ -346,21 +346,3 @@ class StopCheck:
 
     def _decode(self, id_rows: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(id_rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    if not sampling.temperature >= 0:
-        raise ValueError(f"temperature={sampling.temperature}: must be above 0, or 0 for greedy")
-    if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens={sampling.max_tokens}: must be 1 or more")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p={sampling.top_p}: must be in (0, 1]; 1 keeps every token")
-    if sampling.top_k < 0:
-        raise ValueError(f"top_k={sampling.top_k}: must be 0 (all) or more")
-    if any(not text for text in sampling.stop):
-        raise ValueError("stop='': an empty stop string would end every completion; remove it")
-    if sampling.for_training and (sampling.top_p, sampling.top_k) != (1.0, 0):
-        raise ValueError(
-            f"top_p={sampling.top_p}, top_k={sampling.top_k}: a training sample must come from the whole distribution, "
-            "or its log-probs are not the trainer's; leave them out"
-        )

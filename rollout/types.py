@@ -40,3 +40,23 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     text: str  # decoded ids without special tokens and without the stop string
     versions: list[tuple[int, int]]  # (weight version, number of tokens it made), in order
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """What no engine can do, and what would bias a training sample."""
+    if not sampling.temperature >= 0:
+        raise ValueError(f"temperature={sampling.temperature}: must be above 0, or 0 for greedy")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens={sampling.max_tokens}: must be 1 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p={sampling.top_p}: must be in (0, 1]; 1 keeps every token")
+    if sampling.top_k < 0:
+        raise ValueError(f"top_k={sampling.top_k}: must be 0 (all) or more")
+    if any(not text for text in sampling.stop):
+        raise ValueError("stop='': an empty stop string would end every completion; remove it")
+    for name, neutral in (("top_p", 1.0), ("top_k", 0)) if sampling.for_training else ():
+        if getattr(sampling, name) != neutral:
+            raise ValueError(
+                f"{name}={getattr(sampling, name)}: a training sample must come from the whole distribution, or its "
+                f"log-probs are not the trainer's; set {neutral:g}"
+            )

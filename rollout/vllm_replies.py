@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rollout import types
 from rollout.types import Sampling
 
 SEED_MASK = 2**63 - 1
@@ -35,20 +36,7 @@ def check_sampling(sampling: Sampling, *, training: bool) -> None:
         raise ValueError(
             f"temperature={sampling.temperature}: vLLM samples at {LOWEST_TEMPERATURE} or above; give 0 for greedy"
         )
-    if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens={sampling.max_tokens}: must be 1 or more")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p={sampling.top_p}: must be in (0, 1]; 1 keeps every token")
-    if sampling.top_k < 0:
-        raise ValueError(f"top_k={sampling.top_k}: must be 0 (all) or more")
-    if any(not text for text in sampling.stop):
-        raise ValueError("stop='': an empty stop string would end every completion; remove it")
-    for name, neutral in (("top_p", 1.0), ("top_k", 0)) if training else ():
-        if getattr(sampling, name) != neutral:
-            raise ValueError(
-                f"{name}={getattr(sampling, name)}: a training sample must come from the whole distribution, or its "
-                f"log-probs are not the trainer's; set {neutral:g}"
-            )
+    types.check_sampling(replace(sampling, for_training=training))
 
 
 def sampling_params(sampling: Sampling, seed: int | None, max_tokens: int) -> dict[str, Any]:

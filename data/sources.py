@@ -3,6 +3,7 @@
     load_rows(parse_spec("sums.jsonl:split=train[:500],weight=0.5"))
     load_rows(parse_spec("openai/gsm8k:name=main,split=train[:1%]"))
     load_rows(parse_spec("task:addition:difficulty=3,split=eval"))
+    load_rows(parse_spec("reasoning_gym:chain_sum:size=500,max_terms=2"))
 
 A row's source ("sums.jsonl:17") names the line of the file, so that every later message can point at it.
 """
@@ -21,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data import reasoning_gym, tasks
 from data.nearest import suggest
-from data.tasks import make_rows
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
@@ -39,12 +40,12 @@ _SLICE = re.compile(
 class DataSpec:
     """One --data value."""
 
-    path: str  # file, hub id or task:NAME
+    path: str  # file, hub id, task:NAME or reasoning_gym:NAME
     format: str | None = None
     split: str | None = None
     name: str | None = None  # configuration of a hub dataset
     weight: float = 1.0
-    options: dict[str, Any] = field(default_factory=dict)  # of a built-in task: size, seed, difficulty, sloppy, boxed
+    options: dict[str, Any] = field(default_factory=dict)  # of a task: size, seed, difficulty, sloppy, boxed, its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ def parse_spec(text: str) -> DataSpec:
             raise ValueError(f"data={text}: {key} is given twice")
         if key in KEYS:
             values[key] = _number(text, key, value, float) if key == "weight" else value
+        elif path.startswith(reasoning_gym.PREFIX) and key not in ("size", "seed"):
+            options[key] = value  # the task's own setting, which it alone can judge
         elif key in TASK_OPTIONS:
             options[key] = _number(text, key, value, TASK_OPTIONS[key])
         else:
@@ -75,7 +78,7 @@ def parse_spec(text: str) -> DataSpec:
     weight = values.get("weight", 1.0)
     if not (math.isfinite(weight) and weight > 0):
         raise ValueError(f"data={text}: weight={weight} must be above 0")
-    if options and not path.startswith("task:"):
+    if options and not path.startswith(("task:", reasoning_gym.PREFIX)):
         raise ValueError(
             f"data={text}: {next(iter(options))} is only for built-in tasks (task:NAME); use split=train[:N]"
         )
@@ -86,7 +89,7 @@ def parse_spec(text: str) -> DataSpec:
 
 def load_rows(spec: DataSpec) -> list[Row]:
     """All rows of the split that the spec names, in their order."""
-    if spec.path.startswith("task:"):
+    if spec.path.startswith(("task:", reasoning_gym.PREFIX)):
         rows = _task_rows(spec)
     elif _is_hub(spec.path):
         rows = _hub_rows(spec)
@@ -129,7 +132,7 @@ def _number(text: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
 
 def _is_hub(path: str) -> bool:
     """Not a task and nothing that looks like a file. A folder goes the way of a hub id: datasets reads both."""
-    if path.startswith("task:") or path.lower().endswith(SUFFIXES):
+    if path.startswith(("task:", reasoning_gym.PREFIX)) or path.lower().endswith(SUFFIXES):
         return False
     place = Path(path).expanduser()
     return place.is_dir() or not (place.exists() or path.startswith(("/", "./", "../", "~")))
@@ -154,7 +157,12 @@ def _task_rows(spec: DataSpec) -> list[Row]:
     if len(names) > 1:
         raise ValueError(f"data={spec.path}: split={split} joins splits; give --data once for each")
     base = names.pop()
-    made = make_rows(spec.path.removeprefix("task:"), split=base, **spec.options)
+    if spec.path.startswith("task:"):
+        made = tasks.make_rows(spec.path.removeprefix("task:"), split=base, **spec.options)
+    else:
+        own = {key: value for key, value in spec.options.items() if key not in ("size", "seed")}
+        asked = {key: spec.options[key] for key in ("size", "seed") if key in spec.options}
+        made = reasoning_gym.make_rows(spec.path.removeprefix(reasoning_gym.PREFIX), split=base, options=own, **asked)
     rows = [Row(source=f"{spec.path}:{number}", columns=columns) for number, columns in enumerate(made, 1)]
     return _take(spec, rows, base=base)
 

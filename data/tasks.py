@@ -4,6 +4,7 @@
     -> [{"prompt": [{"role": "user", "content": "37+58="}], "answer": "95", "completion": "95",
          "chosen": "95", "rejected": "85"}, ...]
 
+The answers of the task `lookup` stand in a `table` that only the tool `lookup` sees, so that a model has to call it.
 A rejected answer is wrong and has as many characters as the chosen one, so that length tells them apart nowhere. The
 task `steps` adds a solution in steps, `completions`, with `labels` that are True up to the first wrong step.
 
@@ -38,6 +39,7 @@ class Task:
     space: Callable[[int], int]  # difficulty -> number of problems
     problem: Callable[[int, int], Problem]  # number, difficulty -> problem
     reject: Callable[[str, str], str]  # content, answer -> a wrong answer of the same length
+    tool: bool = False  # the answer cannot be known, only looked up in the row's table
     solve: Callable[[str], list[str]] | None = None  # content -> the steps to the answer
 
 
@@ -83,6 +85,15 @@ def _sort(number: int, difficulty: int) -> Problem:
 def _chain(number: int, difficulty: int) -> Problem:
     terms = f"{number:0{difficulty + 1}d}"
     return "+".join(terms) + "=", str(sum(map(int, terms))), "".join(sorted(terms))
+
+
+def _lookup(number: int, difficulty: int) -> Problem:
+    letters = []
+    for _ in range(difficulty):
+        number, letter = divmod(number, 26)
+        letters.append(chr(ord("a") + letter))
+    key = "".join(letters)
+    return f"{key}?", str(10 + _stable(f"lookup/{key}") % 90), key
 
 
 def add_up(content: str, slip: int | None = None) -> list[str]:
@@ -141,7 +152,11 @@ TASKS = {
     "sort": Task("sort digits; difficulty = digits", 5, lambda difficulty: 10**difficulty, _sort, _swap),
     "steps": Task(
         "sum of several digits, step by step; difficulty = additions", 3,
-        lambda difficulty: 10 ** (difficulty + 1), _chain, _slip_last, add_up,
+        lambda difficulty: 10 ** (difficulty + 1), _chain, _slip_last, solve=add_up,
+    ),
+    "lookup": Task(
+        "a value that only the tool lookup knows; difficulty = letters of the key", 3,
+        lambda difficulty: 26**difficulty, _lookup, change_digit, tool=True,
     ),
 }  # fmt: skip
 
@@ -153,8 +168,9 @@ def make_rows(
     """Rows of a built-in task: `prompt`, `answer`, the `completion` to imitate, and a `chosen` and `rejected` one.
 
     Rows repeat when size exceeds the problems there are, except in `eval`, where that is an error. Two options make the
-    completions of addition's `sft` split an imperfect teacher, so that RL has something to improve: `sloppy` is the
-    chance that one forgets its carries (37+58= 85), `boxed` the chance that one is written in brackets ([95]).
+    completions of a `sft` split an imperfect teacher, so that RL has something to improve: `sloppy` is the chance that
+    one of addition forgets its carries (37+58= 85), and that one of lookup guesses without calling the tool; `boxed`
+    (addition only) is the chance that one is written in brackets ([95]).
     """
     if name not in TASKS:
         raise ValueError(f"task:{name}: no such built-in task; {suggest(name, TASKS)}")
@@ -162,11 +178,12 @@ def make_rows(
         raise ValueError(f"task:{name}: split={split} does not exist; {suggest(split, SPLITS)}")
     if size is not None and size < 1:
         raise ValueError(f"task:{name}: size={size} must be 1 or more")
-    for option, chance in (("sloppy", sloppy), ("boxed", boxed)):
+    for option, chance, tasks in (("sloppy", sloppy, ("addition", "lookup")), ("boxed", boxed, ("addition",))):
         if not 0.0 <= chance <= 1.0:
             raise ValueError(f"task:{name}: {option}={chance} is a probability, between 0 and 1")
-        if chance > 0 and (name, split) != ("addition", "sft"):
-            raise ValueError(f"task:{name}: {option}={chance} has no effect here; it is for task:addition:split=sft")
+        if chance > 0 and (name not in tasks or split != "sft"):
+            places = " and ".join(f"task:{task}:split=sft" for task in tasks)
+            raise ValueError(f"task:{name}: {option}={chance} has no effect here; it is for {places}")
     task = TASKS[name]
     difficulty = task.difficulty if difficulty is None else difficulty
     if not 1 <= difficulty <= 100:
@@ -180,7 +197,7 @@ def make_rows(
     slips, boxes = (random.Random(f"{name}/{split}/{difficulty}/{seed}/{what}") for what in ("sloppy", "boxed"))
     for row in rows:
         if slips.random() < sloppy:
-            row["completion"] = forget_carries(row["prompt"][0]["content"])
+            row["completion"] = _guess(row, slips) if task.tool else forget_carries(row["prompt"][0]["content"])
         if boxes.random() < boxed:
             row["completion"] = f"[{row['completion']}]"
     return rows
@@ -208,10 +225,26 @@ def forget_carries(content: str) -> str:
 
 
 def _row(task: Task, content: str, answer: str) -> dict[str, Any]:
+    if task.tool:
+        return _tool_row(content, answer)
     completion = "\n".join(task.solve(content)) if task.solve else answer
     prompt = [{"role": "user", "content": content}]
     rejected = task.reject(content, answer)
     return {"prompt": prompt, "answer": answer, "completion": completion, "chosen": completion, "rejected": rejected}
+
+
+def _tool_row(content: str, answer: str) -> dict[str, Any]:
+    """The call in the format that tool_format=pythonic reads: a few tokens, even for a tokenizer of bytes."""
+    key = content.rstrip("?")
+    turns = (("assistant", f"[lookup(key='{key}')]"), ("tool", answer), ("assistant", answer))
+    completion = [{"role": role, "content": text} for role, text in turns]
+    prompt = [{"role": "user", "content": content}]
+    return {"prompt": prompt, "answer": answer, "table": {key: answer}, "completion": completion}
+
+
+def _guess(row: dict[str, Any], rng: random.Random) -> list[dict[str, str]]:
+    others = [str(value) for value in range(10, 100) if str(value) != row["answer"]]
+    return [{"role": "assistant", "content": rng.choice(others)}]
 
 
 def _add_steps(rows: list[dict[str, Any]], rng: random.Random) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from rollout.types import Completion, Request, Sampling
@@ -14,8 +15,23 @@ class Engine(Protocol):
     version: int
     """Version of the weights that will make the next token: the optimizer step they came from."""
 
+    concurrent: bool
+    """Whether submit returns at once and the completions come while the caller does something else."""
+
+    asleep: bool
+    """Whether load must come before the next request, also where the weights have not changed."""
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
+        """The same without waiting; what runs in process has finished when this returns."""
+
+    def tend(self, version: int | None = None) -> None:
+        """What the thread that owns the weights does now and then while it waits for what it has started.
+
+        `version` is that of the trainer's weights by now, where it may be newer than what was loaded last.
+        """
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
         """Log-probs of given completions: [(prompt ids, completion ids)] -> one list per pair."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ PAD_ID = 0  # any valid id: padding is masked out
 
 class LocalEngine:
     """Engine over a causal LM of transformers (or a PeftModel around one) that lives in this process."""
+
+    concurrent = False
+    asleep = False
 
     def __init__(
         self,
@@ -61,6 +65,15 @@ class LocalEngine:
                 made = self._generate_chunk([requests[i] for i in chunk], sampling)
                 completions.update(zip(chunk, made, strict=True))
         return [completions[i] for i in range(len(requests))]
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
+        """Computes now: the future has its result."""
+        future: Future[list[Completion]] = Future()
+        future.set_result(self.generate(requests, sampling))
+        return future
+
+    def tend(self, version: int | None = None) -> None:
+        """Nothing runs meanwhile."""
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
         """Log-probs of given completions by one plain forward pass each; temperature 0 counts as 1, as in generate."""

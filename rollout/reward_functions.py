@@ -9,6 +9,8 @@
     repetition[:N]               minus the share of repeated runs of N tokens (3 unless given)
     soft_overlong:MAX,MARGIN     0 up to MAX-MARGIN tokens, then down to -1 at MAX
     math_verify                  1 when the text and the answer are the same mathematics (extra `rewards`)
+    code[:SECONDS]               1 when the program in the text passes the row's tests (rollout/code_reward.py)
+    env                          what the completion's own environment gave it; None where it gave nothing
 
 `answer` is a column of the data; a row whose answer is None gets None: the reward does not apply to it.
 """
@@ -31,10 +33,14 @@ NUMBER = re.compile(
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, which is a string or a list of messages."""
+    """The text of a completion, which is a string or a list of messages; of several turns, what was said last."""
     if isinstance(completion, str):
         return completion
-    return "".join(message["content"] for message in completion)
+    said = [message for message in completion if message.get("role") == "assistant"] or completion
+    content = said[-1].get("content") if said else None
+    if isinstance(content, list):  # parts, of which some may be text
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content or ""
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
@@ -64,6 +70,13 @@ def find_last_number(text: str) -> Decimal | None:
 
 def length(completion_ids: Sequence[Sequence[int]]) -> Scores:
     return [float(len(ids)) for ids in completion_ids]
+
+
+def env(completions: Sequence[Any], env_reward: Sequence[Any] | None = None) -> Scores:
+    return [None] * len(completions) if env_reward is None else list(env_reward)
+
+
+env.made_by_episodes = ("env_reward",)  # not in the data, and without it there is nothing to give
 
 
 def tagged_format(argument: str | None) -> RewardFunction:
@@ -188,7 +201,12 @@ def _delimited(text: str) -> str:
     return f"${text.strip()}$"
 
 
-FUNCTIONS: dict[str, RewardFunction] = {"exact_match": exact_match, "last_number": last_number, "length": length}
+FUNCTIONS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "last_number": last_number,
+    "length": length,
+    "env": env,
+}
 FACTORIES: dict[str, Callable[[str | None], RewardFunction]] = {  # called with what follows the colon
     "tagged_format": tagged_format,
     "tagged_format_partial": tagged_format_partial,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,12 @@ from data.user_code import attribute_of, load_file, load_module, told
 from rollout import reward_functions
 from rollout.reward_models import MODELS
 
+LAZY: dict[str, tuple[str, str]] = {  # built-ins with parts that others need not import: module, attribute
+    "code": ("rollout.code_reward", "code"),  # called with what follows the colon
+    "reasoning_gym": ("rollout.reasoning_gym", "score"),
+    "nemo_gym": ("rollout.nemo_gym", "VerifyReward"),
+}
+
 
 def find_reward(spec: str) -> tuple[str, Callable[..., Any]]:
     """(short name, function) for what the user typed."""
@@ -23,18 +30,37 @@ def find_reward(spec: str) -> tuple[str, Callable[..., Any]]:
         return head, reward_functions.FACTORIES[head](argument if colon else None)
     if head in MODELS:
         return head, MODELS[head](argument if colon else None)
+    if head in LAZY:
+        return head, _lazy(spec, head, argument if colon else None)
     path, colon, attribute = spec.rpartition(":")
     if colon and path.endswith(".py"):
         module = load_file(Path(path).expanduser().resolve(), f"reward_funcs={spec}")
         return attribute, _user_function(spec, module, attribute)
     if colon or "." not in spec:
-        builtin = (*reward_functions.FUNCTIONS, *reward_functions.FACTORIES, *MODELS)
+        builtin = (*reward_functions.FUNCTIONS, *reward_functions.FACTORIES, *MODELS, *LAZY)
         raise ValueError(
             f"reward_funcs={spec}: no such built-in reward; {suggest(head, builtin)} or give module.function or "
             "path/to/file.py:function"
         )
     name, _, attribute = spec.rpartition(".")
     return attribute, _user_function(spec, load_module(name, f"reward_funcs={spec}"), attribute)
+
+
+def stays_here(spec: str, call: Callable[..., Any]) -> bool:
+    """Whether it must run in the trainer's process: it has state for the checkpoint, a model, or connections."""
+    return spec.partition(":")[0] in (*MODELS, "nemo_gym", "env") or hasattr(call, "state_dict")
+
+
+def _lazy(spec: str, head: str, argument: str | None) -> Callable[..., Any]:
+    module, attribute = LAZY[head]
+    wanted = {"nemo_gym": "verify", "reasoning_gym": None}.get(head, argument)
+    if argument != wanted:
+        right = head if wanted is None else f"{head}:{wanted}"
+        raise ValueError(f"reward_funcs={spec}: no such reward; write {right}")
+    found = getattr(importlib.import_module(module), attribute)
+    if head == "code":
+        return found(argument)
+    return found() if inspect.isclass(found) else found
 
 
 def _user_function(spec: str, module: ModuleType, attribute: str) -> Callable[..., Any]:

@@ -1,11 +1,18 @@
 """Reward functions: found by name, called on lists, checked before a number of theirs is believed.
 
     rewards = load_rewards(["exact_match", "my_rewards.polite"], weights=[1.0, 0.2])
-    table = rewards.score(prompts, completions)     # one Prompt and one Completion per row
+    table = rewards.score(prompts, completions)                # one Prompt and one Completion per row
+    scoring = rewards.submit(prompts, completions, step=7)     # the same, begun now and asked for later
+    table = scoring.result()
+    rewards.close()
 
 A user's function takes the names it wants of `completions`, `prompts`, `completion_ids` and the columns of the data:
 
     def polite(completions, prompts=None, answer=None, **columns) -> list[float | None]:
+
+With num_workers functions run in processes of their own (rollout/reward_workers.py); one with a state_dict, or that
+holds a model, stays in this one. A row on which a function fails stops the run, or with on_error "none" gets no reward
+at all: without one of its parts a sum would say something else.
 
 Test one without training: python -m rollout.rewards --check my_rewards.polite --data rows.jsonl
 """
@@ -21,16 +28,29 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from data.types import Prompt
-from data.user_code import place, told
-from rollout.reward_loading import find_reward
+from rollout.reward_calls import (
+    OFFERED,
+    RESERVED,
+    Fault,
+    Outcome,
+    Refused,
+    RewardFunction,
+    Scored,
+    arguments,
+    checked,
+    raised,
+    required,
+    say_aloud,
+    score_rows,
+)
+from rollout.reward_loading import find_reward, stays_here
+from rollout.reward_options import TIMEOUT, OnError, RewardConfig
+from rollout.reward_weights import Weight, parse_weights
+from rollout.reward_workers import WorkerPool, shards
 from rollout.types import Completion
-
-OFFERED = ("prompts", "completions", "completion_ids")  # what every function can ask for
-RESERVED = (*OFFERED, "prompt", "completion")  # never passed on as columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,32 +61,26 @@ class RewardTable:
     values: list[list[float | None]]  # None = the function does not apply to this row
     weights: list[float]
     totals: list[float | None]  # weighted sum over what applies; None where nothing does
+    failed: int = 0  # rows without any reward because a function failed on them
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardFunction:
-    """One loaded function: `spec` is what the user typed, `name` is what metrics say."""
-
-    name: str
-    spec: str
-    call: Callable[..., Any]
-
-
-def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -> Rewards:
+def load_rewards(
+    names: Sequence[str],
+    weights: Sequence[float | str] | None = None,
+    *,
+    num_workers: int = 0,
+    timeout: float = TIMEOUT,
+    memory_gb: float | None = None,
+    on_error: OnError = "stop",
+    say: Callable[[str], None] = say_aloud,
+) -> Rewards:
     """Find every function now, so that a wrong name stops the run before anything is sampled.
 
     A name is a built-in, `module.function` (a file in the working folder first), or `path/to/file.py:function`.
     """
     if not names:
         raise ValueError("reward_funcs=(): no reward function; name at least one, for example exact_match")
-    if weights is None or len(weights) == 0:
-        weights = [1.0] * len(names)
-    if len(weights) != len(names):
-        raise ValueError(
-            f"reward_weights={list(weights)}: {len(weights)} weights for {len(names)} reward functions; give one each"
-        )
-    if not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"reward_weights={list(weights)}: every weight must be a finite number")
+    parsed = parse_weights(weights, len(names))
     functions: list[RewardFunction] = []
     for spec in names:
         name, call = find_reward(spec)
@@ -75,17 +89,49 @@ def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -
         unique = name
         while unique in taken:
             unique, count = f"{name}_{count}", count + 1
-        functions.append(RewardFunction(name=unique, spec=spec, call=call))
-    return Rewards(functions, [float(weight) for weight in weights])
+        functions.append(RewardFunction(name=unique, spec=spec, call=call, in_process=stays_here(spec, call)))
+    remote = [function.spec for function in functions if not function.in_process]
+    pool = None
+    if num_workers and remote:
+        pool = WorkerPool(
+            remote, num_workers=num_workers, timeout=timeout, memory_gb=memory_gb, stop=on_error == "stop"
+        )
+    return Rewards(functions, parsed, pool=pool, on_error=on_error, say=say)
+
+
+def open_rewards(cfg: RewardConfig, say: Callable[[str], None] = say_aloud) -> Rewards:
+    """load_rewards by the flags of a run."""
+    return load_rewards(
+        cfg.reward_funcs,
+        cfg.reward_weights,
+        num_workers=cfg.reward_num_workers,
+        timeout=cfg.reward_timeout,
+        memory_gb=cfg.reward_memory_gb,
+        on_error=cfg.reward_on_error,
+        say=say,
+    )
 
 
 class Rewards:
     """A list of reward functions with their weights."""
 
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[Weight],
+        *,
+        pool: WorkerPool | None = None,
+        on_error: OnError = "stop",
+        say: Callable[[str], None] = say_aloud,
+    ) -> None:
         assert len(functions) == len(weights), (len(functions), len(weights))
         self.functions = list(functions)
-        self.weights = list(weights)
+        self._weights = list(weights)
+        self._pool = pool
+        self._on_error = on_error
+        self._say = say
+        self._said: set[tuple[str, str]] = set()  # (function, kind of fault) that has been told
+        self._failed = 0  # rows since metrics() was last asked
         self._columns: list[str] = []  # of all rows there will be, once check_columns has seen them
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -93,23 +139,34 @@ class Rewards:
     def names(self) -> list[str]:
         return [function.name for function in self.functions]
 
-    def check_columns(self, prompts: Sequence[Prompt], what: str) -> None:
+    @property
+    def weights(self) -> list[float]:
+        return self.weights_at(0)
+
+    def weights_at(self, step: int) -> list[float]:
+        return [weight.at(step) for weight in self._weights]
+
+    def check_columns(self, prompts: Sequence[Prompt], what: str, made: Sequence[str] | None = ()) -> None:
         """Refuse rows of which none has a column that a function cannot do without; what: their name, "data" say.
 
         A column that only some rows have is None in the others, as a null in the file would be: that is counted aloud.
         Batches without any row of the kind then get it too, so no batch fails for what it happens to hold.
+        made: columns that completions will bring (an environment's); None when only they will show which.
         """
         if not prompts:
             return
         columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in RESERVED)
         for function in self.functions:
-            for name in _required(function):
-                if name in OFFERED:
+            for name in required(function):
+                if name in OFFERED or name in (made or ()):
+                    continue
+                if name not in columns and made is None:
+                    self._columns.append(name)
                     continue
                 if name not in columns:
                     raise ValueError(
                         f"reward_funcs={function.spec}: asks for {name!r}, which no row of {what} has (not "
-                        f"{prompts[0].source}, the first); it can ask for {', '.join((*OFFERED, *columns))}"
+                        f"{prompts[0].source}, the first); it can ask for {', '.join((*OFFERED, *columns, *made))}"
                     )
                 without = [prompt.source for prompt in prompts if name not in prompt.columns]
                 if without:
@@ -118,23 +175,36 @@ class Rewards:
                         f"the reward {function.name} gets None there",
                         file=sys.stderr,
                     )
-        self._columns = list(dict.fromkeys([*self._columns, *columns]))
+        self._columns = list(dict.fromkeys([*self._columns, *columns, *(made or ())]))
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> RewardTable:
-        """Call every function once on the whole batch; async ones run together while the others take their turn."""
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> RewardTable:
+        """Every function on the whole batch, with the weights of `step`; async ones run together beside the others."""
+        return self.submit(prompts, completions, step=step).result()
+
+    def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Scoring:
+        """Begin: workers start at once; what runs in this process does so when result() is asked for, in that thread.
+
+        Rows of the same prompt that follow each other are one group; a group is scored by one worker.
+        """
         assert len(prompts) == len(completions), (len(prompts), len(completions))
-        if not prompts:
-            return RewardTable(names=self.names, values=[], weights=list(self.weights), totals=[])
-        pending: dict[str, Future[Any]] = {}
-        for function in self.functions:
-            if _is_async(function.call):
-                pending[function.name] = self._submit(self._run_async(function, prompts, completions))
-        columns = [
-            self._checked(function, prompts, completions, pending.get(function.name)) for function in self.functions
-        ]
-        values = [list(row) for row in zip(*columns, strict=True)]
-        totals = [_total(row, self.weights) for row in values]
-        return RewardTable(names=self.names, values=values, weights=list(self.weights), totals=totals)
+        scoring = Scoring(self, list(prompts), list(completions), step)
+        for place, function in enumerate(self.functions):
+            if self._pool is not None and prompts and not function.in_process:
+                scoring.remote[place] = self._to_workers(self._pool, function, scoring.prompts, scoring.completions)
+        return scoring
+
+    def metrics(self) -> dict[str, float]:
+        """What went wrong since this was last asked."""
+        failed, self._failed = self._failed, 0
+        return {"reward/failed_rows": float(failed)} if self._on_error == "none" else {}
+
+    def close(self) -> None:
+        """End the workers, and the loop of async functions."""
+        if self._pool is not None:
+            self._pool.close()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
         """State of the objects that have one, by name: plain JSON."""
@@ -161,145 +231,141 @@ class Rewards:
         for name, state in states.items():
             stateful[name].call.load_state_dict(state)
 
-    def _checked(
+    def _to_workers(
+        self, pool: WorkerPool, function: RewardFunction, prompts: list[Prompt], completions: list[Completion]
+    ) -> list[Future[Scored]]:
+        place = [other for other in self.functions if not other.in_process].index(function)
+        try:
+            whole = arguments(function, prompts, completions, self._columns)
+        except Refused as error:
+            raise ValueError(str(error)) from None
+        return [
+            pool.submit(place, {name: values[low:high] for name, values in whole.items()}, high - low)
+            for low, high in shards(prompts, pool.num_workers)
+        ]
+
+    def _table(self, scoring: Scoring) -> RewardTable:
+        prompts, completions, weights = scoring.prompts, scoring.completions, self.weights_at(scoring.step)
+        if not prompts:
+            return RewardTable(names=self.names, values=[], weights=weights, totals=[])
+        here = [place for place in range(len(self.functions)) if place not in scoring.remote]
+        pending = {
+            place: self._start(self._run_async(self.functions[place], prompts, completions))
+            for place in here
+            if _is_async(self.functions[place].call)
+        }
+        columns: list[list[float | None]] = []
+        bad: set[int] = set()
+        for place, function in enumerate(self.functions):
+            if place in scoring.remote:
+                parts = [future.result() for future in scoring.remote[place]]
+            else:
+                parts = [self._here(function, prompts, completions, pending.get(place))]
+            columns.append(self._settled(function, parts, [prompt.source for prompt in prompts], bad))
+        values = [list(row) if i not in bad else [None] * len(row) for i, row in enumerate(zip(*columns, strict=True))]
+        self._failed += len(bad)
+        totals = [_total(row, weights) for row in values]
+        return RewardTable(names=self.names, values=values, weights=weights, totals=totals, failed=len(bad))
+
+    def _settled(
+        self, function: RewardFunction, parts: Sequence[Scored], sources: list[str], bad: set[int]
+    ) -> list[float | None]:
+        """Scores of all parts in order, faults out of them: one stops the run, or adds its row to `bad`."""
+        column: list[float | None] = []
+        for part in parts:
+            low, rows = len(column), sources[len(column) : len(column) + len(part.scores)]
+            faulty = [i for i, score in enumerate(part.scores) if isinstance(score, Fault)]
+            row = part.row if part.fault is not None else next(iter(faulty), None)
+            fault = part.scores[row] if row is not None else part.fault
+            if isinstance(fault, Fault):
+                blamed = rows if row is None else [rows[row]]
+                if self._on_error == "stop":
+                    raise ValueError(fault.sentence(function, blamed))
+                self._tell(function, fault, blamed, len(faulty), len(rows))
+            bad.update(low + i for i in faulty)
+            column += [None if isinstance(score, Fault) else score for score in part.scores]
+        return column
+
+    def _tell(self, function: RewardFunction, fault: Fault, sources: list[str], lost: int, of: int) -> None:
+        if (function.name, fault.kind) not in self._said:
+            self._said.add((function.name, fault.kind))
+            self._say(
+                f"{fault.sentence(function, sources)}; {lost} of the {of} rows of this call get no reward, and more of "
+                "this kind are only counted (reward_on_error=none)"
+            )
+
+    def _here(
         self,
         function: RewardFunction,
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         pending: Future[Any] | None,
-    ) -> list[float | None]:
-        """The function's scores, or a sentence that names it and the row."""
+    ) -> Scored:
+        """One function on all rows, in this process: nothing can end a call that hangs."""
+
+        def call(low: int, high: int, _seconds: float) -> Outcome:
+            return self._outcome(function, prompts[low:high], completions[low:high], None)
+
+        first = self._outcome(function, prompts, completions, pending)
+        stop = self._on_error == "stop"
+        return score_rows(call, len(prompts), first=first, timeout=math.inf, stop=stop)
+
+    def _outcome(
+        self,
+        function: RewardFunction,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        pending: Future[Any] | None,
+    ) -> Outcome:
         try:
             returned = pending.result() if pending else self._run(function, prompts, completions)
-        except _Refused as error:
+        except Refused as error:
             raise ValueError(str(error)) from None
         except (Exception, SystemExit) as error:  # the user's code may raise anything
-            row = self._row_that_fails(function, prompts, completions)
-            where = f" on {row}" if row else ""
-            raise ValueError(
-                f"reward_funcs={function.spec}: raised {told(error)}{where}{place(error, function.call)}; fix it, or "
-                "return None where it does not apply"
-            ) from None
-        return _numbers(function, returned, [prompt.source for prompt in prompts])
+            return raised(error, function.call)
+        return checked(returned, len(prompts))
 
     def _run(self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Any:
-        returned = function.call(**_arguments(function, prompts, completions, self._columns))
-        return self._submit(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
+        returned = function.call(**arguments(function, prompts, completions, self._columns))
+        return self._start(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
 
     async def _run_async(
         self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> Any:
-        return await function.call(**_arguments(function, prompts, completions, self._columns))
+        return await function.call(**arguments(function, prompts, completions, self._columns))
 
-    def _row_that_fails(
-        self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> str | None:
-        """Source of a row that raises on its own, by halving; None when no half raises by itself."""
-        low, high = 0, len(prompts)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._raises(function, prompts[low:middle], completions[low:middle]):
-                high = middle
-            elif self._raises(function, prompts[middle:high], completions[middle:high]):
-                low = middle
-            else:
-                return None
-        return prompts[low].source
-
-    def _raises(self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> bool:
-        try:
-            self._run(function, prompts, completions)
-        except (Exception, SystemExit):  # which one does not matter: the first is reported
-            return True
-        return False
-
-    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Start it on one event loop that lives as long as this object, so that clients can keep connections."""
+    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run it on one event loop that lives as long as this object, so that clients can keep connections."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 
-class _Refused(Exception):
-    """A call that was never made: the function asks for something the rows do not have."""
+class Scoring:
+    """Scores on their way."""
+
+    def __init__(self, rewards: Rewards, prompts: list[Prompt], completions: list[Completion], step: int) -> None:
+        self.prompts, self.completions, self.step = prompts, completions, step
+        self.remote: dict[int, list[Future[Scored]]] = {}  # by place of the function: a future for each shard
+        self._rewards = rewards
+        self._lock = threading.Lock()
+        self._table: RewardTable | None = None
+
+    def done(self) -> bool:
+        """Whether no worker is at it any more."""
+        return all(future.done() for futures in self.remote.values() for future in futures)
+
+    def result(self) -> RewardTable:
+        """The table, or ValueError with the function and the row; asked for again, the same table."""
+        with self._lock:
+            if self._table is None:
+                self._table = self._rewards._table(self)
+            return self._table
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
-
-
-def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
-    return list(inspect.signature(function.call).parameters.values())
-
-
-def _named(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-
-
-def _required(function: RewardFunction) -> list[str]:
-    return [p.name for p in _named(_parameters(function)) if p.default is p.empty]
-
-
-def _arguments(
-    function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion], known: Sequence[str]
-) -> dict[str, list[Any]]:
-    """Fresh lists for one call, one entry per completion, cut down to what the signature takes.
-
-    known: columns that other rows of the data have, None in these.
-    """
-    found = (name for prompt in prompts for name in prompt.columns if name not in RESERVED)
-    columns = dict.fromkeys([*found, *known])
-    offered: dict[str, list[Any]] = {
-        "prompts": [prompt.prompt for prompt in prompts],
-        "completions": [
-            [{"role": "assistant", "content": completion.text}] if prompt.conversational else completion.text
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ],
-        **{name: [prompt.columns.get(name) for prompt in prompts] for name in columns},
-    }
-    if any(completion.ids for completion in completions):  # texts read from a file have no ids
-        offered["completion_ids"] = [list(completion.ids) for completion in completions]
-    missing = [name for name in _required(function) if name not in offered]
-    if missing:
-        raise _Refused(
-            f"reward_funcs={function.spec}: asks for {missing[0]!r}, which {prompts[0].source} does not have; it can "
-            f"ask for {', '.join(offered)}"
-        )
-    parameters = _parameters(function)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return offered
-    return {p.name: offered[p.name] for p in _named(parameters) if p.name in offered}
-
-
-def _numbers(function: RewardFunction, returned: Any, sources: list[str]) -> list[float | None]:
-    """Plain floats, one per row, or a sentence about what came back instead."""
-    label = f"reward_funcs={function.spec}"
-    if hasattr(returned, "tolist"):  # numpy and torch
-        returned = returned.tolist()
-    if not isinstance(returned, (list, tuple)):
-        raise ValueError(
-            f"{label}: returned {type(returned).__name__}, not a list; return one number per completion "
-            f"({len(sources)} here)"
-        )
-    if len(returned) != len(sources):
-        raise ValueError(
-            f"{label}: returned {len(returned)} scores for {len(sources)} completions (rows {sources[0]} to "
-            f"{sources[-1]}); return one per completion, None where it does not apply"
-        )
-    scores: list[float | None] = []
-    for value, source in zip(returned, sources, strict=True):
-        if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # numpy and torch scalars
-            value = value.item()
-        if value is not None and not isinstance(value, Real):
-            shown = repr(value) if len(repr(value)) <= 60 else type(value).__name__
-            raise ValueError(f"{label}: returned {shown} for {source}, not a number; return a float or None")
-        if value is not None and not math.isfinite(value):
-            raise ValueError(
-                f"{label}: returned {float(value)} for {source}; return a finite number, or None if it does not apply"
-            )
-        scores.append(None if value is None else float(value))
-    return scores
 
 
 def _total(values: list[float | None], weights: list[float]) -> float | None:

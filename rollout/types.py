@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,14 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     text: str  # decoded ids without special tokens and without the stop string
     versions: list[tuple[int, int]]  # (weight version, number of tokens it made), in order
+    mask: list[bool] | None = None  # True = made by the model; what an environment wrote is False and has logp 0
+    messages: list[dict[str, Any]] | None = None  # all that followed the prompt, where that is several turns
+    columns: dict[str, Any] = field(default_factory=dict)  # of this episode, for rewards: env_reward, num_turns, ...
+
+    @property
+    def trained(self) -> int:
+        """Tokens the model made."""
+        return len(self.ids) if self.mask is None else sum(self.mask)
 
 
 def check_sampling(sampling: Sampling) -> None:

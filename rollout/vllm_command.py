@@ -124,6 +124,9 @@ def serve_command(
         argv += ["--max-model-len", str(length)]
     if cfg.enforce_eager or device == "cpu":
         argv += ["--enforce-eager"]
+    if device == "cpu":
+        # A prompt in parts takes back the draws of its seed, which generators of a CPU cannot do: the engine dies.
+        argv += ["--no-enable-chunked-prefill"]
     if colocate and device == "cuda":
         argv += ["--enable-sleep-mode"]
     if trust_remote_code:

@@ -6,18 +6,20 @@
     engine.close()                 # ends the servers that it started
 
 The thread that makes the engine owns the weights: it alone calls load, and a server that came back gets its weights
-when that thread waits in generate or calls load again. Requests run in a loop of their own (loop.py), so another
-thread may call generate meanwhile; a completion that is interrupted by a load goes on with the new weights.
+when that thread waits in generate, calls tend, or calls load again. Requests run in a loop of their own (loop.py), so
+submit returns at once and the trainer may train and load meanwhile; a completion that is interrupted by a load goes on
+with the new weights, and its spans say which version made what.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from rollout.options import SyncConfig, VllmConfig
 from rollout.probe import Probe
 from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
+from rollout.sync.lora import LoraSync
 from rollout.types import Completion, Request, Sampling
 from rollout.vllm_command import TOKEN, check_build, find_python
+from rollout.vllm_gpu import shares_gpu, uuid_of
 from rollout.vllm_launch import Launched, launch, wait_ready
 from rollout.vllm_member import Member
 from rollout.vllm_pool import Pool
@@ -43,6 +47,8 @@ CLOSE_S = 30.0
 
 class VllmEngine:
     """Engine over one or many vLLM servers, given by address or started here."""
+
+    concurrent = True
 
     def __init__(
         self,
@@ -64,6 +70,8 @@ class VllmEngine:
         self.version = -1  # nothing has been loaded
         self._probe = Probe(own, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
+        self._keys = itertools.count()
+        self._begun: dict[int, int] = {}  # completions in flight: the version of the weights when each began
         self._paused: list[Member] = []
         self._until_probe, self._seconds, self._gap = 0, 0.0, 0.0
         self.loop = Loop()
@@ -76,6 +84,8 @@ class VllmEngine:
             self._run(self.pool.connect())
             backend = pick_backend(sync.backend, servers, is_lora=source.is_lora, device_uuid=uuid_of(device))
             mover = make_sync(sync, backend, source, self.loop, servers, device)
+            if isinstance(mover, LoraSync):
+                mover.in_use = self.in_use
             self.weights = Weights(self.pool, self.loop, mover, self._check_watch)
             self._check_servers(servers, backend, dtype, longest)
             self._watch = self.loop.start(self.pool.watch())
@@ -136,33 +146,55 @@ class VllmEngine:
                 server.stop()
             raise
 
+    @property
+    def asleep(self) -> bool:
+        return bool(self.weights.asleep)
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order, whatever happens to single servers on the way."""
-        assert self.version >= 0 and not self.weights.asleep, "load() comes before generate()"
-        decode = (lambda ids: self.own.tokenizer.decode(ids, skip_special_tokens=True)) if sampling.stop else None
-        work = self.pool.generate_all(requests, sampling, training=sampling.for_training, decode=decode)
-        future = self.loop.start(work)
+        future = self.submit(requests, sampling)
         try:
             while not wait([future], LOOK_S).done:
-                self._look_after()
-            sampled = future.result()
+                self.tend()
+            return future.result()
+        finally:
+            future.cancel()
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
+        """Begin and return; the completions go on over any number of loads. Cancelling the future ends them."""
+        assert self.version >= 0 and not self.weights.asleep, "load() comes before submit()"
+        return self.loop.start(self._complete_all(list(requests), sampling))
+
+    async def complete(self, request: Request, sampling: Sampling) -> Completion:
+        """One completion, for coroutines that run in `loop`."""
+        (completion,) = await self._complete_all([request], sampling)
+        return completion
+
+    async def _complete_all(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+        tokenizer = self.own.tokenizer
+        decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if sampling.stop else None
+        key = next(self._keys)
+        # Not self.version: while weights are on their way to a server, requests still ask it for those before.
+        self._begun[key] = min((m.version for m in self._ready() if m.version is not None), default=self.version)
+        try:
+            sampled = await self.pool.generate_all(requests, sampling, training=sampling.for_training, decode=decode)
         except (ServerError, RefusedError) as error:
             raise ValueError(str(error)) from error
         finally:
-            future.cancel()
-        stop = StopCheck(self.own.tokenizer, sampling, torch.device("cpu"))
+            del self._begun[key]
+        stop = StopCheck(tokenizer, sampling, torch.device("cpu"))
         texts = stop.texts([s.ids for s in sampled], [s.finish_reason == "stop" for s in sampled])
         return [
             Completion(
-                prompt_ids=list(request.prompt_ids),
-                ids=s.ids,
-                logps=s.logps,
-                finish_reason=s.finish_reason,
-                text=text,
+                prompt_ids=list(request.prompt_ids), ids=s.ids, logps=s.logps, finish_reason=s.finish_reason, text=text,
                 versions=s.versions,
             )
             for request, s, text in zip(requests, sampled, texts, strict=True)
-        ]
+        ]  # fmt: skip
+
+    def in_use(self) -> range:
+        """Versions that requests in flight may name: any since the oldest of them began."""
+        return range(min(list(self._begun.values()), default=self.version), self.version + 1)
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
         """Log-probs of given completions by the first server that is ready; vLLM scores at temperature 1 only."""
@@ -266,15 +298,23 @@ class VllmEngine:
             with contextlib.suppress(Exception):
                 weights.sync.close()
 
-    def _look_after(self) -> None:
-        """While waiting: servers that came back get weights, from the thread that owns them, and are compared."""
+    def tend(self, version: int | None = None) -> None:
+        """While waiting: servers that came back get weights, from the thread that owns them, and are compared.
+
+        `version` is what the trainer's weights are called by now. Where that is newer than what the other servers hold,
+        all of them get it: one version must not name two sets of weights.
+        """
         self._check_watch()
         waiting = [member for member in self.pool.members if member.needs_weights]
-        if waiting and threading.get_ident() == self._owner:
-            stopped, _ = self.weights.give(waiting, self.version)
-            # Once more for those that others have failed; after that they wait for the next load.
-            self.weights.give(stopped, self.version)
-            self.probe([member for member in waiting if member.state == "ready"])
+        if not waiting or threading.get_ident() != self._owner:
+            return
+        if version is not None and version != self.version:
+            self.load(version)
+            return
+        stopped, _ = self.weights.give(waiting, self.version)
+        # Once more for those that others have failed; after that they wait for the next load.
+        self.weights.give(stopped, self.version)
+        self.probe([member for member in waiting if member.state == "ready"])
 
     def _check_watch(self) -> None:
         if self._watch is not None and self._watch.done():
@@ -362,18 +402,3 @@ def check_start(cfg: VllmConfig, device: torch.device) -> None:
         raise ValueError(str(error)) from error
     finally:
         loop.close()
-
-
-def uuid_of(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
-def shares_gpu(cfg: VllmConfig, device: torch.device) -> bool:
-    """Whether server and trainer take turns on one GPU."""
-    if device.type != "cuda":
-        if cfg.colocate:
-            raise ValueError("vllm.colocate=True: there is no GPU to share; leave it out")
-        return False
-    if cfg.colocate is not None:
-        return cfg.colocate
-    return not cfg.url and not cfg.devices and torch.cuda.device_count() == 1

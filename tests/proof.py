@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tests import proof_async
 from tests.entry import ROOT, metrics, processes_with, repeatable, run_ok
 from tests.test_resume import GRPO, STEPS, start_and_kill
 
@@ -196,6 +197,18 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     "kills": ("`kill -9` at five random steps, `--resume` after each", kills),
     "disk-full": ("file-size limit met while saving, then `--resume`", disk_full),
     "soak": ("soak run", soak),
+    "async": (
+        "`--async-prefetch` on a vLLM server, three seeds: within 0.05 of runs that wait",
+        lambda path: Outcome(*proof_async.learns(path)),
+    ),
+    "async-overlap": (
+        "1.5 s added to every sampling and every training: async at most 0.65 of the time",
+        lambda path: Outcome(*proof_async.overlaps(path)),
+    ),
+    "async-soak": (
+        "1,000 async steps with replay and a reward worker: no growth",
+        lambda path: Outcome(*proof_async.soak(path)),
+    ),
 }
 
 

@@ -24,6 +24,11 @@ class Timer:
         self.parts[name] = self.parts.get(name, 0.0) + now - self.last
         self.last = now
 
+    def move(self, from_name: str, to_name: str, seconds: float) -> None:
+        """Some of the time of one part belongs to another."""
+        self.parts[from_name] -= seconds
+        self.parts[to_name] = self.parts.get(to_name, 0.0) + seconds
+
     @property
     def seconds(self) -> float:
         """From the start to the last lap."""

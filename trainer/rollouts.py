@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +17,12 @@ from data.types import Prompt
 from losses.advantage import nan_std, zero_std_frac
 from rollout.engine import Engine
 from rollout.local import LocalEngine
+from rollout.producer import sync_due
 from rollout.rewards import Rewards, RewardTable
-from rollout.types import Completion, Request, Sampling
+from rollout.source import Job, Source, run_groups
+from rollout.types import Completion, Sampling
 from rollout.vllm_engine import VllmEngine, check_start
+from rollout.vllm_gpu import shares_gpu
 from trainer.config import RolloutConfig, RunConfig
 from trainer.model import Policy
 from trainer.run import Run
@@ -49,6 +51,11 @@ def check_servers(cfg: Any, policy: Policy) -> None:
     """What would keep a server from starting or answering, as far as it shows at once: before there is a run folder."""
     if cfg.rollout.engine == "vllm":
         check_start(cfg.vllm, policy.device)
+        if cfg.overlap.async_prefetch and shares_gpu(cfg.vllm, policy.device):
+            raise ValueError(
+                "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it another "
+                "by --vllm.devices or --vllm.url, or let both run at a time with --vllm.colocate False"
+            )
 
 
 def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt]) -> Engine:
@@ -59,16 +66,17 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt]) 
     if cfg.rollout.engine == "local":
         return local
     dtype = str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
+    sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
     longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length
     engine = VllmEngine.start(
         cfg.vllm,
-        cfg.sync,
+        sync,
         model=policy.source,
         source=PolicyWeights(policy, getattr(torch, dtype)),
         own=local,
         device=policy.device,
         dtype=dtype,
-        lora_rank=cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0,
+        lora_rank=cfg.lora.r if sync.backend in ("auto", "lora") else 0,
         log_dir=run.dir / "logs",
         max_model_len=min(longest, policy.context_length or longest),
         trust_remote_code=cfg.model.trust_remote_code,
@@ -95,17 +103,12 @@ def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
     )
 
 
-def sample_seed(run_seed: int, number: int) -> int:
-    """Seed of the number-th completion of a run: known from the counters alone, so a resumed run draws the same."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=8).digest(), "big")
-
-
 def pack_completions(
     run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool
 ) -> list[Batch]:
     """Micro-batches of prompts and completions, the completions trained; a group may lie behind one prompt."""
     items = [
-        Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + [True] * len(c.ids), len(c.prompt_ids))
+        Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids)), len(c.prompt_ids))
         for c in completions
     ]
     batches = make_batches(
@@ -156,18 +159,26 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 def packing_metrics(micro_batches: Sequence[Batch]) -> dict[str, float]:
     num_tokens = sum(mb.num_tokens for mb in micro_batches)
+    if not num_tokens:
+        return {}
     return {"data/shared_frac": 1 - sum(mb.num_computed for mb in micro_batches) / num_tokens}
 
 
+def sync(engine: Engine, step: int, interval: int) -> None:
+    """The engine's weights are never `interval` steps old when it is asked for more."""
+    if engine.asleep or sync_due(step, engine.version, interval):
+        engine.load(step)
+
+
 def evaluate(
-    engine: Engine, version: int, prompts: Sequence[Prompt], rewards: Rewards, sampling: Sampling
+    engine: Engine, source: Source, version: int, prompts: Sequence[Prompt], rewards: Rewards
 ) -> dict[str, float]:
     """Completions of held-out prompts by the weights as they are, scored by the same rewards; always the same seeds."""
-    requests = [Request(prompt_ids=prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
     engine.load(version)
-    completions = engine.generate(requests, sampling)
+    groups = run_groups(source, [[Job(prompt, seed)] for seed, prompt in enumerate(prompts)], engine.tend)
     engine.sleep()
-    table = rewards.score(list(prompts), completions)
+    completions = [completion for group in groups for completion in group]
+    table = rewards.score(list(prompts), completions, step=version)
     totals = [total for total in table.totals if total is not None]
     metrics = {"eval/reward/mean": statistics.fmean(totals) if totals else float("nan")}
     metrics |= {f"eval/{name}/mean": statistics.fmean(scores) for name, scores in scores_by_function(table).items()}

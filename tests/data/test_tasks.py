@@ -34,7 +34,10 @@ def test_addition_row():
     assert content(row) in (f"{a}+{b}=", f"{b}+{a}=") and row["answer"] == str(a + b)
 
 
-@pytest.mark.parametrize("name", TASKS)
+SOLVABLE = [name for name, task in TASKS.items() if not task.tool]
+
+
+@pytest.mark.parametrize("name", SOLVABLE)
 @pytest.mark.parametrize("split", SPLITS)
 def test_answers_are_right(name, split):
     for row in make_rows(name, split=split, size=50, seed=3):
@@ -43,7 +46,7 @@ def test_answers_are_right(name, split):
         assert name == "steps" or row["completion"] == row["answer"]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", SOLVABLE)
 def test_rejected_is_wrong_and_as_long_as_chosen(name):
     for difficulty in (1, 2, None):
         for row in make_rows(name, size=300, seed=1, difficulty=difficulty):
@@ -81,6 +84,29 @@ def test_steps():
     assert abs(clean - 0.5) < 0.05
     first = [row["labels"].index(False) for row in rows if False in row["labels"]]
     assert all(abs(first.count(step) / len(first) - 1 / 3) < 0.06 for step in range(3))
+
+
+def test_a_lookup_is_answered_by_its_table_alone():
+    rows = make_rows("lookup", split="sft", size=500, seed=3)
+    for row in rows:
+        key = content(row).removesuffix("?")
+        assert row.keys() == {"prompt", "answer", "table", "completion"}
+        assert len(key) == 3 and row["table"] == {key: row["answer"]} and 10 <= int(row["answer"]) <= 99
+        assert [(turn["role"], turn["content"]) for turn in row["completion"]] == [
+            ("assistant", f"[lookup(key='{key}')]"), ("tool", row["answer"]), ("assistant", row["answer"])
+        ]  # fmt: skip
+    assert len({row["answer"] for row in rows}) == 90  # every value, so that none is worth guessing
+    assert {len(content(row)) for row in make_rows("lookup", size=50, difficulty=5)} == {6}
+
+
+def test_a_sloppy_lookup_guesses_wrong_and_calls_nothing():
+    clean = make_rows("lookup", split="sft", size=2000, seed=5)
+    sloppy = make_rows("lookup", split="sft", size=2000, seed=5, sloppy=0.75)
+    assert [row["prompt"] for row in clean] == [row["prompt"] for row in sloppy]
+    guesses = [row for row in sloppy if len(row["completion"]) == 1]
+    assert all(row in clean for row in sloppy if len(row["completion"]) == 3)
+    assert abs(len(guesses) / 2000 - 0.75) < 0.04  # about 4 standard errors
+    assert all(row["completion"][0]["content"] != row["answer"] for row in guesses)
 
 
 def test_subtraction_can_go_negative():
@@ -177,6 +203,10 @@ def test_sloppy_rows():
         (dict(name="addition", difficulty=0), "difficulty=0"),
         (dict(name="addition", sloppy=0.5), "sloppy=0.5 has no effect"),
         (dict(name="sort", split="sft", sloppy=0.5), "sloppy=0.5 has no effect"),
+        (
+            dict(name="lookup", split="sft", boxed=0.5),
+            "boxed=0.5 has no effect here; it is for task:addition:split=sft",
+        ),
         (dict(name="addition", split="sft", sloppy=2.0), "sloppy=2.0"),
     ],
 )

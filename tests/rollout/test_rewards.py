@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +108,76 @@ def test_chat_prompts_give_chat_completions(beside):
     assert load_rewards(["one.one"]).score(prompts, completions).values == [[1.0], [0.0]]
 
 
+def test_episodes_bring_their_own_messages_and_columns(beside):
+    beside("""
+        seen = []
+        def look(completions, answer, num_turns, hint=None, **columns):
+            seen.append((completions, answer, num_turns, hint, sorted(columns)))
+            return [float(len(c)) for c in completions]
+    """)
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4"},
+    ]
+    prompts, completions = rows(["It is 4", "5"], chat=True, answer=["4", "4"], hint=["old", "old"])
+    completions[0] = replace(completions[0], messages=turns, columns={"num_turns": 2, "hint": "new", "prompts": "no"})
+    rewards = load_rewards(["my_rewards.look", "last_number", "exact_match"])
+    table = rewards.score(prompts, completions)
+    assert table.values == [[3.0, 1.0, 0.0], [1.0, 0.0, 0.0]], "built-ins read the last turn of the model"
+    ((seen, answer, num_turns, hint, others),) = rewards.functions[0].call.__globals__["seen"]
+    assert seen == [turns, [{"role": "assistant", "content": "5"}]]
+    assert answer == ["4", "4"] and num_turns == [2, None] and hint == ["new", "old"]
+    assert others == ["completion_ids", "prompts"]
+    seen[0].clear()
+    assert len(turns) == 3, "a function's damage does not reach the transcript"
+    text_prompts, texts = rows(["It is 4"], answer=["4"])
+    texts[0] = replace(texts[0], messages=turns, columns={"num_turns": 2})
+    rewards.score(text_prompts, texts)
+    assert rewards.functions[0].call.__globals__["seen"][1][0] == ["It is 4"], "text after text"
+
+
+def test_env_gives_what_the_environment_gave():
+    prompts, completions = rows(["a", "b", "c"])
+    completions[0] = replace(completions[0], columns={"env_reward": 0.5})
+    completions[1] = replace(completions[1], columns={"env_reward": None})
+    rewards = load_rewards(["env"])
+    assert rewards.names == ["env"]
+    assert rewards.score(prompts, completions).totals == [0.5, None, None]
+    assert rewards.score(prompts[2:], completions[2:]).totals == [None]
+
+
+def test_columns_that_only_episodes_make_are_known_beforehand(beside):
+    beside("def turns(completions, num_turns):\n    return [None if n is None else -n for n in num_turns]")
+    prompts, completions = rows(["a"], answer=["1"])
+    for name, column in (("env", "env_reward"), ("my_rewards.turns", "num_turns")):
+        with pytest.raises(ValueError, match=f"reward_funcs={name}: asks for '{column}', which no row of data has"):
+            load_rewards([name]).check_columns(prompts, "data")
+        for made in ((column,), None):
+            rewards = load_rewards([name])
+            rewards.check_columns(prompts, "data", made=made)
+            assert rewards.score(prompts, completions).totals == [None], "an episode that failed has none"
+
+
+def test_rewards_of_environments_are_imported_when_they_are_named(monkeypatch):
+    class Gym:
+        def __call__(self, completions):
+            return [2.0] * len(completions)
+
+    for module, attribute, spec, value in (
+        ("rollout.nemo_gym", "VerifyReward", "nemo_gym:verify", Gym),
+        ("rollout.reasoning_gym", "score", "reasoning_gym", Gym().__call__),
+    ):
+        fake = types.ModuleType(module)
+        setattr(fake, attribute, value)
+        monkeypatch.setitem(sys.modules, module, fake)
+        rewards = load_rewards([spec])
+        assert rewards.names == [spec.partition(":")[0]] and rewards.score(*rows(["a"])).totals == [2.0]
+    for wrong, right in (("nemo_gym", "nemo_gym:verify"), ("reasoning_gym:chain_sum", "reasoning_gym")):
+        with pytest.raises(ValueError, match=f"reward_funcs={wrong}: no such reward; write {right}$"):
+            load_rewards([wrong])
+
+
 def test_a_column_that_only_some_rows_have_is_none_elsewhere(beside):
     beside("def hint(completions, hint):\n    return [None if h is None else 1.0 for h in hint]")
     prompts, completions = rows(["x", "y"], answer=["1", "2"])
@@ -196,7 +268,7 @@ def test_numpy_and_torch_scores_are_taken(beside):
     ("body", "sentence"),
     [
         ("return [1.0]", "returned 1 scores for 3 completions \\(rows rows.jsonl:1 to rows.jsonl:3\\)"),
-        ("return None", "returned NoneType, not a list; return one number per completion \\(3 here\\)"),
+        ("return None", "returned NoneType, not a list \\(rows rows.jsonl:1 to rows.jsonl:3\\); return one number per"),
         ("return 1.0", "returned float, not a list"),
         ("return [0.0, 'high', 0.0]", "returned 'high' for rows.jsonl:2, not a number"),
         ("return [0.0, [1.0], 0.0]", "returned \\[1.0\\] for rows.jsonl:2, not a number"),

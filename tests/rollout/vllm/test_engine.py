@@ -196,3 +196,14 @@ def test_pause_holds_completions_back_and_resume_lets_them_go_on(tied_server, mo
         assert len(made) == len(requests_) and engine.health()["ok"]
     finally:
         engine.close()
+
+
+def test_more_prompt_tokens_than_the_server_takes_at_a_time_are_sampled_with_their_seeds(engine):
+    # A prompt that is computed in parts once killed the engine: a CPU's generators cannot take draws back.
+    many = [Request(prompt_ids=[5 + (i + j) % 200 for j in range(180)], seed=i) for i in range(48)]
+    sampling = Sampling(max_tokens=4, for_training=True)
+    engine.load(0)
+    first = engine.generate(many, sampling)
+    assert [len(c.ids) for c in first] == [4] * len(many)
+    assert [c.ids for c in engine.generate(many, sampling)] == [c.ids for c in first]
+    assert engine.metrics()["rollout/retries"] == 0

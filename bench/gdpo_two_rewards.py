@@ -1,0 +1,194 @@
+"""Two rewards of different size, under GRPO and under GDPO: what each makes of the same completions, and learns.
+
+    python -m bench.gdpo_two_rewards                # 3 seeds of both by `python -m trainer`, then the figure
+    python -m bench.gdpo_two_rewards --seeds 0 --max-steps 40 --figure /tmp/quick.svg --rows /tmp/quick.jsonl
+    python -m bench.gdpo_two_rewards --draw         # the figure alone, again, from the rows there are
+
+The recipe is trainer/recipes/gdpo_two_rewards.yaml. A run whose reward means are too far apart to compare would show
+little; here both methods get equally close to the answers, and one of them forgets the brackets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from bench.common import ROOT
+from data.chat import stop_ids
+from data.prompts import load_prompts
+from losses.advantage import gdpo_advantage, sum_then_normalize
+from rollout.local import LocalEngine
+from rollout.rewards import load_rewards
+from rollout.types import Request, Sampling
+from trainer.cli import load_config
+from trainer.config import LoraConfig, ModelConfig
+from trainer.dist import pick_device
+from trainer.model import load_policy
+
+RECIPE = ROOT / "trainer" / "recipes" / "gdpo_two_rewards.yaml"
+METHODS = ("grpo", "gdpo")
+NUM_PROMPTS, GROUP = 64, 8
+COLOURS = {"grpo": "#d1495b", "gdpo": "#00798c"}
+
+Row = dict[str, Any]
+
+
+def train(method: str, seed: int, max_steps: int | None) -> list[Row]:
+    """Held-out rewards of one run, step by step."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "trainer", "--config", str(RECIPE), "--method", method, "--seed", str(seed),
+                   "--save-steps", "0", "--logging-steps", "1000", "--output-dir", f"{scratch}/run"]  # fmt: skip
+        command += ["--max-steps", str(max_steps)] if max_steps else []
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        subprocess.run(command, cwd=scratch, env={**os.environ, "PYTHONPATH": path}, check=True)
+        metrics = [json.loads(line) for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()]
+    return [
+        {"method": method, "seed": seed, "step": row["step"], "brackets": row["eval/regex/mean"],
+         "distance": -row["eval/distance/mean"]}
+        for row in metrics
+        if "eval/regex/mean" in row
+    ]  # fmt: skip
+
+
+def advantages() -> dict[str, dict[str, list[float]]]:
+    """What both make of one batch of the untrained model: advantages with and without brackets."""
+    recipe = load_config(RECIPE)
+    policy = load_policy(
+        ModelConfig(model="builtin:tiny", dtype="float32"), LoraConfig(), pick_device(), with_reference=False
+    )
+    prompts = load_prompts([f"task:subtraction:split=train,size={NUM_PROMPTS}"], policy.tokenizer)
+    batch = [prompt for prompt in prompts for _ in range(GROUP)]
+    sampling = Sampling(
+        max_tokens=recipe["max_completion_length"], stop_ids=stop_ids(policy.tokenizer, policy.generation_eos)
+    )
+    requests = [Request(prompt_ids=prompt.ids, seed=seed) for seed, prompt in enumerate(batch)]
+    completions = LocalEngine(policy.model, policy.tokenizer).generate(requests, sampling)
+    table = load_rewards(recipe["reward_funcs"]).score(batch, completions)
+    rewards = torch.tensor(table.values).view(NUM_PROMPTS, GROUP, 2)  # distance, brackets
+    weights = torch.ones(2)
+    made = {"grpo": sum_then_normalize(rewards, weights), "gdpo": gdpo_advantage(rewards, weights)}
+    boxed = rewards[:, :, 1] == 1
+    mixed = boxed.any(dim=1, keepdim=True) & ~boxed.all(
+        dim=1, keepdim=True
+    )  # groups that hold both can tell them apart
+    return {
+        method: {
+            "with": advantage[boxed & mixed].tolist(),
+            "without": advantage[~boxed & mixed].tolist(),
+        }
+        for method, advantage in made.items()
+    }
+
+
+def gap(split: dict[str, list[float]]) -> float:
+    """Mean advantage of completions with brackets over those without, in groups that have both."""
+    return statistics.fmean(split["with"]) - statistics.fmean(split["without"])
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """First and last of each method, mean of the seeds."""
+    lines = []
+    for method in METHODS:
+        own = [row for row in rows if row["method"] == method]
+        first, last = min(row["step"] for row in own), max(row["step"] for row in own)
+        cells = []
+        for name in ("brackets", "distance"):
+            before, after = (
+                statistics.fmean(row[name] for row in own if row["step"] == step) for step in (first, last)
+            )
+            cells.append(f"{name} {before:.2f} -> {after:.2f}")
+        lines.append(f"{method}: {', '.join(cells)} after {last} steps, {len({row['seed'] for row in own})} seeds")
+    return "\n".join(lines)
+
+
+def draw_figure(rows: Sequence[Row], split: dict[str, dict[str, list[float]]], figure: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "strop", "svg.fonttype": "none", "font.size": 9})  # the same file every time
+    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(9.6, 3.0))
+    draw_advantages(left, split)
+    for axes, name, label in (
+        (middle, "brackets", "answers in brackets"),
+        (right, "distance", "distance to the answer"),
+    ):
+        for method in METHODS:
+            draw_course(axes, [row for row in rows if row["method"] == method], name, method)
+        axes.set(xlabel="optimizer step", title=f"{label}, held out")
+        axes.grid(alpha=0.3)
+    middle.set_ylim(-0.03, 1.03)
+    right.set_ylim(bottom=0)
+    right.legend(frameon=False)
+    fig.tight_layout()
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(figure, metadata={"Date": None} if figure.suffix == ".svg" else None)
+    plt.close(fig)
+
+
+def draw_advantages(axes: Any, split: dict[str, dict[str, list[float]]]) -> None:
+    """One dot for each completion, a bar at their mean."""
+    noise = torch.Generator().manual_seed(0)
+    for place, (method, side) in enumerate((m, s) for m in METHODS for s in ("without", "with")):
+        values = split[method][side]
+        spread = (torch.rand(len(values), generator=noise) - 0.5) * 0.5 + place
+        axes.scatter(spread.tolist(), values, s=6, alpha=0.35, color=COLOURS[method], linewidths=0)
+        mean = statistics.fmean(values)
+        axes.plot([place - 0.35, place + 0.35], [mean, mean], color="black", linewidth=1.5)
+    axes.set_xticks(range(4), ["GRPO\nwithout", "GRPO\nwith", "GDPO\nwithout", "GDPO\nwith"])
+    axes.set(title="advantages of the same completions", ylabel="advantage")
+    axes.axhline(0, color="grey", linewidth=0.6)
+
+
+def draw_course(axes: Any, rows: Sequence[Row], name: str, method: str) -> None:
+    """Every seed as a light line, their mean as a strong one."""
+    for seed in sorted({row["seed"] for row in rows}):
+        points = [(row["step"], row[name]) for row in rows if row["seed"] == seed]
+        axes.plot(*zip(*points, strict=True), color=COLOURS[method], alpha=0.35, linewidth=1)
+    steps = sorted({row["step"] for row in rows})
+    means = [statistics.fmean(row[name] for row in rows if row["step"] == step) for step in steps]
+    axes.plot(steps, means, color=COLOURS[method], linewidth=2, label=method.upper())
+
+
+def main(
+    seeds: tuple[int, ...] = (0, 1, 2),
+    max_steps: int | None = None,
+    figure: Path = ROOT / "docs" / "gdpo_two_rewards.svg",
+    rows: Path = ROOT / "bench" / "results" / "cpu" / "gdpo_two_rewards.jsonl",
+    draw: bool = False,
+) -> None:
+    """Train both methods and draw what came of it.
+
+    Args:
+        seeds: Runs of each method.
+        max_steps: Steps of a run; None: the recipe's.
+        figure: Where the figure is written.
+        rows: Where the numbers are written.
+        draw: Take the numbers from --rows instead of training.
+    """
+    if draw:
+        made = [json.loads(line) for line in rows.read_text().splitlines()]
+    else:
+        made = [row for seed in seeds for method in METHODS for row in train(method, seed, max_steps)]
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+    split = advantages()
+    for method in METHODS:
+        print(f"{method}: brackets change the advantage by {gap(split[method]):+.2f}")
+    print(summary(made))
+    draw_figure(made, split, figure)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,71 @@
+"""One-digit arithmetic with a tagged answer: the rows of a small, real learning run, and its curve.
+
+    python -m bench.tagged_arithmetic rows FOLDER                    # sft.jsonl, train.jsonl, eval.jsonl
+    python -m bench.tagged_arithmetic plot FIGURE.svg NAME=RUN ...   # held-out accuracy of some runs over their steps
+
+A row asks "What is 7 + 5? ..." and its answer is "<answer>12</answer>", so that `exact_match` wants both the number and
+the form. No problem is in two of the files, 7 + 5 and 5 + 7 count as one. Held-out problems stand there several times:
+at temperature 1 each row is one sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+PARTS = {"sft": range(0, 35), "train": range(35, 80), "eval": range(80, 100)}  # percent of the problems
+COPIES = {"sft": 1, "train": 1, "eval": 8}
+
+
+def rows(part: str) -> list[dict]:
+    made = []
+    for op in "+-*":
+        for a in range(10):
+            for b in range(10):
+                key = f"{a}{op}{b}" if op == "-" else f"{min(a, b)}{op}{max(a, b)}"
+                if int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 100 not in PARTS[part]:
+                    continue
+                answer = f"<answer>{ {'+': a + b, '-': a - b, '*': a * b}[op] }</answer>"
+                question = f"What is {a} {op} {b}? Reply with the number only, as <answer>number</answer>."
+                prompt = [{"role": "user", "content": question}]
+                made += [{"prompt": prompt, "completion": answer, "answer": answer}] * COPIES[part]
+    return made
+
+
+def write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in PARTS:
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(part)))
+
+
+def plot(figure: Path, runs: dict[str, Path]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(figsize=(6, 3.4))
+    for name, run in runs.items():
+        log = run / "metrics.jsonl" if run.is_dir() else run
+        points = [json.loads(line) for line in log.read_text().splitlines()]
+        points = [(row["step"], row["eval/exact_match/mean"]) for row in points if "eval/exact_match/mean" in row]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{name}: {points[-1][1]:.2f}")
+    axes.set(xlabel="optimizer step", ylabel="held-out accuracy, T = 1", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    fig.tight_layout()
+    fig.savefig(figure)
+
+
+def main(argv: list[str]) -> None:
+    if argv[:1] == ["rows"] and len(argv) == 2:
+        return write(Path(argv[1]))
+    if argv[:1] == ["plot"] and len(argv) > 2 and all("=" in word for word in argv[2:]):
+        return plot(Path(argv[1]), {name: Path(run) for name, _, run in (word.partition("=") for word in argv[2:])})
+    sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,48 @@
+"""Flags for what happens between a prompt and its reward besides one sampling: tools, or a function of the user's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolConfig:
+    """Tools that the model may call in several turns, or a function that makes the completions altogether."""
+
+    tools: tuple[str, ...] = ()
+    """Functions the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class with one object a run."""
+    tool_format: ToolFormat = "auto"
+    """How the model writes a call: hermes (Qwen too), llama3_json, pythonic; auto reads it off the chat template."""
+    max_turns: int = 8
+    """Turns of the model in one episode; a call in the last one is not answered."""
+    max_tool_tokens: int | None = None
+    """Tokens of one tool result, the rest is cut off; None: only max_completion_length, which holds for all turns."""
+    tool_timeout: float = 10.0
+    """Seconds one call of a tool may take; after them the model is told so."""
+    rollout_func: str | None = None
+    """Your function in place of the engine's sampling, my_module.fn or FILE.py:fn; its signature says which kind."""
+
+    def __post_init__(self) -> None:
+        if self.tools and self.rollout_func:
+            raise ValueError(
+                f"rollout_func={self.rollout_func}: makes the completions itself, so tools={' '.join(self.tools)} "
+                "would never be called; give one of the two"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not self.tools and field.name not in ("tools", "rollout_func") and value != field.default:
+                raise ValueError(f"{field.name}={value}: has no effect without tools; name some with --tools")
+        if "" in self.tools:
+            raise ValueError("tools='': is no name; give calculator, lookup, my_module.fn or FILE.py:fn")
+        if self.rollout_func == "":
+            raise ValueError("rollout_func='': is no name; give my_module.fn or FILE.py:fn, or leave it out")
+        if self.max_turns < 2 and self.tools:
+            raise ValueError(f"max_turns={self.max_turns}: must be 2 or more, a call and what the model makes of it")
+        if self.max_tool_tokens is not None and self.max_tool_tokens < 1:
+            raise ValueError(f"max_tool_tokens={self.max_tool_tokens}: must be 1 or more, or None for no limit")
+        if not 0 < self.tool_timeout < math.inf:
+            raise ValueError(f"tool_timeout={self.tool_timeout}: must be a number of seconds above 0")

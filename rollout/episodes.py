@@ -1,0 +1,242 @@
+"""Completions that take more than one sampling: every prompt is an episode, a coroutine that asks for tokens.
+
+    async def episode(client, prompt, seed) -> Completion:      # turns.py has what most of them need
+        first = await client.generate(prompt.ids, seed)
+        ...
+
+    source = EpisodeSource(engine, sampling, episode)
+    futures = source.start(groups)                              # one per group of jobs (source.py)
+
+With vLLM the episodes run in the engine's own loop, each at its pace. With the engine in this process they go in
+lockstep: once every episode waits for tokens, all of them are sampled in one call. An episode that waits for something
+else holds up the others then, so tools want a time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from data.types import Prompt
+from rollout.source import Job
+from rollout.types import Completion, Request, Sampling
+
+
+class Client(Protocol):
+    """What an episode gets to ask for tokens."""
+
+    sampling: Sampling
+    """How all turns are sampled; its max_tokens is the limit for a whole episode, which the episode keeps to."""
+    tokenizer: Any
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that would make the next token."""
+
+    async def generate(self, prompt_ids: Sequence[int], seed: int, max_tokens: int | None = None) -> Completion:
+        """One turn behind these ids; max_tokens None is the sampling's. Another seed for every turn: turn_seed."""
+
+
+Episode = Callable[[Client, Prompt, int], Awaitable[Completion]]
+
+
+class EpisodeSource:
+    """Source of whole episodes, over either engine."""
+
+    def __init__(self, engine: Any, sampling: Sampling, episode: Episode) -> None:
+        self.engine, self.sampling, self.episode = engine, sampling, episode
+        self._lockstep = None if engine.concurrent else Lockstep(engine, sampling)
+        self._running: set[Future[list[Completion]]] = set()
+
+    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+        """Begin all episodes; over the engine in this process they have ended when this returns."""
+        if self._lockstep is not None:
+            return self._lockstep.run(self.episode, groups)
+        client = ServerClient(self.engine, self.sampling)
+        futures = []
+        for jobs in groups:
+            future = self.engine.loop.start(_together([self.episode(client, job.prompt, job.seed) for job in jobs]))
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
+            futures.append(future)
+        return futures
+
+    def close(self) -> None:
+        """Cancel what is running; may be called twice."""
+        for future in list(self._running):
+            future.cancel()
+        if self._lockstep is not None:
+            self._lockstep.close()
+
+
+class ServerClient:
+    """Client over vLLM: every call is a request of its own, in the engine's loop."""
+
+    def __init__(self, engine: Any, sampling: Sampling) -> None:
+        self.engine, self.sampling, self.tokenizer = engine, sampling, engine.own.tokenizer
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def generate(self, prompt_ids: Sequence[int], seed: int, max_tokens: int | None = None) -> Completion:
+        sampling = self.sampling if max_tokens is None else replace(self.sampling, max_tokens=max_tokens)
+        return await self.engine.complete(Request(prompt_ids=list(prompt_ids), seed=seed), sampling)
+
+
+class LocalClient:
+    """Client over the engine in this process: what is asked for waits until everybody asks."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self.sampling, self.tokenizer = lockstep.sampling, lockstep.engine.tokenizer
+        self.num_asked = 0  # calls that have no answer yet
+        self._lockstep = lockstep
+
+    @property
+    def version(self) -> int:
+        return self._lockstep.engine.version
+
+    async def generate(self, prompt_ids: Sequence[int], seed: int, max_tokens: int | None = None) -> Completion:
+        limit = self.sampling.max_tokens if max_tokens is None else max_tokens
+        if limit < 1:
+            raise ValueError(f"max_tokens={limit}: must be 1 or more")
+        return await self._lockstep.ask(self, Request(prompt_ids=list(prompt_ids), seed=seed), limit)
+
+
+class Asked(NamedTuple):
+    client: LocalClient
+    request: Request
+    max_tokens: int
+    answer: asyncio.Future[Completion]
+
+
+class Lockstep:
+    """Runs episodes in the calling thread, and samples for all of them at once."""
+
+    def __init__(self, engine: Any, sampling: Sampling) -> None:
+        self.engine, self.sampling = engine, sampling
+        self._loop = asyncio.new_event_loop()  # kept: what users' coroutines connect to lives as long as the run
+        self._clients: set[LocalClient] = set()  # of the episodes that have not ended
+        self._asked: list[Asked] = []
+        self._quiet = asyncio.Event()  # every episode waits for tokens, or none is left
+
+    def run(self, episode: Episode, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+        """All episodes to their end; a group of which one failed has its error."""
+        try:
+            outcomes = self._loop.run_until_complete(self._drive(episode, groups))
+        finally:
+            self._cancel_all()
+        futures: list[Future[list[Completion]]] = []
+        for outcome in outcomes:
+            future: Future[list[Completion]] = Future()
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+            futures.append(future)
+        return futures
+
+    async def ask(self, client: LocalClient, request: Request, max_tokens: int) -> Completion:
+        asked = Asked(client, request, max_tokens, self._loop.create_future())
+        self._asked.append(asked)
+        client.num_asked += 1
+        self._look()
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            if asked in self._asked:  # the episode no longer wants to know
+                self._asked.remove(asked)
+                client.num_asked -= 1
+            raise
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._cancel_all()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _drive(self, episode: Episode, groups: Sequence[Sequence[Job]]) -> list[list[Completion] | BaseException]:
+        work = [_together([self._begin(episode, job) for job in jobs]) for jobs in groups]
+        done = asyncio.gather(*work, return_exceptions=True)
+        while not done.done():
+            quiet = asyncio.ensure_future(self._quiet.wait())
+            await asyncio.wait([done, quiet], return_when=asyncio.FIRST_COMPLETED)
+            quiet.cancel()
+            await asyncio.sleep(0)  # an episode that asks several times at once gets to do so
+            self._quiet.clear()
+            asked, self._asked = self._asked, []
+            for one in asked:
+                one.client.num_asked -= 1
+            self._answer(asked)
+        return await done
+
+    def _begin(self, episode: Episode, job: Job) -> asyncio.Task[Completion]:
+        client = LocalClient(self)
+        self._clients.add(client)
+        task = asyncio.ensure_future(episode(client, job.prompt, job.seed))
+
+        def ended(_: Any) -> None:
+            self._clients.discard(client)
+            self._look()
+
+        task.add_done_callback(ended)
+        return task
+
+    def _look(self) -> None:
+        if all(client.num_asked for client in self._clients):
+            self._quiet.set()
+
+    def _answer(self, asked: list[Asked]) -> None:
+        """Sample together what fits together: all of a call get the limit of the longest, and what is over is cut."""
+        asked.sort(key=lambda one: -one.max_tokens)
+        context = getattr(self.engine.model.config.get_text_config(), "max_position_embeddings", None)
+        while asked:
+            longest = asked[0].max_tokens
+            fits = [context is None or len(one.request.prompt_ids) + longest <= context for one in asked]
+            fits[0] = True  # if it does not fit, the engine says so
+            batch = [one for one, fit in zip(asked, fits, strict=True) if fit]
+            asked = [one for one, fit in zip(asked, fits, strict=True) if not fit]
+            try:
+                made = self.engine.generate([one.request for one in batch], replace(self.sampling, max_tokens=longest))
+            except Exception as error:  # of the engine: everyone who waits for it is told
+                for one in batch:
+                    one.answer.set_exception(error)
+                continue
+            for one, completion in zip(batch, made, strict=True):
+                one.answer.set_result(self._cut(completion, one.max_tokens))
+
+    def _cut(self, completion: Completion, limit: int) -> Completion:
+        """The first tokens of a sample are a sample of that length."""
+        if len(completion.ids) <= limit:
+            return completion
+        ids = completion.ids[:limit]
+        text = self.engine.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return replace(
+            completion, ids=ids, logps=completion.logps[:limit], finish_reason="length", text=text,
+            versions=[(completion.versions[0][0], limit)],
+        )  # fmt: skip
+
+    def _cancel_all(self) -> None:
+        """Nothing goes on behind the caller's back, whether it was interrupted or an episode left a task behind."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._clients.clear()
+        self._asked.clear()
+        self._quiet.clear()
+
+
+async def _together(work: Sequence[Awaitable[Completion]]) -> list[Completion]:
+    """All results in order; the first failure ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

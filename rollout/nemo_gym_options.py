@@ -1,0 +1,112 @@
+"""Flags of NeMo Gym, `--nemo-gym.*`: where its servers are, which rows, and how long they may take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+VERIFY = "nemo_gym:verify"  # the reward that asks a resource server about each completion
+ENV = "env"  # the reward that an episode brought with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemoGymConfig:
+    """NeMo Gym servers that are already running: rows, rewards, and with multi_turn whole episodes."""
+
+    datasets: tuple[str, ...] = ()
+    """Rows as the gym ships them, PATH[:split=train[:N]][@SERVER]; without @SERVER each row's agent_ref says which."""
+    dir: str | None = None
+    """Folder that relative paths of datasets start from; None: the working folder."""
+    head_host: str = "127.0.0.1"
+    """Address of the gym's head server, which knows where all others are."""
+    head_port: int = 11000
+    """Port of the head server."""
+    server_timeout: float = 30.0
+    """Seconds to wait at the start until the servers answer."""
+    verify_timeout: float = 30.0
+    """Seconds one completion may take to be verified."""
+    run_timeout: float = 300.0
+    """Seconds one episode may take, with multi_turn."""
+    retries: int = 1
+    """Times a request is sent again when the server fails; what it refuses is not sent again."""
+    max_connections: int = 64
+    """Requests at a time; the rest wait here."""
+    multi_turn: bool = False
+    """Let the gym's agents run whole episodes (/run) against our vLLM server; their reward is --reward-funcs env."""
+    prefix_mismatch: Literal["last", "drop", "stop"] = "last"
+    """A turn's prompt that is not the turns before it: train on the last turns that do fit, drop the row, or stop."""
+    model_name: str = "policy"
+    """What /verify is told the model is called."""
+    auto_start: bool = False
+    """Not supported: start the gym's servers yourself."""
+
+    def __post_init__(self) -> None:
+        if self.auto_start:
+            raise ValueError(
+                "nemo_gym.auto_start=True: the gym's own runner starts ray, which listens on every interface of the "
+                "machine; start the servers yourself and give --nemo-gym.head-port"
+            )
+        if not 0 < self.head_port < 65536:
+            raise ValueError(f"nemo_gym.head_port={self.head_port}: must be between 1 and 65535")
+        for name in ("server_timeout", "verify_timeout", "run_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"nemo_gym.{name}={getattr(self, name)}: must be above 0 and finite")
+        if self.retries < 0:
+            raise ValueError(f"nemo_gym.retries={self.retries}: must be 0 or more")
+        if self.max_connections < 1:
+            raise ValueError(f"nemo_gym.max_connections={self.max_connections}: must be 1 or more")
+        if not self.datasets:
+            for field in fields(self):
+                if getattr(self, field.name) != field.default:
+                    raise ValueError(
+                        f"nemo_gym.{field.name}={getattr(self, field.name)}: has no effect without rows of the gym; "
+                        "give --nemo-gym.datasets"
+                    )
+
+
+def check_nemo_gym(
+    cfg: NemoGymConfig,
+    *,
+    reward_funcs: Sequence[str],
+    engine: str,
+    vllm_url: Sequence[str],
+    vllm_port: int,
+    lora_sync: bool,  # adapters would be sent by name
+    in_flight: bool,  # weights may change while completions are made
+    stop: Sequence[str] = (),
+) -> None:
+    """What cannot work together, each as one sentence; for the Config of a method that samples."""
+    if VERIFY in reward_funcs and not cfg.datasets:
+        raise ValueError(f"reward_funcs={VERIFY}: needs rows of the gym; give --nemo-gym.datasets")
+    if not cfg.multi_turn:
+        return
+    if VERIFY in reward_funcs:
+        raise ValueError(
+            f"reward_funcs={VERIFY}: an episode of nemo_gym.multi_turn is verified by its agent, and would be counted "
+            f"twice; use --reward-funcs {ENV}"
+        )
+    if engine != "vllm":
+        raise ValueError(
+            f"rollout.engine={engine}: the agents of nemo_gym.multi_turn ask a vLLM server; use --rollout.engine vllm"
+        )
+    if not vllm_url and not vllm_port:
+        raise ValueError(
+            "vllm.port=0: the gym's model server must know our vLLM server beforehand; give --vllm.port, or --vllm.url "
+            "of a server that runs already"
+        )
+    if lora_sync:
+        raise ValueError(
+            "sync.backend=lora: every version of an adapter has another name, and the gym's model server asks for one "
+            "name only; use --sync.backend process_group or filesystem"
+        )
+    if in_flight:
+        raise ValueError(
+            "async_prefetch=True: new weights end the requests of the gym's agents, which cannot go on with them; "
+            "leave it out with nemo_gym.multi_turn"
+        )
+    if stop:
+        raise ValueError(
+            f"stop={' '.join(stop)}: does not reach the gym's agents; leave it out with nemo_gym.multi_turn"
+        )

@@ -1,0 +1,105 @@
+"""Groups worth learning from again, to stand in for groups in which all completions earned the same.
+
+    replay = Replay(size=64, max_age=100, seed=0)
+    replay.add(group, score=3.2, step=12)          # kept if it is among the best `size`
+    group = replay.draw(step=13, number=0)         # in proportion to score; None when there is none
+
+A group is kept as it was sampled: token ids, the engine's log-probs, rewards. What depends on the weights of today
+(log-probs, importance weights, advantages) is computed anew by whoever trains on it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from data.types import Prompt
+from rollout.planner import Planned
+from rollout.types import Completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The completions of one prompt, and what each reward function said of them."""
+
+    planned: Planned
+    completions: list[Completion]
+    values: list[list[float | None]]  # per completion, per reward; None = does not apply
+    replayed: bool = False
+
+
+class Replay:
+    def __init__(self, *, size: int, max_age: int, seed: int, prompts: Sequence[Prompt]) -> None:
+        self.size, self.max_age, self.seed, self.prompts = size, max_age, seed, prompts
+        self._heap: list[tuple[float, int, int, Group]] = []  # score, order of coming, step, group
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, group: Group, *, score: float, step: int) -> None:
+        """Keep it, if it is worth more than the least of those kept; of equals the older stays."""
+        assert score > 0, f"score {score}: a group that teaches nothing is not worth keeping"
+        if not self.size:
+            return
+        self._added += 1
+        entry = (score, -self._added, step, group)  # the least to go first: lowest score, then the newest
+        if len(self._heap) < self.size:
+            heapq.heappush(self._heap, entry)
+        elif score > self._heap[0][0]:
+            heapq.heapreplace(self._heap, entry)
+
+    def draw(self, *, step: int, number: int) -> Group | None:
+        """One group, in proportion to score; the same for the same step and number, so a resumed run draws the same."""
+        self._forget(step)
+        if not self._heap:
+            return None
+        entries = sorted(self._heap, key=lambda entry: -entry[1])
+        rng = random.Random(f"{self.seed}/replay/{step}/{number}")
+        ((_, _, _, group),) = rng.choices(entries, weights=[entry[0] for entry in entries])
+        return Group(planned=group.planned, completions=group.completions, values=group.values, replayed=True)
+
+    def _forget(self, step: int) -> None:
+        if any(step - entry[2] > self.max_age for entry in self._heap):
+            self._heap = [entry for entry in self._heap if step - entry[2] <= self.max_age]
+            heapq.heapify(self._heap)
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [
+            {
+                "score": score,
+                "order": order,
+                "step": step,
+                "number": group.planned.number,
+                "row": group.planned.row,
+                "kind": group.planned.kind,
+                "completions": [asdict(completion) for completion in group.completions],
+                "values": group.values,
+            }
+            for score, order, step, group in self._heap
+        ]
+        return {"added": self._added, "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The best of what was kept; fewer, if the buffer has become smaller."""
+        self._added = state["added"]
+        entries = [(g["score"], g["order"], g["step"], self._group(g)) for g in state["groups"]]
+        self._heap = heapq.nlargest(self.size, entries, key=lambda entry: entry[:2])
+        heapq.heapify(self._heap)
+
+    def _group(self, saved: dict[str, Any]) -> Group:
+        planned = Planned(
+            number=saved["number"], prompt=self.prompts[saved["row"]], row=saved["row"], kind=saved["kind"]
+        )
+        return Group(
+            planned=planned, completions=[completion_of(c) for c in saved["completions"]], values=saved["values"]
+        )
+
+
+def completion_of(saved: dict[str, Any]) -> Completion:
+    """A completion as JSON brought it back: spans are tuples again."""
+    assert saved.keys() == {field.name for field in fields(Completion)}, sorted(saved)
+    return Completion(**(saved | {"versions": [(version, count) for version, count in saved["versions"]]}))

@@ -1,0 +1,194 @@
+"""One call of a reward function: its arguments, what may go wrong, and which row is to blame.
+
+A function is called on lists. What comes back is a score per row, some of which may be faults of their own (a NaN), or
+one fault of the whole call (it raised, hung, died). A faulty call is made again on its halves until single rows are
+left, so that a bad row costs itself and not its neighbours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+from data.types import Prompt
+from data.user_code import place, told
+from rollout.types import Completion
+
+OFFERED = ("prompts", "completions", "completion_ids")  # what every function can ask for
+RESERVED = (*OFFERED, "prompt", "completion")  # never passed on as columns
+SMALLEST_SHARE = 1 / 8  # of the time limit, for a call on few of the rows that hung together
+RECOVERY = 4.0  # time limits spent on finding the rows that hang; the rest of them count as hanging, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunction:
+    """One loaded function: `spec` is what the user typed, `name` is what metrics say."""
+
+    name: str
+    spec: str
+    call: Callable[..., Any]
+    in_process: bool = False  # has to run where the trainer runs, also when there are workers
+
+
+class Fault(NamedTuple):
+    """What went wrong, as the parts of a sentence around the row: {what} on {row}{rest}."""
+
+    kind: str  # raised, returned, length, timeout, died, memory
+    what: str
+    rest: str
+
+    def sentence(self, function: RewardFunction, sources: Sequence[str] = ()) -> str:
+        """`sources`: the row it is about, the rows of the call, or nothing where no row can be blamed."""
+        where = ""
+        if self.kind == "length":
+            rows = f"rows {sources[0]} to {sources[-1]}" if len(sources) > 1 else f"row {sources[0]}"
+            where = f" ({rows})" if sources else ""
+        elif len(sources) == 1:
+            where = f" {'for' if self.kind == 'returned' else 'on'} {sources[0]}"
+        return f"reward_funcs={function.spec}: {self.what}{where}{self.rest}"
+
+
+Score = float | None | Fault
+Outcome = list[Score] | Fault
+
+
+class Refused(Exception):
+    """A call that was never made: the function asks for something the rows do not have."""
+
+
+def parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    return list(inspect.signature(function.call).parameters.values())
+
+
+def named(found: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def required(function: RewardFunction) -> list[str]:
+    """Names it cannot be called without, and those an environment has to make for it."""
+    made = getattr(function.call, "made_by_episodes", ())
+    return [p.name for p in named(parameters(function)) if p.default is p.empty] + list(made)
+
+
+def arguments(
+    function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion], known: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Fresh lists for one call, one entry per completion, cut down to what the signature takes.
+
+    A column is that of the completion's episode, else of the data. known: columns that other rows have, None in these.
+    """
+    rows = [{**prompt.columns, **completion.columns} for prompt, completion in zip(prompts, completions, strict=True)]
+    columns = dict.fromkeys([*(name for row in rows for name in row if name not in RESERVED), *known])
+    offered: dict[str, list[Any]] = {
+        "prompts": [prompt.prompt for prompt in prompts],
+        "completions": [as_completed(*pair) for pair in zip(prompts, completions, strict=True)],
+        **{name: [row.get(name) for row in rows] for name in columns},
+    }
+    if any(completion.ids for completion in completions):  # texts read from a file have no ids
+        offered["completion_ids"] = [list(completion.ids) for completion in completions]
+    found = parameters(function)
+    missing = [p.name for p in named(found) if p.default is p.empty and p.name not in offered]
+    if missing:
+        raise Refused(
+            f"reward_funcs={function.spec}: asks for {missing[0]!r}, which {prompts[0].source} does not have; it can "
+            f"ask for {', '.join(offered)}"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in found):
+        return offered
+    return {p.name: offered[p.name] for p in named(found) if p.name in offered}
+
+
+def as_completed(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
+    """Messages after messages, text after text."""
+    if not prompt.conversational:
+        return completion.text
+    if completion.messages is not None:
+        return [dict(message) for message in completion.messages]
+    return [{"role": "assistant", "content": completion.text}]
+
+
+def raised(error: BaseException, call: Callable[..., Any] | None) -> Fault:
+    where = place(error, call)
+    if isinstance(error, MemoryError):
+        return Fault("memory", "ran out of memory", f"{where}; use less, or return None where it does not apply")
+    return Fault("raised", f"raised {told(error)}", f"{where}; fix it, or return None where it does not apply")
+
+
+def checked(returned: Any, num_rows: int) -> Outcome:
+    """Plain floats, one per row, or what came back instead."""
+    if hasattr(returned, "tolist"):  # numpy and torch
+        returned = returned.tolist()
+    if not isinstance(returned, (list, tuple)):
+        rest = f"; return one number per completion ({num_rows} here)"
+        return Fault("length", f"returned {type(returned).__name__}, not a list", rest)
+    if len(returned) != num_rows:
+        rest = "; return one per completion, None where it does not apply"
+        return Fault("length", f"returned {len(returned)} scores for {num_rows} completions", rest)
+    return [_score(value) for value in returned]
+
+
+def _score(value: Any) -> Score:
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # numpy and torch scalars
+        value = value.item()
+    if value is None:
+        return None
+    if not isinstance(value, Real):
+        shown = repr(value) if len(repr(value)) <= 60 else type(value).__name__
+        return Fault("returned", f"returned {shown}", ", not a number; return a float or None")
+    if not math.isfinite(value):
+        return Fault("returned", f"returned {float(value)}", "; return a finite number, or None if it does not apply")
+    return float(value)
+
+
+class Scored(NamedTuple):
+    """Scores of the rows of one call, its fault if it had one as a whole, and the first row that has it by itself."""
+
+    scores: list[Score]
+    fault: Fault | None = None
+    row: int | None = None
+
+
+def score_rows(
+    call: Callable[[int, int, float], Outcome], num_rows: int, *, first: Outcome, timeout: float, stop: bool
+) -> Scored:
+    """Scores of rows whose first call came out as `first`: where that is a fault, by calls on halves.
+
+    call(low, high, seconds) is the same function on rows low to high. With `stop` the search ends at the first row at
+    fault, as nothing else will be asked for. A part that works keeps its scores.
+    """
+    if not isinstance(first, Fault):
+        return Scored(first)
+    scores: list[Score] = [first] * num_rows
+    if num_rows == 1 or (stop and first.kind == "length"):
+        return Scored(scores, first, 0 if num_rows == 1 else None)
+    spent, row = 0.0, None
+    parts = [(num_rows // 2, num_rows), (0, num_rows // 2)]
+    while parts and spent < RECOVERY * timeout:
+        low, high = parts.pop()
+        started = time.monotonic()
+        share = timeout * max((high - low) / num_rows, SMALLEST_SHARE)
+        outcome = call(low, high, share)
+        spent += min(share, time.monotonic() - started)  # a new process may take longer to start
+        if not isinstance(outcome, Fault):
+            scores[low:high] = outcome
+        elif high - low > 1:
+            middle = (low + high) // 2
+            parts += [(middle, high), (low, middle)]
+        else:
+            # A row that hangs in its small share hung in the whole, too: the limit the user knows is the one to name.
+            scores[low] = first if outcome.kind == first.kind == "timeout" else outcome
+            if row is None and (outcome.kind != "length" or first.kind == "length"):
+                row = low
+            if stop and row is not None:
+                break
+    return Scored(scores, first, row)
+
+
+def say_aloud(text: str) -> None:
+    print(text, file=sys.stderr)

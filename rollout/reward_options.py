@@ -1,0 +1,47 @@
+"""Flags of rewards, `--reward-*`: which functions, how they count, where they run and what a fault of one costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout.reward_weights import parse_weights
+
+OnError = Literal["stop", "none"]
+TIMEOUT = 60.0  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """What completions are rewarded for."""
+
+    reward_funcs: tuple[str, ...] = ("exact_match",)
+    """Rewards: exact_match, regex:PATTERN, code, env, ..., my_module.fn, FILE.py:fn, model:RUN, prm:RUN."""
+    reward_weights: tuple[str, ...] = ()
+    """A weight per function: a number, or step:weight points such as 0:1.0,100:0.2; none given means 1 each."""
+    reward_num_workers: int = 0
+    """Processes that run the functions, each in its main thread; 0: they run in the trainer itself."""
+    reward_timeout: float = TIMEOUT
+    """Seconds one call in a worker may take before the worker is replaced."""
+    reward_memory_gb: float | None = None
+    """GiB of address space a worker may take beyond what loading the functions took (RLIMIT_AS); None: no limit."""
+    reward_on_error: OnError = "stop"
+    """A row that raises, returns no number, hangs or kills its worker: stop the run, or none = no reward for it."""
+
+    def __post_init__(self) -> None:
+        if not self.reward_funcs:
+            raise ValueError("reward_funcs=(): no reward function; name at least one, for example exact_match")
+        parse_weights(self.reward_weights, len(self.reward_funcs))
+        if self.reward_num_workers < 0:
+            raise ValueError(f"reward_num_workers={self.reward_num_workers}: must be 0 (in this process) or more")
+        if not 0 < self.reward_timeout < math.inf:
+            raise ValueError(f"reward_timeout={self.reward_timeout}: must be above 0 and finite")
+        if self.reward_memory_gb is not None and not 0 < self.reward_memory_gb < math.inf:
+            raise ValueError(f"reward_memory_gb={self.reward_memory_gb}: must be above 0 and finite, or None")
+        if not self.reward_num_workers:
+            for name, default in (("reward_timeout", TIMEOUT), ("reward_memory_gb", None)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)}: limits workers, and there are none; set reward_num_workers"
+                    )

@@ -1,0 +1,99 @@
+"""What a reward worker runs: one line in, one call, one line out, in the main thread. Started by reward_workers.py."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from rollout.reward_calls import Fault, checked, raised
+from rollout.reward_loading import find_reward
+
+GIB = 2**30
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[2]))
+    connection.set_inheritable(False)  # a child of a function would keep it open after we are gone
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
+    setup = requests.get()
+    try:
+        calls = [find_reward(spec)[1] for spec in setup["specs"]]
+    except ValueError as error:
+        _reply(connection, {"error": str(error)})
+        return
+    if setup["memory_gb"] is not None:
+        _limit_memory(setup["memory_gb"])
+    _reply(connection, {"ready": True})
+    while True:
+        request = requests.get()
+        _reply(connection, _answer(calls[request["function"]], request))
+
+
+def _read(connection: socket.socket, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """The trainer's end is watched also while a function runs: without the trainer there is nobody to end a hang."""
+    try:
+        with connection.makefile("rb") as lines:
+            for line in lines:
+                requests.put(json.loads(line))
+    finally:
+        os.killpg(0, signal.SIGKILL)  # this process, which leads its group, and what its functions started
+
+
+def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = request.get("arguments")
+        if arguments is None:
+            arguments = pickle.loads(base64.b64decode(request["pickled"]))  # written by the process that started us
+        returned = call(**arguments)
+        if inspect.isawaitable(returned):
+            returned = _loop().run_until_complete(_awaited(returned))
+        outcome = checked(returned, request["rows"])
+    except BaseException as error:  # the user's code may raise anything, and only this process would end of it
+        outcome = raised(error, call)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would hit the next call
+    return {"fault": list(outcome)} if isinstance(outcome, Fault) else {"scores": outcome}
+
+
+@cache
+def _loop() -> Any:
+    """One for all calls, so that clients can keep connections; most functions need none, and it is slow to import."""
+    import asyncio
+
+    return asyncio.new_event_loop()
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _reply(connection: socket.socket, reply: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def _limit_memory(gigabytes: float) -> None:
+    """Beyond what is mapped by now: the limit is not for the interpreter and the libraries of the functions."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):  # no such limit, or no such count, on this system
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = mapped + int(gigabytes * GIB)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

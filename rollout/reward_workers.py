@@ -1,0 +1,262 @@
+"""Processes that run reward functions: a call that hangs, dies or eats memory costs its rows, not the run.
+
+    pool = WorkerPool(["my_rewards.polite"], num_workers=4, timeout=60, memory_gb=None, stop=True)
+    future = pool.submit(0, {"completions": [...]}, num_rows=8)      # function 0, by name of the argument
+    future.result().scores
+
+Each worker is a fresh interpreter that loads the functions by name and runs them in its main thread, where verifiers
+built on signal.alarm work. Requests and replies are JSON lines over a socket pair (values that JSON would change travel
+pickled, from us to our own child only). A thread here looks after each worker and replaces it when it has to.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import os
+import pickle
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from data.types import Prompt
+from rollout.reward_calls import Fault, Outcome, Scored, score_rows
+
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rollout.reward_process import main; main()"
+START_SECONDS = 300.0  # to import what the functions need
+GLANCE = 0.2  # seconds between looks whether the process is still there
+CHUNK = 2**16
+CLOSED = "the rewards were closed while rows were being scored"
+
+
+class Task(NamedTuple):
+    function: int
+    arguments: dict[str, list[Any]]
+    num_rows: int
+    future: Future[Scored]
+
+
+class WorkerPool:
+    """`num_workers` processes that all have the same functions, and a queue of calls."""
+
+    def __init__(
+        self, specs: Sequence[str], *, num_workers: int, timeout: float, memory_gb: float | None, stop: bool
+    ) -> None:
+        self.num_workers = num_workers
+        self._timeout = timeout
+        self._memory_gb = memory_gb
+        self._stop = stop
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._workers = [Worker(specs, memory_gb) for _ in range(num_workers)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name=f"reward-worker-{i}", daemon=True)
+            for i, worker in enumerate(self._workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: int, arguments: dict[str, list[Any]], num_rows: int) -> Future[Scored]:
+        assert not self._closed.is_set(), "submit after close"
+        future: Future[Scored] = Future()
+        self._tasks.put(Task(function, arguments, num_rows, future))
+        return future
+
+    def close(self) -> None:
+        """End the processes; calls not yet answered are cancelled."""
+        self._closed.set()
+        for worker in self._workers:
+            worker.close()  # a call under way ends at once, as one of a worker that died
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, worker: Worker) -> None:
+        while (task := self._tasks.get()) is not None:
+            if self._closed.is_set() or not task.future.set_running_or_notify_cancel():
+                task.future.cancel()
+                continue
+            try:
+                task.future.set_result(self._scored(worker, task))
+            except BaseException as error:  # raised where the result is asked for
+                task.future.set_exception(error)
+
+    def _scored(self, worker: Worker, task: Task) -> Scored:
+        def call(low: int, high: int, seconds: float) -> Outcome:
+            part = {name: values[low:high] for name, values in task.arguments.items()}
+            outcome = worker.call(task.function, part, high - low, seconds)
+            if self._closed.is_set():
+                raise RuntimeError(CLOSED)
+            return self._told(outcome)
+
+        first = call(0, task.num_rows, self._timeout)
+        return score_rows(call, task.num_rows, first=first, timeout=self._timeout, stop=self._stop)
+
+    def _told(self, outcome: Outcome) -> Outcome:
+        """Faults that have to do with a limit name the setting."""
+        if isinstance(outcome, Fault) and outcome.kind == "timeout":
+            what = f"did not return within reward_timeout={self._timeout:g} s"
+            return Fault("timeout", what, "; raise the limit, or make the function give up earlier")
+        if isinstance(outcome, Fault) and outcome.kind == "memory" and self._memory_gb is not None:
+            return outcome._replace(what=f"ran out of memory (reward_memory_gb={self._memory_gb:g})")
+        return outcome
+
+
+class Worker:
+    """One process. It is started when it is first needed and again after every death."""
+
+    def __init__(self, specs: Sequence[str], memory_gb: float | None) -> None:
+        self._setup = {"specs": list(specs), "memory_gb": memory_gb}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._unread = b""
+        self._lock = threading.Lock()  # close() comes from another thread
+        self._ready = self._closed = False
+        self._folder = os.getcwd()  # where names of files are relative to, whatever becomes of it
+        self._start()
+
+    def call(self, function: int, arguments: dict[str, list[Any]], num_rows: int, seconds: float) -> Outcome:
+        """What the function made of it; never an exception of the function's."""
+        self._await_start()
+        reply = self._ask({"function": function, "rows": num_rows, **_packed(arguments)}, seconds)
+        if isinstance(reply, Fault):
+            self.kill()
+            return reply
+        if "fault" in reply:
+            fault = Fault(*reply["fault"])
+            if fault.kind == "memory":
+                self.kill()  # whatever else it holds by now
+            return fault
+        assert len(reply["scores"]) == num_rows, (len(reply["scores"]), num_rows)
+        return [Fault(*score) if isinstance(score, list) else score for score in reply["scores"]]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.kill()
+
+    def kill(self) -> None:
+        """It and whatever it started; its own children are in its process group."""
+        with self._lock:
+            process, self._process, self._ready = self._process, None, False
+            if process is None:
+                return
+            kill_group(process)
+            process.wait()
+            if self._socket is not None:
+                self._socket.close()
+            self._socket, self._unread = None, b""
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(CLOSED)
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", START, json.dumps(sys.path), str(theirs.fileno())],
+                    cwd=self._folder,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is the trainer's to handle
+                )
+            self._unread, self._ready = b"", False
+
+    def _await_start(self) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            self.kill()  # it ended between two calls: nobody's fault
+        if self._process is None:
+            self._start()
+        if self._ready:
+            return
+        reply = self._ask(self._setup, START_SECONDS)
+        if isinstance(reply, Fault):
+            self.kill()
+            raise ValueError(
+                f"reward_funcs={self._setup['specs']}: a worker {reply.what} while it loaded the functions; try "
+                "reward_num_workers 0 to see why"
+            )
+        if "error" in reply:
+            self.kill()
+            raise ValueError(f"{reply['error']} (in a worker)")
+        self._ready = True
+
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | Fault:
+        """A line there and a line back; a fault when there is none in time or nobody left to write it."""
+        process, connection = self._process, self._socket
+        deadline = time.monotonic() + seconds
+        if process is None or connection is None:
+            return _death(None)
+        try:
+            connection.settimeout(max(seconds, GLANCE))
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            while b"\n" not in self._unread:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return Fault("timeout", f"did not return within {seconds:g} s", "")
+                readable, _, _ = select.select([connection], [], [], min(left, GLANCE))
+                received = connection.recv(CHUNK) if readable else None
+                if received == b"" or (received is None and process.poll() is not None):
+                    return _death(process)
+                self._unread += received or b""
+        except TimeoutError:
+            return Fault("timeout", f"did not return within {seconds:g} s", "")
+        except (OSError, ValueError):  # a pipe without a reader, or closed by kill()
+            return _death(process)
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+
+def _death(process: subprocess.Popen[bytes] | None) -> Fault:
+    status = None
+    if process is not None:
+        kill_group(process)  # it may have closed its end and live on
+        status = process.wait()
+    if status is not None and status < 0:
+        how = f"lost its process (killed by {signal.Signals(-status).name})"
+        return Fault("died", how, "; look for what crashes it, or for memory running out")
+    return Fault("died", f"ended its process (exit status {status})", "; a reward function must return")
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """A process that leads a group of its own, and all it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def shards(prompts: Sequence[Prompt], num_workers: int) -> list[tuple[int, int]]:
+    """(start, end) of at most num_workers runs of whole groups, as equal as whole groups allow; a group is the rows of
+    one prompt that follow each other.
+    """
+    starts = [i for i, prompt in enumerate(prompts) if i == 0 or prompt.source != prompts[i - 1].source]
+    if not starts:
+        return []
+    size = math.ceil(len(starts) / num_workers)
+    edges = [*starts[::size], len(prompts)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _packed(arguments: dict[str, list[Any]]) -> dict[str, Any]:
+    if all(name == "completion_ids" or _is_plain(values) for name, values in arguments.items()):
+        return {"arguments": arguments}
+    return {"pickled": base64.b64encode(pickle.dumps(arguments)).decode()}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives back just this."""
+    if type(value) is list:
+        return all(_is_plain(item) for item in value)
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (str, int, float, bool)

@@ -1,0 +1,350 @@
+"""A function of the user's that makes the completions, `--rollout-func my_module.fn`; its signature says which kind.
+
+    def fn(prompts, trainer):                       # TRL: one entry per completion that is wanted, all in one call
+        return {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "env_mask": [...], "score": [...]}
+
+    def fn(model, processing_class, prompts, generation_config):        # the older one, as axolotl's documents show it
+        return ["a completion", ...]
+
+    async def fn(client, prompt, seed):             # ours: one completion; all of them run at the same time
+        return await client.generate(prompt.ids, seed)      # a Completion, or one entry of the first kind's dict
+
+env_mask is 1 where the model wrote a token and 0 where something else did; without it the model wrote all. Other keys
+are columns for the rewards, by their names. Missing logprobs are computed by the trainer, and texts are tokenised once.
+The first two kinds run in the thread that trains, so nothing else happens meanwhile; the third overlaps with training.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from data.chat import common_prefix, end_of_turn_id, render_completion, render_responses
+from data.types import Prompt
+from data.user_code import place, told
+from rollout.episodes import Client, Episode, EpisodeSource
+from rollout.source import Job, Source, finished
+from rollout.turns import turn_seed
+from rollout.types import Completion, Request, Sampling
+from rollout.user_function import find_callable
+
+Kind = Literal["episode", "batch", "texts"]
+SIGNATURES = (
+    "def fn(prompts, trainer), def fn(model, processing_class, prompts, generation_config) or "
+    "async def fn(client, prompt, seed)"
+)
+TOKENS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "finish_reason")
+RESERVED = ("prompt", "prompts", "completion", "completions")
+
+
+class RolloutFunction:
+    """What --rollout-func names, loaded and sorted."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec, self.label = spec, f"rollout_func={spec}"
+        _, self.call = find_callable(spec, self.label)
+        self.kind = kind_of(self.call, self.label)
+
+    def source(self, engine: Any, sampling: Sampling, **settings: Any) -> Source:
+        """Completions by this function; settings are what it finds under trainer.args besides the sampling's."""
+        if self.kind == "episode":
+            return EpisodeSource(engine, sampling, self.episode())
+        return FunctionSource(self, engine, sampling, settings)
+
+    def episode(self) -> Episode:
+        """The asynchronous kind, with what it returns checked."""
+
+        async def run(client: Client, prompt: Prompt, seed: int) -> Completion:
+            try:
+                returned = await self.call(client, prompt, seed)
+            except (Exception, SystemExit) as error:  # the user's code may raise anything
+                raise ValueError(f"{self.label}: {told(error)} on {prompt.source}{place(error, self.call)}") from None
+            check = Check(f"{self.label}, {prompt.source}", client.sampling, client.tokenizer)
+            if isinstance(returned, Completion):
+                return check.completion(returned)
+            if not isinstance(returned, dict):
+                raise ValueError(
+                    f"{check.label}: returned {type(returned).__name__}; return a Completion, or a dict with "
+                    "completion_ids and logprobs"
+                )
+            if returned.get("logprobs") is None:
+                raise ValueError(
+                    f"{check.label}: has no logprobs, and the weights may have changed by the time they could be "
+                    "computed; return those that client.generate gave"
+                )
+            return check.row({"prompt_ids": prompt.ids, **returned}, client.version)
+
+        return run
+
+
+def kind_of(call: Callable[..., Any], label: str) -> Kind:
+    """Which of the three signatures it has."""
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    names = [p.name for p in parameters]
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__):
+        if len(required) == 3:
+            return "episode"
+    elif names[:3] == ["model", "processing_class", "prompts"] and set(required[3:]) <= {"generation_config"}:
+        return "texts"
+    elif names[:1] == ["prompts"] and len(names) >= 2 >= len(required):
+        return "batch"
+    raise ValueError(f"{label}: takes ({', '.join(names)}); it must be one of {SIGNATURES}")
+
+
+class Trainer:
+    """What a function of TRL's kind gets as `trainer`: the parts of it that make sense here."""
+
+    def __init__(self, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
+        own = getattr(engine, "own", engine)  # the engine in this process, of which there always is one
+        self.engine, self.sampling = engine, sampling
+        self.processing_class, self.model = own.tokenizer, own.model
+        limits = {"max_completion_length": sampling.max_tokens, "temperature": sampling.temperature}
+        self.args = SimpleNamespace(**limits, top_p=sampling.top_p, top_k=sampling.top_k, **settings)
+        self.state = SimpleNamespace(global_step=engine.version)
+        self.seeds = iter(())
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None) -> list[Completion]:
+        """Completions of lists of ids by the engine of the run, with seeds that a resumed run has again."""
+        sampling = self.sampling if max_tokens is None else replace(self.sampling, max_tokens=max_tokens)
+        return self.engine.generate([Request(prompt_ids=list(ids), seed=next(self.seeds)) for ids in prompts], sampling)
+
+
+class FunctionSource:
+    """Source by one call of a synchronous function for all groups."""
+
+    def __init__(self, function: RolloutFunction, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
+        self.function, self.engine, self.sampling, self.settings = function, engine, sampling, settings
+        self.own = getattr(engine, "own", engine)
+
+    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+        jobs = [job for group in groups for job in group]
+        if not jobs:
+            return [finished([]) for _ in groups]
+        made = iter(self._texts(jobs) if self.function.kind == "texts" else self._rows(jobs))
+        return [finished([next(made) for _ in group]) for group in groups]
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def _rows(self, jobs: Sequence[Job]) -> list[Completion]:
+        """A dict of lists, one entry per prompt."""
+        trainer = Trainer(self.engine, self.sampling, self.settings)
+        seed = jobs[0].seed
+        trainer.seeds = (turn_seed(seed, turn) for turn in range(1, 2**62))
+        returned = self._call(jobs, [job.prompt.prompt for job in jobs], trainer)
+        if not isinstance(returned, dict):
+            raise ValueError(
+                f"{self.function.label}: returned {type(returned).__name__}; return a dict of lists with prompt_ids, "
+                "completion_ids and logprobs"
+            )
+        for name in ("prompt_ids", "completion_ids"):
+            if name not in returned:
+                raise ValueError(f"{self.function.label}: returned no {name!r} (but {', '.join(map(str, returned))})")
+        columns = {name: _listed(self.function.label, name, value, len(jobs)) for name, value in returned.items()}
+        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(jobs))]
+        made = [self._check(job).row(row, self.engine.version) for job, row in zip(jobs, rows, strict=True)]
+        return self._scored(made, [row.get("logprobs") is None for row in rows])
+
+    def _texts(self, jobs: Sequence[Job]) -> list[Completion]:
+        """A list of strings, tokenised here once."""
+        known = {
+            "model": self.own.model,
+            "processing_class": self.own.tokenizer,
+            "prompts": [job.prompt.prompt for job in jobs],
+            "generation_config": self._generation_config(),
+        }
+        names = inspect.signature(self.function.call).parameters
+        returned = self._call(jobs, **{name: value for name, value in known.items() if name in names})
+        texts = _listed(self.function.label, "list of completions", returned, len(jobs))
+        made = []
+        for job, text in zip(jobs, texts, strict=True):
+            if not isinstance(text, str):
+                raise ValueError(f"{self.function.label}: returned {text!r:.60} for {job.prompt.source}, not a string")
+            made.append(self._check(job).text(job.prompt, text, self.engine.version))
+        return self._scored(made, [True] * len(made))
+
+    def _scored(self, made: list[Completion], unknown: Sequence[bool]) -> list[Completion]:
+        """Log-probs where there are none, by the trainer's own model at the temperature of the run."""
+        sequences = [(c.prompt_ids, c.ids) for c, missing in zip(made, unknown, strict=True) if missing]
+        scored = iter(self.own.score(sequences, self.sampling.temperature) if sequences else ())
+        completions = []
+        for completion, missing in zip(made, unknown, strict=True):
+            if missing:
+                mask = completion.mask or [True] * len(completion.ids)
+                logps = [logp if own else 0.0 for logp, own in zip(next(scored), mask, strict=True)]
+                completion = replace(completion, logps=logps)
+            completions.append(completion)
+        return completions
+
+    def _call(self, jobs: Sequence[Job], *args: Any, **kwargs: Any) -> Any:
+        call, label = self.function.call, self.function.label
+        try:
+            with _evaluating(self.own.model, jobs[0].seed):
+                return call(*args, **kwargs)
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            rows = f"{jobs[0].prompt.source} to {jobs[-1].prompt.source}"
+            raise ValueError(f"{label}: {told(error)} on rows {rows}{place(error, call)}") from None
+
+    def _check(self, job: Job) -> Check:
+        return Check(f"{self.function.label}, {job.prompt.source}", self.sampling, self.own.tokenizer)
+
+    def _generation_config(self) -> Any:
+        from transformers import GenerationConfig
+
+        return GenerationConfig(
+            max_new_tokens=self.sampling.max_tokens,
+            do_sample=self.sampling.temperature > 0,
+            temperature=self.sampling.temperature or 1.0,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+            eos_token_id=list(self.sampling.stop_ids) or None,
+            pad_token_id=self.own.tokenizer.pad_token_id,
+        )
+
+
+class Check:
+    """From what a user's function returned for one row to a Completion, or a sentence that names the row."""
+
+    def __init__(self, label: str, sampling: Sampling, tokenizer: Any) -> None:
+        self.label, self.sampling, self.tokenizer = label, sampling, tokenizer
+
+    def row(self, row: dict[str, Any], version: int) -> Completion:
+        prompt_ids, ids = self._ids(row, "prompt_ids"), self._ids(row, "completion_ids")
+        logps = None if row.get("logprobs") is None else _plain(row["logprobs"])
+        mask = None if row.get("env_mask") is None else _plain(row["env_mask"])
+        if mask is not None and (not isinstance(mask, list) or any(flag not in (0, 1) for flag in mask)):
+            raise ValueError(f"{self.label}: its env_mask is not a list of 0 and 1; give 1 where the model wrote")
+        mask = None if mask is None else [bool(flag) for flag in mask]
+        own = ids if mask is None else [token for token, flag in zip(ids, mask, strict=False) if flag]
+        columns = {name: value for name, value in row.items() if name not in TOKENS}
+        return self.completion(
+            Completion(
+                prompt_ids=prompt_ids,
+                ids=ids,
+                logps=[0.0] * len(ids) if logps is None else logps,
+                finish_reason=row.get("finish_reason") or self._finish_reason(ids, mask),
+                text=self._decode(ids),
+                versions=[(version, len(own))],
+                mask=mask,
+                columns=columns,
+            )
+        )
+
+    def text(self, prompt: Prompt, text: str, version: int) -> Completion:
+        """A string, tokenised with what stands before it and closed as the model would; cut where it is too long."""
+        try:
+            if isinstance(prompt.prompt, str):
+                ids, start = render_completion(self.tokenizer, prompt.prompt, text)
+                ids = ids + [self.tokenizer.eos_token_id] * (self.tokenizer.eos_token_id is not None)
+            else:
+                turn = [{"role": "assistant", "content": text}]
+                _, (ids,) = render_responses(self.tokenizer, prompt.prompt, [turn])
+                start = common_prefix(prompt.ids, ids)
+        except ValueError as error:
+            raise ValueError(f"{self.label}: {error}") from None
+        made = ids[start : start + self.sampling.max_tokens]
+        whole = len(ids) - start <= self.sampling.max_tokens
+        return self.completion(
+            Completion(
+                prompt_ids=ids[:start],
+                ids=made,
+                logps=[0.0] * len(made),
+                finish_reason="stop" if whole else "length",
+                text=text if whole else self._decode(made),
+                versions=[(version, len(made))],
+                columns={"retokenised": 1.0},
+            )
+        )
+
+    def completion(self, completion: Completion) -> Completion:
+        """Refuse what the trainer would stumble over later, far from the row."""
+        ids, logps, mask = completion.ids, completion.logps, completion.mask
+        if not ids:
+            raise ValueError(f"{self.label}: a completion without tokens; return at least the end token")
+        if len(ids) > self.sampling.max_tokens:
+            raise ValueError(
+                f"{self.label}: {len(ids)} completion_ids are more than max_completion_length="
+                f"{self.sampling.max_tokens}; cut them, or raise it"
+            )
+        if not isinstance(logps, list) or not all(isinstance(x, float | int) and math.isfinite(x) for x in logps):
+            raise ValueError(f"{self.label}: its logprobs are not a list of finite numbers; give one per token")
+        for name, values in (("logprobs", logps), ("env_mask", ids if mask is None else mask)):
+            if len(values) != len(ids):
+                raise ValueError(f"{self.label}: {len(values)} entries in {name} for {len(ids)} completion_ids")
+        if completion.finish_reason not in ("stop", "length"):
+            raise ValueError(f"{self.label}: finish_reason={completion.finish_reason!r}: must be 'stop' or 'length'")
+        bad = [name for name in completion.columns if not isinstance(name, str) or name in RESERVED]
+        if bad:
+            raise ValueError(f"{self.label}: the column {bad[0]!r} has a name that rewards know already; rename it")
+        if mask is None:
+            return replace(completion, logps=[float(x) for x in logps])
+        # What the model did not write has no log-prob of its own, whatever the function put there.
+        logps = [float(x) if own else 0.0 for x, own in zip(logps, mask, strict=True)]
+        return replace(completion, logps=logps)
+
+    def _ids(self, row: dict[str, Any], name: str) -> list[int]:
+        ids = _plain(row[name]) if name in row else None
+        if not isinstance(ids, list) or not all(isinstance(x, int) and not isinstance(x, bool) for x in ids):
+            raise ValueError(f"{self.label}: its {name} are {_shown(row.get(name))}, not a list of token ids")
+        outside = [x for x in ids if not 0 <= x < len(self.tokenizer)]
+        if outside:
+            raise ValueError(
+                f"{self.label}: id {outside[0]} in {name} is not of this tokenizer ({len(self.tokenizer)})"
+            )
+        return ids
+
+    def _finish_reason(self, ids: list[int], mask: list[bool] | None) -> Literal["stop", "length"]:
+        """The model stopped, or something else had the last word; otherwise it was cut off."""
+        stops = {*self.sampling.stop_ids, self.tokenizer.eos_token_id, end_of_turn_id(self.tokenizer)}
+        ended = bool(ids) and (ids[-1] in stops or (mask is not None and len(mask) == len(ids) and not mask[-1]))
+        return "stop" if ended or self._decode(ids).endswith(self.sampling.stop or ("\0",)) else "length"
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _listed(label: str, name: str, value: Any, count: int) -> list[Any]:
+    value = _plain(value)
+    if value is None and name in ("logprobs", "env_mask"):
+        return [None] * count
+    if not isinstance(value, list) or len(value) != count:
+        raise ValueError(f"{label}: its {name} is {_shown(value)}; return a list with one entry per prompt ({count})")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """numpy, torch and tuples as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list) else f"{value!r:.60}"
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module, seed: int) -> Iterator[None]:
+    """Evaluation mode, no gradients, and random numbers that depend on the rows alone, so that a resumed run agrees."""
+    training = [module for module in model.modules() if module.training]
+    device = next(model.parameters()).device
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed % 2**63)
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,147 @@
+"""Calls of tools in a model's text, in the formats that models are trained on.
+
+    hermes        <tool_call>{"name": "lookup", "arguments": {"key": "ab"}}</tool_call>     Hermes, Qwen
+    llama3_json   {"name": "lookup", "parameters": {"key": "ab"}}                           Llama 3.1 and later
+    pythonic      [lookup(key="ab")]                                                        Llama 3.2, Llama 4
+
+    parse = find_format("auto", tokenizer)
+    parse('[lookup(key="ab")]') -> Parsed(content="", calls=[Call(name="lookup", arguments={"key": "ab"})])
+
+Text that means to be a call and is none is a call with an error, so that the model can be told what was wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names, which models also write in Python's calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call, or with an error what was meant to be one."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    positional: tuple[Any, ...] = ()  # arguments without a name, where the format has them
+    error: str | None = None
+
+
+class Parsed(NamedTuple):
+    content: str  # the text around the calls
+    calls: list[Call]
+
+
+Parse = Callable[[str], Parsed]
+
+
+def hermes(text: str) -> Parsed:
+    """Any number of <tool_call> blocks; what a model thinks aloud in <think> is not read."""
+    thought, closed, said = text.rpartition("</think>")
+    parts = re.split(r"(<tool_call>.*?(?:</tool_call>|\Z))", said, flags=re.DOTALL)
+    calls = []
+    for block in parts[1::2]:
+        body = block.removeprefix("<tool_call>")
+        if not body.endswith("</tool_call>"):
+            calls.append(Call(error="<tool_call> is not closed by </tool_call>"))
+        else:
+            calls.append(_json_call(body.removesuffix("</tool_call>")))
+    return Parsed((thought + closed + "".join(parts[::2])).strip(), calls)
+
+
+def llama3_json(text: str) -> Parsed:
+    """The whole text is one object, or several with semicolons between; an object without a name is an answer."""
+    tagged = text.lstrip().startswith("<|python_tag|>")
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not tagged and not re.match(r'\{\s*"(name|type)"', body):
+        return Parsed(text.strip(), [])
+    calls = []
+    while body:
+        try:
+            value, end = json.JSONDecoder().raw_decode(body)
+        except (ValueError, RecursionError):
+            calls.append(Call(error="is not valid JSON"))
+            break
+        calls.append(_object_call(value))
+        body = body[end:].lstrip(" ;\n")
+    return Parsed("", calls)
+
+
+def pythonic(text: str) -> Parsed:
+    """The whole text is a Python list of calls with literal arguments."""
+    body = text.strip()
+    if not re.match(r"\[\s*[A-Za-z_]\w*\s*\(", body):
+        return Parsed(body, [])
+    try:
+        tree = ast.parse(body, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Parsed("", [Call(error="is not a list of calls such as [name(key='value')]")])
+    if not isinstance(tree, ast.List):
+        return Parsed("", [Call(error="is not a list of calls such as [name(key='value')]")])
+    return Parsed("", [_python_call(node) for node in tree.elts])
+
+
+FORMATS: dict[str, Parse] = {"hermes": hermes, "llama3_json": llama3_json, "pythonic": pythonic}
+
+
+def find_format(name: str, tokenizer: Any) -> Parse:
+    """The parser of that name; auto is what the chat template tells the model to write."""
+    if name != "auto":
+        return FORMATS[name]
+    template = str(tokenizer.chat_template or "")
+    if "<tool_call>" in template:
+        return hermes
+    if '"parameters"' in template and ("ipython" in template or "python_tag" in template):
+        return llama3_json
+    if "func_name1(params_name1=params_value1" in template.replace(" ", ""):
+        return pythonic
+    raise ValueError(
+        f"tool_format=auto: the chat template does not say how to write a call; set one of {', '.join(FORMATS)}, and "
+        "show it to the model in the system prompt or by SFT"
+    )
+
+
+def _json_call(text: str) -> Call:
+    try:
+        return _object_call(json.loads(text))
+    except (ValueError, RecursionError):
+        return Call(error="is not valid JSON")
+
+
+def _object_call(value: Any) -> Call:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call(error="is not an object with a name and its arguments")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the object into a string
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        return Call(name=value["name"], error="its arguments are not an object")
+    return Call(name=value["name"], arguments=arguments)
+
+
+def _python_call(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return Call(error="is not a list of calls such as [name(key='value')]")
+    name = node.func.id
+    if any(keyword.arg is None for keyword in node.keywords):
+        return Call(name=name, error="its arguments are not plain values")
+    try:
+        positional = tuple(_literal(value) for value in node.args)
+        arguments = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return Call(name=name, error="its arguments are not plain values")
+    return Call(name=name, arguments=arguments, positional=positional)
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    return ast.literal_eval(node)

@@ -1,0 +1,159 @@
+"""An episode with tools: turns of the model, with the results of its calls between them.
+
+    toolset = load_tools(("lookup",), timeout=10.0)
+    episode = ToolEpisode(toolset, tokenizer, tool_format="pythonic", max_turns=4)
+    source = EpisodeSource(engine, sampling, episode)
+    -> Completion(
+           ids=call + result + answer, mask=True.. + False.. + True.., text="37",
+           messages=[{"role": "assistant", "content": "", "tool_calls": [...]},
+                     {"role": "tool", "name": "lookup", "content": "37"}, {"role": "assistant", "content": "37"}],
+           columns={"num_turns": 2, "tool_calls": 1, "tool_errors": 0})
+
+The limit on tokens holds for all that follows the prompt, results included. An episode that ends because of it, or with
+a call in its last turn, has finish_reason "length". `text` is that of the last turn.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from data.types import Messages, Prompt
+from rollout.environment_options import ToolConfig
+from rollout.episodes import Client
+from rollout.tool_calls import Call, Parsed, find_format
+from rollout.tools import Toolset, Turns
+from rollout.turns import CALL_ID, Continuation, Transcript, turn_seed
+from rollout.types import Completion
+
+
+class ToolEpisode:
+    """Called with a client, a prompt and a seed: one episode (see episodes.py)."""
+
+    def __init__(
+        self,
+        toolset: Toolset,
+        tokenizer: Any,
+        *,
+        tool_format: str = "auto",
+        max_turns: int = 8,
+        max_tool_tokens: int | None = None,
+    ) -> None:
+        self.toolset, self.tokenizer = toolset, tokenizer
+        self.max_turns, self.max_tool_tokens = max_turns, max_tool_tokens
+        self.parse: Callable[[str], Parsed] = find_format(tool_format, tokenizer)
+        self.continuation = Continuation(tokenizer)
+
+    @classmethod
+    def of(cls, cfg: ToolConfig, toolset: Toolset, tokenizer: Any) -> ToolEpisode:
+        return cls(
+            toolset,
+            tokenizer,
+            tool_format=cfg.tool_format,
+            max_turns=cfg.max_turns,
+            max_tool_tokens=cfg.max_tool_tokens,
+        )
+
+    async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
+        turns = self.toolset.begin(prompt)
+        transcript = Transcript(prompt.ids)
+        messages: Messages = []
+        limit = client.sampling.max_tokens
+        num_calls = num_errors = 0
+        for turn in range(self.max_turns):
+            turns.turn = turn
+            made = await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=limit - len(transcript))
+            transcript.add(made)
+            parsed = self._read(made)
+            messages.append(self._message(made, parsed))
+            finish_reason = made.finish_reason
+            if finish_reason == "length" or not parsed.calls:
+                break
+            finish_reason = "length"
+            if turn + 1 == self.max_turns:
+                break
+            results, failed = await self._results(parsed.calls, turns)
+            num_calls, num_errors = num_calls + len(results), num_errors + failed
+            between = self.continuation.ids(results, transcript.last_id)
+            if len(transcript) + len(between) >= limit:
+                break  # not a token would be left for the model, so the results stay out of its sight
+            transcript.insert(between)
+            messages += results
+        self.toolset.end(turns)
+        columns: dict[str, Any] = {"num_turns": turn + 1, "tool_calls": num_calls, "tool_errors": num_errors}
+        if turns.rewards:
+            columns["env_reward"] = sum(turns.rewards.values())
+            columns["turn_rewards"] = [turns.rewards.get(number, 0.0) for number in range(turn + 1)]
+        return transcript.completion(finish_reason, text=made.text, messages=messages, columns=columns)
+
+    def _read(self, made: Completion) -> Parsed:
+        """Calls of a turn; read off its text with special tokens, since some formats begin with one."""
+        ended = made.finish_reason == "stop" and made.ids and made.ids[-1] in self.tokenizer.all_special_ids
+        ids = made.ids[:-1] if ended else made.ids
+        if made.finish_reason == "length":
+            return Parsed(made.text, [])
+        parsed = self.parse(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return parsed if parsed.calls else Parsed(made.text, [])
+
+    async def _results(self, calls: Sequence[Call], turns: Turns) -> tuple[Messages, int]:
+        """One after the other, as the model wrote them: a tool may change what the next one finds."""
+        results, failed = [], 0
+        for call in calls:
+            text, error = await self.toolset.run(call, turns)
+            failed += error
+            message = {"role": "tool", "name": call.name, "tool_call_id": CALL_ID, "content": self._cut(text)}
+            results.append(message)
+        return results, failed
+
+    def _cut(self, text: str) -> str:
+        if self.max_tool_tokens is None:
+            return text
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) <= self.max_tool_tokens:
+            return text
+        return self.tokenizer.decode(ids[: self.max_tool_tokens], clean_up_tokenization_spaces=False)
+
+    def _message(self, made: Completion, parsed: Parsed) -> dict[str, Any]:
+        """A turn as a message; calls that could not be read stay in its text."""
+        if not parsed.calls or any(call.error for call in parsed.calls):
+            return {"role": "assistant", "content": made.text}
+        functions = [{"name": call.name, "arguments": self.toolset.named(call)} for call in parsed.calls]
+        calls = [{"id": CALL_ID, "type": "function", "function": function} for function in functions]
+        return {"role": "assistant", "content": parsed.content, "tool_calls": calls}
+
+
+def show_tools(
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    schemas: Sequence[dict[str, Any]],
+    *,
+    max_prompt_length: int | None = None,
+    longest: int | None = None,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> list[Prompt]:
+    """The same prompts with the tools in them, as the chat template writes them for the model.
+
+    Those that are now over max_prompt_length are left out and counted; longest is what the context leaves a prompt.
+    """
+    shown = []
+    for prompt in prompts:
+        text = tokenizer.apply_chat_template(
+            prompt.prompt, tools=list(schemas), tokenize=False, add_generation_prompt=True
+        )
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if longest is not None and len(ids) > longest and (max_prompt_length is None or len(ids) <= max_prompt_length):
+            raise ValueError(
+                f"{prompt.source}: with the tools in it the prompt has {len(ids)} tokens, and the context leaves "
+                f"{longest}; lower max_completion_length, or leave such rows out with max_prompt_length={longest}"
+            )
+        shown.append(replace(prompt, ids=ids))
+    if shown and all(one.ids == other.ids for one, other in zip(shown, prompts, strict=True)):
+        say("tools: the chat template does not show them to the model; describe them in the prompts, or teach by SFT")
+    kept = [prompt for prompt in shown if max_prompt_length is None or len(prompt.ids) <= max_prompt_length]
+    if shown and not kept:
+        raise ValueError(f"max_prompt_length={max_prompt_length}: with the tools all prompts are longer; raise it")
+    if len(kept) < len(shown):
+        say(f"data: left out {len(shown) - len(kept)} of {len(shown)} prompts over {max_prompt_length=} with the tools")
+    return kept

@@ -1,0 +1,175 @@
+"""Several turns as one sequence of tokens: what the model made, and what was written between its turns.
+
+    transcript = Transcript(prompt.ids)
+    made = await client.generate(transcript.ids, turn_seed(seed, 0))
+    transcript.add(made)                                            # a turn of the model: trained
+    transcript.insert(continuation.ids([{"role": "tool", "content": "37"}], transcript.last_id))    # not trained
+    ...
+    return transcript.completion("stop", text=made.text, messages=messages, columns={"num_turns": 2})
+
+No id is ever made again from text: a turn stays the ids that were sampled, and only what is new is tokenised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from data.chat import end_of_turn_id
+from data.types import Messages
+from rollout.types import Completion
+
+MARK = "strop"  # a turn of the model, and a name, that no template rewrites
+CALL_ID = "strop0000"  # nine characters: some templates insist
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of a turn: the episode's own for the first, and others for the next ones, which must not draw the same."""
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "big")
+
+
+class Transcript:
+    """One episode so far."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.prompt_ids = list(prompt_ids)
+        self.made: list[int] = []  # all ids behind the prompt
+        self.logps: list[float] = []
+        self.mask: list[bool] = []
+        self.versions: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        """Tokens behind the prompt, of both kinds."""
+        return len(self.made)
+
+    @property
+    def ids(self) -> list[int]:
+        """What the model is given for its next turn."""
+        return self.prompt_ids + self.made
+
+    @property
+    def last_id(self) -> int:
+        return self.ids[-1]
+
+    def add(self, turn: Completion) -> None:
+        """A turn of the model, sampled behind exactly these ids."""
+        assert turn.prompt_ids == self.ids, f"the turn was sampled behind {turn.prompt_ids}, not {self.ids}"
+        self.made += turn.ids
+        self.logps += turn.logps
+        self.mask += turn.mask if turn.mask is not None else [True] * len(turn.ids)
+        for version, count in turn.versions:
+            if self.versions and self.versions[-1][0] == version:
+                version, count = version, self.versions.pop()[1] + count
+            self.versions.append((version, count))
+
+    def insert(self, ids: Sequence[int]) -> None:
+        """Tokens that someone else wrote: the model sees them and is not trained on them."""
+        self.made += ids
+        self.logps += [0.0] * len(ids)
+        self.mask += [False] * len(ids)
+
+    def completion(
+        self,
+        finish_reason: Literal["stop", "length"],
+        *,
+        text: str,
+        messages: Messages | None = None,
+        columns: dict[str, Any] | None = None,
+    ) -> Completion:
+        """The episode as one completion; its versions count the tokens that the model made."""
+        return Completion(
+            prompt_ids=list(self.prompt_ids),
+            ids=list(self.made),
+            logps=list(self.logps),
+            finish_reason=finish_reason,
+            text=text,
+            versions=list(self.versions),
+            mask=None if all(self.mask) else list(self.mask),
+            messages=messages,
+            columns=columns or {},
+        )
+
+
+class Continuation:
+    """What the chat template writes between the end of a turn and the next one, as ids.
+
+    Rendered behind a made-up turn, from whose end-of-turn token on the text is taken: special tokens are split off
+    before all else, so these ids are the same whatever the real turn said. A template that rewrites what came before
+    is refused when this is made: the model would be trained on a conversation that nobody else will ever show it.
+    """
+
+    def __init__(self, tokenizer: Any, role: Literal["tool", "user"] = "tool") -> None:
+        self.tokenizer, self.role = tokenizer, role
+        self.end_id = end_of_turn_id(tokenizer)
+        if self.end_id is None:
+            raise ValueError(
+                "chat_template: closes an assistant turn with no special token, so nothing can follow it exactly; use "
+                "a template that does (chatml, llama3, gemma)"
+            )
+        self.end_text = tokenizer.convert_ids_to_tokens(self.end_id)
+        self.opening = self._check()
+
+    def ids(self, messages: Messages, last_id: int) -> list[int]:
+        """Ids behind a turn that ended with last_id: these messages, up to where the model's next turn begins."""
+        text = self._after(self.opening, messages)
+        ids = self._encode(self.end_text + text)
+        assert ids[0] == self.end_id, f"{self.end_text!r} begins with id {ids[0]}, not {self.end_id}"
+        # A turn may have ended in another way: by a stop string, or another end token, which then stays what it is.
+        ended = last_id == self.end_id or last_id in self.tokenizer.all_special_ids
+        return ids[1:] if ended else ids
+
+    def _check(self) -> Messages:
+        """The turn to render behind: one with a call if the template knows calls, else one of plain text."""
+        call = {"id": CALL_ID, "type": "function", "function": {"name": MARK, "arguments": {MARK: MARK}}}
+        plain = {"role": "assistant", "content": MARK}
+        turns = [{**plain, "tool_calls": [call]}, plain] if self.role == "tool" else [plain]
+        reasons = []
+        for turn in turns:
+            try:
+                opening = [{"role": "user", "content": "2+2="}, turn]
+                self._check_prefix(opening)
+                return opening
+            except ValueError as error:
+                reasons.append(str(error))
+        raise ValueError(
+            f"chat_template: {reasons[-1]}; use a template that adds {self.role} turns one by one (chatml does)"
+        )
+
+    def _check_prefix(self, opening: Messages) -> None:
+        results = [self._message(text) for text in ("first result", "second result")]
+        # Without the generation prompt: behind it some templates open a block of thought that later ones leave out.
+        shown = [opening[:1], [*opening, results[0]], [*opening, results[0], opening[1], results[1]]]
+        start, once, twice = (self._render(messages, generation_prompt=False) for messages in shown)
+        if "first result" not in once or "second result" not in twice:
+            raise ValueError(f"does not show a message of the role {self.role!r}")
+        if not once.startswith(start) or not twice.startswith(once):
+            raise ValueError("writes earlier turns differently once others follow them")
+        if once[len(start) :] != twice[len(once) :].replace("second result", "first result"):
+            raise ValueError("writes the same messages differently later on")
+        self._after(opening, results[:1])
+
+    def _after(self, opening: Messages, messages: Messages) -> str:
+        """Text behind the end-of-turn token of the made-up turn."""
+        text = self._render([*opening, *messages], generation_prompt=True)
+        begin = text.find(self.end_text, text.find(MARK))
+        if MARK not in text or begin < 0:
+            raise ValueError("does not show, or does not close, the assistant turn before these messages")
+        return text[begin + len(self.end_text) :]
+
+    def _message(self, content: str) -> dict[str, Any]:
+        if self.role == "tool":
+            return {"role": "tool", "name": MARK, "tool_call_id": CALL_ID, "content": content}
+        return {"role": self.role, "content": content}
+
+    def _render(self, messages: Messages, *, generation_prompt: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        except Exception as error:  # templates are programs: Jinja errors, TypeErrors and their own raise_exception()
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"cannot render a turn of the role {self.role!r} ({reason})") from None
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,0 +1,141 @@
+"""Rows of NeMo Gym as they ship become prompts, and nothing of them is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.chat import render_prompt
+from data.nemo_gym import input_messages, load_nemo_gym, split_dataset
+from trainer.tiny.build import make_tokenizer
+
+ROW = {
+    "responses_create_params": {
+        "input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}],
+        "tools": None,
+    },
+    "agent_ref": {"type": "responses_api_agents", "name": "math_simple_agent"},
+    "answer": "4",
+    "metadata": {"source": "x", "solution": [True, None]},
+}
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_turn_of_the_input_stays_in_the_prompt_and_the_row_is_kept_whole(tmp_path):
+    tokenizer = make_tokenizer()
+    path = write(tmp_path, ROW)
+    (prompt,) = load_nemo_gym([str(path)], tokenizer)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}]
+    assert prompt.source == f"{path}:1"
+    assert prompt.prompt == messages
+    assert prompt.ids == render_prompt(tokenizer, messages)
+    assert json.loads(prompt.columns["verify_extra"]) == ROW
+    assert prompt.columns["nemo_gym_ref"] == {"server": None, "name": "math_simple_agent", "source": prompt.source}
+    assert prompt.columns["nemo_gym_index"] == 0
+    assert prompt.columns["answer"] == "4"
+    assert "responses_create_params" not in prompt.columns
+
+
+def test_equal_questions_are_told_apart_by_their_index(tmp_path):
+    path = write(tmp_path, ROW, ROW | {"answer": "5"})
+    prompts = load_nemo_gym([f"{path}@math", f"{path}:split=train[1:]@other"], make_tokenizer())
+    assert [p.columns["nemo_gym_index"] for p in prompts] == [0, 1, 2]
+    assert [p.columns["nemo_gym_ref"]["server"] for p in prompts] == ["math", "math", "other"]
+    assert [json.loads(p.columns["verify_extra"])["answer"] for p in prompts] == ["4", "5", "5"]
+
+
+def test_a_system_prompt_goes_before_rows_that_have_none(tmp_path):
+    bare = ROW | {"responses_create_params": {"input": "2+2="}}
+    prompts = load_nemo_gym([str(write(tmp_path, ROW, bare))], make_tokenizer(), system_prompt="Think.")
+    assert [p.prompt[0]["content"] for p in prompts] == ["Be brief.", "Think."]
+
+
+def test_calls_and_their_outputs_in_the_input_become_messages():
+    items = [
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "sf "}, {"type": "input_text", "text": "weather?"}],
+        },
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "a", "name": "get", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "put", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "cold"},
+        {"type": "function_call_output", "call_id": "b", "output": {"ok": True}},
+    ]
+    calls = [
+        {"id": name, "type": "function", "function": {"name": function, "arguments": "{}"}}
+        for name, function in (("a", "get"), ("b", "put"))
+    ]
+    assert input_messages(items) == [
+        {"role": "user", "content": "sf weather?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "cold", "tool_call_id": "a"},
+        {"role": "tool", "content": '{"ok": true}', "tool_call_id": "b"},
+    ]
+
+
+def test_a_relative_path_starts_from_the_gyms_folder_and_a_tilde_from_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert split_dataset("a/rows.jsonl@math", "~/Gym") == ("/home/me/Gym/a/rows.jsonl", "math")
+    assert split_dataset("~/rows.jsonl", "/gym") == ("/home/me/rows.jsonl", None)
+    assert split_dataset("/x/rows.jsonl:split=train[:5]@math", "/gym") == ("/x/rows.jsonl:split=train[:5]", "math")
+    assert split_dataset("rows.jsonl", None) == ("rows.jsonl", None)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "2+2="}, "has no 'responses_create_params' object; it is not a row of NeMo Gym"),
+        (ROW | {"agent_ref": None}, "has no agent_ref, and its dataset no server; write PATH@SERVER"),
+        (ROW | {"agent_ref": {"type": "x"}}, "agent_ref={'type': 'x'}: must be an object with a name"),
+        (ROW | {"verify_extra": 1}, "has a field 'verify_extra', which is ours; rename it"),
+        (ROW | {"responses_create_params": {"input": []}}, "must be text, or a list of at least one message"),
+        (ROW | {"responses_create_params": {"input": [{"type": "image"}]}}, "input[0]: type=image is not known"),
+        (
+            ROW | {"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}},
+            "input[0]: its content is not text; only text is supported",
+        ),
+        (
+            ROW | {"responses_create_params": {"input": [{"role": "assistant", "content": "4"}]}},
+            "the prompt ends with an assistant turn",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path, row, says):
+    path = write(tmp_path, ROW, row)
+    with pytest.raises(ValueError) as caught:
+        load_nemo_gym([str(path)], make_tokenizer())
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert says in str(caught.value)
+
+
+def test_prompts_that_are_too_long_are_left_out_aloud_or_refused(tmp_path, capsys):
+    long = ROW | {"responses_create_params": {"input": "x" * 50}}
+    path = write(tmp_path, ROW, long)
+    assert len(load_nemo_gym([str(path)], make_tokenizer(), max_prompt_length=40)) == 1
+    assert "left out 1 of 2 prompts over max_prompt_length=40 tokens" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="rows.jsonl:2: its prompt of .* do not fit the model's context of 60"):
+        load_nemo_gym([str(path)], make_tokenizer(), context_length=60, max_completion_length=20)
+
+
+def test_tools_that_a_single_turn_cannot_call_are_said(tmp_path, capsys):
+    tools = ROW | {"responses_create_params": {"input": "2+2=", "tools": [{"name": "add"}]}}
+    path = write(tmp_path, ROW, tools)
+    load_nemo_gym([str(path)], make_tokenizer(), multi_turn=True)
+    assert capsys.readouterr().err == ""
+    load_nemo_gym([str(path)], make_tokenizer())
+    assert "1 of 2 rows offer tools, which a single turn cannot call" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["@math", "rows.jsonl@", " @ "])
+def test_a_dataset_without_a_path_or_a_name_is_refused(text):
+    with pytest.raises(ValueError, match="is not of the form PATH@SERVER"):
+        split_dataset(text, None)

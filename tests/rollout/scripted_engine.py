@@ -1,0 +1,60 @@
+"""An engine that says what a test tells it to, in lockstep as the one in process: for schedules and conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from data.types import Prompt
+from rollout.types import Completion, Request, Sampling
+
+TINY = Path(__file__).resolve().parents[2] / "trainer" / "tiny"
+
+
+@lru_cache(maxsize=1)
+def tiny_tokenizer() -> Any:
+    """Bytes, with <|im_start|> and <|im_end|> (id 2) as tokens of their own."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def user_prompt(text: str, source: str = "rows.jsonl:1", **columns: Any) -> Prompt:
+    messages = [{"role": "user", "content": text}]
+    shown = tiny_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tiny_tokenizer()(shown, add_special_tokens=False)["input_ids"]
+    return Prompt(source=source, prompt=messages, ids=ids, columns=columns)
+
+
+class ScriptedEngine:
+    """reply(text so far, seed) -> the next turn; <|im_end|> is put behind it unless it is too long."""
+
+    concurrent = False
+
+    def __init__(self, reply: Callable[[str, int], str], context: int = 512) -> None:
+        self.reply, self.version = reply, 3
+        self.tokenizer = tiny_tokenizer()
+        config = SimpleNamespace(max_position_embeddings=context)
+        self.model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+        self.batches: list[list[Request]] = []
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        self.batches.append(list(requests))
+        return [self._one(request, sampling) for request in requests]
+
+    def _one(self, request: Request, sampling: Sampling) -> Completion:
+        text = self.reply(self.tokenizer.decode(request.prompt_ids), request.seed)
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        whole = len(ids) <= sampling.max_tokens
+        ids = ids[: sampling.max_tokens]
+        return Completion(
+            prompt_ids=list(request.prompt_ids),
+            ids=ids,
+            logps=[-0.5] * len(ids),
+            finish_reason="stop" if whole else "length",
+            text=text if whole else self.tokenizer.decode(ids),
+            versions=[(self.version, len(ids))],
+        )

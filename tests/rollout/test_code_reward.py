@@ -1,0 +1,195 @@
+"""Programs that are really run, good and bad."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from data.types import Prompt
+from rollout.code_reward import last_block, passes, program
+from rollout.rewards import load_rewards
+from rollout.types import Completion
+
+
+def score(prompts: list, texts: list[str], **columns: list) -> list[float | None]:
+    rows = [
+        Prompt(source=f"x:{i}", prompt=prompt, ids=[1], columns={name: values[i] for name, values in columns.items()})
+        for i, prompt in enumerate(prompts)
+    ]
+    done = [
+        Completion(prompt_ids=[1], ids=[1], logps=[0.0], finish_reason="stop", text=text, versions=[]) for text in texts
+    ]
+    return load_rewards(["code:4"]).score(rows, done).totals
+
+
+def fenced(code: str) -> str:
+    return f"Here it is.\n```python\n{code}\n```\nThat was it."
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_assert_lines_decide():
+    good, bad = "def double(x):\n    return 2 * x", "def double(x):\n    return x + 2"
+    tests = ["assert double(2) == 4", "assert double(5) == 10"]
+    asked = chat("Write a function that doubles a number.")
+    assert score(
+        [asked] * 6,
+        [fenced(good), fenced(bad), good, fenced(bad) + fenced(good), "I cannot.", fenced(good)],
+        tests=[tests, tests, "\n".join(tests), tests, tests, None],
+    ) == [1.0, 0.0, 1.0, 1.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("a\n```\nx = 1\n```\nb\n~~~py\nx = 2\n~~~\nc", "x = 2\n"),
+        ("so ```x``` then\n```py\nx = 1\n", "x = 1\n"),
+        ("````\n```\nx\n```\n````", "```\nx\n```\n"),
+        ("1.\n   ```python\n   def f():\n       pass\n   ```\n", "def f():\n    pass\n"),
+        ("", ""),
+    ],
+)
+def test_the_last_block_is_the_program(text, block):
+    assert last_block(text) == block
+
+
+STUB = 'import math\n\ndef area(r):\n    """Of a circle."""\n'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (STUB, "    return math.pi * r**2\n"),
+        (STUB, fenced(STUB + "    return math.pi * r**2\n")),
+        (STUB, fenced("def area(r):\n    return math.pi * r**2\n")),
+        (chat(f"Complete this:\n```python\n{STUB}```\n"), fenced("def area(r):\n    return math.pi * r**2\n")),
+        (chat("The area of a circle, please."), fenced("import math\ndef area(r):\n    return math.pi * r**2\n")),
+    ],
+)
+def test_a_completion_may_go_on_where_the_prompt_stops(prompt, text):
+    tests = "def check(candidate):\n    assert abs(candidate(2) - 12.566) < 0.001\n"
+    assert score([prompt], [text], tests=[tests], entry_point=["area"]) == [1.0]
+    assert score([prompt], [text], test=[tests], entry_point=["area"]) == [1.0], "as HumanEval calls it"
+    assert score([prompt], [text.replace("**2", "**3")], tests=[tests], entry_point=["area"]) == [0.0]
+
+
+def test_prose_is_not_run():
+    assert program("x = 1", "yes", None) == "x = 1"
+    assert program("x = 1", chat("Import taxes from (2010)?"), None) == "x = 1"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 32, 38, 53, 163])
+def test_humaneval_rows_as_they_ship(asset, number):
+    with gzip.open(asset("data/HumanEval.jsonl.gz"), "rt") as lines:
+        row = [json.loads(line) for line in lines][number]
+    columns = {name: [row[name]] * 3 for name in ("test", "entry_point")}
+    whole = row["prompt"] + row["canonical_solution"]
+    texts = [row["canonical_solution"], fenced(whole), "    return None\n"]
+    assert score([row["prompt"]] * 3, texts, **columns) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "def check(candidate): pass\nx = 2",
+        "x = 1 +",
+        "print('passed')",
+        "import os\nfor f in range(3, 20):\n    try: os.write(f, b'passed')\n    except OSError: pass\nos._exit(0)",
+        "import signal, os; os.kill(os.getppid(), signal.SIGKILL)",
+        "import atexit; atexit.register(lambda: print('x')); x = 0",
+    ],
+)
+def test_ending_early_is_not_passing(source):
+    assert not passes(source, "def check(candidate):\n    assert candidate == 1\n\ncheck(x)\n", 4.0)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: pass",
+        "import time; time.sleep(100)",
+        "import signal, time; signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(100)",
+        "x = bytearray(3 * 2**30)",
+        "x = 'a'\nwhile True: x += x",
+        "open('big', 'wb').write(b'0' * 2**26)",
+        "import os; os.fork()",
+        "import subprocess; subprocess.run(['true'], check=True)",
+        "import os\nif os.system('true'): raise ValueError",
+        "import socket; socket.create_connection(('127.0.0.1', PORT), timeout=1)",
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:PORT', timeout=1)",
+        "import socket; socket.getaddrinfo('localhost', PORT)",
+        "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0))",
+        "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    ],
+)  # fmt: skip
+def test_what_the_limits_are_for(source):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = source.replace("PORT", str(server.getsockname()[1]))
+        started = time.perf_counter()
+        assert not passes(source, "", 1.0)
+        assert time.perf_counter() - started < 8
+
+
+def test_ordinary_programs_have_what_they_need(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    source = """
+        import asyncio, collections, dataclasses, os, tempfile, time
+        @dataclasses.dataclass
+        class P:
+            x: int = 1
+        async def f():
+            await asyncio.sleep(0)
+            return P().x
+        assert asyncio.run(f()) == 1
+        with open("notes.txt", "w") as file:
+            file.write("fine")
+        assert open("notes.txt").read() == "fine" and os.listdir() == ["notes.txt"]
+        assert __name__ == "__main__" and "SECRET_TOKEN" not in os.environ
+        print("some output")
+        input = None
+    """
+    assert passes(textwrap.dedent(source), "assert P().x == 1", 10.0)
+
+
+def test_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+    for source in ("open('a', 'w').write('x')", "import time; time.sleep(100)"):
+        passes(source, "", 1.0)
+    assert list(tmp_path.iterdir()) == []
+    assert before == (len(os.listdir("/proc/self/fd")) if before else 0)
+
+
+def test_in_workers_and_with_faults():
+    rows = [Prompt(source=f"x:{i}", prompt="?", ids=[1], columns={"tests": "assert x == 1"}) for i in range(4)]
+    texts = ["x = 1", "x = 2", "while True: pass", "x = 1"]
+    done = [
+        Completion(prompt_ids=[1], ids=[1], logps=[0.0], finish_reason="stop", text=text, versions=[]) for text in texts
+    ]
+    rewards = load_rewards(["code:1"], num_workers=2, memory_gb=1.0)
+    assert rewards.names == ["code"]
+    assert rewards.score(rows, done).totals == [1.0, 0.0, 0.0, 1.0], "a program that hangs has failed, and that is all"
+    rewards.close()
+
+
+def test_bad_settings_are_refused():
+    for argument in ("", "fast", "0", "nan", "1e9"):
+        with pytest.raises(ValueError, match=f"reward_funcs=code:{argument}: write code:SECONDS"):
+            load_rewards([f"code:{argument}"])
+    with pytest.raises(ValueError, match="raised ValueError: the data has neither a column 'tests' nor 'test' on x:0"):
+        score(["?"], ["x = 1"])

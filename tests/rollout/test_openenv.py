@@ -1,0 +1,498 @@
+"""Episodes in OpenEnv environments: in this process with plain pydantic models, and the real package's own server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+
+from data.chat import render_conversation, render_prompt
+from data.types import Prompt
+from rollout.local import LocalEngine
+from rollout.openenv import OpenEnvSource, environment_seed, load_episode, opening
+from rollout.openenv_options import OpenEnvConfig
+from rollout.openenv_sessions import Failed, find_environment
+from rollout.source import Job, run_groups
+from rollout.types import Completion, Sampling
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = f"{Path(__file__).resolve()}:"
+real = pytest.mark.skipif(
+    importlib.util.find_spec("openenv") is None, reason="openenv-core is not installed: pip install -e '.[openenv]'"
+)
+
+
+class Guess(pydantic.BaseModel):
+    message: str
+    metadata: dict = {}
+
+
+class Answer(pydantic.BaseModel):
+    text: str
+    done: bool = False
+    reward: float | None = None
+    metadata: dict = {}
+
+
+class Count(pydantic.BaseModel):
+    low: int
+    high: int
+    done: bool = False
+    reward: float | None = None
+
+
+class HigherLower:
+    """Guess a number below ten: each answer says where it lies. The right one pays 1, every other costs 0.1."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    open = 0
+    most = 0
+
+    def __init__(self) -> None:
+        type(self).open += 1
+        type(self).most = max(type(self).most, type(self).open)
+
+    def reset(self, seed: int | None = None, low: int = 0) -> Answer:
+        self.number = seed % 10
+        return Answer(text=f"a number from {low} to 9")
+
+    def step(self, action: Guess) -> Answer:
+        if action.message == "raise":
+            raise RuntimeError("the board is broken")
+        if action.message == "sleep":
+            time.sleep(0.6)
+        guess = int(action.message) if action.message.isdigit() else -1
+        if guess == self.number:
+            return Answer(text="yes", done=True, reward=1.0)
+        return Answer(text="higher" if guess < self.number else "lower", reward=-0.1)
+
+    def close(self) -> None:
+        type(self).open -= 1
+
+
+class Alone(HigherLower):
+    SUPPORTS_CONCURRENT_SESSIONS = False
+
+
+class Later(HigherLower):
+    """The same, with async methods of its own."""
+
+    async def reset_async(self, seed: int | None = None, **settings: Any) -> Answer:
+        await asyncio.sleep(0)
+        return self.reset(seed)
+
+    async def step_async(self, action: Guess) -> Answer:
+        await asyncio.sleep(0)
+        return self.step(action)
+
+
+class Program(pydantic.BaseModel):
+    code: str
+    language: str = "python"
+    path: str = "main"
+
+
+class TwoTexts(HigherLower):
+    """Its action has two more texts, which it can do without; it observes numbers."""
+
+    def reset(self) -> Count:
+        return Count(low=0, high=0)
+
+    def step(self, action: Program) -> Count:
+        return Count(low=len(action.code), high=len(action.language), done=len(action.code) > 1, reward=2.0)
+
+
+class Needy(HigherLower):
+    def step(self, action: Both) -> Answer: ...
+
+
+class Both(pydantic.BaseModel):
+    code: str
+    language: str
+
+
+class Untyped:
+    def reset(self): ...
+
+    def step(self, action): ...
+
+
+class Digits:
+    """Adapter: the first digit that is said is the guess."""
+
+    def action(self, text: str) -> dict[str, Any]:
+        found = re.search("[0-9]", text)
+        if found is None:
+            raise ValueError("say a digit")
+        return {"message": found[0]}
+
+    def observation(self, observation: dict[str, Any]) -> str:
+        return observation["text"].upper()
+
+
+class Scripted:
+    """An engine in this process that says what it is told, turn by turn, and keeps what it was asked."""
+
+    concurrent = False
+
+    def __init__(self, tokenizer: Any, turns: list[str], model: Any) -> None:
+        self.tokenizer, self.turns, self.model = tokenizer, turns, model
+        self.prompts: list[list[int]] = []
+        self.seeds: list[int] = []
+        self.batches: list[int] = []
+
+    def generate(self, requests, sampling):
+        self.batches.append(len(requests))
+        made = []
+        for request in requests:
+            text = self.turns[sum(prompt == request.prompt_ids[: len(prompt)] for prompt in self.prompts)]
+            ids = self.tokenizer(f"{text}<|im_end|>", add_special_tokens=False)["input_ids"][: sampling.max_tokens]
+            ended = ids[-1] == self.tokenizer.eos_token_id
+            self.prompts.append(request.prompt_ids)
+            self.seeds.append(request.seed)
+            made.append(
+                Completion(
+                    prompt_ids=request.prompt_ids,
+                    ids=ids,
+                    logps=[-0.5] * len(ids),
+                    finish_reason="stop" if ended else "length",
+                    text=text,
+                    versions=[(4, len(ids))],
+                )  # fmt: skip
+            )
+        return made
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = ROOT / "trainer" / "tiny"
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def loaded(name: str = "HigherLower") -> Any:
+    """The class that ran: named by its file it is loaded as a module of its own."""
+    return getattr(sys.modules[f"_user_file_{Path(__file__).resolve()}"], name)
+
+
+def a_prompt(tokenizer: Any, seed: int | None = 7, **columns: Any) -> Prompt:
+    messages = [{"role": "user", "content": "Guess."}]
+    given = columns if seed is None else {"seed": seed, **columns}
+    return Prompt(source="rows.jsonl:3", prompt=messages, ids=render_prompt(tokenizer, messages), columns=given)
+
+
+def play(tiny, turns: list[str], *, max_tokens: int = 200, prompt: Prompt | None = None, **settings: Any):
+    model, tokenizer = tiny
+    engine = Scripted(tokenizer, turns, model)
+    cfg = OpenEnvConfig(**{"env": f"{HERE}HigherLower", **settings})
+    source = OpenEnvSource(engine, Sampling(max_tokens=max_tokens), load_episode(cfg, tokenizer))
+    ((completion,),) = run_groups(source, [[Job(prompt or a_prompt(tokenizer), 11)]])
+    source.close()
+    return completion, engine
+
+
+def test_an_episode_is_one_sequence_of_which_the_model_made_the_masked_in_part(tiny):
+    _, tokenizer = tiny
+    completion, engine = play(tiny, ["3", "9", "7"])
+    opened = [{"role": "user", "content": "Guess.\n\na number from 0 to 9"}]
+    assert completion.prompt_ids == render_prompt(tokenizer, opened)
+    whole = [
+        *opened,
+        {"role": "assistant", "content": "3"}, {"role": "user", "content": "higher"},
+        {"role": "assistant", "content": "9"}, {"role": "user", "content": "lower"},
+        {"role": "assistant", "content": "7"},
+    ]  # fmt: skip
+    ids, mask = render_conversation(tokenizer, whole)
+    end = len(ids) - ids[::-1].index(tokenizer.eos_token_id)  # the template puts a newline behind the last turn
+    assert completion.prompt_ids + completion.ids == ids[:end]
+    assert [False] * len(completion.prompt_ids) + completion.mask == mask[:end]
+    assert completion.logps == [-0.5 if made else 0.0 for made in completion.mask]
+    assert completion.versions == [(4, 6)] and completion.trained == 6
+    assert completion.finish_reason == "stop" and completion.text == "7"
+    assert completion.messages == [*whole[1:], {"role": "user", "content": "yes"}]
+    assert completion.columns["env_reward"] == pytest.approx(0.8)
+    assert completion.columns["num_turns"] == 3 and completion.columns["env_done"] == 1.0
+    assert len(set(engine.seeds)) == 3, "turns that draw from one seed would draw the same"
+    assert loaded().open == 0
+
+
+def test_the_last_reward_can_be_the_whole(tiny):
+    completion, _ = play(tiny, ["3", "7"], reward="last")
+    assert completion.columns["env_reward"] == 1.0
+
+
+def test_an_episode_that_takes_too_many_turns_ends_cut_off(tiny):
+    completion, engine = play(tiny, ["1", "2", "3"], max_turns=2)
+    assert completion.finish_reason == "length" and completion.columns["env_done"] == 0.0
+    assert completion.columns["env_reward"] == pytest.approx(-0.2)
+    assert len(engine.prompts) == 2
+    assert completion.mask[-1], "what nobody answers is not added"
+
+
+def test_the_limit_of_tokens_holds_for_all_turns(tiny):
+    _, tokenizer = tiny
+    full, _ = play(tiny, ["1", "2", "7"])
+    for limit in range(1, len(full.ids) + 1):
+        completion, _ = play(tiny, ["1", "2", "7"], max_tokens=limit)
+        assert 1 <= len(completion.ids) <= limit
+        assert completion.ids == full.ids[: len(completion.ids)]
+        assert completion.mask is None or completion.mask[-1]
+        assert (completion.finish_reason == "stop") == (limit == len(full.ids))
+
+
+def test_an_action_that_was_cut_off_is_not_taken(tiny):
+    completion, _ = play(tiny, ["1"], max_tokens=1)
+    assert completion.columns["env_reward"] is None and completion.columns["num_turns"] == 1
+
+
+def test_a_refused_action_is_told_to_the_model(tiny):
+    completion, _ = play(tiny, ["seven", "it is 7"], adapter=f"{HERE}Digits")
+    assert [message["content"] for message in completion.messages] == ["seven", "say a digit", "it is 7", "YES"]
+    assert completion.columns["env_refused"] == 1 and completion.columns["env_reward"] == 1.0
+    _, tokenizer = tiny
+    assert "A NUMBER FROM 0 TO 9" in tokenizer.decode(completion.prompt_ids)
+
+
+@pytest.mark.parametrize(("turn", "reason"), [("raise", "RuntimeError: the board is broken"), ("sleep", "timeout=0.2")])
+def test_an_environment_that_fails_stops_the_run_or_costs_its_episode(tiny, turn, reason):
+    with pytest.raises(ValueError, match=rf"HigherLower: step\(\) .*{reason}.*, at rows.jsonl:3; fix it"):
+        play(tiny, [turn], timeout=0.2)
+    completion, _ = play(tiny, [turn], timeout=0.2, on_error="none")
+    assert completion.columns["env_reward"] is None and completion.columns["env_failed"] == 1.0
+    assert completion.trained == 0 and len(completion.ids) == len(completion.mask) == len(completion.logps) == 1
+    deadline = time.monotonic() + 10
+    while loaded().open and time.monotonic() < deadline:
+        time.sleep(0.05)  # one that hangs is closed when it is done
+    assert loaded().open == 0
+
+
+def test_async_methods_are_awaited(tiny):
+    completion, _ = play(tiny, ["3", "7"], env=f"{HERE}Later")
+    assert completion.columns["env_reward"] == pytest.approx(0.9)
+
+
+def test_columns_of_the_row_reach_reset(tiny):
+    _, tokenizer = tiny
+    completion, _ = play(tiny, ["7"], prompt=a_prompt(tokenizer, low=3), reset_columns=("low",))
+    assert "a number from 3 to 9" in tokenizer.decode(completion.prompt_ids)
+    with pytest.raises(ValueError, match=r"reset_columns=height: reset\(\) of .* does not take it, only seed, low"):
+        play(tiny, ["7"], reset_columns=("height",))
+
+
+def test_all_episodes_of_a_group_begin_the_same_way(tiny):
+    _, tokenizer = tiny
+    unseeded = a_prompt(tokenizer, seed=None)
+    assert environment_seed(a_prompt(tokenizer)) == 7
+    assert environment_seed(unseeded) == environment_seed(unseeded) < 2**31
+    other = Prompt(source="rows.jsonl:4", prompt=unseeded.prompt, ids=unseeded.ids, columns={})
+    assert environment_seed(other) != environment_seed(unseeded)
+
+
+@pytest.mark.parametrize(("env", "limit", "most"), [("HigherLower", 4, 4), ("HigherLower", 1, 1), ("Alone", 1, 1)])
+def test_never_more_episodes_at_a_time_than_the_environment_bears(tiny, env, limit, most):
+    """Over the engine in this process, where all that run are sampled together, with the real engine."""
+    model, tokenizer = tiny
+    cfg = OpenEnvConfig(env=f"{HERE}{env}", max_concurrent_envs=limit, max_turns=3)
+    sampling = Sampling(max_tokens=40, stop_ids=(2,))
+    source = OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
+    loaded(env).open = loaded(env).most = 0
+    jobs = [[Job(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(3)]
+    futures = source.start(jobs)
+    assert all(isinstance(future, Future) and future.done() for future in futures)
+    groups = [future.result() for future in futures]
+    source.close()
+    assert loaded(env).most == most and loaded(env).open == 0
+    assert [len(group) for group in groups] == [2, 2, 2]
+    together = load_together(tiny, jobs)
+    assert [[c.ids for c in group] for group in groups] == together, "what runs beside it changes no episode"
+
+
+def load_together(tiny, jobs) -> list[list[list[int]]]:
+    model, tokenizer = tiny
+    cfg = OpenEnvConfig(env=f"{HERE}HigherLower", max_concurrent_envs=64, max_turns=3)
+    sampling = Sampling(max_tokens=40, stop_ids=(2,))
+    source = OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
+    return [[c.ids for c in group] for group in run_groups(source, jobs)]
+
+
+def test_a_plain_prompt_is_refused(tiny):
+    with pytest.raises(ValueError, match="rows.jsonl:9: its prompt is plain text"):
+        opening(Prompt(source="rows.jsonl:9", prompt="Guess.", ids=[1], columns={}), "a number")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"env": f"{HERE}Alone", "max_concurrent_envs": 2}, "does not say that its episodes are kept apart"),
+        ({"env": f"{HERE}Untyped"}, r"its step\(\) does not say which Action it takes"),
+        ({"env": f"{HERE}ROOT"}, "is not a class with reset and step"),
+        ({"env": f"{HERE}Missing"}, "has no 'Missing'"),
+        ({"env": "HigherLower"}, "is not of the form module.Class or FILE.py:Class"),
+        ({"env": f"{HERE}HigherLower", "action_field": "move"}, "has no such field; it has message"),
+        ({"env": f"{HERE}Needy"}, "has the fields code, language, of which not one alone takes text"),
+        ({"env": f"{HERE}HigherLower", "adapter": f"{HERE}Untyped"}, "has no method action"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_an_episode(tiny, settings, message):
+    with pytest.raises(ValueError, match=message):
+        load_episode(OpenEnvConfig(**settings), tiny[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_turns": 3}, "openenv.max_turns=3: has no effect without an environment"),
+        ({"env": "m.E", "max_turns": 0}, "openenv.max_turns=0: must be 1 or more"),
+        ({"env": "m.E", "timeout": 0.0}, "openenv.timeout=0.0: must be"),
+        ({"env": "m.E", "adapter": "m.A", "action_field": "x"}, "have no effect; leave them out"),
+        ({"env": "m.E", "reset_columns": ("seed",)}, "openenv.reset_columns=seed"),
+        ({"env": ""}, "one is empty"),
+    ],
+)
+def test_settings_that_cannot_take_effect_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        OpenEnvConfig(**settings)
+
+
+def test_an_observation_of_several_fields_is_shown_as_json(tiny):
+    completion, _ = play(tiny, ["1", "12"], env=f"{HERE}TwoTexts")
+    assert [m["content"] for m in completion.messages] == ["1", '{"low": 1, "high": 6}', "12", '{"low": 2, "high": 6}']
+    named, _ = play(tiny, ["1", "12"], env=f"{HERE}TwoTexts", action_field="code", observation_field="high")
+    assert [m["content"] for m in named.messages] == ["1", "6", "12", "6"]
+    with pytest.raises(ValueError, match=r"gave an observation without 'width' \(it has low, high\), at rows.jsonl:3"):
+        play(tiny, ["1"], env=f"{HERE}TwoTexts", observation_field="width")
+    with pytest.raises(ValueError, match="takes no such action .*code Field required"):
+        play(tiny, ["1"], env=f"{HERE}TwoTexts", action_field="language")
+
+
+SERVER = """
+import sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Guess(Action):
+    message: str
+
+class Answer(Observation):
+    text: str
+
+class HigherLower(Environment[Guess, Answer, State]):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    def __init__(self):
+        super().__init__()
+        self.number, self.taken = None, 0
+    def reset(self, seed=None, episode_id=None, **kwargs) -> Answer:
+        self.number, self.taken = seed % 10, 0
+        return Answer(text="a number from 0 to 9")
+    def step(self, action: Guess, timeout_s=None, **kwargs) -> Answer:
+        if action.message == "raise":
+            raise RuntimeError("the board is broken")
+        self.taken += 1
+        guess = int(action.message) if action.message.isdigit() else -1
+        if guess == self.number:
+            return Answer(text=f"yes, after {self.taken}", done=True, reward=1.0)
+        return Answer(text="higher" if guess < self.number else "lower", reward=-0.1)
+    @property
+    def state(self) -> State:
+        return State(step_count=self.taken)
+
+if __name__ == "__main__":
+    app = create_fastapi_app(HigherLower, Guess, Answer, max_concurrent_envs=int(sys.argv[2]))
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, free_port):
+    """The package's own server, on loopback, with room for two episodes."""
+    file = tmp_path_factory.mktemp("openenv") / "server.py"
+    file.write_text(SERVER)
+    process = subprocess.Popen([sys.executable, str(file), str(free_port), "2"], stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{free_port}"
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"{url}/health", timeout=1).raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert process.poll() is None and time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.2)
+        yield url, file
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@real
+def test_an_episode_over_the_websocket_is_the_episode_in_this_process(tiny, server):
+    url, file = server
+    remote, _ = play(tiny, ["3", "9", "7"], env=url)
+    here, _ = play(tiny, ["3", "9", "7"], env=f"{file}:HigherLower")
+    assert remote == here
+    assert remote.columns["env_reward"] == pytest.approx(0.8)
+    assert remote.messages[-1]["content"] == "yes, after 3", "the server kept the episode over its steps"
+
+
+@real
+def test_episodes_on_a_server_run_side_by_side_up_to_its_room(tiny, server):
+    model, tokenizer = tiny
+    url, _ = server
+    jobs = [[Job(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(3)]
+    sampling = Sampling(max_tokens=40, stop_ids=(2,))
+
+    def source(limit: int) -> OpenEnvSource:
+        cfg = OpenEnvConfig(env=url, max_concurrent_envs=limit, max_turns=3)
+        return OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
+
+    one, two = ([[c.ids for c in group] for group in run_groups(source(limit), jobs)] for limit in (1, 2))
+    assert one == two
+    with pytest.raises(ValueError, match="its server has no room for another episode"):
+        run_groups(source(6), jobs)
+
+
+@real
+def test_what_a_server_says_of_its_environment_is_passed_on(tiny, server):
+    with pytest.raises(ValueError, match=r"step\(\) failed \(RuntimeError: Server error: the board is broken"):
+        play(tiny, ["raise"], env=server[0])
+
+
+@real
+def test_an_address_without_a_server_is_refused(free_port):
+    with pytest.raises(ValueError, match="no OpenEnv server answers there"):
+        find_environment("http://127.0.0.1:9", timeout=2)
+
+
+def test_a_session_in_this_process_gives_plain_dicts():
+    async def go():
+        session = find_environment(f"{HERE}HigherLower", timeout=5).open()
+        first = await session.reset(seed=4, unknown=1)
+        second = await session.step({"message": "4"})
+        with pytest.raises(Failed, match="takes no such action"):
+            await session.step({"text": "4"})
+        await session.close()
+        return first, second
+
+    first, second = asyncio.run(go())
+    assert first == ({"text": "a number from 0 to 9"}, None, False)
+    assert second == ({"text": "yes"}, 1.0, True)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import tyro
+import yaml
+
+from data.types import Prompt
+from rollout.reward_options import RewardConfig
+from rollout.reward_weights import parse_weight, parse_weights
+from rollout.rewards import load_rewards, open_rewards
+from rollout.types import Completion
+from trainer.flags import build, flag_table, read_argv, read_tree
+
+
+@pytest.mark.parametrize("given", [0.5, "0.5", " 5e-1", 1, "1", "-2"])
+def test_a_number_is_the_weight_of_every_step(given):
+    assert [parse_weight(given).at(step) for step in (0, 1, 10**6)] == [float(given)] * 3
+
+
+def test_between_two_points_the_weight_is_on_their_line():
+    weight = parse_weight("0:1.0,100:0.2")
+    assert [weight.at(step) for step in (0, 25, 50, 100, 5000)] == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.2])
+    assert repr(weight) == "0:1,100:0.2"
+    late = parse_weight("10:0, 20:-4, 30:1")
+    assert [late.at(step) for step in (0, 9, 10, 15, 20, 25, 31)] == pytest.approx([0, 0, 0, -2, -4, -1.5, 1])
+    assert [parse_weight("0:0,50:0,51:1").at(step) for step in (0, 49, 50, 51, 52)] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("high", "reward_weights=high: 'high' is not a number"),
+        ("", "'' is not a number"),
+        ("nan", "every weight must be a finite number"),
+        (float("inf"), "every weight must be a finite number"),
+        ("0:1,100:inf", "every weight must be a finite number"),
+        ("0:1", "needs two points or more, their steps rising"),
+        ("100:1,0:2", "needs two points or more, their steps rising"),
+        ("0:1,0:2", "needs two points or more, their steps rising"),
+        ("0:1,0.5", "'0.5' is not step:weight"),
+        ("0:1,-5:2", "'-5:2' is not step:weight"),
+        ("0:1,5:x", "'x' is not a number"),
+    ],
+)
+def test_what_is_not_a_weight_is_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        parse_weight(given)
+    assert str(caught.value).startswith(f"reward_weights={given}: ")
+
+
+def test_as_many_weights_as_functions():
+    assert [weight.at(0) for weight in parse_weights((), 3)] == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"reward_weights=\[1.0, 0:1,5:2\]: 2 weights for 1 reward functions"):
+        parse_weights(["1", "0:1,5:2"], 1)
+
+
+def test_totals_follow_the_step():
+    rewards = load_rewards(["exact_match", "length"], ["0:1.0,100:0.2", "0.5"])
+    prompt = Prompt(source="x:1", prompt="?", ids=[1], columns={"answer": "a"})
+    done = Completion(prompt_ids=[1], ids=[1, 2], logps=[0.0, 0.0], finish_reason="stop", text="a", versions=[])
+    assert rewards.score([prompt], [done]).totals == [2.0]
+    table = rewards.score([prompt], [done], step=50)
+    assert table.totals == pytest.approx([1.6]) and table.weights == pytest.approx([0.6, 0.5])
+    assert table.values == [[1.0, 2.0]], "a score itself has no weight"
+    assert rewards.submit([prompt], [done], step=100).result().totals == pytest.approx([1.2])
+    assert rewards.weights == [1.0, 0.5] and rewards.weights_at(200) == [0.2, 0.5]
+
+
+def test_yaml_and_flags_give_the_same_weights():
+    tree = yaml.safe_load("reward_funcs: [exact_match, length, env]\nreward_weights: [1, 0.25, '0:1.0,100:0.2']\n")
+    table = flag_table(RewardConfig)
+    from_yaml = build(RewardConfig, read_tree(tree, table, "x.yaml"), table, "x")
+    flags = ["--reward-funcs", "exact_match", "length", "env", "--reward-weights", "1", "0.25", "0:1.0,100:0.2"]
+    assert from_yaml == tyro.cli(RewardConfig, args=flags)
+    below = build(RewardConfig, read_argv(["--reward-weights", "-0.5"], table), table, "x")
+    assert open_rewards(below).weights == [-0.5]
+    rewards = open_rewards(from_yaml)
+    assert rewards.names == ["exact_match", "length", "env"]
+    assert rewards.weights_at(100) == pytest.approx([1.0, 0.25, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"reward_funcs": ()}, "reward_funcs=\\(\\): no reward function"),
+        ({"reward_weights": ("1", "2")}, "2 weights for 1 reward functions"),
+        ({"reward_weights": ("x",)}, "'x' is not a number"),
+        ({"reward_num_workers": -1}, "reward_num_workers=-1: must be 0"),
+        ({"reward_num_workers": 1, "reward_timeout": 0.0}, "reward_timeout=0.0: must be above 0"),
+        ({"reward_num_workers": 1, "reward_timeout": float("inf")}, "reward_timeout=inf: must be above 0 and finite"),
+        ({"reward_num_workers": 1, "reward_memory_gb": -1.0}, "reward_memory_gb=-1.0: must be above 0"),
+        ({"reward_timeout": 5.0}, "reward_timeout=5.0: limits workers, and there are none; set reward_num_workers"),
+        ({"reward_memory_gb": 1.0}, "reward_memory_gb=1.0: limits workers, and there are none"),
+    ],
+)
+def test_settings_that_cannot_take_effect_are_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        RewardConfig(**given)

@@ -1,0 +1,274 @@
+"""A user's function in place of the engine's sampling: the three signatures, and what is refused of their results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.local import LocalEngine
+from rollout.rollout_func import RolloutFunction, kind_of
+from rollout.source import Job, run_groups
+from rollout.types import Sampling
+from tests.rollout.scripted_engine import tiny_tokenizer, user_prompt
+
+SAMPLING = Sampling(max_tokens=12, stop_ids=(2,), for_training=True)
+FUNCTIONS = """
+import random
+import torch
+from dataclasses import replace
+
+SEEN = {}
+
+
+def batch(prompts, trainer):
+    SEEN.update(prompts=prompts, args=vars(trainer.args), step=trainer.state.global_step, model=trainer.model)
+    tokenizer = trainer.processing_class
+    ids = [
+        tokenizer(tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True))["input_ids"]
+        for p in prompts
+    ]
+    made = trainer.generate(ids, max_tokens=6)
+    return {
+        "prompt_ids": [c.prompt_ids for c in made],
+        "completion_ids": [[*c.ids, 50, 51] for c in made],
+        "logprobs": [[*c.logps, -9.0, -9.0] for c in made],
+        "env_mask": [[1] * len(c.ids) + [0, 0] for c in made],
+        "env_reward": [float(i) for i in range(len(made))],
+    }
+
+
+def without_logprobs(prompts, trainer):
+    made = batch(prompts, trainer)
+    del made["logprobs"]
+    return made
+
+
+def texts(model, processing_class, prompts, generation_config=None):
+    SEEN.update(prompts=prompts, config=generation_config, training=model.training, grad=torch.is_grad_enabled())
+    SEEN["draw"] = torch.rand(1).item()
+    return ["twelve", "a" * 40, "", "7"][: len(prompts)]
+
+
+async def episode(client, prompt, seed):
+    made = await client.generate(prompt.ids, seed, max_tokens=5)
+    return replace(made, columns={"turns": 1})
+
+
+async def as_dict(client, prompt, seed):
+    made = await client.generate(prompt.ids, seed, max_tokens=5)
+    return {"completion_ids": made.ids, "logprobs": made.logps, "score": 2.0}
+
+
+class Callable:
+    async def __call__(self, client, prompt, seed):
+        return await client.generate(prompt.ids, seed)
+
+
+callable_object = Callable()
+"""
+
+
+@pytest.fixture
+def functions(tmp_path):
+    path = tmp_path / "rollouts.py"
+    path.write_text(FUNCTIONS)
+    return lambda name: RolloutFunction(f"{path}:{name}")
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=275, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3)
+    )  # fmt: skip
+
+
+@pytest.fixture
+def engine(model):
+    engine = LocalEngine(model, tiny_tokenizer())
+    engine.load(5)
+    return engine
+
+
+def jobs(*texts: str, copies: int = 2) -> list[list[Job]]:
+    return [
+        [Job(user_prompt(text, f"rows.jsonl:{i + 1}"), 10 * i + c) for c in range(copies)]
+        for i, text in enumerate(texts)
+    ]
+
+
+def check_logps(engine, completions, temperature=1.0):
+    scored = engine.score([(c.prompt_ids, c.ids) for c in completions], temperature)
+    for completion, logps in zip(completions, scored, strict=True):
+        mask = completion.mask or [True] * len(completion.ids)
+        expected = [logp if own else 0.0 for logp, own in zip(logps, mask, strict=True)]
+        assert completion.logps == pytest.approx(expected, abs=1e-5)
+
+
+def test_trl_signature_gives_tokens_masks_and_columns(functions, engine):
+    function = functions("batch")
+    groups = run_groups(function.source(engine, SAMPLING, num_generations=2), jobs("a", "b"))
+    made = [c for group in groups for c in group]
+    assert function.kind == "batch" and [len(group) for group in groups] == [2, 2]
+    assert [c.columns for c in made] == [{"env_reward": float(i)} for i in range(4)]
+    assert all(c.mask == [True] * (len(c.ids) - 2) + [False] * 2 and c.logps[-2:] == [0.0, 0.0] for c in made)
+    assert all(c.versions == [(5, c.trained)] and c.finish_reason == "stop" for c in made)
+    check_logps(engine, made)
+    seen = function.call.__globals__["SEEN"]
+    assert seen["prompts"] == [[{"role": "user", "content": text}] for text in "aabb"]
+    assert seen["args"] == dict(
+        max_completion_length=12, temperature=1.0, top_p=1.0, top_k=0, num_generations=2
+    ) and seen["step"] == 5  # fmt: skip
+    assert len({tuple(c.ids) for c in made}) == 4  # copies of a prompt have seeds of their own
+    again = run_groups(function.source(engine, SAMPLING, num_generations=2), jobs("a", "b"))
+    assert again == groups
+
+
+def test_missing_log_probs_are_computed_at_the_temperature_of_the_run(functions, engine):
+    sampling = Sampling(max_tokens=12, stop_ids=(2,), temperature=0.7, for_training=True)
+    (group,) = run_groups(functions("without_logprobs").source(engine, sampling), jobs("a"))
+    check_logps(engine, group, temperature=0.7)
+    assert "retokenised" not in group[0].columns
+
+
+def test_texts_are_tokenised_once_and_scored(functions, engine, model):
+    function = functions("texts")
+    model.train()
+    (group,) = run_groups(function.source(engine, SAMPLING), jobs("ab", copies=4))
+    tokenizer = tiny_tokenizer()
+    assert function.kind == "texts" and model.training
+    assert tokenizer.decode(group[0].ids) == "twelve<|im_end|>" and group[0].finish_reason == "stop"
+    assert group[1].ids == tokenizer("a" * 12)["input_ids"] and group[1].finish_reason == "length"
+    assert group[1].text == "a" * 12 and group[2].ids == [2]
+    assert all(c.prompt_ids == user_prompt("ab").ids and c.columns == {"retokenised": 1.0} for c in group)
+    check_logps(engine, group)
+    seen = function.call.__globals__["SEEN"]
+    assert seen["training"] is False and seen["grad"] is False
+    assert seen["config"].max_new_tokens == 12 and seen["config"].eos_token_id == [2] and seen["config"].do_sample
+    draw = seen["draw"]
+    run_groups(function.source(engine, SAMPLING), jobs("ab", copies=4))
+    assert seen["draw"] == draw  # a resumed run draws the same
+
+
+def test_our_own_signature_runs_one_episode_per_job(functions, engine):
+    function = functions("episode")
+    groups = run_groups(function.source(engine, SAMPLING), jobs("a", "b"))
+    assert function.kind == "episode"
+    check_logps(engine, [c for group in groups for c in group])
+    assert all(c.columns == {"turns": 1} and len(c.ids) <= 5 for group in groups for c in group)
+    dicts = run_groups(functions("as_dict").source(engine, SAMPLING), jobs("a", "b"))
+    assert [[c.ids for c in group] for group in dicts] == [[c.ids for c in group] for group in groups]
+    assert dicts[0][0].columns == {"score": 2.0} and dicts[0][0].versions == [(5, len(dicts[0][0].ids))]
+    assert functions("callable_object").kind == "episode"
+
+
+def test_no_jobs_are_no_call(functions, engine):
+    assert run_groups(functions("texts").source(engine, SAMPLING), []) == []
+
+
+def f1(prompts, trainer=None): ...
+def f2(prompts, trainer, *, extra=1): ...
+def f3(model, processing_class, prompts): ...
+async def f4(a, b, c, more=1): ...
+def g0(): ...
+def g1(prompts): ...
+def g2(prompts, args, processing_class): ...
+def g3(model, prompts): ...
+def g4(client, prompt, seed): ...
+async def g5(prompts, trainer): ...  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind"), [(f1, "batch"), (f2, "batch"), (f3, "texts"), (f4, "episode")])
+def test_the_kind_is_told_by_the_signature(call, kind):
+    assert kind_of(call, "rollout_func=f") == kind
+
+
+@pytest.mark.parametrize("call", [g0, g1, g2, g3, g4, g5])
+def test_any_other_signature_is_refused_with_the_three_that_work(call):
+    with pytest.raises(
+        ValueError, match=r"rollout_func=f: takes \(.*\); it must be one of def fn\(prompts, trainer\), "
+    ):
+        kind_of(call, "rollout_func=f")
+
+
+GOOD = {"prompt_ids": [[5, 6]], "completion_ids": [[7, 2]], "logprobs": [[-1.0, -2.0]]}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1], "returned list; return a dict of lists with prompt_ids"),
+        ({"prompt_ids": [[1]]}, "returned no 'completion_ids'"),
+        ({**GOOD, "completion_ids": [[7, 2]] * 2}, r"its completion_ids is a list of 2; .* one entry per prompt \(1\)"),
+        ({**GOOD, "score": 3.0}, r"its score is 3.0; return a list with one entry per prompt \(1\)"),
+        ({**GOOD, "completion_ids": ["ab"]}, "rows.jsonl:1: its completion_ids are 'ab', not a list of token ids"),
+        (
+            {**GOOD, "completion_ids": [[7, 2.0]]},
+            "rows.jsonl:1: its completion_ids are a list of 2, not a list of token",
+        ),
+        ({**GOOD, "completion_ids": [[7, 275]]}, "rows.jsonl:1: id 275 in completion_ids is not of this tokenizer"),
+        ({**GOOD, "completion_ids": [[]], "logprobs": [[]]}, "rows.jsonl:1: a completion without tokens"),
+        ({**GOOD, "completion_ids": [[7] * 13]}, "13 completion_ids are more than max_completion_length=12"),
+        ({**GOOD, "logprobs": [[-1.0]]}, "rows.jsonl:1: 1 entries in logprobs for 2 completion_ids"),
+        ({**GOOD, "logprobs": [[-1.0, float("nan")]]}, "its logprobs are not a list of finite numbers"),
+        ({**GOOD, "logprobs": [[-1.0, [-2.0]]]}, "its logprobs are not a list of finite numbers"),
+        ({**GOOD, "env_mask": [[1]]}, "rows.jsonl:1: 1 entries in env_mask for 2 completion_ids"),
+        ({**GOOD, "env_mask": [[1, 2]]}, "its env_mask is not a list of 0 and 1"),
+        ({**GOOD, "finish_reason": ["done"]}, "finish_reason='done': must be 'stop' or 'length'"),
+        ({**GOOD, "completions": ["x"]}, "the column 'completions' has a name that rewards know already"),
+    ],
+)
+def test_what_a_batch_function_returns_is_checked_row_by_row(functions, engine, returned, message):
+    function = functions("batch")
+    function.call = lambda prompts, trainer: returned
+    with pytest.raises(ValueError, match=message):
+        run_groups(function.source(engine, SAMPLING), jobs("a", copies=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "returned", "message"),
+    [
+        ("texts", "abc", r"its list of completions is 'abc'; .* \(1\)"),
+        ("texts", [3], "returned 3 for rows.jsonl:1, not a string"),
+        ("texts", ["x<|im_end|>y"], "rows.jsonl:1: the response: the assistant's text holds the template's own end-of"),
+        ("episode", "abc", "rows.jsonl:1: returned str; return a Completion, or a dict"),
+        ("episode", {"completion_ids": [7]}, "rows.jsonl:1: has no logprobs"),
+    ],
+)
+def test_what_the_other_kinds_return_is_checked_too(functions, engine, name, returned, message):
+    function = functions(name)
+    if name == "texts":
+        function.call = lambda model, processing_class, prompts: returned
+    else:
+
+        async def give(client, prompt, seed):
+            return returned
+
+        function.call = give
+    with pytest.raises(ValueError, match=message):
+        run_groups(function.source(engine, SAMPLING), jobs("a", copies=1))
+
+
+@pytest.mark.parametrize("name", ["batch", "episode"])
+def test_a_function_that_raises_is_named_with_its_rows(tmp_path, engine, name):
+    signature = {"batch": "def f(prompts, trainer):", "episode": "async def f(client, prompt, seed):"}[name]
+    path = tmp_path / "bad.py"
+    path.write_text(f"{signature}\n    raise KeyError('oops')\n")
+    function = RolloutFunction(f"{path}:f")
+    with pytest.raises(ValueError, match=r"bad.py:f: KeyError: 'oops' on .*rows.jsonl:1.* \(bad.py, line 2\)"):
+        run_groups(function.source(engine, SAMPLING), jobs("a"))
+
+
+def test_numpy_and_torch_are_taken_as_lists(functions, engine):
+    import numpy
+
+    function = functions("batch")
+    function.call = lambda prompts, trainer: {
+        "prompt_ids": torch.tensor([[5, 6]]), "completion_ids": numpy.array([[7, 8]]), "logprobs": (numpy.zeros(2),)
+    }  # fmt: skip
+    ((completion,),) = run_groups(function.source(engine, SAMPLING), jobs("a", copies=1))
+    assert (completion.prompt_ids, completion.ids, completion.logps) == ([5, 6], [7, 8], [0.0, 0.0])
+    assert completion.finish_reason == "length"  # no end token

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rollout.tool_calls import Call, find_format, hermes, llama3_json, pythonic
+
+LOOKUP = Call(name="lookup", arguments={"key": "ab"})
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (hermes, '<tool_call>\n{"name": "lookup", "arguments": {"key": "ab"}}\n</tool_call>'),
+        (hermes, '<tool_call>{"name": "lookup", "arguments": "{\\"key\\": \\"ab\\"}"}</tool_call>'),
+        (llama3_json, '{"name": "lookup", "parameters": {"key": "ab"}}'),
+        (llama3_json, '<|python_tag|>{"type": "function", "name": "lookup", "parameters": {"key": "ab"}}'),
+        (pythonic, "[lookup(key='ab')]"),
+        (pythonic, ' [lookup(\n  key="ab"\n)]\n'),
+    ],
+)
+def test_one_call_is_read_in_every_format(parse, text):
+    assert parse(text) == ("", [LOOKUP])
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (hermes, "The answer is 4."),
+        (hermes, ""),
+        (llama3_json, '{"answer": 4}'),
+        (llama3_json, "The answer is 4."),
+        (pythonic, "[37]"),
+        (pythonic, "f(x) = 2"),
+        (pythonic, "[1, 2, 3]"),
+    ],
+)
+def test_an_answer_is_no_call(parse, text):
+    assert parse(text) == (text, [])
+
+
+def test_several_calls_and_the_text_around_them():
+    call = '<tool_call>{{"name": "f", "arguments": {{"n": {}}}}}</tool_call>'
+    parsed = hermes(f"First. {call.format(1)} Then. {call.format(2)}")
+    assert parsed.content == "First.  Then." and [c.arguments for c in parsed.calls] == [{"n": 1}, {"n": 2}]
+    two = '{"name": "f", "parameters": {"n": 1}}; {"name": "g", "parameters": {}}'
+    assert llama3_json(two).calls == [Call(name="f", arguments={"n": 1}), Call(name="g")]
+    assert pythonic("[f(n=1), g()]").calls == [Call(name="f", arguments={"n": 1}), Call(name="g")]
+
+
+def test_a_call_that_is_only_thought_of_is_not_made():
+    thought = '<think>I could <tool_call>{"name": "f"}</tool_call></think>\nNo.'
+    assert hermes(thought) == (thought, [])
+    assert len(hermes('<think>hm</think><tool_call>{"name": "f"}</tool_call>').calls) == 1
+
+
+def test_python_values_of_every_kind():
+    (call,) = pythonic("[f('a', -2, n=[1, {'x': None}], yes=true, no=False, nothing=null)]").calls
+    assert call.positional == ("a", -2)
+    assert call.arguments == {"n": [1, {"x": None}], "yes": True, "no": False, "nothing": None}
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "error"),
+    [
+        (hermes, '<tool_call>{"name": "f", </tool_call>', "is not valid JSON"),
+        (hermes, '<tool_call>{"name": "f"}', "is not closed by </tool_call>"),
+        (hermes, "<tool_call>[1]</tool_call>", "is not an object with a name"),
+        (hermes, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "its arguments are not an object"),
+        (hermes, "<tool_call>" + "[" * 100_000 + "</tool_call>", "is not valid JSON"),
+        (llama3_json, '{"name": "f", "parameters": {', "is not valid JSON"),
+        (llama3_json, "<|python_tag|>print(1)", "is not valid JSON"),
+        (pythonic, "[f(key='ab'", "is not a list of calls"),
+        (pythonic, "[f(key=open('x'))]", "its arguments are not plain values"),
+        (pythonic, "[f(**{'key': 1})]", "its arguments are not plain values"),
+        (pythonic, "[f(key=1), 3]", "is not a list of calls"),
+        (pythonic, "[f(" + "(" * 10_000 + ")]", "is not a list of calls"),
+        (pythonic, "[f(1)\0]", "is not a list of calls"),
+    ],
+)
+def test_what_means_to_be_a_call_and_is_none_says_why(parse, text, error):
+    assert error in parse(text).calls[-1].error
+
+
+@pytest.mark.parametrize(
+    ("template", "parse"),
+    [
+        ("... <tool_call>{{ call | tojson }}</tool_call>", hermes),
+        ('respond {"name": ..., "parameters": ...} {{ "ipython" }}', llama3_json),
+        ("[func_name1(params_name1=params_value1, params_name2=params_value2...)]", pythonic),
+    ],
+)
+def test_auto_reads_the_format_off_the_chat_template(template, parse):
+    assert find_format("auto", SimpleNamespace(chat_template=template)) is parse
+    assert find_format("hermes", SimpleNamespace(chat_template=template)) is hermes
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", None])
+def test_auto_refuses_a_template_without_calls(template):
+    with pytest.raises(ValueError, match="tool_format=auto: the chat template does not say how .* set one of hermes, "):
+        find_format("auto", SimpleNamespace(chat_template=template))

@@ -1,0 +1,460 @@
+"""Tools: schemas, calls, limits, and whole episodes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from rollout.builtin_tools import calculator
+from rollout.environment_options import ToolConfig
+from rollout.episodes import EpisodeSource
+from rollout.source import Job, run_groups
+from rollout.tool_calls import Call
+from rollout.tool_episode import ToolEpisode, show_tools
+from rollout.tool_schemas import problem, schema_of
+from rollout.tools import Tool, Toolset, Turns, load_tools
+from rollout.types import Sampling
+from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
+from tests.rollout.test_turns import HERMES, with_template
+
+
+def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", where: list[float] | None = None) -> dict:
+    """Forecast for a city.
+
+    As the stations see it.
+
+    Args:
+        city (str): Its name,
+            in full.
+        days: How many.
+
+    Returns:
+        A dict.
+    """
+    return {"city": city, "days": days}
+
+
+def test_a_schema_is_made_from_hints_and_docstring():
+    assert schema_of(weather, "tools=weather") == {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Forecast for a city. As the stations see it.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "Its name, in full."},
+                    "days": {"type": "integer", "description": "How many."},
+                    "unit": {"enum": ["C", "F"]},
+                    "where": {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "null"}]},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+
+
+def test_a_docstring_in_the_other_style_is_read_as_well():
+    def f(a: dict[str, int], b: Any, episode: Turns) -> None:
+        """Does it.
+
+        :param a: The one.
+        :param b: The other.
+        :returns: nothing
+        """
+
+    function = schema_of(f, "tools=f")["function"]
+    assert function["description"] == "Does it."
+    assert function["parameters"]["properties"] == {
+        "a": {"type": "object", "additionalProperties": {"type": "integer"}, "description": "The one."},
+        "b": {"description": "The other."},
+    }
+
+
+def untyped(x):
+    """Does it."""
+
+
+def silent(x: int) -> int:
+    return x
+
+
+def exotic(x: complex) -> None:
+    """Does it."""
+
+
+def starred(*x: int) -> None:
+    """Does it."""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (untyped, "untyped has no type hint for 'x'"),
+        (silent, "silent has no docstring"),
+        (exotic, "'x' of exotic is a complex, which JSON does not have"),
+        (starred, r"starred takes \*x"),
+    ],
+)
+def test_a_function_without_a_schema_is_refused(function, message):
+    with pytest.raises(ValueError, match=f"tools=my.f: {message}"):
+        schema_of(function, "tools=my.f")
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "wrong"),
+    [
+        (1, {"type": "number"}, None),
+        (True, {"type": "number"}, "must be number, not boolean"),
+        (True, {"type": "integer"}, "must be integer, not boolean"),
+        (1.5, {"type": "integer"}, "must be integer, not number"),
+        ("1", {"type": "integer"}, "must be integer, not string"),
+        (None, {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        (2, {"anyOf": [{"type": "string"}, {"type": "null"}]}, "cannot be integer"),
+        ("K", {"enum": ["C", "F"]}, "must be one of ['C', 'F']"),
+        ([1, "x"], {"type": "array", "items": {"type": "integer"}}, "holds one that must be integer, not string"),
+        ({"a": 1}, {"type": "object", "additionalProperties": {"type": "string"}}, "holds one that must be string"),
+        ({"a": 1}, {}, None),
+    ],
+)
+def test_values_are_held_against_the_schema(value, schema, wrong):
+    assert (problem(value, schema) or "").startswith(wrong or "")
+    assert (problem(value, schema) is None) == (wrong is None)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2+3*4", "14"),
+        ("(3+4)/2", "3.5"),
+        ("8/2", "4"),
+        ("-7//2", "-4"),
+        ("2**10 % 1000", "24"),
+        ("1/3", "0.333333333333"),
+    ],
+)
+def test_the_calculator_calculates(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["__import__('os')", "9**9**9", "9**-9**9", "(-8)**0.5", "2+", "x", "1" * 300, "[1]", "1<<9", "'a'*9", "True+1"],
+)
+def test_the_calculator_does_nothing_else(expression):
+    began = time.monotonic()
+    with pytest.raises(ValueError):
+        calculator(expression)
+    assert time.monotonic() - began < 1
+
+
+def run(toolset: Toolset, call: Call, turns: Turns | None = None) -> tuple[str, bool]:
+    return asyncio.run(toolset.run(call, turns or toolset.begin(user_prompt("ab?", table={"ab": "37"}))))
+
+
+def of(*functions, timeout: float = 5.0) -> Toolset:
+    return Toolset([Tool(f"my.{f.__name__}", f.__name__, f) for f in functions], timeout)
+
+
+@pytest.mark.parametrize(
+    ("call", "text", "failed"),
+    [
+        (Call(name="lookup", arguments={"key": "ab"}), "37", False),
+        (Call(name="lookup", positional=("ab",)), "37", False),
+        (Call(name="lookup", arguments={"key": "cd"}), "error: KeyError: 'cd'", True),
+        (Call(name="lookup", arguments={"key": 3}), "error: lookup 'key' must be string, not integer", True),
+        (Call(name="lookup", arguments={}), "error: lookup needs 'key'", True),
+        (Call(name="lookup", arguments={"k": "ab"}), "error: lookup has no argument 'k'; it takes key", True),
+        (Call(name="lookup", positional=("ab",), arguments={"key": "ab"}), "error: lookup got 'key' twice", True),
+        (Call(name="lookup", positional=("ab", "cd")), "error: lookup takes 1 arguments, not 2", True),
+        (Call(name="lookup", arguments={"key": "ab", "episode": 1}), "error: lookup has no argument 'episode'", True),
+        (Call(name="look"), "error: there is no tool 'look'; there is lookup, calculator", True),
+        (Call(name="calculator", arguments={"expression": "1/0"}), "error: ZeroDivisionError: division by zero", True),
+        (Call(error="is not valid JSON"), "error: the call is not valid JSON", True),
+    ],
+)
+def test_a_call_is_answered_with_a_result_or_with_what_is_wrong(call, text, failed):
+    answer, error = run(load_tools(("lookup", "calculator")), call)
+    assert answer.startswith(text) and error is failed
+
+
+def test_results_that_are_not_text_become_json():
+    def pair(x: int) -> Any:
+        """Two."""
+        return {"x": x, "y": None} if x else {1}
+
+    async def later(x: int) -> list[int]:
+        """Waits."""
+        await asyncio.sleep(0)
+        return [x]
+
+    assert run(of(pair), Call(name="pair", positional=(1,))) == ('{"x": 1, "y": null}', False)
+    assert run(of(pair), Call(name="pair", positional=(0,))) == ("{1}", False)
+    assert run(of(later), Call(name="later", positional=(4,))) == ("[4]", False)
+
+
+def test_a_tool_that_hangs_costs_its_time_limit_and_in_the_end_the_run(monkeypatch):
+    released = threading.Event()
+
+    def hang() -> str:
+        """Never returns."""
+        released.wait(20)
+        return ""
+
+    async def sleep() -> None:
+        """Never returns either."""
+        await asyncio.sleep(20)
+
+    def slow_socket() -> None:
+        """Has a time limit of its own."""
+        raise TimeoutError("timed out")
+
+    toolset = of(hang, sleep, slow_socket, timeout=0.05)
+    assert run(toolset, Call(name="hang")) == ("error: hang took more than 0.05 s", True)
+    for _ in range(3):
+        assert run(toolset, Call(name="sleep")) == ("error: sleep took more than 0.05 s", True)
+    assert run(toolset, Call(name="slow_socket")) == ("error: TimeoutError: timed out", True)
+    assert {name: tool.num_hung for name, tool in toolset.tools.items()} == {"hang": 1, "sleep": 0, "slow_socket": 0}
+    monkeypatch.setattr("rollout.tools.MAX_HUNG", 2)
+    with pytest.raises(ValueError, match="tools=my.hang: has hung 2 times, and its threads cannot be ended"):
+        run(toolset, Call(name="hang"))
+    released.set()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(), MemoryError()])
+def test_whatever_a_tool_raises_is_told_to_the_model(error):
+    def bad() -> None:
+        """Fails."""
+        raise error
+
+    text, failed = run(of(bad), Call(name="bad"))
+    assert failed and type(error).__name__ in text
+
+
+TOOLS = '''
+class Counter:
+    """Counts."""
+
+    def reset(self, start=0):
+        self.count = start
+
+    def add(self, n: int, episode) -> str:
+        """Add a number.
+
+        Args:
+            n: The number.
+        """
+        self.count += n
+        episode.reward(0.25)
+        episode.state["added"] = True
+        return f"{self.count}"
+
+    async def show(self) -> str:
+        """Show the count."""
+        return f"it is {self.count}"
+
+    def reward(self):
+        return float(self.count)
+
+
+class Empty:
+    def reset(self): ...
+
+
+def shout(text: str) -> str:
+    """Make it loud."""
+    return text.upper()
+
+
+number = 3
+'''
+
+
+@pytest.fixture
+def tools_file(tmp_path):
+    path = tmp_path / "my_tools.py"
+    path.write_text(TOOLS)
+    return path
+
+
+def test_tools_are_found_by_name_file_and_module(tools_file, monkeypatch):
+    monkeypatch.chdir(tools_file.parent)
+    toolset = load_tools(("calculator", f"{tools_file}:shout", "my_tools.Counter"))
+    assert list(toolset.tools) == ["calculator", "shout", "add", "show"]
+    assert run(toolset, Call(name="shout", arguments={"text": "ab"})) == ("AB", False)
+    assert list(toolset.tools["add"].parameters) == ["n"]
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (("calculater",), "tools=calculater: no such built-in tool; did you mean 'calculator'"),
+        (("{}:nobody",), "has no 'nobody'"),
+        (("{}:number",), "is a int, not a function"),
+        (("{}:Empty",), "the class has no public method for the model to call"),
+        (("calculator", "calculator"), "there is another tool called 'calculator'"),
+        (("nowhere.fn",), "there is no module 'nowhere'"),
+    ],
+)
+def test_tools_that_cannot_be_loaded_are_refused(tools_file, specs, message):
+    with pytest.raises(ValueError, match=message):
+        load_tools([spec.format(tools_file) for spec in specs])
+
+
+def test_rows_without_what_a_tool_reads_are_refused():
+    toolset = load_tools(("lookup",))
+    toolset.check_rows([user_prompt("ab?", table={})], "data")
+    with pytest.raises(ValueError, match="tools=lookup: reads the column 'table', which rows.jsonl:7 does not have"):
+        toolset.check_rows([user_prompt("ab?", table={}), user_prompt("ab?", "rows.jsonl:7")], "data")
+    with pytest.raises(ValueError, match="rows.jsonl:1: is plain text, and tools need turns"):
+        toolset.check_rows([replace(user_prompt("ab?", table={}), prompt="ab?")], "data")
+
+
+def play(reply, toolset: Toolset, *prompts, max_tokens: int = 200, **settings: Any):
+    """Completions of one job per prompt by a model that says what `reply` gives."""
+    engine = ScriptedEngine(reply)
+    episode = ToolEpisode(toolset, tiny_tokenizer(), **{"tool_format": "pythonic", **settings})
+    source = EpisodeSource(engine, Sampling(max_tokens=max_tokens, stop_ids=(2,)), episode)
+    jobs = [[Job(prompt, seed)] for seed, prompt in enumerate(prompts)]
+    made = [group[0] for group in run_groups(source, jobs)]
+    source.close()
+    return made
+
+
+def answer_with_the_last_result(text: str, seed: int) -> str:
+    """Calls once, then says what the tool said."""
+    if "<|im_start|>tool" not in text:
+        key = text.split("user\n")[1].split("?")[0]
+        return f"[lookup(key='{key}')]"
+    return text.rsplit("<|im_start|>tool\n", 1)[1].split("<|im_end|>")[0]
+
+
+def test_an_episode_is_the_call_its_result_and_the_answer():
+    prompt = user_prompt("ab?", table={"ab": "37"})
+    (completion,) = play(answer_with_the_last_result, load_tools(("lookup",)), prompt)
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(completion.ids) == (
+        "[lookup(key='ab')]<|im_end|>\n<|im_start|>tool\n37<|im_end|>\n<|im_start|>assistant\n37<|im_end|>"
+    )
+    trained = [token for token, own in zip(completion.ids, completion.mask, strict=True) if own]
+    assert tokenizer.decode(trained) == "[lookup(key='ab')]<|im_end|>37<|im_end|>"
+    assert completion.logps == [-0.5 if own else 0.0 for own in completion.mask]
+    assert completion.prompt_ids == prompt.ids and completion.versions == [(3, len(trained))]
+    assert completion.text == "37" and completion.finish_reason == "stop"
+    call = {"name": "lookup", "arguments": {"key": "ab"}}
+    assert [(m["role"], m["content"]) for m in completion.messages] == [
+        ("assistant", ""), ("tool", "37"), ("assistant", "37")
+    ]  # fmt: skip
+    assert [c["function"] for c in completion.messages[0]["tool_calls"]] == [call]
+    assert completion.columns == {"num_turns": 2, "tool_calls": 1, "tool_errors": 0}
+
+
+def test_an_answer_without_a_call_is_one_turn():
+    (completion,) = play(lambda text, seed: "12", load_tools(("lookup",)), user_prompt("ab?", table={}))
+    assert completion.mask is None and completion.messages == [{"role": "assistant", "content": "12"}]
+    assert completion.columns == {"num_turns": 1, "tool_calls": 0, "tool_errors": 0}
+
+
+def test_errors_go_back_to_the_model_and_are_counted():
+    replies = ["[lookup(", "[nothing()]", "[lookup('ab'), lookup('cd')]", "done"]
+    (completion,) = play(
+        lambda text, seed: replies[text.count("<|im_start|>assistant") - 1],
+        load_tools(("lookup",)),
+        user_prompt("ab?", table={"ab": "37"}),
+        max_tokens=400,
+    )
+    assert completion.columns == {"num_turns": 4, "tool_calls": 4, "tool_errors": 3}
+    results = [m["content"] for m in completion.messages if m["role"] == "tool"]
+    assert results == [
+        "error: the call is not a list of calls such as [name(key='value')]",
+        "error: there is no tool 'nothing'; there is lookup",
+        "37",
+        "error: KeyError: 'cd'",
+    ]
+    assert completion.messages[0] == {"role": "assistant", "content": "[lookup("}
+    assert completion.messages[4]["tool_calls"][1]["function"] == {"name": "lookup", "arguments": {"key": "cd"}}
+
+
+def test_a_call_in_the_last_turn_is_not_answered():
+    (completion,) = play(
+        lambda text, seed: "[lookup('ab')]", load_tools(("lookup",)), user_prompt("ab?", table={"ab": "1"}), max_turns=3
+    )
+    assert completion.columns == {"num_turns": 3, "tool_calls": 2, "tool_errors": 0}
+    assert completion.finish_reason == "length" and completion.mask[-1] is True
+    assert [m["role"] for m in completion.messages] == ["assistant", "tool"] * 2 + ["assistant"]
+
+
+@pytest.mark.parametrize("max_tokens", range(10, 50))
+def test_the_limit_on_tokens_holds_for_all_turns_together(max_tokens):
+    prompt = user_prompt("ab?", table={"ab": "37"})
+    (completion,) = play(answer_with_the_last_result, load_tools(("lookup",)), prompt, max_tokens=max_tokens)
+    whole = 19 + 14 + 3
+    assert len(completion.ids) <= max_tokens and len(completion.ids) == len(completion.logps)
+    assert completion.finish_reason == ("stop" if max_tokens >= whole else "length")
+    assert completion.mask is None or completion.mask[-1]  # results that nobody reads are left out
+    if max_tokens <= 19 + 14:
+        assert len(completion.ids) == min(19, max_tokens) and completion.columns["num_turns"] == 1
+
+
+def test_a_long_result_is_cut():
+    prompt = user_prompt("ab?", table={"ab": "0123456789"})
+    (completion,) = play(answer_with_the_last_result, load_tools(("lookup",)), prompt, max_tool_tokens=4)
+    assert completion.messages[1]["content"] == completion.text == "0123"
+
+
+def test_every_episode_has_its_own_object_state_and_rewards(tools_file):
+    def reply(text: str, seed: int) -> str:
+        turn = text.count("<|im_start|>assistant")
+        return ("[add(n=2)]", "[add(n=3), show()]", "bye")[turn - 1]
+
+    toolset = load_tools((f"{tools_file}:Counter",))
+    prompts = [user_prompt("a", start=10), user_prompt("b", start=100, other=1)]
+    made = play(reply, toolset, *prompts)
+    assert [m["content"] for m in made[1].messages if m["role"] == "tool"] == ["102", "105", "it is 105"]
+    assert made[0].columns["turn_rewards"] == [0.25, 0.25, 15.0] and made[0].columns["env_reward"] == 15.5
+    assert made[1].columns["env_reward"] == 105.5
+
+
+def test_an_object_that_cannot_begin_names_the_row(tools_file):
+    tools_file.write_text(TOOLS.replace("self.count = start", "raise OSError('no room')"))
+    with pytest.raises(ValueError, match=r"cannot begin an episode on rows.jsonl:1 \(OSError: no room\)"):
+        play(lambda text, seed: "x", load_tools((f"{tools_file}:Counter",)), user_prompt("a"))
+
+
+def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
+    tokenizer, toolset, said = with_template(HERMES), load_tools(("lookup",)), []
+    prompts = [user_prompt("ab?"), user_prompt("a" * 50)]
+    shown = show_tools(prompts, tokenizer, toolset.schemas, say=said.append)
+    assert "Look up what is stored under a key." in tokenizer.decode(shown[0].ids) and said == []
+    short = len(shown[0].ids)
+    assert len(show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=short, say=said.append)) == 1
+    assert said == [f"data: left out 1 of 2 prompts over max_prompt_length={short} with the tools"]
+    with pytest.raises(ValueError, match=f"rows.jsonl:1: with the tools in it the prompt has {short + 47} tokens"):
+        show_tools(prompts, tokenizer, toolset.schemas, longest=short)
+    with pytest.raises(ValueError, match="max_prompt_length=5: with the tools all prompts are longer"):
+        show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=5)
+    assert show_tools(prompts, tiny_tokenizer(), toolset.schemas, say=said.append) == prompts
+    assert "the chat template does not show them to the model" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(max_turns=3), "max_turns=3: has no effect without tools"),
+        (dict(tool_format="hermes"), "tool_format=hermes: has no effect without tools"),
+        (dict(tools=("lookup",), max_turns=1), "max_turns=1: must be 2 or more"),
+        (dict(tools=("lookup",), max_tool_tokens=0), "max_tool_tokens=0: must be 1 or more"),
+        (dict(tools=("lookup",), tool_timeout=0.0), "tool_timeout=0.0: must be a number of seconds above 0"),
+        (dict(tools=("lookup", "")), "tools='': is no name"),
+        (dict(rollout_func=""), "rollout_func='': is no name"),
+        (dict(tools=("lookup",), rollout_func="a.b"), "rollout_func=a.b: makes the completions itself"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ToolConfig(**settings)

@@ -1,0 +1,191 @@
+"""Rollouts ahead of training over a real server: weights change while groups run, and every token says by which."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from data.loader import Loader
+from data.types import Prompt
+from rollout.local import LocalEngine
+from rollout.options import SyncConfig, VllmConfig
+from rollout.planner import Planner
+from rollout.producer import Made, Producer, sync_due
+from rollout.source import EngineSource
+from rollout.types import Completion, Request, Sampling
+from rollout.vllm_command import TOKEN
+from rollout.vllm_engine import VllmEngine
+from trainer.config import LoraConfig, ModelConfig
+from trainer.model import Policy, load_policy
+from trainer.weights import PolicyWeights
+
+CPU = torch.device("cpu")
+LIMIT = 1e-4
+LONG = Sampling(max_tokens=160, for_training=True)  # no stop ids: a completion outlasts several loads
+
+
+def make_engine(server: Any, monkeypatch: Any, *, backend: str, rank: int = 0) -> tuple[VllmEngine, Policy]:
+    monkeypatch.setenv(TOKEN, server.token)
+    lora = LoraConfig(r=rank) if rank else LoraConfig()
+    policy = load_policy(ModelConfig(model=str(server.model_folder)), lora, CPU, with_reference=False)
+    engine = VllmEngine.start(
+        VllmConfig(url=(server.url,)), SyncConfig(backend=backend, probe_every=1), model=policy.source,
+        source=PolicyWeights(policy, torch.float32), own=LocalEngine(policy.model, policy.tokenizer), device=CPU,
+        dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, say=lambda line: None,
+    )  # fmt: skip
+    return engine, policy
+
+
+@pytest.fixture(params=["process_group", "lora"])
+def pair(request: Any, tied_server: Any, monkeypatch: Any) -> Iterator[tuple[VllmEngine, Policy]]:
+    if request.param == "lora":  # an adapter needs its own base, and tests before this one may have changed it
+        base, _ = make_engine(tied_server, monkeypatch, backend="process_group")
+        base.load(0)
+        base.close()
+    engine, policy = make_engine(
+        tied_server, monkeypatch, backend=request.param, rank=8 if request.param == "lora" else 0
+    )
+    yield engine, policy
+    engine.close()
+
+
+def make_producer(engine: VllmEngine, sampling: Sampling, **options: Any) -> Producer:
+    prompts = [Prompt(source=f"rows:{i}", prompt="", ids=[5, 17, 30 + i]) for i in range(8)]
+    planner = Planner(Loader(prompts, batch_size=2, seed=0), num_generations=4, seed=0)
+    return Producer(EngineSource(engine, sampling), planner, tend=engine.tend, **options)
+
+
+def train(policy: Policy, step: int) -> dict[str, torch.Tensor]:
+    """Other weights, and a copy of those there were."""
+    weights = {name: p.detach().clone() for name, p in policy.model.named_parameters() if p.requires_grad}
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+    time.sleep(0.3)
+    return weights
+
+
+def gaps(engine: VllmEngine, completions: list[Completion], version: int) -> list[float]:
+    """Of the tokens that this version made, between its log-probs there and here."""
+    found = []
+    scored = engine.own.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    for completion, row in zip(completions, scored, strict=True):
+        at = 0
+        for of, count in completion.versions:
+            pairs = zip(completion.logps[at : at + count], row[at : at + count], strict=True)
+            # Relative for unlikely tokens: float32 has 7 digits, and these contexts are long.
+            found += [abs(a - b) / max(1.0, abs(a)) for a, b in pairs if of == version]
+            at += count
+        assert at == len(completion.ids)
+    return found
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_the_version_it_names(pair, interval):
+    engine, policy = pair
+    producer = make_producer(engine, LONG, depth=2, max_staleness=2, last_step=6)
+    batches: list[list[Made]] = []
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    stale, loaded, in_use = [], [], []
+    for step in range(6):
+        if step == 0 or sync_due(step, engine.version, interval):
+            engine.load(step)
+            loaded.append(step)
+        batches.append(producer.take(step, engine.version))
+        stale.append(producer.metrics()["rollout/staleness_max"])
+        in_use.append(set(engine.in_use()))
+        weights[step] = train(policy, step)
+        producer.done()
+    producer.close()
+
+    assert loaded == list(range(0, 6, interval))
+    assert max(stale) == 2.0 and stale[0] == 0.0, stale
+    completions = [c for batch in batches for group in batch for c in group.completions]
+    for step, batch in enumerate(batches):
+        for version, count in (span for group in batch for c in group.completions for span in c.versions):
+            assert step - 2 <= version <= step and version in loaded and count > 0
+            assert version in set().union(*in_use)
+    spans = [len(c.versions) for c in completions]
+    if engine.weights.sync.needs_pause:  # an adapter keeps the version that a completion began with
+        assert max(spans) > 1
+    else:
+        assert set(spans) == {1}
+    for version in loaded:
+        with torch.no_grad():
+            for name, p in policy.model.named_parameters():
+                if p.requires_grad:
+                    p.copy_(weights[version][name])
+        found = gaps(engine, completions, version)
+        assert found and max(found) < LIMIT, f"version {version}: {max(found)}"
+
+
+def test_closing_ends_what_runs_and_leaves_nothing_behind(pair):
+    engine, policy = pair
+    engine.load(0)
+    engine.generate([Request(prompt_ids=[5], seed=0)], Sampling(max_tokens=2))  # connections that stay
+    threads, files = threading.active_count(), open_files()
+    for step in range(1, 4):
+        producer = make_producer(engine, LONG, depth=1)
+        engine.load(step)
+        producer.begin(step)
+        next(producer.arrived())
+        producer.close()
+        deadline = time.monotonic() + 10
+        while any(m.in_flight for m in engine.pool.members) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [m.in_flight for m in engine.pool.members] == [0]
+        assert len(producer.planner.pending) == 4 and list(engine.in_use()) == [step]
+        train(policy, step)
+    assert threading.active_count() <= threads
+    assert open_files() <= files + 16  # the connections of 16 requests at a time, kept
+
+
+def test_a_group_that_a_server_refuses_stops_the_run_with_its_prompt(pair):
+    engine, _ = pair
+    engine.load(0)
+    producer = make_producer(engine, Sampling(max_tokens=100_000, for_training=True))
+    with pytest.raises(ValueError, match=r"^prompt=rows:\d: its completions could not be made; .*max_tokens"):
+        producer.take(0)
+    producer.close()
+
+
+def test_a_coroutine_in_the_loop_completes_turn_by_turn(pair):
+    engine, _ = pair
+    engine.load(7)
+
+    async def two_turns(seed: int) -> list[Completion]:
+        first = await engine.complete(Request(prompt_ids=[5, 17], seed=seed), Sampling(max_tokens=3))
+        later = Request(prompt_ids=[*first.prompt_ids, *first.ids, 9], seed=seed)
+        return [first, await engine.complete(later, Sampling(max_tokens=4))]
+
+    async def everyone() -> list[list[Completion]]:
+        return await asyncio.gather(*(two_turns(seed) for seed in range(4)))
+
+    episodes = engine.loop.run(everyone())
+    assert [[len(c.ids) for c in turns] for turns in episodes] == [[3, 4]] * 4
+    assert {version for turns in episodes for c in turns for version, _ in c.versions} == {7}
+    again = engine.generate([Request(prompt_ids=[5, 17], seed=seed) for seed in range(4)], Sampling(max_tokens=3))
+    assert [turns[0] for turns in episodes] == again
+
+
+def test_a_server_that_comes_back_between_syncs_gets_the_weights_of_today_with_all_others(pair):
+    engine, policy = pair
+    engine.load(0)
+    train(policy, 1)
+    (member,) = engine.pool.members
+    engine.loop.run(engine.pool.fail(member, "needs weights"))  # as after a restart
+    engine.tend(1)
+    assert (engine.version, member.version, member.state) == (1, 1, "ready")  # load() has compared log-probs

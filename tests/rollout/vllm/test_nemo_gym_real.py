@@ -1,0 +1,240 @@
+"""The real, unmodified servers of NeMo Gym, and our vLLM server as the model behind its agents.
+
+Needs STROP_NEMO_PYTHON, an interpreter that has nemo-gym and reasoning-gym (Python 3.12), and the assets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.chat import render_conversation
+from data.nemo_gym import load_nemo_gym
+from data.types import Prompt
+from rollout.local import LocalEngine
+from rollout.nemo_gym import RunSource, set_up_rewards
+from rollout.nemo_gym_client import GymClient
+from rollout.nemo_gym_options import NemoGymConfig
+from rollout.options import VllmConfig
+from rollout.rewards import load_rewards
+from rollout.source import Job, run_groups
+from rollout.types import Completion, Sampling
+from rollout.vllm_command import device_of
+from rollout.vllm_launch import Launched, launch, wait_ready
+from tests.rollout.vllm.conftest import TINY
+
+HEAD_PORT = 18100
+END = 2
+TEMPLATE = """{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}
+    {%- for call in message['tool_calls'] or [] -%}
+        {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+        {{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+CALL = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "SF"}}}
+RESULT = '{"city":"SF","weather_description":"The weather in SF is cold."}'
+
+
+@pytest.fixture(scope="module")
+def gym_python() -> str:
+    python = os.environ.get("STROP_NEMO_PYTHON")
+    if not python:
+        pytest.skip("STROP_NEMO_PYTHON is unset: it names an interpreter that has nemo-gym")
+    return python
+
+
+@pytest.fixture(scope="module")
+def rows(gym_python: str) -> Path:
+    """The folder of the gym's resource servers, with the rows they ship."""
+    ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    found = subprocess.run([gym_python, "-c", ask], capture_output=True, text=True, check=True)
+    return Path(found.stdout.strip()) / "resources_servers"
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory) -> Path:
+    """The tiny model, made to call get_weather on the first shipped question and to answer from what it says."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("caller") / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    system = "You are a helpful personal assistant that aims to be helpful and reduce any pain points the user has."
+    messages = [
+        {"role": "developer", "content": system},
+        {"role": "user", "content": "what's it like in sf?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": RESULT},
+        {"role": "assistant", "content": "It is cold."},
+    ]
+    ids, mask = render_conversation(tokenizer, messages)
+    tokens = torch.tensor([ids])
+    labels = torch.where(torch.tensor([mask]), tokens, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    for step in range(200):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 10)
+        loss = model(input_ids=tokens, labels=labels).loss
+        if loss < 2e-3:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert loss < 0.01, loss
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(vllm_python: str, caller: Path, tmp_path_factory) -> Iterator[Launched]:
+    device = device_of(vllm_python)
+    extra = "--enable-auto-tool-choice --tool-call-parser hermes"
+    cfg = VllmConfig(max_model_len=512, dtype="float32", extra_args=extra)
+    server = launch(cfg, model=str(caller), lora_rank=0, log_dir=tmp_path_factory.mktemp("logs"), device=device)
+    try:
+        wait_ready([server], cfg.startup_timeout)
+        yield server
+    finally:
+        server.stop()
+
+
+def start_gym(python: str, tool: Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
+    script = Path(__file__).parents[1] / "nemo_servers.py"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [python, str(script), str(tool)], stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}
+        )
+    deadline = time.monotonic() + 180
+    while "READY" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+        time.sleep(0.5)
+    return process
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def config(**settings: Any) -> NemoGymConfig:
+    return NemoGymConfig(datasets=("x",), head_port=HEAD_PORT, **settings)
+
+
+def said(text: str) -> Completion:
+    return Completion(prompt_ids=[1], ids=[5], logps=[-1.0], finish_reason="stop", text=text, versions=[(0, 1)])
+
+
+def test_the_real_servers_verify_the_rows_they_ship(gym_python, rows, asset, tmp_path, tokenizer_of_tiny):
+    gym_process = start_gym(gym_python, asset("tools/nemo_gym_servers.py"), tmp_path / "gym.log")
+    gym = GymClient(config(), lambda text: None)
+    try:
+        names = ("reasoning_gym", "example_session_state_mgmt")
+        datasets = [f"{rows}/{name}/data/example.jsonl@{name}" for name in names]
+        prompts = load_nemo_gym(datasets, tokenizer_of_tiny)
+        gym.connect(prompts, multi_turn=False)
+        rewards = load_rewards(["nemo_gym:verify"])
+        set_up_rewards(rewards, gym, "stop")
+        puzzles = [prompt for prompt in prompts if "answer" in prompt.columns]
+        right = rewards.score(puzzles, [said(f"<answer>{p.columns['answer']}</answer>") for p in puzzles])
+        wrong = rewards.score(puzzles, [said("<answer>no</answer>") for _ in puzzles])
+        assert len(puzzles) == 5
+        assert [value for (value,) in right.values] == [1.0] * 5
+        assert [value for (value,) in wrong.values] == [0.0] * 5
+        # A counter that nobody increments has its first value, but only for the session that set it.
+        counters = [expecting(p, p.columns["initial_count"]) for p in prompts if "initial_count" in p.columns]
+        assert rewards.score(counters, [said("x")] * 5).values == [[1.0]] * 5
+        assert rewards.score([expecting(p, -1) for p in counters], [said("x")] * 5).values == [[0.0]] * 5
+        # A row without what its server needs is refused by name.
+        bare = dataclasses.replace(puzzles[0], columns=puzzles[0].columns | {"verify_extra": without(puzzles[0])})
+        with pytest.raises(ValueError, match="reasoning_gym/verify answered 422 .*question"):
+            rewards.score([bare], [said("x")])
+    finally:
+        gym.close()
+        stop(gym_process)
+
+
+def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python, rows, asset, tmp_path, policy, caller):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gym_process = start_gym(
+        gym_python, asset("tools/nemo_gym_servers.py"), tmp_path / "gym.log", WITH_AGENTS="1",
+        POLICY_URL=f"{policy.url}/v1", POLICY_API_KEY=str(policy.token), POLICY_MODEL="base",
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(caller)
+    model = AutoModelForCausalLM.from_pretrained(caller, dtype=torch.float32)
+    told: list[str] = []
+    gym = GymClient(config(multi_turn=True, prefix_mismatch="stop"), told.append)
+    try:
+        name = "example_single_tool_call"
+        dataset = f"{rows}/{name}/data/example.jsonl:split=train[:1]@{name}"
+        prompts = load_nemo_gym([dataset], tokenizer, multi_turn=True)
+        gym.connect(prompts, multi_turn=True)
+        sampling = Sampling(temperature=0.5, max_tokens=256, stop_ids=(END,), for_training=True)
+        source = RunSource(gym, sampling, version=lambda: 7, vocab_size=275)
+        groups = run_groups(source, [[Job(prompts[0], seed) for seed in (1, 2, 1)]])
+        check_weather(groups[0], prompts[0], tokenizer)
+        assert groups[0][0].ids == groups[0][2].ids  # the seed reaches vLLM
+        assert not [line for line in told if "failed" in line or "answered" in line]
+        own = LocalEngine(model, tokenizer)
+        for completion in groups[0]:
+            (scored,) = own.score([(completion.prompt_ids, completion.ids)], temperature=0.5)
+            gaps = [abs(a - b) for a, b, m in zip(scored, completion.logps, completion.mask, strict=True) if m]
+            assert max(gaps) < 1e-3, gaps
+    finally:
+        gym.close()
+        stop(gym_process)
+
+
+def check_weather(group: list[Completion], prompt: Prompt, tokenizer: Any) -> None:
+    for completion in group:
+        assert completion.columns["env_reward"] == 1.0
+        assert completion.columns["num_turns"] == 2 and completion.columns["left_out_turns"] == 0
+        assert completion.columns["tool_calls"] == 1
+        assert completion.prompt_ids == prompt.ids
+        assert completion.versions == [(7, completion.trained)]
+        assert [m["role"] for m in completion.messages] == ["assistant", "tool", "assistant"]
+        assert completion.messages[1]["content"] == RESULT
+        assert completion.text == "It is cold."
+        theirs = [i for i, made in zip(completion.ids, completion.mask, strict=True) if not made]
+        text = tokenizer.decode(theirs)
+        assert RESULT in text and "tool_call" not in text and "It is cold." not in text
+        assert completion.ids[-1] == END and completion.mask[-1]
+
+
+def expecting(prompt: Prompt, count: int) -> Prompt:
+    row = json.loads(prompt.columns["verify_extra"]) | {"expected_count": count}
+    return dataclasses.replace(prompt, columns=prompt.columns | {"verify_extra": json.dumps(row)})
+
+
+def without(prompt: Prompt) -> str:
+    row = json.loads(prompt.columns["verify_extra"])
+    return json.dumps({key: value for key, value in row.items() if key != "question"})
+
+
+@pytest.fixture
+def tokenizer_of_tiny() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY)

@@ -1,0 +1,57 @@
+"""bench/gdpo_two_rewards.py: what the figure claims of one batch, and that it is drawn from its rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import gdpo_two_rewards as bench
+
+ROWS = [
+    {"method": method, "seed": seed, "step": step, "brackets": level * step / 10, "distance": 40 - step}
+    for method, level in (("grpo", 0.1), ("gdpo", 0.9))
+    for seed in (0, 1)
+    for step in (0, 10)
+]
+
+
+@pytest.fixture(scope="module")
+def split():
+    return bench.advantages()
+
+
+def test_summed_first_the_brackets_are_lost_and_normalised_first_they_are_not(split):
+    """The same completions of the untrained model: their advantage hardly depends on brackets in GRPO."""
+    gaps = {method: bench.gap(split[method]) for method in bench.METHODS}
+    assert abs(gaps["grpo"]) < 0.5 < 1.0 < gaps["gdpo"], gaps
+    assert len(split["grpo"]["with"]) == len(split["gdpo"]["with"]) > 20
+
+
+def test_the_committed_rows_show_that_both_come_as_close_and_one_forgets_the_brackets():
+    rows = [
+        json.loads(line) for line in (bench.ROOT / "bench/results/cpu/gdpo_two_rewards.jsonl").read_text().splitlines()
+    ]
+    last = max(row["step"] for row in rows)
+    for seed in (0, 1, 2):
+        end = {row["method"]: row for row in rows if row["seed"] == seed and row["step"] == last}
+        start = {row["method"]: row for row in rows if row["seed"] == seed and row["step"] == 0}
+        assert start["grpo"]["brackets"] == start["gdpo"]["brackets"]
+        assert end["grpo"]["brackets"] <= start["grpo"]["brackets"]
+        assert end["gdpo"]["brackets"] > 0.8
+
+
+def test_the_figure_is_drawn_again_the_same(split, tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("one.svg", "two.svg"):
+        bench.draw_figure(ROWS, split, tmp_path / name)
+    text = (tmp_path / "one.svg").read_text()
+    assert text == (tmp_path / "two.svg").read_text()
+    assert "answers in brackets, held out" in text and "GDPO" in text
+
+
+def test_the_summary_has_the_means_of_the_seeds():
+    assert bench.summary(ROWS).splitlines() == [
+        "grpo: brackets 0.00 -> 0.10, distance 40.00 -> 30.00 after 10 steps, 2 seeds",
+        "gdpo: brackets 0.00 -> 0.90, distance 40.00 -> 30.00 after 10 steps, 2 seeds",
+    ]

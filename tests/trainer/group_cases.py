@@ -1,0 +1,189 @@
+"""A small policy, completions with all that real ones have, and one step on them: for tests of trainer.group_step.
+
+Among the completions: two turns with an environment's text between, a truncated one, one without tokens, one that
+trains nothing, an engine log-prob that is missing, advantages of zero.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.types import Completion
+from tests.trainer.naive_groups import Padded, naive_loss, padded, padded_scores
+from trainer.config import RunConfig
+from trainer.group_step import StepBatch, backward, prepare
+from trainer.model import Policy
+from trainer.policy_options import CorrectionConfig, PolicyLossConfig
+
+VOCAB = 29
+TEMPERATURE = 0.8
+PROMPT_LENGTHS = (3, 3, 3, 3, 6, 6, 6, 6, 4, 4, 4, 4)  # three groups
+LENGTHS = (1, 9, 4, 2, 12, 1, 7, 3, 5, 2, 0, 6)
+ADVANTAGE = torch.tensor([1.3, -0.4, -1.1, 0.2, -0.7, 0.9, 0.0, 1.6, 0.0, 0.0, 0.8, -0.8], dtype=torch.float64)
+TWO_TURNS, FAILED, TRUNCATED, NO_LOGP = 4, 11, (4, 9), (1, 2)
+TOTAL = sum(PROMPT_LENGTHS) + sum(LENGTHS)
+WHOLE = (8 * TOTAL, 1, "packed")
+# Micro-batch size, accumulation, layout.
+CUTS = [
+    (1, 1, "packed"), (TOTAL // 2, 2, "padded"), (TOTAL // 3, 1, "shared"), (8 * TOTAL, 1, "shared"),
+    (8 * TOTAL, 4, "packed"), (8 * TOTAL, 1, "padded"),
+]  # fmt: skip
+
+
+@functools.cache
+def make_llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.4, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    # Llama's own norm rounds to float32.
+    for module in (model.model, *model.model.layers):
+        for name in [name for name, _ in module.named_children() if "norm" in name]:
+            setattr(module, name, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+    return model.double()
+
+
+@functools.cache
+def moved_llama() -> Any:
+    """What an optimizer step would leave: ratios differ from 1, and some tokens are clipped."""
+    model, generator = copy.deepcopy(make_llama(0)), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.03 * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def make_policy(model: Any | None = None) -> Policy:
+    reference = make_llama(1).eval().requires_grad_(False)
+    return Policy(
+        model=(model or make_llama(0)).train(), tokenizer=None, source="test", device=torch.device("cpu"),
+        compute_dtype=torch.float64, reference=reference,
+    )  # fmt: skip
+
+
+@functools.cache
+def make_completions() -> list[Completion]:
+    generator = torch.Generator().manual_seed(2)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+    prompts = {length: ids(length) for length in dict.fromkeys(PROMPT_LENGTHS)}
+    made = [
+        Completion(
+            prompt_ids=prompts[p], ids=ids(n), logps=[0.0] * n, versions=[(0, n)], text="",
+            finish_reason="length" if row in TRUNCATED else "stop", mask=mask_of(row, n),
+        )
+        for row, (p, n) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True))
+    ]  # fmt: skip
+    with torch.no_grad():
+        own = padded_scores(make_llama(0), made, TEMPERATURE).logp
+    noise = 0.3 * torch.randn(own.shape, generator=generator, dtype=torch.float64)
+    logps = [row[:n].tolist() for row, n in zip(own + noise, LENGTHS, strict=True)]
+    logps[NO_LOGP[0]][NO_LOGP[1]] = math.nan
+    return [replace(c, logps=row) for c, row in zip(made, logps, strict=True)]
+
+
+def mask_of(row: int, length: int) -> list[bool] | None:
+    if row == TWO_TURNS:
+        return [not 3 <= place < 7 for place in range(length)]
+    return [False] * length if row == FAILED else None
+
+
+def iterations(kind: str) -> int:
+    """Steps on one batch: 2, but what has no ratio takes only one."""
+    return 1 if kind == "reinforce" else 2
+
+
+def make_config(cut: tuple[int, int, str] = WHOLE, *, num_iterations: int = 2, correction: Any = None, **loss: Any):
+    budget, accumulation, layout = cut
+    run = RunConfig(
+        per_device_train_batch_size=len(LENGTHS) // accumulation, gradient_accumulation_steps=accumulation,
+        max_tokens_per_micro_batch=budget, packing=layout != "padded",
+    )  # fmt: skip
+    options = {"epsilon": 0.1} if loss.get("loss_type", "dapo") not in ("cispo", "sapo", "vespo", "reinforce") else {}
+    options |= {"cispo_cap": 1.05} if loss.get("loss_type") == "cispo" else {}  # one that binds
+    return SimpleNamespace(
+        policy_loss=PolicyLossConfig(**{**options, **loss}), correction=CorrectionConfig(**(correction or {})), run=run,
+        advantage=SimpleNamespace(kl_in_reward=False), temperature=TEMPERATURE, share_prompt=layout == "shared",
+        num_iterations=num_iterations, max_completion_length=12,
+    )  # fmt: skip
+
+
+def gradient(model: Any) -> Tensor:
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def step(
+    cfg: Any,
+    completions: Sequence[Completion] | None = None,
+    advantage: Tensor = ADVANTAGE,
+    **more: Any,
+) -> tuple[Tensor, dict[str, float], StepBatch]:
+    """Gradient, metrics and batch of the first step, or of one with the weights moved since prepare."""
+    policy = make_policy()
+    completions = make_completions() if completions is None else completions
+    policy.model.zero_grad(set_to_none=True)
+    batch = prepare(cfg, policy, completions, advantage, **more)
+    if cfg.num_iterations > 1:
+        policy.model = moved_llama().train()
+    sums = backward(cfg, policy, batch, first=cfg.num_iterations == 1)
+    return gradient(policy.model), sums.means(), batch
+
+
+@functools.cache
+def scores(which: str) -> Padded:
+    """By the weights as prepare sees them, after a step, or of the reference; the graph is kept."""
+    model = {"start": make_llama(0), "moved": moved_llama(), "reference": make_llama(1)}[which]
+    return padded_scores(model, make_completions(), TEMPERATURE)
+
+
+def by_hand(
+    cfg: Any, micro_batches: Sequence[Sequence[int]] = (), old: Tensor | None = None, advantage: Tensor = ADVANTAGE
+) -> tuple[Tensor, float]:
+    """Gradient and loss from the formulas."""
+    which = "moved" if cfg.num_iterations > 1 else "start"
+    kept = scores(which)
+    now = Padded(kept.logp.detach().requires_grad_(), kept.entropy.detach().requires_grad_(), kept.mask)
+    completions = make_completions()
+    loss = naive_loss(
+        cfg,
+        now,
+        scores("start").logp.detach() if old is None else old,
+        padded(completions, [c.logps for c in completions]),
+        scores("reference").logp.detach(),
+        advantage,
+        torch.tensor([c.finish_reason == "length" for c in completions]),
+        micro_batches,
+    )
+    slopes = torch.autograd.grad(loss, [now.logp, now.entropy], allow_unused=True)
+    outputs = [(x, g) for x, g in zip([kept.logp, kept.entropy], slopes, strict=True) if g is not None]
+    model = moved_llama() if which == "moved" else make_llama(0)
+    found = torch.autograd.grad(
+        [x for x, _ in outputs], list(model.parameters()), [g for _, g in outputs], retain_graph=True
+    )
+    return torch.cat([g.flatten() for g in found]), loss.item()
+
+
+def close(got: Tensor, want: Tensor) -> bool:
+    return bool((got - want).norm() <= 1e-9 * want.norm())
+
+
+def micro_batch_rows(batch: StepBatch) -> list[list[int]]:
+    return [[batch.rows[i] for i in mb.rows] for mb in batch.micro_batches]

@@ -1,0 +1,168 @@
+"""The losses of trainer.group_step written out from their formulas, over padded rows, in float64: slow and plain.
+
+Every completion is scored by the model's own forward, all by itself, and lies in one row of a (B, T) rectangle. Nothing
+here comes from losses/ or trainer/group_step.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout.types import Completion
+
+
+class Padded(NamedTuple):
+    """Of each token of each completion. All (B, T)."""
+
+    logp: Tensor
+    entropy: Tensor
+    mask: Tensor  # float, 1 = trained
+
+
+def padded_scores(model: Any, completions: Sequence[Completion], temperature: float) -> Padded:
+    width = max(len(c.ids) for c in completions)
+    logp, entropy = ([torch.zeros(width, dtype=torch.float64) for _ in completions] for _ in range(2))
+    mask = torch.zeros(len(completions), width, dtype=torch.float64)
+    for row, c in enumerate(completions):
+        if not c.ids:
+            continue
+        logits = model(input_ids=torch.tensor([c.prompt_ids + c.ids])).logits[0, len(c.prompt_ids) - 1 : -1]
+        log_p = (logits / temperature).log_softmax(dim=-1)
+        rest = torch.zeros(width - len(c.ids), dtype=torch.float64)
+        logp[row] = torch.cat([log_p.gather(1, torch.tensor(c.ids).unsqueeze(1)).squeeze(1), rest])
+        entropy[row] = torch.cat([-(log_p.exp() * log_p).sum(dim=-1), rest])
+        mask[row, : len(c.ids)] = torch.tensor(c.mask or [True] * len(c.ids)).double()
+    return Padded(torch.stack(logp), torch.stack(entropy), mask)
+
+
+def padded(completions: Sequence[Completion], values: Sequence[Sequence[float]]) -> Tensor:  # (B, T)
+    width = max(len(c.ids) for c in completions)
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in values], dtype=torch.float64)
+
+
+def naive_loss(
+    cfg: Any,
+    now: Padded,  # with gradient
+    old_logp: Tensor,  # (B, T) the weights the step began with
+    behaviour: Tensor,  # (B, T) NaN = none
+    ref_logp: Tensor,  # (B, T)
+    advantage: Tensor,  # (B,)
+    truncated: Tensor,  # (B,) bool
+    micro_batches: Sequence[Sequence[int]],  # which rows each holds, for bnpo
+) -> Tensor:  # ()
+    options, correction = cfg.policy_loss, cfg.correction
+    mask = now.mask
+    if options.mask_truncated_completions:
+        mask = mask * ~truncated.unsqueeze(1)
+    length = mask.sum(1, keepdim=True)  # (B, 1)
+    logp, fixed = now.logp, now.logp.detach()
+    made = torch.where(behaviour.isnan(), fixed if correction.proximal_policy == "behaviour" else old_logp, behaviour)
+    proximal = made if correction.proximal_policy == "behaviour" else old_logp
+
+    def mean(x: Tensor) -> Tensor:  # (B, 1)
+        return (x * mask).sum(1, keepdim=True) / length.clamp(min=1)
+
+    log_weight = torch.zeros_like(fixed)  # for vespo
+    weight = torch.ones_like(fixed)
+    if correction.vllm_importance_sampling_correction and correction.proximal_policy == "step":
+        weight = engine_weight(correction, (old_logp - made) * mask, mask)
+        geometric = mean(old_logp - made).exp()
+        low, high = correction.geometric_min or 0.0, correction.geometric_max or math.inf
+        filtered = ((geometric >= low) & (geometric <= high)).double()
+        if options.loss_type == "vespo":
+            log_weight = weight.log().clamp(math.log(1e-8), 20.0) * mask
+            if correction.vllm_importance_sampling_mode.startswith("sequence"):
+                log_weight = log_weight / length.clamp(min=1)  # one weight for all tokens
+            weight = torch.ones_like(fixed)
+        weight = weight * filtered
+    if correction.off_policy_mask_threshold is not None:
+        made_or_old = torch.where(behaviour.isnan(), old_logp, behaviour)
+        gone = (advantage.unsqueeze(1) < 0) & (mean(made_or_old - fixed) > correction.off_policy_mask_threshold)
+        weight = weight * ~gone
+    certain = torch.ones_like(mask)
+    if options.top_entropy_quantile < 1:
+        entropies = now.entropy.detach()[mask > 0]
+        certain = (now.entropy.detach() >= entropies.quantile(1 - options.top_entropy_quantile)).double()
+        weight = weight * certain
+
+    log_ratio = (logp - proximal) * mask
+    if options.importance_sampling_level == "sequence":
+        log_ratio = mean(fixed - proximal) + logp - fixed
+    ratio, a = log_ratio.exp(), advantage.unsqueeze(1)
+    token = {
+        "cispo": lambda: -ratio.detach().clamp(max=options.cispo_cap) * a * logp,
+        "sapo": lambda: -a * gate(ratio, a, options.sapo_temperature_pos, options.sapo_temperature_neg),
+        "vespo": lambda: -phi(options, ((fixed - proximal) * mask + log_weight).sum(1, keepdim=True), a) * a * logp,
+        "reinforce": lambda: -a * logp,
+        "rloo": lambda: clipped(options, ((logp - proximal) * mask).sum(1, keepdim=True).exp(), a),
+    }.get(options.loss_type, lambda: clipped(options, ratio, a))()
+    if options.loss_type == "rloo":
+        # One loss for the completion; a weight that differs between tokens scales each token's part of its gradient.
+        slope = torch.autograd.grad(token.sum(), logp, retain_graph=True)[0] * mask * length  # of each token, times |y|
+        token = token.detach() + slope * (logp - fixed)
+    token = torch.where(weight == 0, 0.0, token) * weight
+    terms = token
+    if options.beta and not cfg.advantage.kl_in_reward:
+        d = ref_logp - logp
+        kl = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[options.kl_estimator]
+        if options.use_bias_correction_kl:
+            own = (logp - proximal).exp()
+            kl = kl * (own.detach() if options.kl_estimator == "k2" else own)
+        terms = terms + options.beta * kl
+    total = average(cfg, terms * mask, mask, length, micro_batches)
+    if options.entropy_coef:
+        total = total - options.entropy_coef * (now.entropy * mask * certain).sum() / (mask * certain).sum()
+    return total
+
+
+def engine_weight(correction: Any, d: Tensor, mask: Tensor) -> Tensor:  # (B, T)
+    mode = correction.vllm_importance_sampling_mode
+    w = (d.sum(1, keepdim=True).expand_as(d) if mode.startswith("sequence") else d).exp()
+    low, high = correction.vllm_importance_sampling_min, correction.vllm_importance_sampling_cap
+    low = 0.5 if mode == "icepop" and low is None else low
+    low, high = 0.0 if low is None else low, math.inf if high is None else high
+    if mode.endswith("truncate"):
+        return w.clamp(low, high)
+    return torch.where((w >= low) & (w <= high), w, 0.0)
+
+
+def clipped(options: Any, ratio: Tensor, a: Tensor) -> Tensor:
+    high = options.epsilon if options.epsilon_high is None else options.epsilon_high
+    first = ratio if options.delta is None else ratio.clamp(max=options.delta)
+    loss = -torch.minimum(first * a, ratio.clamp(1 - options.epsilon, 1 + high) * a)
+    if options.dual_clip is not None:
+        loss = torch.where(a < 0, torch.minimum(loss, -options.dual_clip * a), loss)
+    return loss
+
+
+def gate(ratio: Tensor, a: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
+    tau = torch.where(a > 0, tau_pos, tau_neg * torch.ones_like(a))
+    return torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+
+
+def phi(options: Any, log_w: Tensor, a: Tensor) -> Tensor:
+    log_w = log_w.clamp(math.log(1e-8), 20.0)
+    ones = torch.ones_like(a)
+    k = torch.where(a >= 0, options.vespo_k_pos * ones, options.vespo_k_neg)
+    decay = torch.where(a >= 0, options.vespo_lambda_pos * ones, options.vespo_lambda_neg)
+    return (decay + k * log_w - decay * log_w.exp()).exp()
+
+
+def average(cfg: Any, x: Tensor, mask: Tensor, length: Tensor, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    kind = cfg.policy_loss.loss_type
+    num_rows = (length > 0).sum().clamp(min=1)
+    if kind in ("grpo", "sapo", "rloo"):
+        return (x.sum(1, keepdim=True) / length.clamp(min=1)).sum() / num_rows
+    if kind in ("luspo", "reinforce"):
+        return x.sum() / num_rows
+    if kind == "dr_grpo":
+        return x.sum() / (num_rows * cfg.max_completion_length)
+    if kind == "bnpo":
+        means = [x[list(rows)].sum() / mask[list(rows)].sum() for rows in micro_batches]
+        return torch.stack(means).mean()
+    return x.sum() / mask.sum().clamp(min=1)

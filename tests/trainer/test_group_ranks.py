@@ -1,0 +1,164 @@
+"""A step dealt to two ranks gives the gradient and the metrics of one; ranks are threads, their sum a meeting point."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from losses.entropy import entropy_threshold
+from losses.group_policy import POLICY_LOSSES
+from tests.trainer.group_cases import (
+    ADVANTAGE,
+    by_hand,
+    close,
+    gradient,
+    iterations,
+    make_completions,
+    make_config,
+    make_llama,
+    make_policy,
+    moved_llama,
+    step,
+)
+from trainer import group_step, metrics, step_quantile
+from trainer.group_step import backward, prepare
+from trainer.step_quantile import kth_smallest, top_threshold
+
+TOGETHER = {
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_cap": 1.5,
+    "geometric_min": 0.85,
+    "off_policy_mask_threshold": 0.1,
+}
+FIRST = range(4)  # the first group; the other rank has the other two
+
+
+class Meeting:
+    """all_sum of two threads: each brings a tensor and leaves with the sum. Shapes that differ are an error in both."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.brought: dict[str, Tensor] = {}
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        self.brought[threading.current_thread().name] = x
+        self.barrier.wait()
+        a, b = (self.brought[name] for name in sorted(self.brought))
+        self.barrier.wait()  # nobody brings the next one before both have read
+        assert a.shape == b.shape, (a.shape, b.shape)
+        return a + b
+
+
+def on_two_ranks(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> list[Any]:
+    meeting, results, errors = Meeting(), [None, None], []
+    for module in (group_step, metrics, step_quantile):
+        monkeypatch.setattr(module, "all_sum", meeting.all_sum)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:  # to be seen in the test's own thread
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+def dealt_step(
+    monkeypatch: pytest.MonkeyPatch, cfg: Any, advantage: Tensor, shares: Sequence[Sequence[int]]
+) -> list[tuple[Tensor, dict[str, float]]]:
+    """Gradient and metrics of each rank."""
+    completions = make_completions()
+    models = [[copy.deepcopy(model) for model in (make_llama(0), moved_llama())] for _ in range(2)]
+
+    def work(rank: int) -> tuple[Tensor, dict[str, float]]:
+        policy, rows = make_policy(models[rank][0]), list(shares[rank])
+        policy.reference = copy.deepcopy(policy.reference)
+        batch = prepare(cfg, policy, [completions[row] for row in rows], advantage[rows])
+        if cfg.num_iterations > 1:
+            policy.model = models[rank][1].train()
+        sums = backward(cfg, policy, batch, first=cfg.num_iterations == 1)
+        return gradient(policy.model), sums.means()
+
+    for model in models[0] + models[1]:
+        model.zero_grad(set_to_none=True)
+    return on_two_ranks(monkeypatch, work)
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_two_ranks_have_the_gradient_of_one(monkeypatch, kind):
+    """Everything that counts over a step at once: quantile, bonus, KL, filters. bnpo means over both micro-batches."""
+    cfg = make_config(
+        num_iterations=iterations(kind), loss_type=kind, beta=0.1, entropy_coef=0.05, top_entropy_quantile=0.7,
+        correction=TOGETHER,
+    )  # fmt: skip
+    shares = [FIRST, range(len(FIRST), len(ADVANTAGE))]
+    want, loss = by_hand(cfg, [FIRST, range(len(FIRST), 10)])
+    (got, logged), (other, logged_too) = dealt_step(monkeypatch, cfg, ADVANTAGE, shares)
+    assert close(got + other, want)
+    assert logged == logged_too and logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    monkeypatch.undo()
+    alone = step(cfg)[1]
+    assert alone.keys() == logged.keys()
+    for name in alone.keys() - ({"loss/total", "loss/policy", "loss/kl"} if kind == "bnpo" else set()):
+        assert logged[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-7), name
+
+
+def test_a_rank_without_any_advantage_sums_the_same_names_and_a_gradient_of_zero(monkeypatch):
+    """It waits at every meeting point as the other does; what it skips still counts."""
+    advantage = ADVANTAGE.clone()
+    advantage[len(FIRST) :] = 0
+    cfg = make_config(correction={"vllm_importance_sampling_cap": 1.5})
+    (got, logged), (other, logged_too) = dealt_step(monkeypatch, cfg, advantage, [FIRST, range(4, len(ADVANTAGE))])
+    assert close(got, by_hand(cfg, advantage=advantage)[0]) and not other.any()
+    assert logged == logged_too and logged["policy/skipped_frac"] == pytest.approx(6 / 10)
+
+
+def test_a_rank_with_no_completion_waits_for_the_entropy_quantile(monkeypatch):
+    cfg = make_config(top_entropy_quantile=0.6)
+    (got, _), (other, _) = dealt_step(monkeypatch, cfg, ADVANTAGE, [range(len(ADVANTAGE)), ()])
+    assert close(got, by_hand(cfg)[0]) and not other.any()
+
+
+# Order statistics.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_threshold_is_that_of_the_numbers_in_one_place(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for number in range(60):
+        size = int(torch.randint(1, 200, (), generator=generator))
+        x = torch.randn(size, generator=generator, dtype=dtype) * 10.0 ** (number % 7 - 3)
+        x = x.round(decimals=1) if number % 3 == 0 else x  # ties
+        for top in (0.01, 0.2, 0.5, 0.99, 1.0):
+            assert top_threshold(x, top=top) == entropy_threshold(x, top=top)
+
+
+def test_the_kth_smallest_is_exact_for_every_kind_of_float():
+    values = [-torch.inf, -3.5e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 0.1, 1.0, 1.0, 3e38, torch.inf]
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor(values, dtype=dtype)
+        shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))]
+        assert [kth_smallest(shuffled, k).item() for k in range(len(x))] == x.tolist()
+
+
+def test_two_ranks_find_the_threshold_of_all_their_numbers(monkeypatch):
+    x = torch.rand(501, generator=torch.Generator().manual_seed(0))
+    parts = [x[:37], x[37:]]
+    found = on_two_ranks(monkeypatch, lambda rank: [top_threshold(parts[rank], top=top) for top in (0.2, 0.7)])
+    assert found[0] == found[1] == [entropy_threshold(x, top=top) for top in (0.2, 0.7)]
+    nothing = on_two_ranks(monkeypatch, lambda rank: top_threshold(torch.zeros(0), top=0.2))
+    assert nothing == [-torch.inf, -torch.inf]

@@ -1,0 +1,520 @@
+"""The gradient of a step on groups depends on the completions alone: not on how they are cut, ordered or dealt out.
+
+Every loss, at every level, with every correction, is held against its formula over padded rows (naive_groups.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import linear_logprob
+from losses.group_policy import POLICY_LOSSES
+from losses.importance import CORRECTIONS
+from tests.trainer.group_cases import (
+    ADVANTAGE,
+    CUTS,
+    LENGTHS,
+    NO_LOGP,
+    TEMPERATURE,
+    TOTAL,
+    TRUNCATED,
+    TWO_TURNS,
+    VOCAB,
+    WHOLE,
+    by_hand,
+    close,
+    gradient,
+    iterations,
+    make_completions,
+    make_config,
+    make_policy,
+    micro_batch_rows,
+    moved_llama,
+    scores,
+    step,
+)
+from tests.trainer.naive_groups import padded, padded_scores
+from trainer import group_step
+from trainer.group_step import backward, prepare
+from trainer.policy_options import SEQUENCE_LEVEL
+
+CORRECTION_CASES: dict[str, dict[str, Any]] = {
+    "off": {"vllm_importance_sampling_correction": False},
+    **{
+        mode: {
+            "vllm_importance_sampling_mode": mode,
+            "vllm_importance_sampling_cap": 1.5,
+            "vllm_importance_sampling_min": 0.6,
+        }
+        for mode in CORRECTIONS
+    },
+    "geometric": {"vllm_importance_sampling_cap": 1.3, "geometric_min": 0.85, "geometric_max": 1.2},
+    "behaviour": {"proximal_policy": "behaviour"},
+}
+LEVELS = [
+    (kind, level)
+    for kind, level in itertools.product(POLICY_LOSSES, ("token", "sequence"))
+    if level == "token" or kind in SEQUENCE_LEVEL
+]
+CASES = [
+    pytest.param(kind, level, name, id=f"{kind}, {level}, {name}")
+    for (kind, level), name in itertools.product(LEVELS, CORRECTION_CASES)
+    if (kind, name) != ("reinforce", "behaviour")
+]
+
+
+# The formulas, however the completions are cut.
+
+
+@pytest.mark.parametrize(("kind", "level", "name"), CASES)
+def test_the_gradient_is_that_of_the_formula_after_a_step(kind, level, name):
+    """The cut is another one from case to case; every cut of every loss follows below."""
+    place = list(itertools.product(LEVELS, CORRECTION_CASES)).index(((kind, level), name))
+    cfg = make_config(
+        CUTS[place % len(CUTS)], num_iterations=iterations(kind), loss_type=kind,
+        importance_sampling_level=level, correction=CORRECTION_CASES[name],
+    )  # fmt: skip
+    got, logged, batch = step(cfg)
+    want, loss = by_hand(cfg, micro_batch_rows(batch))
+    assert close(got, want)
+    assert [logged["loss/policy"], logged["loss/total"]] == pytest.approx([loss, loss], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "level", "name"), CASES)
+def test_the_gradient_is_that_of_the_formula_on_the_first_step(kind, level, name):
+    """No log-probs are taken beforehand unless whole completions matter."""
+    cfg = make_config(
+        (8 * TOTAL, 1, "shared"), num_iterations=1, loss_type=kind, importance_sampling_level=level,
+        correction=CORRECTION_CASES[name],
+    )  # fmt: skip
+    got, _, batch = step(cfg)
+    assert close(got, by_hand(cfg, micro_batch_rows(batch))[0])
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(("kind", "level"), LEVELS)
+def test_the_gradient_is_the_same_however_it_is_cut(kind, level, cut):
+    """With everything at once: a KL term, an entropy bonus, the entropy quantile, filters."""
+    cfg = make_config(
+        cut, num_iterations=iterations(kind), loss_type=kind, importance_sampling_level=level, beta=0.1,
+        entropy_coef=0.05, top_entropy_quantile=0.7,
+        correction={**CORRECTION_CASES["geometric"], "off_policy_mask_threshold": 0.1},
+    )  # fmt: skip
+    got, logged, batch = step(cfg)
+    want, loss = by_hand(cfg, micro_batch_rows(batch))
+    assert close(got, want)
+    assert logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "level"), LEVELS)
+def test_the_gradient_is_the_same_when_the_head_cuts_completions_into_pieces(monkeypatch, kind, level):
+    cfg = make_config(
+        num_iterations=iterations(kind), loss_type=kind, importance_sampling_level=level, beta=0.1, entropy_coef=0.05,
+        top_entropy_quantile=0.7, correction={**CORRECTION_CASES["geometric"], "off_policy_mask_threshold": 0.1},
+    )  # fmt: skip
+    whole, logged, batch = step(cfg)
+    monkeypatch.setattr(linear_logprob, "BLOCK_ELEMENTS", 3 * VOCAB)
+    got, logged_too, _ = step(cfg)
+    assert close(got, whole) and len(batch.micro_batches) == 1
+    assert logged_too == pytest.approx(logged, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(("kind", "level"), LEVELS)
+def test_the_gradient_does_not_depend_on_the_order_of_completions(kind, level):
+    """One micro-batch for bnpo, whose others would hold other completions."""
+    order = [5, 11, 8, 2, 0, 10, 7, 9, 3, 1, 6, 4]
+    assert sorted(order) == list(range(len(LENGTHS)))
+    cut = WHOLE if kind == "bnpo" else (TOTAL // 3, 1, "shared")
+    cfg = make_config(
+        cut, num_iterations=iterations(kind), loss_type=kind, importance_sampling_level=level,
+        correction=CORRECTION_CASES["sequence_truncate"],
+    )  # fmt: skip
+    got, _, _ = step(cfg, [make_completions()[i] for i in order], ADVANTAGE[order])
+    assert close(got, step(cfg)[0])
+
+
+def test_bnpo_is_the_exception_its_gradient_depends_on_the_cut():
+    gradients = [step(make_config(cut, loss_type="bnpo"))[0] for cut in (WHOLE, (TOTAL // 3, 1, "packed"))]
+    assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_dapo_is_bnpo_on_one_micro_batch(level):
+    dapo, bnpo = (
+        step(make_config(loss_type=kind, importance_sampling_level=level, correction=CORRECTION_CASES["icepop"]))[0]
+        for kind in ("dapo", "bnpo")
+    )
+    assert close(bnpo, dapo)
+
+
+@pytest.mark.parametrize("settings", [{"delta": 1.2}, {"dual_clip": 1.15}, {"epsilon_high": 0.2}], ids=str)
+def test_bounds_beyond_the_clip_are_those_of_the_formula(settings):
+    cfg = make_config((TOTAL // 3, 1, "shared"), correction=CORRECTION_CASES["off"], **settings)
+    got, logged, _ = step(cfg)
+    want, loss = by_hand(cfg)
+    assert close(got, want) and logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert (want - by_hand(make_config(correction=CORRECTION_CASES["off"]))[0]).norm() > 1e-3 * want.norm()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "luspo"])
+def test_the_kl_term_takes_the_average_of_the_loss_and_no_weight(kind, estimator, weighted):
+    cfg = make_config(
+        (TOTAL // 3, 2, "shared"), loss_type=kind, beta=0.3, kl_estimator=estimator, use_bias_correction_kl=weighted,
+        correction={**CORRECTION_CASES["token_mask"], "off_policy_mask_threshold": 0.1},
+    )  # fmt: skip
+    got, logged, _ = step(cfg)
+    want, loss = by_hand(cfg)
+    assert close(got, want) and logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+
+
+def test_no_kl_term_where_the_kl_is_in_the_reward():
+    cfg = make_config(beta=0.3)
+    cfg.advantage.kl_in_reward = True
+    got, logged, batch = step(cfg)
+    assert close(got, step(make_config())[0])
+    assert "loss/kl" not in logged and batch.reference is None
+
+
+def test_the_cases_are_worth_testing():
+    """Ratios that clip, weights that bind, filters that drop some and not all; otherwise equality would say little."""
+    _, logged, batch = step(make_config((1, 1, "packed"), correction=CORRECTION_CASES["token_truncate"]))
+    assert 0.1 < logged["policy/clip_frac"] < 0.9
+    assert 0.1 < logged["policy/correction_bound_frac"] < 0.9
+    assert len(batch.micro_batches) == 7 and batch.skipped == 3
+    for name in ("token_mask", "sequence_mask", "icepop"):
+        _, logged, _ = step(make_config(correction=CORRECTION_CASES[name]))
+        assert 0.1 < logged["policy/correction_zero_frac"] < 0.9, name
+    correction = {**CORRECTION_CASES["geometric"], "off_policy_mask_threshold": 0.1}
+    _, logged, _ = step(make_config(correction=correction, top_entropy_quantile=0.7))
+    for name in ("geometric_dropped_frac", "off_policy_dropped_frac", "entropy_kept_frac"):
+        assert 0.05 < logged[f"policy/{name}"] < 0.95, (name, logged[f"policy/{name}"])
+    _, logged, _ = step(make_config(loss_type="cispo"))
+    assert 0.1 < logged["policy/cispo_cap_frac"] < 0.9
+    gradients = [
+        step(make_config(num_iterations=iterations(kind), loss_type=kind, importance_sampling_level=level))[0]
+        for kind, level in LEVELS
+        if kind != "bnpo"
+    ]
+    for a, b in itertools.combinations(gradients, 2):
+        assert (a - b).norm() > 1e-3 * a.norm()
+
+
+# What is left out, and what it costs.
+
+
+@pytest.mark.parametrize(("kind", "level"), LEVELS)
+def test_skipping_completions_of_advantage_zero_leaves_the_gradient(kind, level):
+    settings = {
+        "num_iterations": iterations(kind),
+        "loss_type": kind,
+        "importance_sampling_level": level,
+    }
+    cut = (TOTAL // 3, 1, "shared")
+    skipping, logged, batch = step(make_config(cut, **settings))
+    full, want, whole = step(make_config(cut, **settings, skip_zero_advantage_batches=False))
+    if kind == "bnpo":  # its micro-batches stay as they are
+        assert micro_batch_rows(batch) == micro_batch_rows(whole)
+    else:
+        assert [batch.rows[i] for mb in batch.micro_batches for i in mb.rows] and batch.skipped == 3
+        assert sorted(set(whole.rows) - set(batch.rows)) == [6, 8, 9]
+    assert close(skipping, full)
+    for name in {"loss/policy", "loss/total", "policy/clip_frac", "policy/clip_low_frac"} & want.keys():
+        assert logged[name] == pytest.approx(want[name], rel=1e-5), name
+    assert want["policy/skipped_frac"] == 0.0
+
+
+def test_only_micro_batches_without_any_advantage_are_left_out_of_bnpo_and_the_entropy_quantile():
+    for settings in ({"loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}):
+        got, logged, batch = step(make_config((1, 1, "packed"), **settings))
+        assert sorted(row for row, idle in zip(sum(micro_batch_rows(batch), []), batch.idle, strict=True) if idle) == [
+            6,
+            8,
+            9,
+        ]
+        assert close(got, step(make_config((1, 1, "packed"), skip_zero_advantage_batches=False, **settings))[0])
+        assert logged["policy/skipped_frac"] == pytest.approx(3 / 10)
+
+
+@pytest.mark.parametrize("settings", [{"beta": 0.1}, {"entropy_coef": 0.1}], ids=str)
+def test_nothing_is_skipped_beside_a_kl_or_entropy_term(settings):
+    got, logged, batch = step(make_config(**settings), advantage=torch.zeros_like(ADVANTAGE))
+    assert logged["policy/skipped_frac"] == 0.0 and len(batch.completions) == 10
+    assert close(got, by_hand(make_config(**settings), advantage=torch.zeros_like(ADVANTAGE))[0]) and got.norm() > 1e-6
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_a_step_without_any_advantage_leaves_a_gradient_of_zero_and_the_same_names(kind):
+    cfg = make_config(num_iterations=1, loss_type=kind)
+    policy = make_policy()
+    policy.model.zero_grad(set_to_none=True)
+    batch = prepare(cfg, policy, make_completions(), torch.zeros_like(ADVANTAGE))
+    sums = backward(cfg, policy, batch, first=True)
+    assert all(p.grad is not None and not p.grad.any() for p in policy.model.parameters())
+    policy.model.zero_grad(set_to_none=True)
+    full = backward(cfg, policy, prepare(cfg, policy, make_completions(), ADVANTAGE), first=True)
+    assert sums.pairs.keys() == full.pairs.keys()
+    assert sums.means()["loss/total"] == 0.0 and sums.means()["policy/skipped_frac"] == 1.0
+    policy.model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_truncated_completions_are_masked_before_anything_is_counted(kind):
+    num_iterations = iterations(kind)
+    beta = {"beta": 0.1, "entropy_coef": 0.02}
+    cfg = make_config(
+        (TOTAL // 3, 1, "shared"),
+        num_iterations=num_iterations,
+        loss_type=kind,
+        mask_truncated_completions=True,
+        **beta,
+    )
+    got, logged, batch = step(cfg)
+    want, loss = by_hand(cfg, micro_batch_rows(batch))
+    assert close(got, want) and logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    others = [row for row in range(len(LENGTHS)) if row not in TRUNCATED]
+    without = make_config(WHOLE, num_iterations=num_iterations, loss_type=kind, **beta)
+    if kind != "bnpo":
+        assert close(got, step(without, [make_completions()[i] for i in others], ADVANTAGE[others])[0])
+
+
+def test_a_batch_of_truncated_completions_alone_trains_nothing():
+    completions = [replace(c, finish_reason="length") for c in make_completions()]
+    got, logged, batch = step(make_config(beta=0.1, mask_truncated_completions=True), completions)
+    assert not got.any() and not batch.micro_batches and "loss/total" not in logged
+
+
+def test_what_an_environment_wrote_is_read_and_not_trained():
+    completions, cfg = list(make_completions()), make_config((TOTAL // 3, 1, "shared"), loss_type="grpo", beta=0.1)
+    want, _, batch = step(cfg)
+    c = completions[TWO_TURNS]
+    assert batch.completions[batch.rows.index(TWO_TURNS)].trained == 8
+    logps = [x if own else -50.0 for x, own in zip(c.logps, c.mask, strict=True)]  # the engine never made these
+    completions[TWO_TURNS] = replace(c, logps=logps)
+    assert close(step(cfg, completions)[0], want)
+    completions[TWO_TURNS] = replace(c, ids=[*c.ids[:3], (c.ids[3] + 1) % VOCAB, *c.ids[4:]])
+    assert (step(cfg, completions)[0] - want).norm() > 1e-4 * want.norm()
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch, cfg: Any, **more: Any) -> dict[str, int]:
+    """Forward passes of the policy without gradient, and of the reference, in prepare and in two backwards."""
+    counts = dict.fromkeys(("prepare", "first", "second", "reference"), 0)
+    phase = ["prepare"]
+    scored, asked = group_step.token_logps, group_step.reference_logps
+
+    def count_own(*args: Any, **kwargs: Any) -> Any:
+        counts[phase[0]] += 1
+        return scored(*args, **kwargs)
+
+    def count_reference(*args: Any, **kwargs: Any) -> Any:
+        counts["reference"] += 1
+        return asked(*args, **kwargs)
+
+    monkeypatch.setattr(group_step, "token_logps", count_own)
+    monkeypatch.setattr(group_step, "reference_logps", count_reference)
+    policy = make_policy()
+    batch = prepare(cfg, policy, make_completions(), ADVANTAGE, **more)
+    for phase[0] in ("first", "second"):
+        backward(cfg, policy, batch, first=phase[0] == "first")
+    policy.model.zero_grad(set_to_none=True)
+    return counts
+
+
+PASSES = [
+    # settings, correction, num_iterations -> prepare, first, second, reference
+    ({}, {}, 1, (0, 0, 0, 0)),
+    ({}, {}, 2, (1, 0, 0, 0)),
+    ({"beta": 0.1}, {}, 1, (0, 0, 0, 1)),
+    ({"beta": 0.1}, {}, 2, (1, 0, 0, 1)),
+    ({"importance_sampling_level": "sequence"}, {}, 1, (0, 0, 0, 0)),
+    ({"importance_sampling_level": "sequence"}, {}, 2, (1, 0, 1, 0)),
+    ({"loss_type": "rloo"}, {}, 2, (1, 0, 1, 0)),
+    ({"loss_type": "vespo"}, {"vllm_importance_sampling_correction": False}, 1, (0, 0, 0, 0)),
+    ({"loss_type": "vespo"}, {}, 1, (0, 1, 1, 0)),
+    ({}, {"vllm_importance_sampling_mode": "icepop"}, 1, (0, 0, 0, 0)),
+    ({}, {"vllm_importance_sampling_mode": "sequence_mask"}, 1, (0, 1, 1, 0)),
+    ({}, {"vllm_importance_sampling_mode": "sequence_mask"}, 2, (1, 0, 0, 0)),
+    ({}, {"geometric_max": 2.0}, 1, (0, 1, 1, 0)),
+    ({}, {"off_policy_mask_threshold": 0.5}, 2, (1, 0, 1, 0)),
+    ({"top_entropy_quantile": 0.5}, {}, 1, (0, 1, 1, 0)),
+    ({}, {"proximal_policy": "behaviour"}, 2, (0, 0, 0, 0)),
+    ({"importance_sampling_level": "sequence"}, {"proximal_policy": "behaviour"}, 2, (0, 1, 1, 0)),
+]
+
+
+@pytest.mark.parametrize(("settings", "correction", "num_iterations", "want"), PASSES, ids=str)
+def test_no_pass_is_run_that_the_options_do_not_need(monkeypatch, settings, correction, num_iterations, want):
+    cfg = make_config(num_iterations=num_iterations, correction=correction, **settings)
+    assert tuple(count_passes(monkeypatch, cfg).values()) == want
+
+
+def test_scores_beforehand_are_those_without_dropout():
+    """The engine samples without an adapter's dropout; the mode of the model is put back."""
+    policy, seen = make_policy(), []
+    handle = policy.model.model.register_forward_pre_hook(lambda module, args: seen.append(module.training))
+    try:
+        prepare(make_config(), policy, make_completions(), ADVANTAGE)
+    finally:
+        handle.remove()
+    assert seen == [False] and policy.model.training
+
+
+# Equivalences.
+
+
+def test_sequence_level_is_token_level_for_completions_of_one_token():
+    """Engine log-probs differ, so that corrections have something to do."""
+    completions = [
+        replace(c, ids=c.ids[:1], logps=c.logps[:1], mask=None, versions=[(0, 1)]) for c in make_completions() if c.ids
+    ]
+    advantage = torch.linspace(-1, 1, len(completions), dtype=torch.float64)
+    for kind, name in itertools.product(SEQUENCE_LEVEL, ("off", "token_mask", "behaviour")):
+        token, sequence = (
+            step(
+                make_config(loss_type=kind, importance_sampling_level=level, correction=CORRECTION_CASES[name]),
+                completions, advantage,
+            )[0]
+            for level in ("token", "sequence")
+        )  # fmt: skip
+        assert close(sequence, token), (kind, name)
+
+
+def test_sequence_level_grpo_is_the_ratio_of_the_completion_with_its_own_gradient():
+    """GSPO as it is written: exp of the mean, differentiated as a whole."""
+    cfg = make_config((TOTAL // 3, 1, "shared"), loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02,
+                      correction=CORRECTION_CASES["off"])  # fmt: skip
+    model, completions = moved_llama(), make_completions()
+    model.zero_grad(set_to_none=True)
+    now = padded_scores(model, completions, TEMPERATURE)
+    length = now.mask.sum(1)
+    ratio = (((now.logp - scores("start").logp.detach()) * now.mask).sum(1) / length.clamp(min=1)).exp()
+    loss = -torch.minimum(ratio * ADVANTAGE, ratio.clamp(0.98, 1.02) * ADVANTAGE)
+    (loss[length > 0].sum() / (length > 0).sum()).backward()
+    want = gradient(model)
+    got, logged, _ = step(cfg)
+    assert close(got, want) and 0 < logged["policy/clip_frac"] < 1
+
+
+def test_cispo_gradient_flows_through_capped_tokens_where_a_clip_stops_it():
+    """One completion of one token, made more likely than the cap and than the clip allow."""
+    start, policy = make_completions()[0], make_policy()
+    (own,) = scores("start").logp[0, :1].tolist()
+    completion = replace(start, logps=[own - 1.0])  # a ratio of e to the engine
+    gradients = {}
+    for kind, settings in {"cispo": {"cispo_cap": 2.0}, "dapo": {}, "reinforce": {}}.items():
+        behaviour = {} if kind == "reinforce" else {"proximal_policy": "behaviour"}
+        behaviour = behaviour or {"vllm_importance_sampling_correction": False}
+        cfg = make_config(num_iterations=1, loss_type=kind, correction=behaviour, **settings)
+        backward(cfg, policy, prepare(cfg, policy, [completion], torch.ones(1)), first=True)
+        gradients[kind] = gradient(policy.model)
+    assert gradients["reinforce"].norm() > 1e-3
+    assert not gradients["dapo"].any()
+    assert close(gradients["cispo"], 2.0 * gradients["reinforce"])
+
+
+def test_the_off_policy_mask_drops_exactly_the_documented_rows():
+    """Bad completions whose log-prob fell by more than the threshold per token; the denominator stays."""
+    policy, base = make_policy(), make_completions()
+    rows = [1, 2, 6, 7]
+    drift, advantage = [0.6, 0.6, 0.4, 0.5 - 1e-9], torch.tensor([-1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    own = scores("start").logp.detach()
+    completions = [
+        replace(base[row], logps=[x + d for x in own[row, : LENGTHS[row]].tolist()])
+        for row, d in zip(rows, drift, strict=True)
+    ]
+
+    def gradient_of(threshold: float | None, advantage: Tensor) -> tuple[Tensor, dict[str, float]]:
+        correction = {"vllm_importance_sampling_correction": False, "off_policy_mask_threshold": threshold}
+        cfg = make_config(num_iterations=1, correction=correction)
+        sums = backward(cfg, policy, prepare(cfg, policy, completions, advantage), first=True)
+        return gradient(policy.model), sums.means()
+
+    got, logged = gradient_of(0.5, advantage)
+    without, _ = gradient_of(None, torch.tensor([0.0, 1.0, -1.0, -1.0], dtype=torch.float64))
+    assert close(got, without) and logged["policy/off_policy_dropped_frac"] == pytest.approx(0.25)
+    assert not close(got, gradient_of(None, advantage)[0])
+    assert close(gradient_of(0.7, advantage)[0], gradient_of(None, advantage)[0])
+
+
+def test_given_log_probs_take_the_place_of_the_starting_weights():
+    """Two groups are replayed and bring their own; the third is scored now."""
+    completions = make_completions()
+    earlier = [None if row >= 8 else [x - 0.05 for x in c.logps] for row, c in enumerate(completions)]
+    earlier[NO_LOGP[0]][NO_LOGP[1]] = -2.0
+    old = scores("start").logp.detach().clone()
+    old[:8] = padded(completions, [x or [0.0] * len(c.ids) for x, c in zip(earlier, completions, strict=True)])[:8]
+    for num_iterations, level in itertools.product((1, 2), ("token", "sequence")):
+        cfg = make_config(
+            (TOTAL // 3, 1, "shared"), num_iterations=num_iterations, importance_sampling_level=level,
+            correction=CORRECTION_CASES["geometric"],
+        )  # fmt: skip
+        got, _, _ = step(cfg, old_logps=earlier)
+        assert close(got, by_hand(cfg, old=old)[0]), (num_iterations, level)
+
+
+def test_the_first_step_is_the_same_without_being_told_that_it_is():
+    cfg = make_config(importance_sampling_level="sequence", top_entropy_quantile=0.5,
+                      correction={"off_policy_mask_threshold": 0.1})  # fmt: skip
+    policy = make_policy()
+    batch = prepare(cfg, policy, make_completions(), ADVANTAGE)
+    policy.model.zero_grad(set_to_none=True)
+    gradients = []
+    for first in (True, False):
+        backward(cfg, policy, batch, first=first)
+        gradients.append(gradient(policy.model))
+    assert close(gradients[1], gradients[0])
+
+
+# What is logged.
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_metrics_are_the_same_however_they_are_cut_and_those_of_the_formula(num_iterations):
+    """Raw ratios are those of the start of the step to the engine, before any bound."""
+    correction = {"vllm_importance_sampling_cap": 1.1, "geometric_max": 1.5, "off_policy_mask_threshold": 0.1}
+    settings = {"num_iterations": num_iterations, "beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.6}
+    logged = [step(make_config(cut, correction=correction, **settings))[1] for cut in (WHOLE, *CUTS)]
+    for other in logged[1:]:
+        assert other == pytest.approx(logged[0], rel=1e-5, abs=1e-7)
+    start, completions = scores("start"), make_completions()
+    engine = padded(completions, [c.logps for c in completions])
+    d = torch.where(engine.isnan(), 0.0, start.logp.detach() - engine) * start.mask
+    length = start.mask.sum(1)
+    token, sequence = d[start.mask > 0].exp(), d.sum(1)[length > 0].exp()
+    now = scores("start" if num_iterations == 1 else "moved")
+    want = {
+        "policy/behaviour_ratio": token.mean(),
+        "policy/behaviour_chi2": token.square().mean() - 1,
+        "policy/behaviour_gap": d[start.mask > 0].abs().mean(),
+        "policy/behaviour_kl": (token - 1 - token.log()).mean(),
+        "policy/behaviour_sequence_ratio": sequence.mean(),
+        "policy/behaviour_geometric_ratio": (d.sum(1) / length.clamp(min=1))[length > 0].exp().mean(),
+        "policy/ess_frac": token.sum() ** 2 / (len(token) * token.square().sum()),
+        "policy/ess_sequence_frac": sequence.sum() ** 2 / (len(sequence) * sequence.square().sum()),
+        "policy/correction": token.clamp(max=1.1).mean(),
+        "policy/correction_bound_frac": (token > 1.1).double().mean(),
+        "policy/entropy": now.entropy[now.mask > 0].mean(),
+        "policy/ratio": (now.logp - start.logp)[now.mask > 0].exp().mean(),
+        "policy/geometric_dropped_frac": torch.tensor(0.2),  # rows 0 and 5 of ten with a trained token
+        "policy/skipped_frac": torch.tensor(0.0),
+    }
+    assert {name: logged[0][name] for name in want} == pytest.approx(
+        {name: x.item() for name, x in want.items()}, rel=1e-4, abs=1e-6
+    )
+
+
+def test_a_policy_that_is_its_engine_has_ratios_of_one_and_every_sample_counts():
+    own = scores("start").logp.detach()
+    completions = [replace(c, logps=row[: len(c.ids)].tolist()) for c, row in zip(make_completions(), own, strict=True)]
+    _, logged, _ = step(make_config(num_iterations=1), completions)
+    for name in ("ratio", "behaviour_ratio", "behaviour_sequence_ratio", "correction", "ess_frac", "ess_sequence_frac"):
+        assert logged[f"policy/{name}"] == pytest.approx(1.0, abs=1e-6), name
+    for name in ("behaviour_gap", "behaviour_kl", "behaviour_chi2", "clip_frac", "correction_zero_frac"):
+        assert logged[f"policy/{name}"] == pytest.approx(0.0, abs=1e-6), name

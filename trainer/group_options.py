@@ -1,0 +1,144 @@
+"""Flags of methods that compare completions within groups: advantages, and how rollouts and training overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout.options import SyncConfig
+from trainer.config import RolloutConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """From rewards to advantages."""
+
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
+    advantage_estimator: Literal["group", "leave_one_out"] = "group"
+    """The baseline of a completion: the mean of its group, or of the others in it (RLOO; needs scale_rewards none)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several rewards: add them up first, or normalise each within its group first, then the sum over the batch."""
+    overlong_margin: int = 0
+    """Tokens before max_completion_length over which a reward named overlong falls from 0 to -1 (DAPO); 0: none."""
+    kl_in_reward: bool = False
+    """Take beta times the KL of a completion off its reward, instead of a term in the loss."""
+
+    def __post_init__(self) -> None:
+        if self.overlong_margin < 0:
+            raise ValueError(f"overlong_margin={self.overlong_margin}: must be 0 (off) or more tokens")
+        if self.advantage_estimator == "leave_one_out" and self.scale_rewards != "none":
+            raise ValueError(
+                f"scale_rewards={self.scale_rewards}: leave_one_out has a baseline and no scale; set scale_rewards none"
+            )
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            if self.advantage_estimator != "group":
+                raise ValueError(
+                    f"advantage_estimator={self.advantage_estimator}: normalize_then_sum normalises by groups; "
+                    "leave it at group"
+                )
+            if self.scale_rewards != "group":
+                raise ValueError(
+                    f"scale_rewards={self.scale_rewards}: has no effect with normalize_then_sum, which scales each "
+                    "reward by its group and their sum by the batch; leave it out"
+                )
+            if self.kl_in_reward:
+                raise ValueError(
+                    "kl_in_reward=True: normalize_then_sum has no sum of rewards to take it off; leave it out"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncConfig:
+    """How rollouts and training overlap, and what becomes of groups that teach nothing."""
+
+    async_prefetch: bool = False
+    """Sample the next batches while this one is trained on; needs servers that run beside the trainer."""
+    prefetch_depth: int = 1
+    """Batches under way beyond the one in training; samples are then up to so many rollouts old."""
+    max_staleness: int | None = None
+    """Largest number of optimizer steps between the weights that began a sample and those it trains; None: by depth."""
+    vllm_sync_interval: int = 1
+    """Optimizer steps after which servers get new weights, at the next rollout that comes."""
+    vllm_lora_sync: bool = False
+    """The same as --sync.backend lora."""
+    streaming_partial_batch: bool = False
+    """Reward groups as they come in, while others are still being sampled."""
+    streaming_min_groups: int = 1
+    """Groups that are rewarded together when streaming."""
+    dynamic_sampling: bool = False
+    """Replace groups in which all rewards are equal by groups of further prompts (DAPO)."""
+    dynamic_sampling_max_rounds: int = 3
+    """Times that replacements are asked for in one batch; what is still equal then stays."""
+    replay_buffer_size: int = 0
+    """Groups kept to stand in for groups in which all rewards are equal; 0 keeps none."""
+    replay_max_age: int = 100
+    """Optimizer steps after which a kept group is dropped."""
+    replay_recompute_logps: bool = True
+    """Score a replayed group by the weights of today, with a correction for the rest; else clip against its own."""
+    reroll_start_fraction: float = 1.0
+    """Fraction of the run after which prompts without any reward come again; 1: never."""
+    reroll_max_groups: int = 1
+    """Groups of a batch that may be such prompts."""
+    curriculum: str | None = None
+    """module.fn or FILE.py:fn(batch, prompts, rewards) -> numbers of the rows that the next prompts are drawn from."""
+    use_data_producer: bool = False
+    """axolotl's switch; --async-prefetch is what replaces it."""
+
+    def __post_init__(self) -> None:
+        if self.use_data_producer:
+            raise ValueError(
+                "use_data_producer=True: there is no producer to switch on; --async-prefetch overlaps sampling and "
+                "training, and replay, re-rolls and streaming work with it or without"
+            )
+        for name in ("prefetch_depth", "vllm_sync_interval", "streaming_min_groups", "dynamic_sampling_max_rounds",
+                     "replay_max_age", "reroll_max_groups"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if self.replay_buffer_size < 0:
+            raise ValueError(f"replay_buffer_size={self.replay_buffer_size}: must be 0 (none) or more groups")
+        if not 0 <= self.reroll_start_fraction <= 1:
+            raise ValueError(f"reroll_start_fraction={self.reroll_start_fraction}: must be between 0 and 1 (never)")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ValueError(f"max_staleness={self.max_staleness}: must be 0 or more optimizer steps")
+        self._refuse_idle()
+
+    def reroll_from(self, num_batches: int) -> int | None:
+        """Number of the first batch that may hold prompts that come again."""
+        return None if self.reroll_start_fraction == 1 else max(1, int(num_batches * self.reroll_start_fraction))
+
+    def _refuse_idle(self) -> None:
+        """Settings of a part that is off."""
+        default = AsyncConfig.__dataclass_fields__
+        for switch, on, names in (
+            ("async_prefetch", self.async_prefetch, ("prefetch_depth", "max_staleness")),
+            ("streaming_partial_batch", self.streaming_partial_batch, ("streaming_min_groups",)),
+            ("dynamic_sampling", self.dynamic_sampling, ("dynamic_sampling_max_rounds",)),
+            ("replay_buffer_size", self.replay_buffer_size, ("replay_max_age", "replay_recompute_logps")),
+            ("reroll_start_fraction", self.reroll_start_fraction < 1, ("reroll_max_groups",)),
+        ):
+            for name in names:
+                if not on and getattr(self, name) != default[name].default:
+                    raise ValueError(f"{name}={getattr(self, name)}: has no effect without {switch}; set it, too")
+
+
+def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:
+    """Settings that only servers can fulfil, and those that contradict each other."""
+    if rollout.engine == "local":
+        for name, value in (
+            ("async_prefetch", overlap.async_prefetch),
+            ("vllm_sync_interval", overlap.vllm_sync_interval > 1),
+            ("vllm_lora_sync", overlap.vllm_lora_sync),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name}={getattr(overlap, name)}: the local engine samples with the trainer's own weights, in "
+                    "turn with it; set --rollout.engine vllm"
+                )
+    if overlap.vllm_lora_sync and sync.backend not in ("auto", "lora"):
+        raise ValueError(f"vllm_lora_sync=True: contradicts sync.backend={sync.backend}; name one of the two")
+    if overlap.max_staleness is not None and overlap.max_staleness < overlap.vllm_sync_interval - 1:
+        raise ValueError(
+            f"max_staleness={overlap.max_staleness}: servers keep their weights for vllm_sync_interval="
+            f"{overlap.vllm_sync_interval} steps, so samples are up to {overlap.vllm_sync_interval - 1} steps old"
+        )

@@ -1,0 +1,285 @@
+"""One optimizer step on scored completions: from advantages to gradients, for every loss of losses.group_policy.
+
+    batch = prepare(cfg, policy, completions, advantage)      # pack, and passes without gradient, where wanted
+    for i in range(cfg.num_iterations):
+        sums = backward(cfg, policy, batch, first=i == 0)     # gradients; the caller clips and steps
+
+`cfg` is a method's Config with policy_loss, correction, advantage, run, temperature, share_prompt, num_iterations and
+max_completion_length. The gradient is the same however the completions are cut into micro-batches, ordered or dealt to
+ranks (bnpo excepted, which is about the cut).
+
+Which passes there are besides the one with gradient, as the head hands a loss only some tokens at a time:
+
+    of the reference     beta above 0                                                          prepare
+    of the step's start  num_iterations above 1, unless the ratio is against the engine        prepare
+    of the policy now    what concerns whole completions or the step: a sequence ratio that    backward, not if `first`
+                         is not 1, a sequence correction, a geometric or off-policy filter,    and scored at the start
+                         the entropy quantile
+
+so none with the defaults. On the first step the policy is that of the step's start: its ratio is 1, and what the
+correction of a token needs is at hand in the loss.
+
+Shapes: N = trained tokens of a micro-batch, K = completions trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.packing import Batch
+from kernels.linear_logprob import TokenLogps
+from losses import importance
+from losses.entropy import keep_top_entropy
+from losses.group_policy import MIN_LOG_WEIGHT, denominator
+from losses.kl import MAX_LOG_RATIO
+from losses.sequences import sequence_mean, sequence_sum
+from rollout.types import Completion
+from trainer import rollouts
+from trainer.dist import all_sum
+from trainer.group_loss import (
+    Known,
+    add_gap_metrics,
+    add_loss_metrics,
+    add_names,
+    add_step_metrics,
+    correct,
+    filter_geometric,
+    has_kl_term,
+    loss,
+)
+from trainer.metrics import MetricSums
+from trainer.model import Policy, reference_logps, token_logps, token_loss
+from trainer.optim import total_loss
+from trainer.step_quantile import top_threshold
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Completions ready to train on. Lists are per micro-batch."""
+
+    completions: list[Completion]  # K of those given: the rest has nothing to teach and is not computed
+    rows: list[int]  # their places in what was given
+    advantage: Tensor  # (K,)
+    micro_batches: list[Batch]
+    idle: list[bool]  # micro-batches that only statistics of the step need
+    behaviour: list[Tensor]  # (N,) log-probs of the engine; NaN = it gave none
+    start: list[TokenLogps] | None  # of the weights the step starts from; None: they are those of the backward pass
+    given: bool  # `start` holds log-probs of earlier weights
+    reference: list[Tensor] | None  # (N,)
+    local: dict[str, Tensor]  # () counts of this rank, as losses.group_policy.denominator takes them
+    total: dict[str, Tensor]  # () the same over all ranks
+    skipped: int  # completions that count and are not computed, of this rank
+    skipped_tokens: int
+
+
+def prepare(
+    cfg: Any,
+    policy: Policy,
+    completions: Sequence[Completion],
+    advantage: Tensor,  # (B,)
+    *,
+    old_logps: Sequence[Sequence[float] | None] | None = None,
+) -> StepBatch:
+    """Micro-batches, the same for every iteration, and what has to be known before the first.
+
+    `old_logps` are log-probs that the ratio is to be taken against, one list per completion as long as its ids (a
+    replayed group brings those of its first use); None for a completion, or NaN for a token, means the weights as they
+    are. Where the ratio is against the engine anyway they are not looked at.
+    """
+    options, correction = cfg.policy_loss, cfg.correction
+    trained = [
+        row
+        for row, c in enumerate(completions)
+        if c.trained and not (options.mask_truncated_completions and c.finish_reason == "length")
+    ]
+    can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and options.entropy_coef == 0
+    # These two are about all tokens of a micro-batch or of the step: rows stay, only idle micro-batches are left out.
+    whole = options.loss_type == "bnpo" or options.top_entropy_quantile < 1
+    values = advantage.tolist()
+    rows = [row for row in trained if not can_skip or whole or values[row] != 0]
+    kept = [completions[row] for row in rows]
+    micro_batches = rollouts.pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
+    idle = [can_skip and all(values[rows[i]] == 0 for i in mb.rows) for mb in micro_batches]
+    computed = {i for mb, skip in zip(micro_batches, idle, strict=True) if not skip for i in mb.rows}
+    num_tokens = sum(completions[row].trained for row in trained)
+
+    def number(x: int) -> Tensor:
+        return torch.tensor(float(x), device=policy.device)
+
+    counts = torch.stack([number(num_tokens), number(len(trained)), number(len(micro_batches))])
+    names = ("num_tokens", "num_completions", "num_micro_batches")
+    batch = StepBatch(
+        completions=kept, rows=rows, advantage=advantage[rows].to(policy.device, _wide(policy)),
+        micro_batches=micro_batches, idle=idle,
+        behaviour=[_per_token(policy, kept, mb, [c.logps for c in kept]) for mb in micro_batches],
+        start=None, given=False, reference=None,
+        local=dict(zip(names, counts, strict=True)), total=dict(zip(names, all_sum(counts), strict=True)),
+        skipped=len(trained) - len(computed), skipped_tokens=num_tokens - sum(kept[i].trained for i in computed),
+    )  # fmt: skip
+    given = [None if old_logps is None else old_logps[row] for row in rows]
+    if correction.proximal_policy == "step" and (cfg.num_iterations > 1 or any(x is not None for x in given)):
+        batch = replace(batch, start=_start(cfg, policy, batch, given), given=any(x is not None for x in given))
+    if has_kl_term(cfg):
+        reference = [reference_logps(policy, mb, temperature=cfg.temperature) for mb in micro_batches]
+        batch = replace(batch, reference=reference)
+    return batch
+
+
+def _per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequence[Sequence[float]]) -> Tensor:  # (N,)
+    """A number for each id of each completion, as a tensor over the trained tokens of a micro-batch."""
+    flat = [
+        x for i in mb.rows for x, own in zip(values[i], kept[i].mask or [True] * len(kept[i].ids), strict=True) if own
+    ]
+    assert len(flat) == len(mb.target), (len(flat), len(mb.target))
+    return torch.tensor(flat, dtype=_wide(policy), device=policy.device)
+
+
+def _start(cfg: Any, policy: Policy, batch: StepBatch, given: list[Sequence[float] | None]) -> list[TokenLogps]:
+    """The policy as it is, except where log-probs are given."""
+    scored = score(cfg, policy, batch.micro_batches)
+    unknown = float("nan")
+    values = [[unknown] * len(c.ids) if x is None else x for c, x in zip(batch.completions, given, strict=True)]
+    earlier = [_per_token(policy, batch.completions, mb, values) for mb in batch.micro_batches]
+    return [
+        now._replace(logp=torch.where(old.isnan(), now.logp, old)) for now, old in zip(scored, earlier, strict=True)
+    ]
+
+
+@torch.no_grad()
+def score(cfg: Any, policy: Policy, micro_batches: Sequence[Batch]) -> list[TokenLogps]:
+    """Log-probs and entropies by the weights as they are, without the dropout an adapter may have."""
+    was_training = policy.model.training
+    policy.model.eval()
+    try:
+        return [token_logps(policy, mb, temperature=cfg.temperature) for mb in micro_batches]
+    finally:
+        policy.model.train(was_training)
+
+
+def _wide(policy: Policy) -> torch.dtype:
+    return torch.promote_types(policy.compute_dtype, torch.float32)
+
+
+def backward(cfg: Any, policy: Policy, batch: StepBatch, *, first: bool = False) -> MetricSums:
+    """Gradients of one optimizer step. `first` says that the weights are still those that prepare saw."""
+    now = _scores_now(cfg, policy, batch, first)
+    threshold, num_kept = _entropy_threshold(cfg, policy, batch, now)
+    shared = denominator(cfg.policy_loss.loss_type, max_completion_length=cfg.max_completion_length, **batch.total)
+    denominators = {"policy": shared, "kl": shared, "entropy": num_kept}
+    sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
+    for number, mb in enumerate(batch.micro_batches):
+        if batch.idle[number]:
+            continue
+        known = token_numbers(cfg, batch, number, None if now is None else now[number], threshold)
+        num_tokens = torch.tensor(len(mb.target), device=policy.device)
+
+        def loss_of(tokens: TokenLogps, rows: Tensor, known=known, num_tokens=num_tokens) -> tuple[Tensor, Any]:
+            out = loss(cfg, tokens, known.at(rows), num_tokens)
+            return total_loss(out, denominators), (out, tokens.logp.detach())
+
+        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature)
+        total.backward()
+        for out, _ in parts:
+            add_loss_metrics(sums, out)
+        logp = torch.cat([logp for _, logp in parts])
+        ratios += add_gap_metrics(cfg, sums, known, logp, mb.slot, len(mb.rows))
+        sums.add({"loss/total": (total, torch.zeros_like(total))})
+    if all(batch.idle):  # or there is no micro-batch at all
+        _leave_zero_gradients(policy)
+        add_names(cfg, sums, policy.device)
+    share = batch.local["num_tokens"] / batch.total["num_tokens"].clamp(min=1)  # adds up to 1 over ranks
+    add_step_metrics(sums, {name: count * share for name, count in denominators.items()}, share, all_sum(ratios))
+    # An advantage of 0 is never clipped: these fractions are known of all tokens, computed or not.
+    nothing = torch.zeros_like(share)
+    sums.add({name: (nothing, batch.skipped_tokens) for name in list(sums.pairs) if name.startswith("policy/clip_")})
+    sums.add({"policy/skipped_frac": (nothing + batch.skipped, batch.local["num_completions"])})
+    return sums
+
+
+def _scores_now(cfg: Any, policy: Policy, batch: StepBatch, first: bool) -> list[TokenLogps] | None:
+    """The policy as it is over whole completions, where an option needs it before the loss."""
+    options, correction = cfg.policy_loss, cfg.correction
+    sequence_ratio = options.importance_sampling_level == "sequence" or options.loss_type in ("rloo", "vespo")
+    sequence_weight = correction.is_on and (
+        correction.vllm_importance_sampling_mode in importance.SEQUENCE_CORRECTIONS
+        or correction.has_geometric_filter
+        or options.loss_type == "vespo"
+    )
+    has_ratio = batch.start is not None or correction.proximal_policy == "behaviour"
+    wanted = options.top_entropy_quantile < 1 or correction.off_policy_mask_threshold is not None
+    wanted = wanted or (sequence_ratio and has_ratio) or (sequence_weight and batch.start is None)
+    if not wanted:
+        return None
+    return batch.start if first and not batch.given and batch.start else score(cfg, policy, batch.micro_batches)
+
+
+def _entropy_threshold(
+    cfg: Any, policy: Policy, batch: StepBatch, now: list[TokenLogps] | None
+) -> tuple[Tensor | None, Tensor]:  # (), ()
+    """Least entropy of a token that is trained on, None for all; and how many such tokens the step has."""
+    if cfg.policy_loss.top_entropy_quantile == 1:
+        return None, batch.total["num_tokens"]
+    assert now is not None, "the entropy quantile needs a pass beforehand"
+    entropy = torch.cat([torch.zeros(0, dtype=_wide(policy), device=policy.device), *(x.entropy for x in now)])
+    threshold = top_threshold(entropy, top=cfg.policy_loss.top_entropy_quantile)
+    return threshold, all_sum(keep_top_entropy(entropy, threshold).sum())
+
+
+def token_numbers(
+    cfg: Any,
+    batch: StepBatch,
+    number: int,
+    now: TokenLogps | None,
+    threshold: Tensor | None,  # ()
+) -> Known:
+    """What the loss of a micro-batch needs, from what was computed before it."""
+    options, correction = cfg.policy_loss, cfg.correction
+    mb, behaviour = batch.micro_batches[number], batch.behaviour[number]
+    mask = torch.ones_like(mb.target, dtype=torch.bool)
+    per_completion = {"mask": mask, "sequence": mb.slot, "num_sequences": len(mb.rows)}
+    start = None if batch.start is None else batch.start[number].logp
+    old = behaviour if correction.proximal_policy == "behaviour" else start
+    lengths = torch.tensor([batch.completions[row].trained for row in mb.rows], device=mb.target.device)
+    known = Known(
+        advantage=batch.advantage[mb.sequence], length=lengths[mb.slot], behaviour=behaviour, old=old,
+        reference=None if batch.reference is None else batch.reference[number], correction=None, mean=None, total=None,
+        keep_geometric=None, keep_on_policy=None, keep_entropy=None,
+    )  # fmt: skip
+    trainer_logp = start if start is not None or now is None else now.logp
+    if correction.is_on and trainer_logp is not None:
+        m = importance.mismatch(trainer_logp, behaviour, **per_completion)
+        known = known._replace(correction=correct(cfg, m))
+        if correction.has_geometric_filter:
+            known = known._replace(keep_geometric=filter_geometric(cfg, m))
+    if now is not None and old is not None:
+        moved = importance.log_difference(now.logp, old, mask)
+        known = known._replace(
+            mean=sequence_mean(moved, **per_completion)[mb.slot], total=sequence_sum(moved, **per_completion)[mb.slot]
+        )
+    if now is not None and correction.off_policy_mask_threshold is not None:
+        made = behaviour if start is None else torch.where(behaviour.isnan(), start, behaviour)
+        drift = importance.sequence_drift(now.logp, made, **per_completion)[mb.slot]
+        keep = importance.keep_on_policy(known.advantage, drift, threshold=correction.off_policy_mask_threshold)
+        known = known._replace(keep_on_policy=keep)
+    if threshold is not None:
+        known = known._replace(keep_entropy=keep_top_entropy(now.entropy, threshold))
+    if options.loss_type == "vespo" and known.correction is not None:
+        # The weight of the completion takes the place of the correction, and includes it.
+        log_weight = known.correction.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+        if correction.vllm_importance_sampling_mode not in importance.SEQUENCE_CORRECTIONS:
+            log_weight = sequence_sum(log_weight, **per_completion)[mb.slot]
+        total = log_weight if known.total is None else known.total + log_weight
+        known = known._replace(total=total, correction=None)
+    return known
+
+
+def _leave_zero_gradients(policy: Policy) -> None:
+    """Nothing to learn from: the optimizer does what it does for a gradient of zero."""
+    for p in policy.model.parameters():
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)

@@ -1,0 +1,215 @@
+"""From prompts to groups of rewarded completions, and from rewards to advantages.
+
+    groups = Groups(cfg, producer, rewards, replay)
+    batch = groups.next(step, engine.version)   # P groups: sampled, rewarded, resampled or replayed where that is on
+    advantage = advantages(cfg, batch)          # (P, G)
+
+Statistics over a batch (scale_rewards batch, GDPO's last stage) are over all its groups and ranks, however they came.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.types import Prompt
+from losses.advantage import (
+    group_advantage,
+    has_signal,
+    leave_one_out_advantage,
+    nan_std,
+    normalize_batch,
+    normalize_then_sum,
+    weighted_sum,
+)
+from losses.kl import k1, reward_minus_kl
+from losses.moments import moments
+from losses.truncation import overlong_penalty
+from rollout.producer import Made, Producer
+from rollout.replay import Group, Replay
+from rollout.rewards import Rewards, RewardTable
+from rollout.types import Completion
+from trainer.dist import all_sum
+from trainer.model import Policy, reference_logps, token_logps
+from trainer.rollouts import pack_completions
+
+NOTHING = 1e-6  # a group whose rewards are all below this earned nothing at all
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """What one step trains on: P groups of G completions, and how they came about."""
+
+    groups: list[Group]
+    names: list[str]  # of the rewards
+    weights: list[float]
+    metrics: dict[str, float]  # of how it came about
+    num_sampled: int = 0  # groups that were sampled for it
+    reward_s: float = 0.0  # seconds in reward functions
+
+    @property
+    def prompts(self) -> list[Prompt]:  # one for each completion
+        return [group.planned.prompt for group in self.groups for _ in group.completions]
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [completion for group in self.groups for completion in group.completions]
+
+    @property
+    def values(self) -> Tensor:  # (P, G, K) NaN = the reward does not apply
+        rows = [[[float("nan") if x is None else x for x in row] for row in group.values] for group in self.groups]
+        return torch.tensor(rows, dtype=torch.float32)
+
+    @property
+    def table(self) -> RewardTable:
+        totals = self.reward.flatten().tolist()
+        values = [row for group in self.groups for row in group.values]
+        return RewardTable(
+            names=self.names, values=values, weights=self.weights, totals=[None if x != x else x for x in totals]
+        )
+
+    def old_logps(self, recompute: bool) -> list[list[float] | None] | None:
+        """Log-probs that the ratios of replayed groups are taken against, where not those of the weights of today."""
+        if recompute or not any(group.replayed for group in self.groups):
+            return None
+        return [c.logps if group.replayed else None for group in self.groups for c in group.completions]
+
+    @property
+    def reward(self) -> Tensor:  # (P, G)
+        return weighted_sum(self.values, torch.tensor(self.weights))
+
+
+class Groups:
+    """Batches of rewarded groups, one after the other."""
+
+    def __init__(self, cfg: Any, producer: Producer, rewards: Rewards, replay: Replay) -> None:
+        self.cfg, self.producer, self.rewards, self.replay = cfg, producer, rewards, replay
+        self.has_penalty = cfg.advantage.overlong_margin > 0
+        self.names = [*rewards.names, *(["overlong"] if self.has_penalty else [])]
+        self._weights: list[float] = []  # of the rewards, at the step in hand
+        self._reward_s = 0.0
+
+    def next(self, step: int, version: int) -> GroupBatch:
+        """The batch that comes after `step` optimizer steps; `version` is that of the engine's weights."""
+        self._reward_s = 0.0
+        self.producer.begin(step, version)
+        groups = self._rewarded(self.producer.arrived(), step)
+        sampled = list(groups)
+        for _ in range(self.cfg.overlap.dynamic_sampling_max_rounds if self.cfg.overlap.dynamic_sampling else 0):
+            flat = [place for place, group in enumerate(groups) if not self._teaches(group)]
+            if not flat:
+                break
+            fresh = self._rewarded(self.producer.more(len(flat)), step)
+            sampled += fresh
+            for place, group in zip(flat, [g for g in fresh if self._teaches(g)], strict=False):
+                groups[place] = group
+        for group in sampled:
+            self._tell_planner(group)
+        return GroupBatch(groups, self.names, self._weights, self._replay(groups, step), len(sampled), self._reward_s)
+
+    def _rewarded(self, arriving: Iterable[Made], step: int) -> list[Group]:
+        """Rewards of groups, some at a time as they come in, or all at once; in the order they were planned."""
+        overlap = self.cfg.overlap
+        pending: list[tuple[list[Made], Any]] = []
+        waiting: list[Made] = []
+        for made in arriving:
+            waiting.append(made)
+            if overlap.streaming_partial_batch and len(waiting) >= overlap.streaming_min_groups:
+                pending.append((waiting, self._submit(waiting, step)))
+                waiting = []
+        if waiting:
+            pending.append((waiting, self._submit(waiting, step)))
+        started = time.perf_counter()
+        groups = []
+        for part, future in pending:
+            table = future.result()
+            self._weights = [*table.weights, *([1.0] if self.has_penalty else [])]
+            rows = iter(table.values)
+            for made in part:
+                values = [[*next(rows), *self._penalty(completion)] for completion in made.completions]
+                groups.append(Group(planned=made.planned, completions=made.completions, values=values))
+        self._reward_s += time.perf_counter() - started
+        return sorted(groups, key=lambda group: group.planned.number)
+
+    def _submit(self, groups: Sequence[Made], step: int) -> Any:
+        started = time.perf_counter()
+        prompts = [made.prompt for made in groups for _ in made.completions]
+        future = self.rewards.submit(prompts, [c for made in groups for c in made.completions], step=step)
+        if not self.cfg.reward.reward_num_workers:
+            future.result()  # computed by this very thread: now, while other groups are being sampled
+        self._reward_s += time.perf_counter() - started
+        return future
+
+    def _penalty(self, completion: Completion) -> list[float]:
+        if not self.has_penalty:
+            return []
+        limits = {"max_length": self.cfg.max_completion_length, "margin": self.cfg.advantage.overlong_margin}
+        return overlong_penalty(torch.tensor([float(completion.trained)]), **limits).tolist()
+
+    def _teaches(self, group: Group) -> bool:
+        """Whether what advantages are made of tells any two completions of the group apart."""
+        batch = GroupBatch([group], self.names, self._weights, {})
+        if self.cfg.advantage.multi_objective_aggregation == "normalize_then_sum":
+            return bool(has_signal(batch.values[0].T).any())
+        return bool(has_signal(batch.reward).any())
+
+    def _tell_planner(self, group: Group) -> None:
+        """A prompt for which nothing was earned comes again later, when the policy may be better."""
+        planner = self.producer.planner
+        earned = [x for row in group.values for x in row if x is not None]
+        if earned and max(map(abs, earned)) < NOTHING:
+            planner.reroll(group.planned)
+        totals = [x for x in GroupBatch([group], self.names, self._weights, {}).table.totals if x is not None]
+        if totals:
+            planner.saw(group.planned, statistics.fmean(totals))
+
+    def _replay(self, groups: list[Group], step: int) -> dict[str, float]:
+        """Stored groups in the place of flat ones; then this batch's own are stored."""
+        if not self.replay.size:
+            return {}
+        fresh = [group for group in groups if self._teaches(group)]
+        for place, group in enumerate(groups):
+            stored = None if self._teaches(group) else self.replay.draw(step=step, number=place)
+            groups[place] = stored or group
+        for group in fresh:
+            batch = GroupBatch([group], self.names, self._weights, {})
+            spread = nan_std(batch.values[0].T, dim=1).nansum().item()  # of each reward, added up
+            size = group_advantage(batch.reward).abs().sum().item()
+            if spread * size > 0:
+                self.replay.add(group, score=spread * size, step=step)
+        replayed = sum(group.replayed for group in groups)
+        return {"rollout/replayed_groups": float(replayed), "rollout/replay_size": float(len(self.replay))}
+
+
+def advantages(
+    cfg: Any,
+    batch: GroupBatch,
+    kl: Tensor | None = None,  # (B,) of each completion to the reference, where it is a cost in the reward
+) -> Tensor:  # (P, G)
+    options = cfg.advantage
+    if options.multi_objective_aggregation == "normalize_then_sum":
+        summed = normalize_then_sum(batch.values, torch.tensor(batch.weights))
+        return normalize_batch(summed, all_sum(moments(summed)))
+    reward = batch.reward
+    if kl is not None:
+        reward = reward_minus_kl(reward, kl.view_as(reward).to(reward), beta=cfg.policy_loss.beta)
+    if options.advantage_estimator == "leave_one_out":
+        return leave_one_out_advantage(reward)
+    return group_advantage(reward, scale=options.scale_rewards, batch=all_sum(moments(reward)))
+
+
+@torch.no_grad()
+def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> Tensor:  # (B,)
+    """k1 of each completion, summed over its tokens: log-prob of the policy as it is, less that of the reference."""
+    total = torch.zeros(len(completions), device=policy.device)
+    for mb in pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt):
+        logp = token_logps(policy, mb, temperature=cfg.temperature).logp
+        ref_logp = reference_logps(policy, mb, temperature=cfg.temperature)
+        total = total.index_add(0, mb.sequence, k1(logp, ref_logp).float())
+    return total.cpu()

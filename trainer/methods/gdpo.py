@@ -1,0 +1,33 @@
+"""GDPO: GRPO for several rewards, each normalised within its group before they are added (arXiv:2601.05242).
+
+Adding first makes different mixtures of rewards with the same sum the same; losses/advantage.py has the formulas, and
+trainer/methods/grpo.py the loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainer.config import Flat
+from trainer.group_options import AdvantageConfig
+from trainer.methods import grpo
+
+SEPARATE = "normalize_then_sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(grpo.Config):
+    """Group reward-decoupled normalisation: every reward is compared within its group, then their sum in the batch."""
+
+    advantage: Flat[AdvantageConfig] = field(
+        default_factory=lambda: AdvantageConfig(multi_objective_aggregation=SEPARATE)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.advantage.multi_objective_aggregation
+        if given != SEPARATE:
+            raise ValueError(f"multi_objective_aggregation={given}: with --method gdpo it is {SEPARATE}; use grpo")
+
+
+train = grpo.train

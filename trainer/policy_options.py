@@ -1,0 +1,221 @@
+"""Options of the policy loss and of the correction for samples that are not quite from the policy they train.
+
+Two blocks of a method that compares completions in groups; trainer/group_step.py is what they steer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "rloo", "reinforce"]
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo")
+OWN_RATIO = {"rloo": "its ratio is that of the whole completion", "vespo": "its weight is that of the whole completion"}
+# Settings that only some losses read.
+READERS = {
+    "epsilon": CLIPPED,
+    "epsilon_high": CLIPPED,
+    "delta": CLIPPED,
+    "dual_clip": CLIPPED,
+    "cispo_cap": ("cispo",),
+    "sapo_temperature_pos": ("sapo",),
+    "sapo_temperature_neg": ("sapo",),
+    "vespo_k_pos": ("vespo",),
+    "vespo_lambda_pos": ("vespo",),
+    "vespo_k_neg": ("vespo",),
+    "vespo_lambda_neg": ("vespo",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig:
+    """What is minimised over the completions of a step."""
+
+    loss_type: LossType = "dapo"
+    """Loss of a token and what it is averaged over: losses/group_policy.py has the table."""
+    epsilon: float = 0.2
+    """Clip range of the ratio, below 1 and above."""
+    epsilon_high: float | None = None
+    """Clip range above 1 when it differs (DAPO: 0.28); None uses epsilon."""
+    delta: float | None = None
+    """Two-sided clip: bound of the ratio where the advantage is negative (INTELLECT-2: 4); None leaves it open."""
+    dual_clip: float | None = None
+    """Dual clip: bound of the loss in units of the advantage, where that is negative (3 is usual); None: no bound."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or one for the completion, the geometric mean of its tokens' (GSPO)."""
+    beta: float = 0.0
+    """Weight of the KL term to the reference model; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the KL of a token: k1 unbiased, k2 square of the log-ratio, k3 unbiased and never negative."""
+    use_bias_correction_kl: bool = True
+    """Weigh the KL estimate by the ratio, so that its gradient is that of the KL."""
+    entropy_coef: float = 0.0
+    """Weight of the mean entropy of trained tokens, which is maximised; 0 is off."""
+    top_entropy_quantile: float = 1.0
+    """Train on this fraction of the step's tokens, those of highest entropy (0.2 in the paper); 1 trains on all."""
+    mask_truncated_completions: bool = False
+    """Leave completions that ran into max_completion_length out of the loss and of every denominator."""
+    skip_zero_advantage_batches: bool = True
+    """Do not compute completions of advantage 0 where they add nothing: the gradient is the same."""
+    cispo_cap: float = 5.0
+    """CISPO: upper bound of the ratio itself."""
+    sapo_temperature_pos: float = 1.0
+    """SAPO: steepness of the gate for advantages above 0."""
+    sapo_temperature_neg: float = 1.05
+    """SAPO: steepness of the gate for the others."""
+    vespo_k_pos: float = 2.0
+    """VESPO: power of the weight, advantages of 0 and above."""
+    vespo_lambda_pos: float = 3.0
+    """VESPO: decay of the weight, advantages of 0 and above."""
+    vespo_k_neg: float = 3.0
+    """VESPO: power of the weight, advantages below 0."""
+    vespo_lambda_neg: float = 2.0
+    """VESPO: decay of the weight, advantages below 0."""
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "epsilon_high", "beta", "entropy_coef"):
+            _check_number(self, name, at_least=0.0)
+        for name in ("cispo_cap", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos",
+                     "vespo_k_neg", "vespo_lambda_neg"):  # fmt: skip
+            _check_number(self, name, above=0.0)
+        if self.epsilon > 1:
+            raise ValueError(f"epsilon={self.epsilon}: must be at most 1, a ratio has nothing below 0; try 0.2")
+        if self.delta is not None and not 1 + self.clip_high < self.delta < math.inf:
+            raise ValueError(f"delta={self.delta}: must be above 1 + epsilon_high = {1 + self.clip_high:g}; try 4")
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError(f"dual_clip={self.dual_clip}: must be above 1, else nothing on policy is learned; try 3")
+        if self.delta is not None and self.dual_clip is not None:
+            raise ValueError(
+                f"dual_clip={self.dual_clip}: bounds the same tokens as delta={self.delta}; set one of them"
+            )
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ValueError(
+                f"top_entropy_quantile={self.top_entropy_quantile}: must be above 0 and at most 1; 1 trains on all"
+            )
+        for name, losses in READERS.items():
+            if self.loss_type not in losses and getattr(self, name) != getattr(PolicyLossConfig, name):
+                advice = "its bound is cispo_cap" if self.loss_type == "cispo" else f"it is for {', '.join(losses)}"
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: has no effect with loss_type={self.loss_type}; {advice}"
+                )
+        if self.importance_sampling_level == "sequence" and self.loss_type not in SEQUENCE_LEVEL:
+            reason = OWN_RATIO.get(self.loss_type, "it has no ratio")
+            raise ValueError(
+                f"importance_sampling_level=sequence: has no effect with loss_type={self.loss_type}, {reason}; "
+                "leave it out"
+            )
+        for name in ("kl_estimator", "use_bias_correction_kl"):
+            if self.beta == 0 and getattr(self, name) != getattr(PolicyLossConfig, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: has no effect with beta=0; set --beta, or leave it out"
+                )
+
+    @property
+    def clip_high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+SEQUENCE_LEVEL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """The gap between the policy that is trained and the engine that sampled."""
+
+    vllm_importance_sampling_correction: bool = True
+    """Weigh tokens by the ratio of the trainer's log-probs to those of the engine that sampled."""
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop"
+    ] = "token_truncate"
+    """Ratio of each token or of the completion; beyond the bounds bring it back (truncate) or leave it out (mask)."""
+    vllm_importance_sampling_cap: float | None = 3.0
+    """Upper bound of that ratio; None leaves it open."""
+    vllm_importance_sampling_min: float | None = None
+    """Lower bound of that ratio; None leaves it open, for icepop 0.5."""
+    geometric_min: float | None = None
+    """Leave out completions whose tokens' ratios have a geometric mean below this; None: no such bound."""
+    geometric_max: float | None = None
+    """Leave out completions whose tokens' ratios have a geometric mean above this; None: no such bound."""
+    off_policy_mask_threshold: float | None = None
+    """Leave out bad completions (advantage below 0) that lost more than this many nats per token since; None: off."""
+    proximal_policy: Literal["step", "behaviour"] = "step"
+    (
+        "What the clipped ratio is taken against. step: the weights the step began with, and the gap from them to the "
+        "engine is a weight; behaviour: the engine's own log-probs, and there is no weight."
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("vllm_importance_sampling_cap", "vllm_importance_sampling_min", "geometric_min", "geometric_max"):
+            _check_number(self, name, above=0.0)
+        _check_number(self, "off_policy_mask_threshold", at_least=0.0)
+        reason = "" if self.vllm_importance_sampling_correction else "vllm_importance_sampling_correction=False"
+        reason = "proximal_policy=behaviour, which has no weights" if self.proximal_policy == "behaviour" else reason
+        for name in ("vllm_importance_sampling_mode", "vllm_importance_sampling_cap", "vllm_importance_sampling_min",
+                     "geometric_min", "geometric_max"):  # fmt: skip
+            if reason and getattr(self, name) != getattr(CorrectionConfig, name):
+                raise ValueError(f"{name}={getattr(self, name)}: has no effect with {reason}; leave one of them out")
+        low, high = self.bounds
+        if low is None and high is None:
+            raise ValueError(
+                f"vllm_importance_sampling_cap=None: {self.vllm_importance_sampling_mode} needs a bound; set the cap, "
+                "or vllm_importance_sampling_min"
+            )
+        if self.vllm_importance_sampling_mode == "icepop" and high is None:
+            raise ValueError("vllm_importance_sampling_cap=None: icepop masks on both sides; set it, or use token_mask")
+        _check_order("vllm_importance_sampling_min", low, "vllm_importance_sampling_cap", high)
+        _check_order("geometric_min", self.geometric_min, "geometric_max", self.geometric_max)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a weight for the gap to the engine."""
+        return self.vllm_importance_sampling_correction and self.proximal_policy == "step"
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        low = self.vllm_importance_sampling_min
+        if low is None and self.vllm_importance_sampling_mode == "icepop":
+            low = 0.5
+        return low, self.vllm_importance_sampling_cap
+
+    @property
+    def has_geometric_filter(self) -> bool:
+        return self.geometric_min is not None or self.geometric_max is not None
+
+
+def check_policy_options(
+    loss: PolicyLossConfig, correction: CorrectionConfig, *, num_iterations: int, kl_in_reward: bool = False
+) -> None:
+    """What neither block can see alone. Every Config with both calls this."""
+    if kl_in_reward and loss.beta == 0:
+        raise ValueError("kl_in_reward=True: has no effect with beta=0; set --beta too")
+    for name in ("kl_estimator", "use_bias_correction_kl"):
+        if kl_in_reward and getattr(loss, name) != getattr(PolicyLossConfig, name):
+            raise ValueError(
+                f"{name}={getattr(loss, name)}: has no effect with kl_in_reward=True, the loss has no KL term then; "
+                "leave it out"
+            )
+    if loss.loss_type == "reinforce" and num_iterations > 1:
+        raise ValueError(
+            f"num_iterations={num_iterations}: loss_type=reinforce has no ratio, so only the first step on a batch is "
+            "right; use 1, or loss_type=dapo"
+        )
+    if loss.loss_type == "reinforce" and correction.proximal_policy == "behaviour":
+        raise ValueError("proximal_policy=behaviour: loss_type=reinforce has no ratio to take; leave it out")
+
+
+def _check_number(block: Any, name: str, *, above: float | None = None, at_least: float | None = None) -> None:
+    assert name in {field.name for field in dataclasses.fields(block)}, name
+    value = getattr(block, name)
+    if value is None:
+        return
+    if above is not None and not above < value < math.inf:
+        raise ValueError(f"{name}={value}: must be above {above:g} and finite")
+    if at_least is not None and not at_least <= value < math.inf:
+        raise ValueError(f"{name}={value}: must be {at_least:g} or above")
+
+
+def _check_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"{low_name}={low}: must be below {high_name}={high}")

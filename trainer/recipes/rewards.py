@@ -1,0 +1,19 @@
+"""Rewards of recipes that are nobody's standard; a user's own would look the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.reward_functions import find_last_number, text_of
+
+FARTHEST = 100  # what an answer without a number gets, and one that is farther off
+
+
+def distance(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+    """Minus how far the last number of the text is from the answer, in units: a reward of another size than 0 and 1."""
+    scores: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        said = find_last_number(text_of(completion))
+        scores.append(-float(FARTHEST if said is None else min(abs(said - int(gold)), FARTHEST)))
+    return scores

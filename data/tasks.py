@@ -88,11 +88,7 @@ def _chain(number: int, difficulty: int) -> Problem:
 
 
 def _lookup(number: int, difficulty: int) -> Problem:
-    letters = []
-    for _ in range(difficulty):
-        number, letter = divmod(number, 26)
-        letters.append(chr(ord("a") + letter))
-    key = "".join(letters)
+    key = f"{number:0{difficulty}d}"
     return f"{key}?", str(10 + _stable(f"lookup/{key}") % 90), key
 
 
@@ -155,8 +151,8 @@ TASKS = {
         lambda difficulty: 10 ** (difficulty + 1), _chain, _slip_last, solve=add_up,
     ),
     "lookup": Task(
-        "a value that only the tool lookup knows; difficulty = letters of the key", 3,
-        lambda difficulty: 26**difficulty, _lookup, change_digit, tool=True,
+        "a value that only the tool lookup knows; difficulty = digits of the key", 3,
+        lambda difficulty: 10**difficulty, _lookup, change_digit, tool=True,
     ),
 }  # fmt: skip
 
@@ -236,7 +232,7 @@ def _row(task: Task, content: str, answer: str) -> dict[str, Any]:
 def _tool_row(content: str, answer: str) -> dict[str, Any]:
     """The call in the format that tool_format=pythonic reads: a few tokens, even for a tokenizer of bytes."""
     key = content.rstrip("?")
-    turns = (("assistant", f"[lookup(key='{key}')]"), ("tool", answer), ("assistant", answer))
+    turns = (("assistant", f"[lookup('{key}')]"), ("tool", answer), ("assistant", answer))
     completion = [{"role": role, "content": text} for role, text in turns]
     prompt = [{"role": "user", "content": content}]
     return {"prompt": prompt, "answer": answer, "table": {key: answer}, "completion": completion}

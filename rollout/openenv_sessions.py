@@ -12,6 +12,7 @@ Plain HTTP to a server would build a fresh environment for every call, so a serv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import queue
 import threading
@@ -138,13 +139,10 @@ class OwnSession:
         return _step(await self._call(_method(type(self.environment), "step"), "step", made))
 
     async def close(self) -> None:
-        try:
+        with contextlib.suppress(Failed):  # the episode is over, and its object goes away
             if hasattr(self.environment, "close"):
                 await self._call(type(self.environment).close, "close")
-        except Failed:
-            pass  # the episode is over, and its object goes away
-        finally:
-            self._thread.end()
+        self._thread.end()
 
     async def _call(self, method: Callable[..., Any], name: str, *args: Any, **settings: Any) -> Any:
         if inspect.iscoroutinefunction(method):

@@ -110,6 +110,22 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptConfig(DataConfig):
+    """Rows to train on and rows to hold out; an environment may bring rows of its own."""
+
+    data: tuple[str, ...] = ()
+    (
+        "Where rows come from, one or several: FILE.jsonl (json, csv, parquet, .gz), a hub id, task:NAME, or "
+        "reasoning_gym:NAME. Options follow after a colon: PATH:format=F,split=train[:500],name=main,weight=0.5; "
+        "task:addition:difficulty=2,split=train. Repeatable."
+    )
+
+    def __post_init__(self) -> None:
+        if self.data:
+            super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW and its schedule."""
 

@@ -36,7 +36,8 @@ from rollout.replay import Group, Replay
 from rollout.rewards import Rewards, RewardTable
 from rollout.types import Completion
 from trainer.dist import all_sum
-from trainer.model import Policy, reference_logps, token_logps
+from trainer.group_step import score
+from trainer.model import Policy, reference_logps
 from trainer.rollouts import pack_completions
 
 NOTHING = 1e-6  # a group whose rewards are all below this earned nothing at all
@@ -132,7 +133,7 @@ class Groups:
             self._weights = [*table.weights, *([1.0] if self.has_penalty else [])]
             rows = iter(table.values)
             for made in part:
-                values = [[*next(rows), *self._penalty(completion)] for completion in made.completions]
+                values = [self._values(next(rows), completion) for completion in made.completions]
                 groups.append(Group(planned=made.planned, completions=made.completions, values=values))
         self._reward_s += time.perf_counter() - started
         return sorted(groups, key=lambda group: group.planned.number)
@@ -146,11 +147,14 @@ class Groups:
         self._reward_s += time.perf_counter() - started
         return future
 
-    def _penalty(self, completion: Completion) -> list[float]:
+    def _values(self, scores: list[float | None], completion: Completion) -> list[float | None]:
+        """All rewards of a completion: none where its environment failed, which says nothing about the policy."""
+        if completion.columns.get("env_failed"):
+            return [None] * len(self.names)
         if not self.has_penalty:
-            return []
+            return scores
         limits = {"max_length": self.cfg.max_completion_length, "margin": self.cfg.advantage.overlong_margin}
-        return overlong_penalty(torch.tensor([float(completion.trained)]), **limits).tolist()
+        return [*scores, *overlong_penalty(torch.tensor([float(completion.trained)]), **limits).tolist()]
 
     def _teaches(self, group: Group) -> bool:
         """Whether what advantages are made of tells any two completions of the group apart."""
@@ -208,8 +212,8 @@ def advantages(
 def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> Tensor:  # (B,)
     """k1 of each completion, summed over its tokens: log-prob of the policy as it is, less that of the reference."""
     total = torch.zeros(len(completions), device=policy.device)
-    for mb in pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt):
-        logp = token_logps(policy, mb, temperature=cfg.temperature).logp
+    micro_batches = pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt)
+    for mb, now in zip(micro_batches, score(cfg, policy, micro_batches), strict=True):
         ref_logp = reference_logps(policy, mb, temperature=cfg.temperature)
-        total = total.index_add(0, mb.sequence, k1(logp, ref_logp).float())
+        total = total.index_add(0, mb.sequence, k1(now.logp, ref_logp).float())
     return total.cpu()

@@ -29,6 +29,8 @@ from trainer.run import Run
 from trainer.weights import PolicyWeights
 
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
+EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",
+                   "retokenised")  # fmt: skip
 
 
 def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
@@ -67,7 +69,9 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt]) 
         return local
     dtype = str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
-    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length
+    # The gym's agents ask for a whole answer in every turn, so the last one must find room for one more.
+    answers = 2 if cfg.nemo_gym.multi_turn else 1
+    longest = max(len(prompt.ids) for prompt in prompts) + answers * cfg.max_completion_length
     engine = VllmEngine.start(
         cfg.vllm,
         sync,
@@ -154,7 +158,18 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "rollout/len_mean": statistics.fmean(lengths),
         "rollout/len_max": float(max(lengths)),
         "rollout/truncated_frac": statistics.fmean(c.finish_reason == "length" for c in completions),
+        **episode_metrics(completions),
     }
+
+
+def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Means over episodes of what they say of themselves."""
+    metrics = {}
+    for name in EPISODE_COLUMNS:
+        values = [float(c.columns[name]) for c in completions if c.columns.get(name) is not None]
+        if values:
+            metrics[f"rollout/{name}"] = statistics.fmean(values)
+    return metrics
 
 
 def packing_metrics(micro_batches: Sequence[Batch]) -> dict[str, float]:
@@ -198,6 +213,7 @@ def sample_rows(
             "advantage": advantage[i],
             "source": prompts[i].source,
             "finish_reason": completions[i].finish_reason,
+            **({"messages": completions[i].messages} if completions[i].messages else {}),
         }
         for i in range(0, len(completions), stride)
     ][:SAMPLES_PER_STEP]

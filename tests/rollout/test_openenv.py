@@ -19,11 +19,13 @@ import pytest
 from data.chat import render_conversation, render_prompt
 from data.types import Prompt
 from rollout.local import LocalEngine
+from rollout.loop import Loop
 from rollout.openenv import OpenEnvSource, environment_seed, load_episode, opening
 from rollout.openenv_options import OpenEnvConfig
 from rollout.openenv_sessions import Failed, find_environment
 from rollout.source import Job, run_groups
-from rollout.types import Completion, Sampling
+from rollout.types import Completion, Request, Sampling
+from tests.rollout.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = f"{Path(__file__).resolve()}:"
@@ -140,37 +142,23 @@ class Digits:
         return observation["text"].upper()
 
 
-class Scripted:
-    """An engine in this process that says what it is told, turn by turn, and keeps what it was asked."""
+def saying(turns: list[str]) -> ScriptedEngine:
+    """An engine that says these in turn."""
+    return ScriptedEngine(lambda so_far, seed: turns[so_far.count("<|im_start|>assistant") - 1])
 
-    concurrent = False
 
-    def __init__(self, tokenizer: Any, turns: list[str], model: Any) -> None:
-        self.tokenizer, self.turns, self.model = tokenizer, turns, model
-        self.prompts: list[list[int]] = []
-        self.seeds: list[int] = []
-        self.batches: list[int] = []
+class Served(ScriptedEngine):
+    """The same as servers are: every request on its own, in a loop of the engine's."""
 
-    def generate(self, requests, sampling):
-        self.batches.append(len(requests))
-        made = []
-        for request in requests:
-            text = self.turns[sum(prompt == request.prompt_ids[: len(prompt)] for prompt in self.prompts)]
-            ids = self.tokenizer(f"{text}<|im_end|>", add_special_tokens=False)["input_ids"][: sampling.max_tokens]
-            ended = ids[-1] == self.tokenizer.eos_token_id
-            self.prompts.append(request.prompt_ids)
-            self.seeds.append(request.seed)
-            made.append(
-                Completion(
-                    prompt_ids=request.prompt_ids,
-                    ids=ids,
-                    logps=[-0.5] * len(ids),
-                    finish_reason="stop" if ended else "length",
-                    text=text,
-                    versions=[(4, len(ids))],
-                )  # fmt: skip
-            )
-        return made
+    concurrent = True
+
+    def __init__(self, reply: Any) -> None:
+        super().__init__(reply)
+        self.loop, self.own = Loop(), self
+
+    async def complete(self, request: Request, sampling: Sampling) -> Completion:
+        await asyncio.sleep(0.01)
+        return self.generate([request], sampling)[0]
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +181,8 @@ def a_prompt(tokenizer: Any, seed: int | None = 7, **columns: Any) -> Prompt:
 
 
 def play(tiny, turns: list[str], *, max_tokens: int = 200, prompt: Prompt | None = None, **settings: Any):
-    model, tokenizer = tiny
-    engine = Scripted(tokenizer, turns, model)
+    _, tokenizer = tiny
+    engine = saying(turns)
     cfg = OpenEnvConfig(**{"env": f"{HERE}HigherLower", **settings})
     source = OpenEnvSource(engine, Sampling(max_tokens=max_tokens), load_episode(cfg, tokenizer))
     ((completion,),) = run_groups(source, [[Job(prompt or a_prompt(tokenizer), 11)]])
@@ -218,12 +206,12 @@ def test_an_episode_is_one_sequence_of_which_the_model_made_the_masked_in_part(t
     assert completion.prompt_ids + completion.ids == ids[:end]
     assert [False] * len(completion.prompt_ids) + completion.mask == mask[:end]
     assert completion.logps == [-0.5 if made else 0.0 for made in completion.mask]
-    assert completion.versions == [(4, 6)] and completion.trained == 6
+    assert completion.versions == [(3, 6)] and completion.trained == 6
     assert completion.finish_reason == "stop" and completion.text == "7"
     assert completion.messages == [*whole[1:], {"role": "user", "content": "yes"}]
     assert completion.columns["env_reward"] == pytest.approx(0.8)
     assert completion.columns["num_turns"] == 3 and completion.columns["env_done"] == 1.0
-    assert len(set(engine.seeds)) == 3, "turns that draw from one seed would draw the same"
+    assert len({batch[0].seed for batch in engine.batches}) == 3, "turns that draw from one seed would draw the same"
     assert loaded().open == 0
 
 
@@ -236,7 +224,7 @@ def test_an_episode_that_takes_too_many_turns_ends_cut_off(tiny):
     completion, engine = play(tiny, ["1", "2", "3"], max_turns=2)
     assert completion.finish_reason == "length" and completion.columns["env_done"] == 0.0
     assert completion.columns["env_reward"] == pytest.approx(-0.2)
-    assert len(engine.prompts) == 2
+    assert len(engine.batches) == 2
     assert completion.mask[-1], "what nobody answers is not added"
 
 
@@ -316,6 +304,22 @@ def test_never_more_episodes_at_a_time_than_the_environment_bears(tiny, env, lim
     assert [len(group) for group in groups] == [2, 2, 2]
     together = load_together(tiny, jobs)
     assert [[c.ids for c in group] for group in groups] == together, "what runs beside it changes no episode"
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_over_servers_episodes_run_side_by_side_up_to_the_limit(tiny, limit):
+    _, tokenizer = tiny
+    engine = Served(lambda so_far, seed: ["3", "9", "7"][so_far.count("<|im_start|>assistant") - 1])
+    cfg = OpenEnvConfig(env=f"{HERE}HigherLower", max_concurrent_envs=limit)
+    source = OpenEnvSource(engine, Sampling(max_tokens=200), load_episode(cfg, tokenizer))
+    loaded().open = loaded().most = 0
+    try:
+        groups = run_groups(source, [[Job(a_prompt(tokenizer), n), Job(a_prompt(tokenizer), n + 9)] for n in range(4)])
+    finally:
+        source.close()
+        engine.loop.close()
+    assert [[c.columns["env_reward"] for c in group] for group in groups] == [[pytest.approx(0.8)] * 2] * 4
+    assert loaded().most == limit and loaded().open == 0
 
 
 def load_together(tiny, jobs) -> list[list[list[int]]]:

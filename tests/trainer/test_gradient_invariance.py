@@ -18,8 +18,10 @@ from data.packing import Batch
 from data.types import Example
 from rollout.types import Completion
 from trainer.config import DataConfig, ModelConfig, RunConfig
+from trainer.group_step import backward, prepare
 from trainer.methods import grpo, sft
 from trainer.model import Policy
+from trainer.policy_options import CorrectionConfig, PolicyLossConfig
 
 VOCAB = 37
 BATCH = 8
@@ -97,7 +99,9 @@ def make_config(budget: int, accumulation: int, layout: str, num_iterations: int
     )  # fmt: skip
     return grpo.Config(
         model=ModelConfig(model="test"), data=DataConfig(data=("test",)), run=run, num_generations=4,
-        num_iterations=num_iterations, beta=beta, epsilon=EPSILON, temperature=0.8, share_prompt=layout == "shared",
+        num_iterations=num_iterations, temperature=0.8, share_prompt=layout == "shared",
+        policy_loss=PolicyLossConfig(beta=beta, epsilon=EPSILON, skip_zero_advantage_batches=False),
+        correction=CorrectionConfig(vllm_importance_sampling_correction=False),  # the engine's log-probs are invented
     )  # fmt: skip
 
 
@@ -120,10 +124,10 @@ def grpo_step(
     policy, cfg = make_policy(dtype), make_config(*cut, num_iterations, beta)
     for model in (policy.model, policy.reference):
         model.set_attn_implementation(attention)
-    rollout = grpo.pack(cfg, policy, make_completions(), ADVANTAGE.to(dtype))
+    rollout = prepare(cfg, policy, make_completions(), ADVANTAGE.to(dtype))
     if num_iterations > 1:
         nudge(policy.model)
-    metrics = grpo.backward(cfg, policy, rollout).means()
+    metrics = backward(cfg, policy, rollout).means()
     return gradient(policy.model), metrics, rollout.micro_batches
 
 
@@ -213,8 +217,8 @@ def test_grpo_behaviour_kl_compares_each_token_with_its_own_log_prob():
         completions.append(Completion(**{**vars(c), "logps": logps}))
     for cut in ((1, 1, "packed"), (TOTAL // 2, 2, "padded"), (4 * TOTAL, 1, "packed"), (TOTAL // 2, 1, "shared")):
         cfg = make_config(*cut, 1, 0.0)
-        rollout = grpo.pack(cfg, policy, completions, ADVANTAGE)
-        assert grpo.backward(cfg, policy, rollout).means()["policy/behaviour_kl"] < 1e-9
+        rollout = prepare(cfg, policy, completions, ADVANTAGE)
+        assert backward(cfg, policy, rollout).means()["policy/behaviour_kl"] < 1e-9
 
 
 @pytest.mark.parametrize(("budget", "layout"), [(1, "packed"), (4 * TOTAL, "shared")])
@@ -227,8 +231,8 @@ def test_grpo_empty_completions_change_nothing_but_do_not_break(budget, layout):
         prompt_ids = completions[-1].prompt_ids
         empty = Completion(prompt_ids=prompt_ids, ids=[], logps=[], finish_reason="stop", text="", versions=[])
         advantage = torch.cat([ADVANTAGE, torch.ones(extra)])
-        rollout = grpo.pack(cfg, policy, completions + [empty] * extra, advantage)
-        grpo.backward(cfg, policy, rollout)
+        rollout = prepare(cfg, policy, completions + [empty] * extra, advantage)
+        backward(cfg, policy, rollout)
         gradients.append(gradient(policy.model))
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-14, rtol=0)
 

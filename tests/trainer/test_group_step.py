@@ -443,6 +443,26 @@ def test_the_off_policy_mask_drops_exactly_the_documented_rows():
     assert close(gradient_of(0.7, advantage)[0], gradient_of(None, advantage)[0])
 
 
+def test_an_engine_without_log_probs_counts_as_the_weights_the_step_began_with():
+    """Then nothing is corrected, and the off-policy mask measures what was lost since the start."""
+    correction = {
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "geometric_max": 1.01,
+        "off_policy_mask_threshold": 0.0,
+    }
+    own = scores("start").logp.detach()
+    found = {}
+    for name in ("none", "own"):
+        completions = [
+            replace(c, logps=[float("nan")] * len(c.ids) if name == "none" else row[: len(c.ids)].tolist())
+            for c, row in zip(make_completions(), own, strict=True)
+        ]
+        found[name] = step(make_config(correction=correction), completions)[:2]
+    assert close(found["none"][0], found["own"][0])
+    assert found["none"][1] == pytest.approx(found["own"][1], abs=1e-6)
+    assert 0 < found["none"][1]["policy/off_policy_dropped_frac"] < 1
+
+
 def test_given_log_probs_take_the_place_of_the_starting_weights():
     """Two groups are replayed and bring their own; the third is scored now."""
     completions = make_completions()

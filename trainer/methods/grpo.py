@@ -14,19 +14,21 @@ from dataclasses import dataclass, field
 
 from data.loader import Loader
 from rollout.environment_options import ToolConfig
+from rollout.nemo_gym_options import NemoGymConfig
+from rollout.openenv_options import OpenEnvConfig
 from rollout.options import SyncConfig, VllmConfig
 from rollout.planner import Planner
 from rollout.producer import Producer
 from rollout.replay import Replay
 from rollout.reward_options import RewardConfig
 from rollout.rewards import open_rewards
-from trainer import rollouts, sources
+from trainer import rollouts
 from trainer.config import (
-    DataConfig,
     Flat,
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    PromptConfig,
     RolloutConfig,
     RunConfig,
     check_engine,
@@ -41,6 +43,7 @@ from trainer.model import load_policy
 from trainer.optim import build_optimizer, clip_and_step
 from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
 from trainer.run import open_run
+from trainer.sources import Surroundings, check_surroundings, load_curriculum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Config:
     """Group relative policy optimisation: sample, reward, compare within each group, clip, step."""
 
     model: Flat[ModelConfig]
-    data: Flat[DataConfig]
+    data: Flat[PromptConfig] = field(default_factory=PromptConfig)
     run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -57,6 +60,8 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     reward: Flat[RewardConfig] = field(default_factory=RewardConfig)
     tools: Flat[ToolConfig] = field(default_factory=ToolConfig)
+    openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
+    nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
     policy_loss: Flat[PolicyLossConfig] = field(default_factory=PolicyLossConfig)
     correction: Flat[CorrectionConfig] = field(default_factory=CorrectionConfig)
@@ -81,7 +86,13 @@ class Config:
         check_evaluation(self.data, self.run)
         check_engine(self.rollout, self.vllm, self.sync)
         check_overlap(self.overlap, self.rollout, self.sync)
-        check_policy_options(self.policy_loss, self.correction, num_iterations=self.num_iterations)
+        check_surroundings(self)
+        check_policy_options(
+            self.policy_loss,
+            self.correction,
+            num_iterations=self.num_iterations,
+            kl_in_reward=self.advantage.kl_in_reward,
+        )
         if self.num_generations < 2:
             raise ValueError(f"num_generations={self.num_generations}: a group needs at least 2 completions to compare")
         if not 0 < self.temperature < math.inf:
@@ -96,8 +107,11 @@ class Config:
             raise ValueError(
                 f"overlong_margin={margin}: is more than max_completion_length={self.max_completion_length}; lower it"
             )
-        if self.advantage.kl_in_reward and self.policy_loss.beta == 0:
-            raise ValueError("kl_in_reward=True: has no effect with beta=0; set --beta, or leave it out")
+        if not self.overlap.replay_recompute_logps and self.correction.proximal_policy == "behaviour":
+            raise ValueError(
+                "replay_recompute_logps=False: proximal_policy=behaviour takes every ratio against the engine anyway; "
+                "leave one of them out"
+            )
         if self.run.sequences_per_step % self.num_generations:
             per_device = self.run.per_device_train_batch_size
             fitting = math.lcm(self.num_generations, per_device) // per_device
@@ -117,22 +131,24 @@ def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         rewards = run.keep(open_rewards(cfg.reward, run.note))
         policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.policy_loss.beta > 0)
-        prompts = rollouts.prompts_of(cfg, policy, cfg.data.data)
-        held_out = rollouts.prompts_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
-        rewards.check_columns(prompts, "data")
-        rewards.check_columns(held_out, "eval_data")
+        around = run.keep(Surroundings(cfg, policy, run.note))
+        prompts = around.prompts(cfg.data.data)
+        held_out = around.prompts(cfg.data.eval_data, held_out=True)[: cfg.data.max_eval_rows]
+        rewards.check_columns(prompts, "data", around.columns)
+        rewards.check_columns(held_out, "eval_data", around.columns)
         sampling = rollouts.training_sampling(cfg, policy)
         loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
         total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
         rollouts.check_servers(cfg, policy)
+        around.connect(prompts, rewards)
         planner = Planner(
             loader,
             num_generations=cfg.num_generations,
             seed=cfg.run.seed,
             reroll_from=overlap.reroll_from(total_steps // cfg.num_iterations),
             reroll_max_groups=overlap.reroll_max_groups,
-            order=sources.load_curriculum(overlap.curriculum),
+            order=load_curriculum(overlap.curriculum),
         )
         replay = Replay(
             size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=prompts
@@ -142,8 +158,8 @@ def train(cfg: Config) -> None:
         run.begin(total_steps, f"{cfg.run.method} {cfg.model.model}")
         engine = rollouts.start_engine(cfg, policy, run, prompts + held_out)
         step = run.restore(policy, optimizer, schedule, state)
-        source = sources.make_source(cfg, policy, engine, sampling)
-        evaluation = sources.make_source(cfg, policy, engine, rollouts.evaluation_sampling(sampling, cfg.rollout))
+        source = around.source(engine, sampling)
+        evaluation = around.source(engine, rollouts.evaluation_sampling(sampling, cfg.rollout))
         producer = run.keep(
             Producer(
                 source,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.chat import render_conversation
+from data.chat import render_conversation, render_prompt
 from data.nemo_gym import load_nemo_gym
 from data.types import Prompt
 from rollout.local import LocalEngine
@@ -79,7 +79,7 @@ def caller(tmp_path_factory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     system = "You are a helpful personal assistant that aims to be helpful and reduce any pain points the user has."
     messages = [
-        {"role": "developer", "content": system},
+        {"role": "system", "content": system},  # vLLM's own reading of developer, for a template that has no such role
         {"role": "user", "content": "what's it like in sf?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": RESULT},
@@ -212,7 +212,9 @@ def check_weather(group: list[Completion], prompt: Prompt, tokenizer: Any) -> No
         assert completion.columns["env_reward"] == 1.0
         assert completion.columns["num_turns"] == 2 and completion.columns["left_out_turns"] == 0
         assert completion.columns["tool_calls"] == 1
-        assert completion.prompt_ids == prompt.ids
+        assert completion.prompt_ids == render_prompt(
+            tokenizer, [prompt.prompt[0] | {"role": "system"}, prompt.prompt[1]]
+        )
         assert completion.versions == [(7, completion.trained)]
         assert [m["role"] for m in completion.messages] == ["assistant", "tool", "assistant"]
         assert completion.messages[1]["content"] == RESULT

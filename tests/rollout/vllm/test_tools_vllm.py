@@ -1,0 +1,118 @@
+"""Episodes over a real server: each at its pace, token-exact, over syncs, and gone when they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollout.episodes import EpisodeSource
+from rollout.rollout_func import RolloutFunction
+from rollout.source import Job, run_groups
+from rollout.tool_calls import Call, Parsed
+from rollout.tool_episode import ToolEpisode
+from rollout.tools import load_tools
+from rollout.turns import turn_seed
+from rollout.types import Sampling
+from rollout.vllm_engine import VllmEngine
+from tests.rollout.scripted_engine import user_prompt
+from tests.rollout.vllm.test_engine import LIMIT, change, make_engine, make_policy
+
+SAMPLING = Sampling(max_tokens=90, stop_ids=(2, 0), for_training=True)
+
+
+@pytest.fixture
+def engine(tied_server: Any, monkeypatch: Any) -> Iterator[VllmEngine]:
+    policy = make_policy(tied_server.model_folder)
+    engine = make_engine(tied_server, policy, "process_group", monkeypatch)
+    engine.policy = policy
+    engine.load(0)
+    yield engine
+    engine.close()
+
+
+def always_calls(engine: VllmEngine, max_turns: int = 3) -> ToolEpisode:
+    """The tiny model knows no tools, so whatever it says is taken for a call."""
+    episode = ToolEpisode(load_tools(("lookup",)), engine.own.tokenizer, tool_format="pythonic", max_turns=max_turns)
+    episode.parse = lambda text: Parsed("", [Call(name="lookup", arguments={"key": "ab"})])
+    return episode
+
+
+def groups_of(count: int, copies: int = 4) -> list[list[Job]]:
+    prompts = [user_prompt(f"{i}+{i}=", f"rows:{i}", table={"ab": f"value {i}"}) for i in range(count)]
+    return [[Job(prompt, 100 * i + c) for c in range(copies)] for i, prompt in enumerate(prompts)]
+
+
+def check(engine: VllmEngine, completions: Any) -> None:
+    """Log-probs behind all that stands before them, results of tools included, are those of the trainer."""
+    scored = engine.own.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    for completion, logps in zip(completions, scored, strict=True):
+        mask = completion.mask or [True] * len(completion.ids)
+        expected = [logp if own else 0.0 for logp, own in zip(logps, mask, strict=True)]
+        assert completion.logps == pytest.approx(expected, abs=LIMIT)
+
+
+def test_episodes_with_tools_are_token_exact(engine):
+    source = EpisodeSource(engine, SAMPLING, always_calls(engine))
+    groups = run_groups(source, groups_of(4), engine.tend)
+    made = [c for group in groups for c in group]
+    check(engine, made)
+    assert [len(group) for group in groups] == [4] * 4
+    for i, group in enumerate(groups):
+        for completion in group:
+            assert completion.prompt_ids == user_prompt(f"{i}+{i}=").ids and len(completion.ids) <= 90
+            assert completion.versions == [(0, completion.trained)]
+            results = [m["content"] for m in completion.messages if m["role"] == "tool"]
+            assert set(results) <= {f"value {i}"}
+            text = engine.own.tokenizer.decode(completion.ids)
+            assert text.count(f"<|im_start|>tool\nvalue {i}<|im_end|>") == len(results)
+    assert max(c.columns["num_turns"] for c in made) == 3
+    assert run_groups(source, groups_of(4), engine.tend) == groups  # seeds fix what every turn draws
+
+
+def test_a_sync_in_the_middle_of_episodes_shows_in_their_versions(engine):
+    async def episode(client, prompt, seed):
+        await asyncio.sleep(0.3 * (seed % 100))  # so that some begin before the sync, and some behind it
+        return await always_calls(engine)(client, prompt, seed)
+
+    source = EpisodeSource(engine, SAMPLING, episode)
+    futures = source.start(groups_of(4))
+    time.sleep(0.3)
+    change(engine.policy, seed=1)
+    engine.load(1)
+    made = [c for future in futures for c in future.result(60)]
+    seen = {version for c in made for version, _ in c.versions}
+    assert seen <= {0, 1} and 1 in seen
+    assert all(sum(count for _, count in c.versions) == c.trained for c in made)
+    assert all([version for version, _ in c.versions] == sorted({version for version, _ in c.versions}) for c in made)
+
+
+def test_a_users_coroutine_runs_over_the_server(engine, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "async def twice(client, prompt, seed):\n"
+        "    made = await client.generate(prompt.ids, seed, max_tokens=8)\n"
+        "    return {'completion_ids': made.ids, 'logprobs': made.logps, 'version': client.version}\n"
+    )
+    source = RolloutFunction(f"{path}:twice").source(engine, SAMPLING)
+    made = [c for group in run_groups(source, groups_of(2), engine.tend) for c in group]
+    check(engine, made)
+    assert [c.columns for c in made] == [{"version": 0}] * 8
+
+
+def test_closing_ends_what_runs_and_leaves_the_engine_usable(engine):
+    async def episode(client, prompt, seed):
+        for turn in range(1000):
+            await client.generate(prompt.ids, turn_seed(seed, turn), max_tokens=4)
+
+    source = EpisodeSource(engine, SAMPLING, episode)
+    futures = source.start(groups_of(2))
+    time.sleep(0.5)
+    source.close()
+    assert all(future.cancelled() for future in futures)
+    with contextlib.closing(EpisodeSource(engine, SAMPLING, always_calls(engine))) as again:
+        check(engine, run_groups(again, groups_of(1), engine.tend)[0])

@@ -27,6 +27,8 @@ DEFAULT_SIZE = {"train": 4096, "sft": 8192, "eval": 500}
 # Spaces up to this size are listed in full; larger ones are sampled, where repeats are rare and simply redrawn.
 LIST_LIMIT = 200_000
 
+GIVES_UP = "?"  # what the sloppy teacher of lookup says
+
 Problem = tuple[str, str, str]  # content, answer, key; problems with the same key are always in the same split
 
 
@@ -165,8 +167,8 @@ def make_rows(
 
     Rows repeat when size exceeds the problems there are, except in `eval`, where that is an error. Two options make the
     completions of a `sft` split an imperfect teacher, so that RL has something to improve: `sloppy` is the chance that
-    one of addition forgets its carries (37+58= 85), and that one of lookup guesses without calling the tool; `boxed`
-    (addition only) is the chance that one is written in brackets ([95]).
+    one of addition forgets its carries (37+58= 85), and that one of lookup gives up without calling the tool ("?");
+    `boxed` (addition only) is the chance that one is written in brackets ([95]).
     """
     if name not in TASKS:
         raise ValueError(f"task:{name}: no such built-in task; {suggest(name, TASKS)}")
@@ -193,7 +195,7 @@ def make_rows(
     slips, boxes = (random.Random(f"{name}/{split}/{difficulty}/{seed}/{what}") for what in ("sloppy", "boxed"))
     for row in rows:
         if slips.random() < sloppy:
-            row["completion"] = _guess(row, slips) if task.tool else forget_carries(row["prompt"][0]["content"])
+            row["completion"] = GIVES_UP if task.tool else forget_carries(row["prompt"][0]["content"])
         if boxes.random() < boxed:
             row["completion"] = f"[{row['completion']}]"
     return rows
@@ -236,11 +238,6 @@ def _tool_row(content: str, answer: str) -> dict[str, Any]:
     completion = [{"role": role, "content": text} for role, text in turns]
     prompt = [{"role": "user", "content": content}]
     return {"prompt": prompt, "answer": answer, "table": {key: answer}, "completion": completion}
-
-
-def _guess(row: dict[str, Any], rng: random.Random) -> list[dict[str, str]]:
-    others = [str(value) for value in range(10, 100) if str(value) != row["answer"]]
-    return [{"role": "assistant", "content": rng.choice(others)}]
 
 
 def _add_steps(rows: list[dict[str, Any]], rng: random.Random) -> None:

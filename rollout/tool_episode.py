@@ -58,6 +58,12 @@ class ToolEpisode:
 
     async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
         turns = self.toolset.begin(prompt)
+        try:
+            return await self._play(client, prompt, seed, turns)
+        finally:
+            self.toolset.close(turns)
+
+    async def _play(self, client: Client, prompt: Prompt, seed: int, turns: Turns) -> Completion:
         transcript = Transcript(prompt.ids)
         messages: Messages = []
         limit = client.sampling.max_tokens
@@ -81,7 +87,7 @@ class ToolEpisode:
                 break  # not a token would be left for the model, so the results stay out of its sight
             transcript.insert(between)
             messages += results
-        self.toolset.end(turns)
+        self.toolset.add_rewards(turns)
         columns: dict[str, Any] = {"num_turns": turn + 1, "tool_calls": num_calls, "tool_errors": num_errors}
         if turns.rewards:
             columns["env_reward"] = sum(turns.rewards.values())
@@ -139,6 +145,8 @@ def show_tools(
     """
     shown = []
     for prompt in prompts:
+        if not prompt.conversational:
+            raise ValueError(f"{prompt.source}: is plain text, and tools need turns; give messages")
         text = tokenizer.apply_chat_template(
             prompt.prompt, tools=list(schemas), tokenize=False, add_generation_prompt=True
         )

@@ -102,15 +102,14 @@ class Toolset:
         return [tool.schema for tool in self.tools.values()]
 
     def check_rows(self, prompts: Sequence[Prompt], what: str) -> None:
-        """Refuse rows that a tool could not work on; tools need conversations, a plain text has no turns."""
-        for prompt in prompts:
-            if not prompt.conversational:
-                raise ValueError(f"{prompt.source}: is plain text, and tools need turns; give messages in {what}")
+        """Refuse rows that a tool could not work on."""
         for tool in self.tools.values():
             for name in tool.needs:
                 without = next((prompt.source for prompt in prompts if prompt.columns.get(name) is None), None)
                 if without:
-                    raise ValueError(f"tools={tool.spec}: reads the column {name!r}, which {without} does not have")
+                    raise ValueError(
+                        f"tools={tool.spec}: reads the column {name!r}, which {without} of {what} does not have"
+                    )
 
     def begin(self, prompt: Prompt) -> Turns:
         """A fresh object of every class."""
@@ -124,18 +123,24 @@ class Toolset:
                 raise ValueError(f"tools={spec}: cannot begin an episode on {prompt.source} ({told(error)})") from None
         return turns
 
-    def end(self, turns: Turns) -> None:
-        """Rewards of the objects, at the last turn."""
+    def add_rewards(self, turns: Turns) -> None:
+        """Those of the objects, to the last turn."""
+        for spec, made in turns.objects.items():
+            if not hasattr(made, "reward"):
+                continue
+            try:
+                turns.reward(made.reward())
+            except Exception as error:  # as above
+                raise ValueError(f"tools={spec}: reward() failed on {turns.prompt.source} ({told(error)})") from None
+
+    def close(self, turns: Turns) -> None:
+        """End the objects of an episode, also of one that failed or was called off."""
         for spec, made in turns.objects.items():
             try:
-                if hasattr(made, "reward"):
-                    turns.reward(made.reward())
                 if hasattr(made, "close"):
                     made.close()
             except Exception as error:  # as above
-                raise ValueError(
-                    f"tools={spec}: cannot end an episode on {turns.prompt.source} ({told(error)})"
-                ) from None
+                raise ValueError(f"tools={spec}: close() failed on {turns.prompt.source} ({told(error)})") from None
 
     def named(self, call: Call) -> dict[str, Any]:
         """The arguments as the model meant them, by name."""

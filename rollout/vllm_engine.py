@@ -38,6 +38,7 @@ from rollout.vllm_gpu import shares_gpu, uuid_of
 from rollout.vllm_launch import Launched, launch, wait_ready
 from rollout.vllm_member import Member
 from rollout.vllm_pool import Pool
+from rollout.vllm_score import score_rows
 from rollout.vllm_server import RefusedError, ServerError, VllmServer
 from rollout.vllm_weights import Weights
 
@@ -202,7 +203,8 @@ class VllmEngine:
             raise ValueError(f"temperature={temperature}: vLLM scores given tokens at temperature 1 only; use local")
         assert self._ready(), "load() comes before score()"
         try:
-            rows = self._scores(self._ready()[0], [prompt + completion for prompt, completion in sequences])
+            rows = [prompt + completion for prompt, completion in sequences]
+            rows = self._run(score_rows(self.pool, self._ready()[0], rows))
         except (ServerError, RefusedError) as error:
             raise ValueError(str(error)) from error
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(rows, sequences, strict=True)]
@@ -230,7 +232,7 @@ class VllmEngine:
         ours = self._probe.score(ids) if members else []
         for member in members:
             try:
-                theirs = self._scores(member, ids)
+                theirs = self._run(score_rows(self.pool, member, ids))
             except ServerError as error:
                 self._run(self.pool.fail(member, str(error)))
                 continue
@@ -362,12 +364,6 @@ class VllmEngine:
         lengths = [server.info.model_len for server in servers]
         count = f"{len(servers)} server{'s' * (len(servers) > 1)}"
         self.say(f"vLLM: {count}, context {min(lengths)}, weight sync by {backend}")
-
-    def _scores(self, member: Member, rows: Sequence[list[int]]) -> list[list[float]]:
-        async def all_rows() -> list[list[float]]:
-            return [await member.server.score(ids, model=member.model, version=member.version) for ids in rows]
-
-        return self._run(all_rows())
 
     def _claims(self, member: Member) -> str:
         """What the server itself believes it holds, and what to do."""

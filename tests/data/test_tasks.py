@@ -99,14 +99,13 @@ def test_a_lookup_is_answered_by_its_table_alone():
     assert {len(content(row)) for row in make_rows("lookup", size=50, difficulty=5)} == {6}
 
 
-def test_a_sloppy_lookup_guesses_wrong_and_calls_nothing():
+def test_a_sloppy_lookup_gives_up_without_a_call():
     clean = make_rows("lookup", split="sft", size=2000, seed=5)
     sloppy = make_rows("lookup", split="sft", size=2000, seed=5, sloppy=0.75)
     assert [row["prompt"] for row in clean] == [row["prompt"] for row in sloppy]
-    guesses = [row for row in sloppy if len(row["completion"]) == 1]
-    assert all(row in clean for row in sloppy if len(row["completion"]) == 3)
-    assert abs(len(guesses) / 2000 - 0.75) < 0.04  # about 4 standard errors
-    assert all(row["completion"][0]["content"] != row["answer"] for row in guesses)
+    gave_up = [row["completion"] == "?" for row in sloppy]
+    assert abs(sum(gave_up) / 2000 - 0.75) < 0.04  # about 4 standard errors
+    assert all(lazy or row in clean for lazy, row in zip(gave_up, sloppy, strict=True))
 
 
 def test_subtraction_can_go_negative():

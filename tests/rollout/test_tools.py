@@ -261,6 +261,12 @@ class Counter:
     def reward(self):
         return float(self.count)
 
+    def close(self):
+        closed.append(self.count)
+
+
+closed = []
+
 
 class Empty:
     def reset(self): ...
@@ -309,10 +315,8 @@ def test_tools_that_cannot_be_loaded_are_refused(tools_file, specs, message):
 def test_rows_without_what_a_tool_reads_are_refused():
     toolset = load_tools(("lookup",))
     toolset.check_rows([user_prompt("ab?", table={})], "data")
-    with pytest.raises(ValueError, match="tools=lookup: reads the column 'table', which rows.jsonl:7 does not have"):
+    with pytest.raises(ValueError, match="tools=lookup: reads the column 'table', which rows.jsonl:7 of data does"):
         toolset.check_rows([user_prompt("ab?", table={}), user_prompt("ab?", "rows.jsonl:7")], "data")
-    with pytest.raises(ValueError, match="rows.jsonl:1: is plain text, and tools need turns"):
-        toolset.check_rows([replace(user_prompt("ab?", table={}), prompt="ab?")], "data")
 
 
 def play(reply, toolset: Toolset, *prompts, max_tokens: int = 200, **settings: Any):
@@ -418,6 +422,21 @@ def test_every_episode_has_its_own_object_state_and_rewards(tools_file):
     assert [m["content"] for m in made[1].messages if m["role"] == "tool"] == ["102", "105", "it is 105"]
     assert made[0].columns["turn_rewards"] == [0.25, 0.25, 15.0] and made[0].columns["env_reward"] == 15.5
     assert made[1].columns["env_reward"] == 105.5
+    assert toolset.tools["add"].call.__globals__["closed"] == [15, 105]
+
+
+def test_an_episode_that_fails_closes_its_objects(tools_file):
+    toolset = load_tools((f"{tools_file}:Counter",))
+    with pytest.raises(ZeroDivisionError):
+        play(lambda text, seed: "x" if "0" in text else 1 / 0, toolset, user_prompt("a", start=7))
+    assert toolset.tools["add"].call.__globals__["closed"] == [7]
+
+
+@pytest.mark.parametrize("method", ["reward", "close"])
+def test_an_object_that_cannot_end_names_the_row(tools_file, method):
+    tools_file.write_text(TOOLS.replace(f"def {method}(self):", f"def {method}(self):\n        1 / 0\n"))
+    with pytest.raises(ValueError, match=rf"Counter: {method}\(\) failed on rows.jsonl:1 \(ZeroDivisionError"):
+        play(lambda text, seed: "x", load_tools((f"{tools_file}:Counter",)), user_prompt("a"))
 
 
 def test_an_object_that_cannot_begin_names_the_row(tools_file):
@@ -438,6 +457,8 @@ def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
         show_tools(prompts, tokenizer, toolset.schemas, longest=short)
     with pytest.raises(ValueError, match="max_prompt_length=5: with the tools all prompts are longer"):
         show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=5)
+    with pytest.raises(ValueError, match="rows.jsonl:1: is plain text, and tools need turns"):
+        show_tools([replace(prompts[0], prompt="ab?")], tokenizer, toolset.schemas)
     assert show_tools(prompts, tiny_tokenizer(), toolset.schemas, say=said.append) == prompts
     assert "the chat template does not show them to the model" in said[-1]
 

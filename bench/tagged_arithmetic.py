@@ -1,7 +1,7 @@
 """One-digit arithmetic with a tagged answer: the rows of a small, real learning run, and its curve.
 
     python -m bench.tagged_arithmetic rows FOLDER                    # sft.jsonl, train.jsonl, eval.jsonl
-    python -m bench.tagged_arithmetic plot FIGURE.svg NAME=RUN ...   # held-out accuracy of some runs over their steps
+    python -m bench.tagged_arithmetic plot FIGURE.svg NAME=RUN ...   # held-out accuracy of some runs, and its points
 
 A row asks "What is 7 + 5? ..." and its answer is "<answer>12</answer>", so that `exact_match` wants both the number and
 the form. No problem is in two of the files, 7 + 5 and 5 + 7 count as one. Held-out problems stand there several times:
@@ -46,17 +46,21 @@ def plot(figure: Path, runs: dict[str, Path]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    matplotlib.rcParams["svg.hashsalt"] = "strop"  # the same points give the same file
     fig, axes = plt.subplots(figsize=(6, 3.4))
+    kept = []
     for name, run in runs.items():
         log = run / "metrics.jsonl" if run.is_dir() else run
         points = [json.loads(line) for line in log.read_text().splitlines()]
         points = [(row["step"], row["eval/exact_match/mean"]) for row in points if "eval/exact_match/mean" in row]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{name}: {points[-1][1]:.2f}")
+        kept += [{"run": name, "step": step, "accuracy": value} for step, value in points]
     axes.set(xlabel="optimizer step", ylabel="held-out accuracy, T = 1", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     fig.tight_layout()
-    fig.savefig(figure)
+    fig.savefig(figure, metadata={"Date": None})
+    figure.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
 def main(argv: list[str]) -> None:

@@ -127,14 +127,16 @@ class Producer:
         """
         ages = [(self._step if step is None else step) - version for version in self._ages]
         futures = [future for batch in self._ahead for _, future in batch.groups]
-        return {
+        metrics = {
             "rollout/staleness_max": float(max(ages, default=0)),
             "rollout/staleness_mean": sum(ages) / len(ages) if ages else 0.0,
-            "rollout/wait_s": self._wait_s,
-            "rollout/queued_groups": float(len(futures)),
-            "rollout/queued_ready_frac": sum(future.done() for future in futures) / max(len(futures), 1),
+            "time/wait_s": self._wait_s,
             **self.planner.metrics(),
         }
+        if self.depth:
+            metrics["rollout/queued_groups"] = float(len(futures))
+            metrics["rollout/queued_ready_frac"] = sum(future.done() for future in futures) / max(len(futures), 1)
+        return metrics
 
     def close(self) -> None:
         """End what runs; the planner goes on counting it as pending. May be called twice."""

@@ -176,7 +176,7 @@ class Schedule:
         metrics = self.producer.metrics()
         assert metrics["rollout/staleness_max"] == max(ages)
         assert metrics["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages))
-        ahead = metrics["rollout/queued_groups"] / self.options["batch_size"]
+        ahead = metrics.get("rollout/queued_groups", 0.0) / self.options["batch_size"]
         assert ahead == int(ahead) <= self.depth
         if self.bound is None:  # nothing but depth and the end of the run holds it back
             assert ahead == min(self.depth, -(-self.total // self.iterations) - self.step // self.iterations - 1)
@@ -242,7 +242,7 @@ def test_sampling_and_training_overlap_and_without_depth_they_do_not():
 def test_whoever_waits_looks_after_the_engine_twice_a_second_and_the_wait_is_counted():
     world, producer = fixed(10.0)
     producer.take(0)
-    assert (world.tended, producer.metrics()["rollout/wait_s"]) == (19, 10.0)
+    assert (world.tended, producer.metrics()["time/wait_s"]) == (19, 10.0)
 
 
 def test_new_weights_between_the_steps_on_a_batch_let_the_next_one_start():

@@ -219,6 +219,9 @@ def train(cfg: Config) -> None:
                     metrics |= rollouts.evaluate(engine, evaluation, step, held_out, rewards)
                 run.log(step, metrics | engine.metrics())
                 timer = Timer()
+                if overlap.async_prefetch and iteration + 1 < cfg.num_iterations:  # what runs ahead goes on with these
+                    rollouts.sync(engine, step, overlap.vllm_sync_interval)
+                    producer.top_up(engine.version)
             producer.done()
             run.maybe_save(step, policy, optimizer, schedule, state)
         run.finish(policy)

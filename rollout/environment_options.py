@@ -14,7 +14,7 @@ class ToolConfig:
     """Tools that the model may call in several turns, or a function that makes the completions altogether."""
 
     tools: tuple[str, ...] = ()
-    """Functions the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class with one object a run."""
+    """Functions the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class, an object an episode."""
     tool_format: ToolFormat = "auto"
     """How the model writes a call: hermes (Qwen too), llama3_json, pythonic; auto reads it off the chat template."""
     max_turns: int = 8

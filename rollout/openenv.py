@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 from data.chat import render_prompt
 from data.types import Messages, Prompt
+from data.user_code import told
 from rollout.episodes import Client, EpisodeSource
 from rollout.openenv_options import OpenEnvConfig
 from rollout.openenv_sessions import Failed, Opener, Session, Step, find_environment, load_class
@@ -135,7 +136,7 @@ class OpenEnvEpisode:
     async def _play(self, session: Session, client: Client, prompt: Prompt, seed: int) -> Completion:
         columns = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
         first = await session.reset(seed=environment_seed(prompt), **columns)
-        messages = opening(prompt, self.adapter.observation(first.observation))
+        messages = opening(prompt, self._shown(first))
         transcript = Transcript(render_prompt(client.tokenizer, messages))
         played = Played(self.cfg.reward)
         finish, text = "length", ""
@@ -157,15 +158,22 @@ class OpenEnvEpisode:
             transcript.insert(between)
         return transcript.completion(finish, text=text, messages=played.messages, columns=played.columns())
 
+    def _shown(self, step: Step) -> str:
+        try:
+            return self.adapter.observation(step.observation)
+        except Exception as error:  # the user's code may raise anything
+            raise Failed(f"observation() of the adapter raised {told(error)}") from None
+
     async def _act(self, session: Session, text: str, played: Played) -> str:
         """Take the action, and return what the model is shown of it."""
         try:
             action = self.adapter.action(text)
-        except ValueError as error:
-            played.refused(str(error))
-            return str(error)
+        except Exception as error:  # whatever the model wrote, it is told what was wrong with it
+            reason = str(error) if isinstance(error, ValueError) else told(error)
+            played.refused(reason)
+            return reason
         step = await session.step(action)
-        shown = self.adapter.observation(step.observation)
+        shown = self._shown(step)
         played.stepped(step, shown)
         return shown
 
@@ -196,7 +204,7 @@ class Played:
     def columns(self) -> dict[str, Any]:
         total = self.rewards[-1] if self.reward == "last" and self.rewards else sum(self.rewards)
         return {
-            "env_reward": total if self.rewards else None,
+            "env_reward": float(total),  # 0 where nothing was paid: an episode that ran out has not earned it
             "num_turns": sum(message["role"] == "assistant" for message in self.messages),
             "env_done": float(self.done),
             "env_refused": self.num_refused,

@@ -90,7 +90,7 @@ class Planner:
         number = self._batches + len(self._pending)
         open_ = self.reroll_from is not None and number >= self.reroll_from
         taken = {planned.row for planned in batch if planned.kind == "reroll"}
-        num_again = min(self.reroll_max_groups - len(taken), len(self._reroll), free) if open_ else 0
+        num_again = max(min(self.reroll_max_groups - len(taken), len(self._reroll), free), 0) if open_ else 0
         batch += self._plan(self._draw(free - num_again, number), "fresh")
         batch += self._plan([self._reroll.popleft() for _ in range(num_again)], "reroll")
         self._pending.append((batch, []))
@@ -155,7 +155,7 @@ class Planner:
             "pending": [saved(planned) for planned in (*groups, *self._again)],
             "resampled": [saved(planned) for planned in (*extra, *self._spare)],
             "reroll": list(self._reroll),
-            "rewards": sorted(self._rewards.items()),
+            "rewards": [[row, reward] for row, reward in sorted(self._rewards.items())],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ A group is kept as it was sampled: token ids, the engine's log-probs, rewards. W
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -76,7 +77,7 @@ class Replay:
                 "number": group.planned.number,
                 "row": group.planned.row,
                 "kind": group.planned.kind,
-                "completions": [asdict(completion) for completion in group.completions],
+                "completions": [as_json(completion) for completion in group.completions],
                 "values": group.values,
             }
             for score, order, step, group in self._heap
@@ -97,6 +98,21 @@ class Replay:
         return Group(
             planned=planned, completions=[completion_of(c) for c in saved["completions"]], values=saved["values"]
         )
+
+
+def as_json(completion: Completion) -> dict[str, Any]:
+    """As JSON will bring it back. An environment may have put anything into columns: what is not JSON stays behind."""
+    saved = asdict(completion)
+    saved["versions"] = [list(span) for span in completion.versions]
+    saved["columns"] = {name: value for name, value in completion.columns.items() if is_json(value)}
+    return saved | ({} if is_json(completion.messages) else {"messages": None})
+
+
+def is_json(value: Any) -> bool:
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
 
 
 def completion_of(saved: dict[str, Any]) -> Completion:

@@ -144,4 +144,15 @@ def _python_call(node: ast.expr) -> Call:
 def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]
-    return ast.literal_eval(node)
+    return _plain(ast.literal_eval(node))
+
+
+def _plain(value: Any) -> Any:
+    """Only what JSON has: arguments are logged, and Python's literals have more (sets, bytes, complex numbers, ...)."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"{type(value).__name__} is no JSON")

@@ -89,7 +89,7 @@ class ToolEpisode:
             messages += results
         self.toolset.add_rewards(turns)
         columns: dict[str, Any] = {"num_turns": turn + 1, "tool_calls": num_calls, "tool_errors": num_errors}
-        if turns.rewards:
+        if self.toolset.pays or turns.rewards:
             columns["env_reward"] = sum(turns.rewards.values())
             columns["turn_rewards"] = [turns.rewards.get(number, 0.0) for number in range(turn + 1)]
         return transcript.completion(finish_reason, text=made.text, messages=messages, columns=columns)

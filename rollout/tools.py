@@ -30,7 +30,7 @@ from rollout.tool_schemas import OWN, problem, schema_of
 from rollout.user_function import find_callable
 
 MAX_THREADS = 64  # calls of synchronous tools at a time
-MAX_HUNG = 32  # a thread cannot be ended, so a tool may hang only so often in one run
+MAX_HUNG = 32  # calls of one tool that hang at a time: their threads cannot be ended
 NOT_TOOLS = ("reset", "reward", "close")  # methods of a class that are not the model's to call
 
 
@@ -62,7 +62,7 @@ class Tool:
         self.needs: tuple[str, ...] = getattr(call, "needs_columns", ())
         self.call = call
         self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-        self.num_hung = 0
+        self.num_hung = 0  # threads that were given up on and still run
 
     def arguments(self, call: Call) -> dict[str, Any]:
         """What the function is called with, or a ValueError in words for the model."""
@@ -92,6 +92,9 @@ class Toolset:
         self.tools = {tool.name: tool for tool in tools}
         self.timeout = timeout
         self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # by event loop
+        # Whether episodes have a reward of their own: then one in which nothing was paid has 0, not none.
+        own = [tool for tool in tools if tool.spec not in BUILTIN]
+        self.pays = any(tool.takes_episode or hasattr(tool.owner, "reward") for tool in own)
         self.owners = {tool.owner: tool.spec for tool in tools if tool.owner is not None}
         for tool in tools:
             if self.tools[tool.name] is not tool:
@@ -163,45 +166,48 @@ class Toolset:
         if tool.takes_episode:
             arguments[OWN] = turns
         function = tool.call if tool.owner is None else getattr(turns.objects[tool.spec], tool.name)
-        expired = False
         try:
-            async with asyncio.timeout(self.timeout) as limit:
-                returned = await (function(**arguments) if tool.is_async else self._in_thread(function, arguments))
+            if tool.is_async:
+                async with asyncio.timeout(self.timeout) as limit:
+                    returned = await function(**arguments)
+            else:
+                gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+                async with gate, asyncio.timeout(self.timeout) as limit:  # the wait for a thread is not the tool's time
+                    returned = await self._in_thread(tool, function, arguments)
             return as_text(returned), False
         except TimeoutError as error:
-            expired = limit.expired()
-            text = f"{tool.name} took more than {self.timeout:g} s" if expired else told(error)
+            text = f"{tool.name} took more than {self.timeout:g} s" if limit.expired() else told(error)
         except (Exception, SystemExit) as error:  # a tool may fail in any way: the episode goes on
             text = told(error)
-        if expired and not tool.is_async:
-            self._count_hung(tool)
-        return f"error: {text}", True
+        self._check_hung(tool)
+        return f"error: {without_surrogates(text)}", True
 
-    def _count_hung(self, tool: Tool) -> None:
-        tool.num_hung += 1
+    def _check_hung(self, tool: Tool) -> None:
         if tool.num_hung >= MAX_HUNG:
             raise ValueError(
-                f"tools={tool.spec}: has hung {tool.num_hung} times, and its threads cannot be ended; give it a limit "
-                "of its own, make it asynchronous, or raise --tool-timeout"
+                f"tools={tool.spec}: {tool.num_hung} calls of it hang, and their threads cannot be ended; give it a "
+                "limit of its own, make it asynchronous, or raise --tool-timeout"
             )
 
-    async def _in_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    async def _in_thread(self, tool: Tool, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Call it in a thread that does not keep the process alive; who gives up on it leaves the thread to itself."""
         loop = asyncio.get_running_loop()
-        gate = self._gates.setdefault(loop, asyncio.Semaphore(MAX_THREADS))
-        async with gate:
-            outcome: asyncio.Future[Any] = loop.create_future()
+        outcome: asyncio.Future[Any] = loop.create_future()
 
-            def tell(returned: Any, failure: Exception | None) -> None:
-                if outcome.done():
-                    return
-                if failure is None:
-                    outcome.set_result(returned)
-                else:
-                    outcome.set_exception(failure)
+        def tell(returned: Any, failure: Exception | None) -> None:
+            if outcome.done():
+                tool.num_hung -= 1  # it was given up on, and has come to its end after all
+            elif failure is None:
+                outcome.set_result(returned)
+            else:
+                outcome.set_exception(failure)
 
-            threading.Thread(target=_work, args=(function, arguments, loop, tell), name="tool", daemon=True).start()
+        threading.Thread(target=_work, args=(function, arguments, loop, tell), name="tool", daemon=True).start()
+        try:
             return await outcome
+        except asyncio.CancelledError:
+            tool.num_hung += 1
+            raise
 
 
 def _work(function: Callable[..., Any], arguments: dict[str, Any], loop: Any, tell: Callable[..., None]) -> None:
@@ -243,12 +249,17 @@ def load_tools(specs: Sequence[str], *, timeout: float = 10.0) -> Toolset:
 
 def as_text(returned: Any) -> str:
     """A result as the model reads it: text as it is, anything else as JSON where it can be."""
-    if isinstance(returned, str):
-        return returned
-    try:
-        return json.dumps(returned, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(returned)
+    if not isinstance(returned, str):
+        try:
+            returned = json.dumps(returned, ensure_ascii=False)
+        except (TypeError, ValueError):
+            returned = str(returned)
+    return without_surrogates(returned)
+
+
+def without_surrogates(text: str) -> str:
+    """Half a character, which JSON can write and no tokenizer takes, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _taken(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:

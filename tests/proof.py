@@ -158,6 +158,19 @@ def reward_model_in_grpo(scratch: Path) -> Outcome:
     return Outcome(figure, score[1] > score[0])
 
 
+def tools(scratch: Path) -> Outcome:
+    """A tool that has to be called: the format by SFT, the use of it by GRPO."""
+    started = time.monotonic()
+    run_ok("--config", RECIPES / "sft_tools.yaml", "--output-dir", scratch / "a", cwd=scratch, timeout=900, threads=2)
+    run_ok(
+        "--config", RECIPES / "grpo_tools.yaml", "--model", scratch / "a", "--output-dir", scratch / "b", cwd=scratch,
+        timeout=900, threads=2,
+    )  # fmt: skip
+    before, after = accuracy(metrics(scratch / "b"))
+    seconds = time.monotonic() - started
+    return Outcome(f"success {before:.2f} -> {after:.2f} in {seconds:.0f} s", before < 0.3 and after > 0.8)
+
+
 PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     "demo-0": ("`python -m trainer --method grpo`, seed 0: 500 held-out sums", lambda path: demo(path, 0)),
     "demo-1": ("the same, seed 1", lambda path: demo(path, 1)),
@@ -179,6 +192,7 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
         lambda path: demo_vllm(path, "--lora.r", "16", "--learning-rate", "3e-3"),
     ),
     "sft": ("`python -m trainer --method sft`", sft),
+    "tools": ("`sft_tools.yaml`, then `grpo_tools.yaml`: 90 held-out keys at temperature 1", tools),
     "two-stages": ("two-stage recipe, chained by run folders", two_stages),
     **{
         method: (f"`python -m trainer --method {method}`", partial(preference, method=method, name=name, least=least))

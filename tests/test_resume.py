@@ -21,6 +21,16 @@ GRPO = [
 VARIANTS = {
     "full": GRPO,
     "lora, two iterations, kl": [*GRPO, "--lora.r", 4, "--lora.dropout", 0.1, "--num-iterations", 2, "--beta", 0.1],
+    "replay, re-rolls, resamples, gdpo": [
+        "--method",
+        "gdpo",
+        *GRPO[2:],
+        "--replay-buffer-size",
+        8,
+        "--reroll-start-fraction",
+        0.0,
+        "--dynamic-sampling",
+    ],
     "sft": ["--method", "sft", "--max-steps", STEPS, "--save-steps", 3, "--per-device-train-batch-size", 16],
 }
 

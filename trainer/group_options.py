@@ -57,7 +57,7 @@ class AsyncConfig:
     prefetch_depth: int = 1
     """Batches under way beyond the one in training; samples are then up to so many rollouts old."""
     max_staleness: int | None = None
-    """Largest number of optimizer steps between the weights that began a sample and those it trains; None: by depth."""
+    """Largest age of the weights that begin a batch when it is first trained on, in optimizer steps; None: by depth."""
     vllm_sync_interval: int = 1
     """Optimizer steps after which servers get new weights, at the next rollout that comes."""
     vllm_lora_sync: bool = False
@@ -122,19 +122,24 @@ class AsyncConfig:
                     raise ValueError(f"{name}={getattr(self, name)}: has no effect without {switch}; set it, too")
 
 
-def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:
+def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig, *, is_lora: bool) -> None:
     """Settings that only servers can fulfil, and those that contradict each other."""
     if rollout.engine == "local":
         for name, value in (
             ("async_prefetch", overlap.async_prefetch),
             ("vllm_sync_interval", overlap.vllm_sync_interval > 1),
             ("vllm_lora_sync", overlap.vllm_lora_sync),
+            ("streaming_partial_batch", overlap.streaming_partial_batch),
         ):
             if value:
                 raise ValueError(
                     f"{name}={getattr(overlap, name)}: the local engine samples with the trainer's own weights, in "
                     "turn with it; set --rollout.engine vllm"
                 )
+    if overlap.vllm_lora_sync and not is_lora:
+        raise ValueError(
+            "vllm_lora_sync=True: all weights are trained, there is no adapter; set --lora.r, or leave it out"
+        )
     if overlap.vllm_lora_sync and sync.backend not in ("auto", "lora"):
         raise ValueError(f"vllm_lora_sync=True: contradicts sync.backend={sync.backend}; name one of the two")
     if overlap.max_staleness is not None and overlap.max_staleness < overlap.vllm_sync_interval - 1:

@@ -40,7 +40,7 @@ from trainer.group_step import score
 from trainer.model import Policy, reference_logps
 from trainer.rollouts import pack_completions
 
-NOTHING = 1e-6  # a group whose rewards are all below this earned nothing at all
+NOTHING = 1e-6  # rewards and advantages below this are none
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class GroupBatch:
     names: list[str]  # of the rewards
     weights: list[float]
     metrics: dict[str, float]  # of how it came about
-    num_sampled: int = 0  # groups that were sampled for it
+    sampled: GroupBatch | None = None  # all that was sampled for it, before anything was replaced
     reward_s: float = 0.0  # seconds in reward functions
 
     @property
@@ -112,7 +112,12 @@ class Groups:
                 groups[place] = group
         for group in sampled:
             self._tell_planner(group)
-        return GroupBatch(groups, self.names, self._weights, self._replay(groups, step), len(sampled), self._reward_s)
+        metrics = self._replay(groups, step)
+        made = GroupBatch(sampled, self.names, self._weights, {})
+        batch = GroupBatch(groups, self.names, self._weights, metrics, made, self._reward_s)
+        if groups != sampled:
+            metrics["reward/trained_mean"] = batch.reward.nanmean().item()
+        return batch
 
     def _rewarded(self, arriving: Iterable[Made], step: int) -> list[Group]:
         """Rewards of groups, some at a time as they come in, or all at once; in the order they were planned."""
@@ -154,7 +159,7 @@ class Groups:
         if not self.has_penalty:
             return scores
         limits = {"max_length": self.cfg.max_completion_length, "margin": self.cfg.advantage.overlong_margin}
-        return [*scores, *overlong_penalty(torch.tensor([float(completion.trained)]), **limits).tolist()]
+        return [*scores, *overlong_penalty(torch.tensor([float(len(completion.ids))]), **limits).tolist()]
 
     def _teaches(self, group: Group) -> bool:
         """Whether what advantages are made of tells any two completions of the group apart."""
@@ -199,7 +204,8 @@ def advantages(
     options = cfg.advantage
     if options.multi_objective_aggregation == "normalize_then_sum":
         summed = normalize_then_sum(batch.values, torch.tensor(batch.weights))
-        return normalize_batch(summed, all_sum(moments(summed)))
+        advantage = normalize_batch(summed, all_sum(moments(summed)))
+        return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # the mean of a batch is 0 up to rounding only
     reward = batch.reward
     if kl is not None:
         reward = reward_minus_kl(reward, kl.view_as(reward).to(reward), beta=cfg.policy_loss.beta)

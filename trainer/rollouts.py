@@ -28,6 +28,7 @@ from trainer.model import Policy
 from trainer.run import Run
 from trainer.weights import PolicyWeights
 
+UNSEEN = 2048  # tokens that an environment or a function of the user may put into a prompt
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
 EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",
                    "retokenised")  # fmt: skip
@@ -53,6 +54,11 @@ def check_servers(cfg: Any, policy: Policy) -> None:
     """What would keep a server from starting or answering, as far as it shows at once: before there is a run folder."""
     if cfg.rollout.engine == "vllm":
         check_start(cfg.vllm, policy.device)
+        if cfg.overlap.vllm_sync_interval > 1 and shares_gpu(cfg.vllm, policy.device):
+            raise ValueError(
+                f"vllm_sync_interval={cfg.overlap.vllm_sync_interval}: has no effect on a server that shares the "
+                "trainer's GPU, which gets its weights whenever it wakes; leave it out"
+            )
         if cfg.overlap.async_prefetch and shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
                 "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it another "
@@ -69,9 +75,11 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt]) 
         return local
     dtype = str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
-    # The gym's agents ask for a whole answer in every turn, so the last one must find room for one more.
-    answers = 2 if cfg.nemo_gym.multi_turn else 1
-    longest = max(len(prompt.ids) for prompt in prompts) + answers * cfg.max_completion_length
+    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length
+    if cfg.nemo_gym.multi_turn:
+        longest += cfg.max_completion_length  # the gym's agents ask for a whole answer in every turn, the last included
+    elif cfg.openenv.env is not None or cfg.tools.rollout_func is not None:
+        longest += UNSEEN
     engine = VllmEngine.start(
         cfg.vllm,
         sync,
@@ -168,6 +176,7 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     for name in EPISODE_COLUMNS:
         values = [float(c.columns[name]) for c in completions if c.columns.get(name) is not None]
         if values:
+            name = {"retokenised": "retokenised_frac"}.get(name, name)
             metrics[f"rollout/{name}"] = statistics.fmean(values)
     return metrics
 

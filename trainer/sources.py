@@ -30,8 +30,6 @@ from rollout.user_function import find_callable
 from trainer import rollouts
 from trainer.model import Policy
 
-EPISODE = ("env_reward", "num_turns")  # columns that every episode brings to the rewards
-
 
 def check_surroundings(cfg: Any) -> None:
     """One of them at a time, and only with settings they can follow. For the Config of a method that samples."""
@@ -90,7 +88,9 @@ class Surroundings:
             return None
         if self.cfg.nemo_gym.multi_turn:
             return COLUMNS
-        return EPISODE if self.episode is not None else ()
+        if self.toolset is not None:
+            return ("num_turns", *(["env_reward"] if self.toolset.pays else []))
+        return ("num_turns", "env_reward") if self.episode is not None else ()
 
     def prompts(self, specs: Sequence[str], *, held_out: bool = False) -> list[Prompt]:
         cfg, policy = self.cfg, self.policy

@@ -241,7 +241,7 @@ def test_the_limit_of_tokens_holds_for_all_turns(tiny):
 
 def test_an_action_that_was_cut_off_is_not_taken(tiny):
     completion, _ = play(tiny, ["1"], max_tokens=1)
-    assert completion.columns["env_reward"] is None and completion.columns["num_turns"] == 1
+    assert completion.columns["env_reward"] == 0.0 and completion.columns["num_turns"] == 1
 
 
 def test_a_refused_action_is_told_to_the_model(tiny):

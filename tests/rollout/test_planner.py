@@ -12,6 +12,7 @@ import pytest
 from data.loader import Loader
 from data.types import Prompt
 from rollout.planner import Planner, sample_seed
+from trainer.checkpoint import check_state
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -26,6 +27,7 @@ def make_planner(count: int = 12, batch_size: int = 4, **options: Any) -> Planne
 def resumed(planner: Planner, **options: Any) -> Planner:
     """A planner of a new process, from the JSON of a checkpoint."""
     other = make_planner(len(planner.loader.rows), planner.batch_size, **options)
+    check_state({"planner": planner.state_dict()})  # what a checkpoint takes
     other.load_state_dict(json.loads(json.dumps(planner.state_dict())))
     return other
 
@@ -189,3 +191,14 @@ def test_every_group_is_consumed_or_pending_whatever_happens(seed):
         assert all(len(batch) == planner.batch_size for batch in held)
     rerolled = [group.row for group in consumed if group.kind == "reroll"]
     assert bool(rerolled) <= (options["reroll_from"] is not None)
+
+
+def test_fewer_rerolls_after_a_resume_still_make_batches_of_the_same_size():
+    planner = make_planner(reroll_from=1, reroll_max_groups=3)
+    for group in planner.next_batch():
+        planner.reroll(group)
+    planner.done()
+    assert [group.kind for group in planner.next_batch()] == ["fresh", "reroll", "reroll", "reroll"]
+    planner.reroll(planner.pending[0])
+    other = resumed(planner, reroll_from=1, reroll_max_groups=1)
+    assert len(other.next_batch()) == len(other.next_batch()) == 4

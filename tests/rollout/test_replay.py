@@ -11,6 +11,7 @@ from data.types import Prompt
 from rollout.planner import Planned
 from rollout.replay import Group, Replay
 from rollout.types import Completion
+from trainer.checkpoint import check_state
 
 PROMPTS = [Prompt(source=f"rows:{row}", prompt=f"{row}?", ids=[row + 1]) for row in range(9)]
 
@@ -95,6 +96,17 @@ def test_after_a_resume_it_draws_what_it_would_have_drawn():
     kept.add(group(5), score=3.5, step=6)
     again.add(group(5), score=3.5, step=6)
     assert rows(kept, step=7) == rows(again, step=7)
+
+
+def test_a_checkpoint_takes_its_state_also_where_an_environment_left_odd_things():
+    kept = replay()
+    odd = group(3)
+    odd.completions[0].columns["seen"] = {1, 2}  # no JSON, and of no use later
+    kept.add(odd, score=1.0, step=0)
+    check_state({"replay": kept.state_dict()})
+    again = replay()
+    again.load_state_dict(kept.state_dict())
+    assert again.draw(step=0, number=0).completions[0].columns == {"num_turns": 2}
 
 
 def test_a_smaller_buffer_after_a_resume_keeps_the_best():

@@ -100,3 +100,10 @@ def test_auto_reads_the_format_off_the_chat_template(template, parse):
 def test_auto_refuses_a_template_without_calls(template):
     with pytest.raises(ValueError, match="tool_format=auto: the chat template does not say how .* set one of hermes, "):
         find_format("auto", SimpleNamespace(chat_template=template))
+
+
+@pytest.mark.parametrize("argument", ["{'a', 'b'}", "b'a'", "1j", "...", "{1: 2}", "[{3}]"])
+def test_values_that_json_does_not_have_are_an_error_of_the_call(argument):
+    parse = find_format("pythonic", None)
+    (call,) = parse(f"[lookup({argument})]").calls
+    assert call.error == "its arguments are not plain values"

@@ -221,7 +221,7 @@ def test_a_tool_that_hangs_costs_its_time_limit_and_in_the_end_the_run(monkeypat
     assert run(toolset, Call(name="slow_socket")) == ("error: TimeoutError: timed out", True)
     assert {name: tool.num_hung for name, tool in toolset.tools.items()} == {"hang": 1, "sleep": 0, "slow_socket": 0}
     monkeypatch.setattr("rollout.tools.MAX_HUNG", 2)
-    with pytest.raises(ValueError, match="tools=my.hang: has hung 2 times, and its threads cannot be ended"):
+    with pytest.raises(ValueError, match="tools=my.hang: 2 calls of it hang, and their threads cannot be ended"):
         run(toolset, Call(name="hang"))
     released.set()
 
@@ -479,3 +479,47 @@ def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ToolConfig(**settings)
+
+
+def test_waiting_for_a_thread_is_not_the_tools_time(monkeypatch):
+    monkeypatch.setattr("rollout.tools.MAX_THREADS", 2)
+
+    def slow() -> str:
+        """Takes its time."""
+        time.sleep(0.1)
+        return "ok"
+
+    toolset = of(slow, timeout=0.4)
+    turns = toolset.begin(user_prompt("?"))
+
+    async def many() -> list:
+        return await asyncio.gather(*(toolset.run(Call(name="slow"), turns) for _ in range(12)))
+
+    assert asyncio.run(many()) == [("ok", False)] * 12
+
+
+def test_a_late_call_that_ends_after_all_no_longer_counts_as_hanging():
+    def late() -> str:
+        """Takes too long."""
+        time.sleep(0.2)
+        return "ok"
+
+    toolset = of(late, timeout=0.05)
+
+    async def one() -> int:
+        await toolset.run(Call(name="late"), toolset.begin(user_prompt("?")))
+        hanging = toolset.tools["late"].num_hung
+        await asyncio.sleep(0.4)
+        return hanging
+
+    assert asyncio.run(one()) == 1
+    assert toolset.tools["late"].num_hung == 0
+
+
+def test_half_a_character_in_a_result_does_not_end_the_run():
+    def echo(text: str) -> str:
+        """Says it again."""
+        return text
+
+    toolset = of(echo)
+    assert run(toolset, Call(name="echo", arguments={"text": "a\ud83d"})) == ("a?", False)

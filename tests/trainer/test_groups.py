@@ -113,7 +113,8 @@ def test_a_flat_group_is_replaced_by_one_of_an_earlier_batch_never_of_its_own():
     second = groups.next(1, 1)
     assert words(second) == ["yn", "yn", "ny"]
     assert [group.replayed for group in second.groups] == [True, True, False]
-    assert second.metrics == {"rollout/replayed_groups": 2.0, "rollout/replay_size": 2.0}
+    assert second.metrics == {"rollout/replayed_groups": 2.0, "rollout/replay_size": 2.0, "reward/trained_mean": 0.5}
+    assert words(second.sampled) == ["nn", "yy", "ny"], "what was sampled is what reward/mean is about"
     assert second.old_logps(True) is None
     assert second.old_logps(False) == [[-1.0]] * 4 + [None] * 2
 

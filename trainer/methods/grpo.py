@@ -85,7 +85,7 @@ class Config:
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
         check_engine(self.rollout, self.vllm, self.sync)
-        check_overlap(self.overlap, self.rollout, self.sync)
+        check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
         check_surroundings(self)
         check_policy_options(
             self.policy_loss,
@@ -159,7 +159,7 @@ def train(cfg: Config) -> None:
         engine = rollouts.start_engine(cfg, policy, run, prompts + held_out)
         step = run.restore(policy, optimizer, schedule, state)
         source = around.source(engine, sampling)
-        evaluation = around.source(engine, rollouts.evaluation_sampling(sampling, cfg.rollout))
+        evaluation = run.keep(around.source(engine, rollouts.evaluation_sampling(sampling, cfg.rollout)))
         producer = run.keep(
             Producer(
                 source,
@@ -190,7 +190,7 @@ def train(cfg: Config) -> None:
             run.sample(
                 step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
             )
-            counters.prompts = planner.consumed + batch.num_sampled
+            counters.prompts = planner.consumed + len(batch.sampled.groups)
 
             for iteration in range(min(cfg.num_iterations, total_steps - step)):
                 step += 1
@@ -202,10 +202,11 @@ def train(cfg: Config) -> None:
                 timer.lap("train_s")
                 counters.tokens += num_tokens
                 metrics = {
-                    **rollouts.reward_metrics(batch.table, batch.reward),
-                    **rollouts.completion_metrics(batch.completions),
+                    **rollouts.reward_metrics(batch.sampled.table, batch.sampled.reward),
+                    **rollouts.completion_metrics(batch.sampled.completions),
                     **rollouts.packing_metrics(rollout.micro_batches),
                     **batch.metrics,
+                    **({} if kl is None else {"policy/ref_kl": kl.mean().item()}),
                     **rewards.metrics(),
                     **producer.metrics(step - 1),
                     **sums.means(),

@@ -1,0 +1,340 @@
+"""Energy-based fine-tuning: rewards from the features of a frozen network (Jelassi et al. 2026, arXiv:2603.12248).
+
+phi_j are the features of rollout j of a prompt, n of them, and phi_* those of the true completion. What is to fall is
+the distance of conditional feature matching, and the paper's reward (eq. 7) has minus its gradient as expectation:
+
+    cfm = || E phi - phi_* ||^2
+    r_j = 2 phi_j . phi_*  -  2 / (n - 1) sum_{k != j} phi_j . phi_k          alignment - diversity
+
+In practice (eq. 49) alignment is the cosine, 2 cos(phi_j, phi_*), from -2 to 2; `dot_alignment` is that of eq. 7.
+
+Whitening, for each prompt on its own, X = U S V^T the (n, D) features of its rollouts, not centred, without those S_k
+that are nothing but noise:
+
+    X~ = X V S^-1 V^T = U V^T         phi_*~ = phi_* V S^-1 V^T               truth "feature", the paper's text
+                                      phi_*~_j = (U S^-1 U^T 1)_j phi_*       truth "sample", the authors' code
+
+Rows of X~ are orthonormal when the rollouts are linearly independent: diversity is then 0 and its coefficient without
+effect. What is left of it is a penalty on duplicates: 1/3 for each of two equal ones among four, 1/2 if all four are.
+The paper's own numbers are n times those, for a covariance with 1 / n.
+
+Advantages of a group, with a = alignment_coef alignment, d = diversity_coef diversity, r = a - d:
+
+    reinforce   r_j
+    rloo        r_j - mean_{k != j} r_k
+    rloo_split  a_j - mean_{k != j} a_k - (d_j - b_j),   b_j = (sum_k d_k - 2 d_j) / (n - 2), or 0 for n = 2
+    grpo        (r_j - mean r) / (std r + 1e-8),   std with ddof = 1
+
+rloo_split is the authors': b_j is the diversity among the others alone. The r_k of rloo hold phi_k . phi_j, so its
+baseline knows the rollout it is for: in expectation the diversity gradient shrinks to (n - 2) / (n - 1) of itself,
+which for n = 2 is nothing at all.
+
+Shapes: P prompts, or anchors of documents in strided mode; G = n rollouts of each; T positions; D width of a feature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from losses.advantage import leave_one_out_advantage, nan_std
+from losses.preference import wide
+from losses.types import LossOut, Term
+
+RANK_TOLERANCE = 1e-5  # singular values below this part of the largest count as 0
+EPSILON = 1e-8  # of grpo
+
+
+# Features.
+
+
+def layer_indices(fractions: Sequence[float], num_layers: int) -> list[int]:
+    """Which hidden states of a network of num_layers blocks: k is the output of block k, floor(fraction * num_layers).
+
+    Never 0, the embeddings, which know nothing of the context. Two fractions of a shallow network that come to one
+    block give it once.
+    """
+    if not fractions:
+        raise ValueError("feature_layers=[]: there is nothing to take features from; name a fraction of the depth")
+    for fraction in fractions:
+        if not 0 <= fraction <= 1:  # NaN too
+            raise ValueError(f"feature_layers={fraction}: outside the network; use fractions of its depth, from 0 to 1")
+    # A little more than the product, or 0.29 of 100 layers would be 28.
+    return list(dict.fromkeys(max(1, math.floor(fraction * num_layers + 1e-9)) for fraction in fractions))
+
+
+def unit(
+    x: Tensor,  # (..., D)
+) -> Tensor:  # (..., D)
+    """Scaled to length 1; zeros stay zeros."""
+    x = wide(x)
+    return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+def token_features(
+    layers: Sequence[Tensor],  # (..., D) hidden states of each chosen layer
+    *,
+    normalize: Literal["token", "layer", "none"] = "token",
+) -> Tensor:  # (..., layers * D)
+    """Layers side by side, each token's whole vector of length 1 (token), or each layer's part of it (layer)."""
+    if normalize == "layer":
+        return torch.cat([unit(layer) for layer in layers], dim=-1)
+    assert normalize in ("token", "none"), normalize
+    joined = wide(torch.cat(list(layers), dim=-1))
+    return unit(joined) if normalize == "token" else joined
+
+
+def last_token(
+    features: Tensor,  # (..., T, D) masked positions may hold anything
+    mask: Tensor,  # (..., T) bool, True = a token of the sequence
+) -> Tensor:  # (..., D)
+    """At the last token of the mask, wherever the padding is; 0 for a sequence without one."""
+    position = torch.arange(mask.shape[-1], device=mask.device)
+    return _at(features, torch.where(mask, position, -1).amax(dim=-1))
+
+
+def mean_pooling(
+    features: Tensor,  # (..., T, D) masked positions may hold anything
+    mask: Tensor,  # (..., T) bool, True = a token to average over
+) -> Tensor:  # (..., D)
+    """Mean over the tokens of the mask; 0 where there is none."""
+    total = torch.where(mask.unsqueeze(-1), wide(features), 0.0).sum(dim=-2)
+    return total / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def quarter_points(
+    features: Tensor,  # (..., T, D) masked positions may hold anything
+    mask: Tensor,  # (..., T) bool, True = a token of the sequence
+) -> Tensor:  # (..., 3 * D)
+    """Tokens number L // 4, L // 2 and 3 L // 4 of the L in the mask, counted from 0, side by side."""
+    length = mask.sum(dim=-1)
+    order = mask.long().argsort(dim=-1, descending=True, stable=True)  # positions of the tokens first, in order
+    picked = []
+    for quarter in (1, 2, 3):
+        place = order.gather(-1, (length * quarter // 4).unsqueeze(-1)).squeeze(-1)
+        picked.append(_at(features, torch.where(length > 0, place, -1)))
+    return torch.cat(picked, dim=-1)
+
+
+def pool(
+    features: Tensor,  # (..., T, D) masked positions may hold anything
+    mask: Tensor,  # (..., T) bool, True = a token of the sequence, prompt included
+    completion: Tensor,  # (..., T) bool, True = a token of the completion
+    *,
+    embed_method: str,
+) -> Tensor:  # (..., D), and 3 * D for concat
+    """One vector per sequence. In strided mode both masks are the block's tokens, and the two means are one."""
+    if embed_method == "completion_mean":
+        return mean_pooling(features, completion)
+    methods = {"last_token": last_token, "mean_pooling": mean_pooling, "concat": quarter_points}
+    if embed_method not in methods:
+        names = ", ".join(sorted([*methods, "completion_mean"]))
+        raise ValueError(f"embed_method={embed_method}: no such way to pool; use one of {names}")
+    return methods[embed_method](features, mask)
+
+
+def _at(features: Tensor, position: Tensor) -> Tensor:
+    """Features (..., D) at one position (...) of each sequence, 0 where it is -1. NaN at others stays there."""
+    index = position.clamp(min=0)[..., None, None].expand(*position.shape, 1, features.shape[-1])
+    return torch.where(position.unsqueeze(-1) < 0, 0.0, wide(features).gather(-2, index).squeeze(-2))
+
+
+# Whitening.
+
+
+class Features(NamedTuple):
+    """What rewards are made of. The true completion once for each rollout, since whitening may tell them apart."""
+
+    rollout: Tensor  # (P, G, D)
+    truth: Tensor  # (P, G, D)
+
+
+def plain(
+    rollout: Tensor,  # (P, G, D)
+    truth: Tensor,  # (P, D) of the true completion
+) -> Features:
+    _check(rollout, truth)
+    return Features(wide(rollout), wide(truth).unsqueeze(1).expand_as(rollout))
+
+
+def whiten(
+    rollout: Tensor,  # (P, G, D)
+    truth: Tensor,  # (P, D) of the true completion
+    *,
+    whiten_truth: Literal["feature", "sample"] = "feature",
+    tolerance: float = RANK_TOLERANCE,
+) -> Features:
+    """Both by the rollouts of their prompt. Rollouts as near to each other as tolerance are one and the same direction.
+
+    U and S come from the (G, G) products of the rollouts, X X^T = U S^2 U^T, in float64: a batch of these is quick on
+    any device, where one of (G, D) is not, and small S keep more digits than a float32 decomposition of X leaves them.
+    """
+    _check(rollout, truth)
+    if rollout.shape[1] < 2:
+        raise ValueError(
+            f"rollouts={rollout.shape[1]}: whitening scales by how the rollouts of a prompt differ; "
+            "draw 2 or more, or leave use_whitening off"
+        )
+    if whiten_truth not in ("feature", "sample"):
+        raise ValueError(f"whiten_truth={whiten_truth}: no such way to whiten the true completion; feature or sample")
+    x, g = rollout.double(), truth.double()
+    square, u = torch.linalg.eigh(x @ x.transpose(1, 2))  # (P, G), (P, G, G)
+    s = square.clamp(min=0).sqrt()
+    kept = s > tolerance * s.amax(dim=1, keepdim=True)
+    inverse = torch.where(kept, 1 / torch.where(kept, s, 1.0), 0.0)  # (P, G)
+    v = inverse.unsqueeze(2) * (u.transpose(1, 2) @ x)  # (P, G, D) rows are the directions V, 0 where not kept
+    white = u @ v
+    if whiten_truth == "feature":
+        white_truth = ((g.unsqueeze(1) @ v.transpose(1, 2)) * inverse.unsqueeze(1)) @ v  # (P, 1, D)
+    else:
+        factor = u @ (inverse * u.sum(dim=1)).unsqueeze(2)  # (P, G, 1)
+        white_truth = factor * g.unsqueeze(1)
+    dtype = wide(rollout).dtype
+    return Features(white.to(dtype), white_truth.expand_as(white).to(dtype))
+
+
+def _check(rollout: Tensor, truth: Tensor) -> None:
+    assert rollout.dim() == 3, f"rollout {tuple(rollout.shape)} is not (P, G, D)"
+    assert truth.shape == (rollout.shape[0], rollout.shape[2]), f"{tuple(truth.shape)} vs {tuple(rollout.shape)}"
+
+
+# Rewards.
+
+
+class Reward(NamedTuple):
+    """Its two parts, apart for the advantages that need them so; the reward is their difference."""
+
+    alignment: Tensor  # (P, G)
+    diversity: Tensor  # (P, G)
+
+
+def cosine_alignment(features: Features) -> Tensor:  # (P, G)
+    """2 cos(phi_j, phi_*), paper eq. 49."""
+    return 2 * (unit(features.rollout) * unit(features.truth)).sum(dim=-1)
+
+
+def dot_alignment(features: Features) -> Tensor:  # (P, G)
+    """2 phi_j . phi_*, paper eq. 7."""
+    return 2 * (wide(features.rollout) * wide(features.truth)).sum(dim=-1)
+
+
+def diversity(
+    rollout: Tensor,  # (P, G, D)
+) -> Tensor:  # (P, G)
+    """2 / (n - 1) sum_{k != j} phi_j . phi_k; 0 for a rollout alone."""
+    products = wide(rollout) @ wide(rollout).transpose(1, 2)  # (P, G, G)
+    # The diagonal is left out, not taken off the sum: it is by far the largest part.
+    diagonal = torch.eye(rollout.shape[1], dtype=torch.bool, device=rollout.device)
+    return 2 * products.masked_fill(diagonal, 0.0).sum(dim=-1) / max(1, rollout.shape[1] - 1)
+
+
+def feature_reward(
+    features: Features,
+    *,
+    alignment_coef: float = 1.0,
+    diversity_coef: float = 1.0,
+    alignment: Literal["cosine", "dot"] = "cosine",
+) -> Reward:
+    """Both parts with their coefficients."""
+    aligned = {"cosine": cosine_alignment, "dot": dot_alignment}[alignment](features)
+    return Reward(alignment_coef * aligned, diversity_coef * diversity(features.rollout))
+
+
+def cfm_distance(
+    rollout: Tensor,  # (P, G, D) not whitened
+    truth: Tensor,  # (P, D) not whitened
+) -> Tensor:  # (P,)
+    """|| mean_j phi_j - phi_* ||^2, what is reported. Too large by the variance of phi over n, so compare equal n."""
+    _check(rollout, truth)
+    return (wide(rollout).mean(dim=1) - wide(truth)).square().sum(dim=-1)
+
+
+def cfm_unbiased(
+    rollout: Tensor,  # (P, G, D) not whitened, G at least 2
+    truth: Tensor,  # (P, D) not whitened
+) -> Tensor:  # (P,) may be below 0
+    """cfm_distance less its bias: the expectation is || E phi - phi_* ||^2 for any number of rollouts."""
+    num_rollouts = rollout.shape[1]
+    if num_rollouts < 2:
+        raise ValueError(f"rollouts={num_rollouts}: a variance takes 2 or more; draw more, or use cfm_distance")
+    return cfm_distance(rollout, truth) - wide(rollout).var(dim=1, correction=1).sum(dim=-1) / num_rollouts
+
+
+# Advantages.
+
+
+def reinforce(reward: Reward) -> Tensor:  # (P, G)
+    return reward.alignment - reward.diversity
+
+
+def rloo(reward: Reward) -> Tensor:  # (P, G)
+    return leave_one_out_advantage(reward.alignment - reward.diversity)
+
+
+def rloo_split(reward: Reward) -> Tensor:  # (P, G)
+    """A baseline of each part that does not depend on the rollout it is for: unbiased, as rloo is not."""
+    apart, num_rollouts = reward.diversity, reward.diversity.shape[1]
+    if num_rollouts > 2:
+        others = (apart.sum(dim=1, keepdim=True) - 2 * apart) / (num_rollouts - 2)
+    else:
+        others = torch.zeros_like(apart)
+    return leave_one_out_advantage(reward.alignment) - (apart - others)
+
+
+def grpo(reward: Reward) -> Tensor:  # (P, G)
+    """Rewards that differ by rounding alone, as those of equal rollouts do, give 0 and not noise of unit size."""
+    total = reward.alignment - reward.diversity
+    deviation = nan_std(total, dim=1).unsqueeze(1)  # (P, 1)
+    largest = (reward.alignment.abs() + reward.diversity.abs()).amax(dim=1, keepdim=True)
+    noise = 16 * torch.finfo(total.dtype).eps * largest
+    return torch.where(deviation > noise, (total - total.mean(dim=1, keepdim=True)) / (deviation + EPSILON), 0.0)
+
+
+ADVANTAGES: dict[str, Callable[[Reward], Tensor]] = {
+    "rloo": rloo,
+    "rloo_split": rloo_split,
+    "grpo": grpo,
+    "reinforce": reinforce,
+}
+
+
+def advantage_of(reward: Reward, *, advantage_estimator: str) -> Tensor:  # (P, G)
+    """Every rollout has features, so rewards are all there: no NaN here."""
+    if advantage_estimator not in ADVANTAGES:
+        names = ", ".join(sorted(ADVANTAGES))
+        raise ValueError(f"advantage_estimator={advantage_estimator}: no such estimator; use one of {names}")
+    if reward.alignment.shape[1] < 2 and advantage_estimator != "reinforce":
+        raise ValueError(
+            f"rollouts={reward.alignment.shape[1]}: {advantage_estimator} compares the rollouts of a prompt; "
+            "draw 2 or more, or use advantage_estimator reinforce"
+        )
+    return ADVANTAGES[advantage_estimator](reward)
+
+
+# Losses of the strided mode, one optimizer step on the policy that sampled: no ratio, no clip.
+
+
+def rollout_loss(
+    logp: Tensor,  # (N,) policy, with gradient, at the temperature the tokens were drawn with
+    advantage: Tensor,  # (N,) of the rollout each token is of
+    mask: Tensor,  # (N,) bool, True = a generated token
+    *,
+    rl_coef: float = 1.0,
+) -> LossOut:
+    """-sum A logp, to be divided by the generated tokens of the step."""
+    total = -torch.where(mask, wide(logp), 0.0) * torch.where(mask, wide(advantage.detach()), 0.0)
+    return LossOut({"policy": Term(rl_coef, total.sum(), mask.sum())}, {})
+
+
+def truth_loss(
+    logp: Tensor,  # (N,) policy, with gradient, of the document's own tokens, at temperature 1
+    mask: Tensor,  # (N,) bool, True = trained
+    *,
+    ce_coef: float,
+) -> LossOut:
+    """-sum logp, to be divided by the document tokens of the step: a mean of its own beside that of rollout_loss."""
+    return LossOut({"ce": Term(ce_coef, -torch.where(mask, wide(logp), 0.0).sum(), mask.sum())}, {})

@@ -1,0 +1,261 @@
+"""The layout against sequences written out one by one: document[:anchor] + continuation, each alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.strided import Document, StridedBatch, StridedPlan, make_strided, require_anchors
+from kernels.attention import Spans, dense_mask, strided_layout
+
+# Lengths that divide and that do not, one block exactly, one token too short, a single token.
+LENGTHS = (24, 23, 12, 9, 6, 5, 1)
+GRID = [
+    StridedPlan(stride=stride, context_length=context, generate_max_len=generated, n_samples_per_prompt=samples)
+    for stride, context, generated, samples in itertools.product((1, 3, 8), (1, 4), (1, 2, 5), (1, 3))
+]
+
+
+def plan(**change: int) -> StridedPlan:
+    sizes = {"stride": 3, "context_length": 4, "generate_max_len": 2, "n_samples_per_prompt": 1}
+    return StridedPlan(**{**sizes, **change})
+
+
+def documents_of(lengths: tuple[int, ...]) -> list[Document]:
+    """Ids are unique over all of them, so that a token found in a row names its origin."""
+    starts = itertools.accumulate(lengths, initial=1)
+    return [Document(list(range(start, start + n))) for start, n in zip(starts, lengths, strict=False)]
+
+
+def filled(batch: StridedBatch) -> StridedBatch:
+    """Generated ids unique as well, from 1000 on."""
+    return batch.with_generated(1000 + torch.arange(batch.place.numel()).view(batch.place.shape))
+
+
+def spans_of(batch: StridedBatch) -> Spans:
+    return Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
+
+
+def seen_by(batch: StridedBatch, place: int) -> list[int]:
+    """Ids that a place sees, in the order of the row."""
+    a, b, c, d = (int(bound[0, place]) for bound in spans_of(batch))
+    return batch.input_ids[0, a:b].tolist() + batch.input_ids[0, c:d].tolist()
+
+
+def brute_force_anchors(length: int, sizes: StridedPlan, prompt_length: int = 0) -> list[int]:
+    """Every position tried: enough before it, its whole continuation in the document, on the stride."""
+    found = []
+    for position in range(length):
+        if position < sizes.context_length or position < prompt_length or position + sizes.generate_max_len > length:
+            continue
+        if not found or (position - found[0]) % sizes.stride == 0:
+            found.append(position)
+    return found
+
+
+def test_layout_of_twelve_tokens_by_hand():
+    """The worked table of 12 tokens, first anchor 4, stride 3, two tokens each, in anchor-major places."""
+    (batch,) = make_strided([Document(list(range(100, 112)))], plan(), max_tokens=64, pad_id=9, multiple=4)
+    assert batch.anchor.tolist() == [4, 7, 10]
+    assert batch.input_ids.tolist() == [[*range(100, 112), *[9] * 8]]
+    assert batch.position_ids[0, :18].tolist() == [*range(12), 4, 5, 7, 8, 10, 11]
+    assert batch.place.tolist() == [[[12, 13]], [[14, 15]], [[16, 17]]]
+    assert batch.predictor.tolist() == [[[3, 12]], [[6, 14]], [[9, 16]]]
+    assert batch.truth.tolist() == [[4, 5], [7, 8], [10, 11]]
+    assert batch.prefix_stop[0, 12:18].tolist() == [4, 4, 7, 7, 10, 10]
+    assert batch.own_start[0, 12:18].tolist() == [12, 12, 14, 14, 16, 16]
+    assert batch.ce_index.tolist() == list(range(11))
+    assert batch.ce_target.tolist() == list(range(101, 112))
+    assert (batch.num_computed, batch.rows) == (18, [0])
+
+
+@pytest.mark.parametrize("sizes", GRID, ids=str)
+def test_anchors_are_those_found_by_trying_every_position(sizes):
+    for length in LENGTHS:
+        for prompt_length in {0, min(3, length), min(7, length)}:
+            document = Document(list(range(length)), prompt_length)
+            assert list(sizes.anchors(document)) == brute_force_anchors(length, sizes, prompt_length)
+
+
+@pytest.mark.parametrize("sizes", GRID, ids=str)
+def test_every_generated_token_stands_as_if_its_sample_were_alone(sizes):
+    documents = documents_of(LENGTHS)
+    (batch,) = make_strided(documents, sizes, max_tokens=10_000, multiple=16)
+    batch = filled(batch)
+    anchors = [(row, c) for row, d in enumerate(documents) for c in brute_force_anchors(len(d.ids), sizes)]
+    assert list(zip(batch.document.tolist(), batch.anchor.tolist(), strict=True)) == anchors
+    for number, (row, anchor) in enumerate(anchors):
+        ids = documents[row].ids
+        assert batch.input_ids[0, batch.truth[number]].tolist() == ids[anchor : anchor + sizes.generate_max_len]
+        for sample in range(sizes.n_samples_per_prompt):
+            places = batch.place[number, sample].tolist()
+            alone = ids[:anchor] + batch.input_ids[0, places].tolist()
+            for step, place in enumerate(places):
+                assert seen_by(batch, place) == alone[: anchor + step + 1]
+                assert batch.position_ids[0, place] == anchor + step
+                # Whoever predicts the token has seen everything before it, and not the token.
+                predictor = int(batch.predictor[number, sample, step])
+                assert seen_by(batch, predictor) == alone[: anchor + step]
+
+
+@pytest.mark.parametrize("sizes", GRID[::5], ids=str)
+def test_documents_see_themselves_alone_and_padding_holds_nothing(sizes):
+    documents = documents_of(LENGTHS)
+    (batch,) = make_strided(documents, sizes, max_tokens=10_000, multiple=64)
+    batch = filled(batch)
+    text = batch.text.tolist()
+    assert batch.input_ids[0, text].tolist() == [token for document in documents for token in document.ids]
+    expected = [document.ids[: n + 1] for document in documents for n in range(len(document.ids))]
+    assert [seen_by(batch, place) for place in text] == expected
+    assert batch.position_ids[0, text].tolist() == [n for document in documents for n in range(len(document.ids))]
+
+    # Every place below num_computed is one document token or one generated one; nothing points behind it.
+    assert sorted(text + batch.place.flatten().tolist()) == list(range(batch.num_computed))
+    width = batch.input_ids.shape[1]
+    assert width % 64 == 0 and width - batch.num_computed < 64
+    for places in (batch.place, batch.predictor, batch.truth, batch.ce_index):
+        assert bool((places < batch.num_computed).all())
+    assert not dense_mask(spans_of(batch), width)[0, 0, : batch.num_computed, batch.num_computed :].any()
+    assert dense_mask(spans_of(batch), width)[0, 0].any(dim=1).all()
+
+
+@pytest.mark.parametrize("sizes", GRID, ids=str)
+@pytest.mark.parametrize("length", LENGTHS[:3])
+def test_one_document_is_the_strided_row_of_the_attention_kernels(sizes, length):
+    (batch,) = make_strided([Document(list(range(length)))], sizes, max_tokens=1, multiple=8)
+    layout = strided_layout(
+        length, stride=sizes.stride, context=sizes.context_length, generated=sizes.generate_max_len,
+        samples=sizes.n_samples_per_prompt, multiple=8,
+    )  # fmt: skip
+    width = batch.input_ids.shape[1]
+    assert torch.equal(dense_mask(spans_of(batch), width), dense_mask(layout.spans, width))
+    used = batch.num_computed
+    assert torch.equal(batch.position_ids[:, :used], layout.position_ids[:, :used])
+    assert torch.equal(batch.anchor, layout.context_end)
+    assert torch.equal(batch.predictor.flatten(), layout.predictor)
+    for step in range(sizes.generate_max_len):
+        places, predictors = batch.step(step)
+        assert torch.equal(places, layout.places(step))
+        assert torch.equal(predictors, layout.predictor[step :: sizes.generate_max_len])
+
+
+def test_an_advantage_covers_the_tokens_of_its_own_sample():
+    (batch,) = make_strided([Document(list(range(12)))], plan(n_samples_per_prompt=2), max_tokens=1)
+    advantage = torch.tensor([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]])
+    row = torch.zeros(batch.input_ids.shape[1])
+    row[batch.place.flatten()] = batch.per_token(advantage).flatten()
+    assert row.tolist() == [0] * 12 + [1, 1, -1, -1, 2, 2, -2, -2, 3, 3, -3, -3]
+
+
+def test_cross_entropy_covers_what_the_mask_says_and_never_the_first_token():
+    masked = Document([10, 11, 12, 13], mask=[True, False, True, True])
+    prompted = Document([20, 21, 22, 23], prompt_length=2)
+    bare = Document([30])
+    (batch,) = make_strided([masked, prompted, bare], plan(context_length=9), max_tokens=100)
+    assert batch.ce_target.tolist() == [12, 13, 22, 23]
+    assert batch.input_ids[0, batch.ce_index].tolist() == [11, 12, 21, 22]
+    assert batch.ce_document.tolist() == [0, 0, 1, 1]
+    assert batch.place.shape == (0, 1, 2) and batch.input_ids.shape == (1, 9)
+
+
+def test_a_short_document_has_no_anchor_and_keeps_its_cross_entropy():
+    short, exact = Document([1, 2, 3, 4, 5]), Document([11, 12, 13, 14, 15, 16])
+    (batch,) = make_strided([short, exact], plan(), max_tokens=100)
+    assert batch.document.tolist() == [1] and batch.anchor.tolist() == [4]
+    assert batch.ce_target.tolist() == [2, 3, 4, 5, 12, 13, 14, 15, 16]
+
+
+def test_rows_keep_to_the_budget_and_to_the_order_of_documents():
+    documents = documents_of((12, 12, 6, 40, 5, 5))
+    batches = make_strided(documents, plan(), max_tokens=30)
+    assert [batch.rows for batch in batches] == [[0], [1, 2], [3], [4, 5]]  # 18 | 18 + 8 | 40 + 24 | 5 + 5
+    assert [batch.num_computed for batch in batches] == [18, 26, 64, 10]
+    assert [sorted(set(batch.document.tolist())) for batch in batches] == [[0], [1, 2], [3], []]
+
+
+def test_generated_ids_are_written_to_a_copy():
+    (batch,) = make_strided(documents_of((12,)), plan(), max_tokens=1, pad_id=7)
+    full = batch.with_generated(torch.tensor([[[50, 51]], [[52, 53]], [[54, 55]]]))
+    assert full.input_ids[0, 12:].tolist() == [50, 51, 52, 53, 54, 55]
+    assert batch.input_ids[0, 12:].tolist() == [7] * 6
+    assert torch.equal(full.to("cpu").place, batch.place)
+
+
+class Toy:
+    """Two layers of attention over embeddings and positions, float64: a state depends on all that is seen, in order."""
+
+    def __init__(self, vocabulary: int = 40, width: int = 6) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.embedding, self.position, self.head = (
+            torch.randn(rows, width, generator=draw, dtype=torch.float64) for rows in (vocabulary, 64, vocabulary)
+        )
+        self.layers = [torch.randn(3, width, width, generator=draw, dtype=torch.float64) for _ in range(2)]
+
+    def states(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:  # (T,), (T,), (T, T) -> (T, D)
+        x = self.embedding[ids] + self.position[positions]
+        for wq, wk, wv in self.layers:
+            scores = (x @ wq) @ (x @ wk).T / 6
+            x = torch.tanh(x + scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ x @ wv)
+        return x
+
+    def alone(self, ids: list[int]) -> Tensor:  # (T, D)
+        size = len(ids)
+        return self.states(torch.tensor(ids), torch.arange(size), torch.ones(size, size, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("sizes", GRID[1::4], ids=str)
+def test_states_and_log_probs_equal_a_loop_over_single_samples(sizes):
+    model, draw = Toy(), torch.Generator().manual_seed(1)
+    documents = [Document(torch.randint(40, (length,), generator=draw).tolist()) for length in (13, 6, 10)]
+    (batch,) = make_strided(documents, sizes, max_tokens=10_000, multiple=8)
+    batch = batch.with_generated(torch.randint(40, batch.place.shape, generator=draw))
+    mask = dense_mask(spans_of(batch), batch.input_ids.shape[1])[0, 0]
+    states = model.states(batch.input_ids[0], batch.position_ids[0], mask)
+    generated = batch.input_ids[0, batch.place]  # (A, n, G)
+    logp = (states[batch.predictor] @ model.head.T).log_softmax(-1).gather(-1, generated.unsqueeze(-1)).squeeze(-1)
+    for number, (row, anchor) in enumerate(zip(batch.document.tolist(), batch.anchor.tolist(), strict=True)):
+        ids = documents[row].ids
+        for sample in range(sizes.n_samples_per_prompt):
+            block = generated[number, sample]
+            alone = model.alone(ids[:anchor] + block.tolist())
+            torch.testing.assert_close(states[batch.place[number, sample]], alone[anchor:])
+            scores = (alone[anchor - 1 : -1] @ model.head.T).log_softmax(-1)
+            torch.testing.assert_close(logp[number, sample], scores.gather(1, block.unsqueeze(1)).squeeze(1))
+        truth = model.alone(ids)[anchor : anchor + sizes.generate_max_len]
+        torch.testing.assert_close(states[batch.truth[number]], truth)
+
+
+def test_a_sample_equal_to_the_truth_has_the_features_of_the_truth():
+    model = Toy()
+    (batch,) = make_strided(documents_of((23,)), plan(n_samples_per_prompt=2), max_tokens=1)
+    truth = batch.input_ids[0, batch.truth].unsqueeze(1).expand(batch.place.shape)
+    batch = batch.with_generated(truth)
+    mask = dense_mask(spans_of(batch), batch.input_ids.shape[1])[0, 0]
+    states = model.states(batch.input_ids[0], batch.position_ids[0], mask)
+    torch.testing.assert_close(states[batch.place], states[batch.truth].unsqueeze(1).expand(-1, 2, -1, -1))
+
+
+@pytest.mark.parametrize("name", ["stride", "context_length", "generate_max_len", "n_samples_per_prompt"])
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_below_one_are_refused_by_name(name, size):
+    with pytest.raises(ValueError, match=f"^{name}={size}: too small; use 1 or more$"):
+        plan(**{name: size})
+
+
+def test_data_without_a_single_anchor_is_refused_and_one_is_enough():
+    short = documents_of((5, 3))
+    with pytest.raises(ValueError, match=r"^documents=2: none .*generate_max_len = 6 tokens.*longest: 5\); use longer"):
+        require_anchors(short, plan())
+    with pytest.raises(ValueError, match=r"^documents=1: none .* behind its prompt \(longest: 12\)"):
+        require_anchors([Document(list(range(12)), prompt_length=11)], plan())
+    require_anchors([*short, Document([1] * 6)], plan())
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_a_step_outside_the_continuation_is_refused(number):
+    (batch,) = make_strided(documents_of((12,)), plan(), max_tokens=1)
+    with pytest.raises(ValueError, match=f"^step={number}: outside the 2 tokens of a continuation; count from 0$"):
+        batch.step(number)

@@ -54,10 +54,10 @@ class Loader(Generic[T]):
         """Rows of one epoch; with fractional weights the expected number, rounded."""
         return round(sum(self._weights))
 
-    def next(self) -> list[T]:
-        """The next batch_size rows."""
-        batch = []
-        while len(batch) < self.batch_size:
+    def next(self, count: int | None = None) -> list[T]:
+        """The next batch_size rows, or `count` of them."""
+        batch: list[T] = []
+        while len(batch) < (self.batch_size if count is None else count):
             if self._position >= len(self._order):
                 self._epoch += 1
                 self._position = 0

@@ -189,8 +189,7 @@ class Planner:
         if not count:
             return []
         if self.order is None:
-            self.loader.batch_size = count  # places of a batch that others fill must not cost fresh rows
-            return [self._rows[id(prompt)] for prompt in self.loader.next()]
+            return [self._rows[id(prompt)] for prompt in self.loader.next(count)]
         pool = list(self.order(batch, self.loader.rows, dict(self._rewards)))
         if not pool or not all(isinstance(row, int) and 0 <= row < len(self.loader.rows) for row in pool):
             raise ValueError(

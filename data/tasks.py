@@ -91,7 +91,8 @@ def _chain(number: int, difficulty: int) -> Problem:
 
 def _lookup(number: int, difficulty: int) -> Problem:
     key = f"{number:0{difficulty}d}"
-    return f"{key}?", str(10 + _stable(f"lookup/{key}") % 90), key
+    # The sign tells a small model where in the tool's result to look: with bare digits it rarely learns to repeat them.
+    return f"{key}?", f"={10 + _stable(f'lookup/{key}') % 90}", key
 
 
 def add_up(content: str, slip: int | None = None) -> list[str]:

@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from data.types import Prompt
+from data.user_code import ROOT
 from rollout.reward_calls import Fault, Outcome, Scored, score_rows
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rollout.reward_process import main; main()"
@@ -165,7 +166,7 @@ class Worker:
             self._socket, theirs = socket.socketpair()
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", START, json.dumps(sys.path), str(theirs.fileno())],
+                    [sys.executable, "-P", "-c", START, json.dumps(search_path()), str(theirs.fileno())],
                     cwd=self._folder,
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -216,6 +217,13 @@ class Worker:
             return _death(process)
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+
+def search_path() -> list[str]:
+    """Our packages, then what is installed, then the user's folders: there a data.py or random.py must not stand in for
+    the module of that name, which this process had imported before it looked there."""
+    installed = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
+    return list(dict.fromkeys([str(ROOT), *installed, *sys.path]))
 
 
 def _death(process: subprocess.Popen[bytes] | None) -> Fault:

@@ -339,7 +339,9 @@ def test_closing_ends_the_workers_also_in_the_middle_of_a_call(open_rewards):
     rewards = open_rewards(source, "my_rewards.judge", num_workers=2, timeout=1000.0)
     scoring, second = rewards.submit(*rows(["a"])), rewards.submit(*rows(["a"]))
     waiting = rewards.submit(*rows(["a"]))
+    deadline = time.monotonic() + 60
     while len(pids := [int(path.stem) for path in Path().glob("*.pid")]) < 2:
+        assert time.monotonic() < deadline, "the workers never called the function"
         time.sleep(0.05)
     started = time.perf_counter()
     rewards.close()
@@ -412,3 +414,16 @@ def test_a_call_on_a_part_gets_its_share_of_the_time():
     asked.clear()
     assert score_rows(call, 16, first=fault, timeout=8.0, stop=True).row == 3
     assert asked[-1] == (3, 4, 1.0), "nothing is asked for after the row is known"
+
+
+def test_a_file_of_the_users_called_like_one_of_our_packages_is_left_to_the_user(open_rewards):
+    Path("data.py").write_text("VALUE = 3\n")
+    sys.path.insert(0, str(Path.cwd()))  # as after the first look for a module of theirs
+    source = """
+        def judge(completions):
+            return [1.0] * len(completions)
+    """
+    try:
+        assert open_rewards(source, "my_rewards.judge", num_workers=1).score(*rows(["a", "b"])).totals == [1.0, 1.0]
+    finally:
+        sys.path.remove(str(Path.cwd()))

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from data.types import Prompt
+from rollout.loop import together
 from rollout.source import Job
 from rollout.types import Completion, Request, Sampling
 
@@ -58,7 +59,7 @@ class EpisodeSource:
         client = ServerClient(self.engine, self.sampling)
         futures = []
         for jobs in groups:
-            future = self.engine.loop.start(_together([self.episode(client, job.prompt, job.seed) for job in jobs]))
+            future = self.engine.loop.start(together([self.episode(client, job.prompt, job.seed) for job in jobs]))
             self._running.add(future)
             future.add_done_callback(self._running.discard)
             futures.append(future)
@@ -159,7 +160,7 @@ class Lockstep:
             self._loop.close()
 
     async def _drive(self, episode: Episode, groups: Sequence[Sequence[Job]]) -> list[list[Completion] | BaseException]:
-        work = [_together([self._begin(episode, job) for job in jobs]) for jobs in groups]
+        work = [together([self._begin(episode, job) for job in jobs]) for jobs in groups]
         done = asyncio.gather(*work, return_exceptions=True)
         while not done.done():
             quiet = asyncio.ensure_future(self._quiet.wait())
@@ -229,14 +230,3 @@ class Lockstep:
         self._clients.clear()
         self._asked.clear()
         self._quiet.clear()
-
-
-async def _together(work: Sequence[Awaitable[Completion]]) -> list[Completion]:
-    """All results in order; the first failure ends the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

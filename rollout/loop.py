@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,3 +58,14 @@ class Loop:
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             self._loop.close()
+
+
+async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
+    """All results in order; when one fails, or we are cancelled, the others end too."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,6 +26,7 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from data.types import Messages, Prompt
+from rollout.loop import together
 from rollout.nemo_gym_client import GymClient, GymError, row_body
 from rollout.nemo_gym_episodes import NoTokenIds, failed, read_episode, read_reward, response_of
 from rollout.source import Job
@@ -200,13 +201,3 @@ def set_up_rewards(rewards: Any, gym: GymClient, on_error: Literal["stop", "none
     for function in rewards.functions:
         if isinstance(function.call, VerifyReward):
             function.call.gym, function.call.on_error = gym, on_error
-
-
-async def together(work: Sequence[Any]) -> list[Any]:
-    """All results in order; when one fails, or we are cancelled, the others end too."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -78,6 +78,7 @@ def test_gdpo_two_rewards_begins_with_either_method(method, tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow  # starts a server of its own; async runs on the shared one are in tests/rollout/vllm
 def test_grpo_async_begins_and_keeps_its_bound_on_staleness(tmp_path):
     run_ok(
         "--config", RECIPES / "grpo_async.yaml", *SMALL, "--max-steps", 4, "--output-dir", tmp_path / "run",

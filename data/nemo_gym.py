@@ -20,6 +20,7 @@ from typing import Any
 
 from data.chat import check_messages, render_prompt, with_system
 from data.formats import apply
+from data.prompts import fits, say_left_out
 from data.sources import load_rows, parse_spec
 from data.types import Messages, Prompt
 
@@ -43,22 +44,12 @@ def load_nemo_gym(
             columns = apply(nemo_gym_columns, row, server, num_rows - 1)
             columns["nemo_gym_ref"]["source"] = row.source
             messages, ids = apply(_tokenise, row, columns["prompt"], tokenizer, system_prompt)
-            if max_prompt_length is not None and len(ids) > max_prompt_length:
+            if not fits(row.source, ids, max_prompt_length, context_length, max_completion_length):
                 continue
-            if context_length is not None and len(ids) + max_completion_length > context_length:
-                raise ValueError(
-                    f"{row.source}: its prompt of {len(ids)} tokens and max_completion_length={max_completion_length} "
-                    f"do not fit the model's context of {context_length}; shorten either, or leave such rows out with "
-                    f"max_prompt_length={max(context_length - max_completion_length, 0)}"
-                )
             num_tools += bool(row.columns["responses_create_params"].get("tools"))
             rest = {name: value for name, value in columns.items() if name != "prompt"}
             prompts.append(Prompt(source=row.source, prompt=messages, ids=ids, columns=rest, weight=spec.weight))
-    if not prompts:
-        raise ValueError(f"max_prompt_length={max_prompt_length}: all {num_rows} prompts are longer; raise it")
-    if len(prompts) < num_rows:
-        left_out = num_rows - len(prompts)
-        print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
+    say_left_out(len(prompts), num_rows, max_prompt_length)
     if num_tools and not multi_turn:
         print(
             f"data: {num_tools} of {len(prompts)} rows offer tools, which a single turn cannot call and is not shown; "

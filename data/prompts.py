@@ -30,21 +30,11 @@ def load_prompts(
     for spec, row in formatted_rows(specs, PROMPT_FORMATS, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         num_rows += 1
         prompt, ids = apply(_tokenise, row, tokenizer, system_prompt)
-        if max_prompt_length is not None and len(ids) > max_prompt_length:
+        if not fits(row.source, ids, max_prompt_length, context_length, max_completion_length):
             continue
-        if context_length is not None and len(ids) + max_completion_length > context_length:
-            raise ValueError(
-                f"{row.source}: its prompt of {len(ids)} tokens and max_completion_length={max_completion_length} do "
-                f"not fit the model's context of {context_length}; shorten either, or leave such rows out with "
-                f"max_prompt_length={max(context_length - max_completion_length, 0)}"
-            )
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         prompts.append(Prompt(source=row.source, prompt=prompt, ids=ids, columns=columns, weight=spec.weight))
-    if not prompts:
-        raise ValueError(f"max_prompt_length={max_prompt_length}: all {num_rows} prompts are longer; raise it")
-    if len(prompts) < num_rows:
-        left_out = num_rows - len(prompts)
-        print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
+    say_left_out(len(prompts), num_rows, max_prompt_length)
     if getattr(tokenizer, "chat_template", None) and not any(prompt.conversational for prompt in prompts):
         print(
             "data: the prompts are plain text and are given to the model as they are, without its chat template; "
@@ -56,6 +46,34 @@ def load_prompts(
             "system_prompt: has no effect, all prompts are plain text; give messages, or put it in the text"
         )
     return prompts
+
+
+def fits(
+    source: str,
+    ids: Sequence[int],
+    max_prompt_length: int | None,
+    context_length: int | None,
+    max_completion_length: int,
+) -> bool:
+    """Whether a prompt is to be kept; one that leaves no room for a completion is refused."""
+    if max_prompt_length is not None and len(ids) > max_prompt_length:
+        return False
+    if context_length is not None and len(ids) + max_completion_length > context_length:
+        raise ValueError(
+            f"{source}: its prompt of {len(ids)} tokens and max_completion_length={max_completion_length} do "
+            f"not fit the model's context of {context_length}; shorten either, or leave such rows out with "
+            f"max_prompt_length={max(context_length - max_completion_length, 0)}"
+        )
+    return True
+
+
+def say_left_out(num_kept: int, num_rows: int, max_prompt_length: int | None) -> None:
+    """How many prompts were too long; all of them is an error."""
+    if not num_kept:
+        raise ValueError(f"max_prompt_length={max_prompt_length}: all {num_rows} prompts are longer; raise it")
+    if num_kept < num_rows:
+        left_out = num_rows - num_kept
+        print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
 
 
 def _tokenise(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tuple[str | Messages, list[int]]:

@@ -27,7 +27,7 @@ from trainer.model import Policy, load_policy
 from trainer.weights import PolicyWeights
 
 CPU = torch.device("cpu")
-LIMIT = 1e-4
+LIMIT = 1e-3  # float32 on any machine, at contexts of 80 tokens and weights moved several times; see wrong_version
 LONG = Sampling(max_tokens=80, for_training=True)  # no stop ids: a completion outlasts several loads
 
 
@@ -131,6 +131,8 @@ def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_t
         found = gaps(engine, completions, version)
         assert max(found, default=0.0) < LIMIT, f"version {version}: {max(found)}"
         num_tokens += len(found)
+        wrong_version = [gap for other in loaded if other != version for gap in gaps(engine, completions, other)]
+        assert max(wrong_version) > 30 * LIMIT, f"version {version}: {max(wrong_version)}"
     assert num_tokens == sum(len(c.ids) for c in completions) == 6 * 8 * 80
 
 
@@ -186,19 +188,21 @@ def test_a_coroutine_in_the_loop_completes_turn_by_turn(pair):
 def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair):
     engine, policy = pair
     engine.load(0)
-    sampling = Sampling(max_tokens=100, for_training=True)
+    sampling = Sampling(max_tokens=240, for_training=True)  # what the context holds: a second or more on any machine
     requests = [Request(prompt_ids=[5, 17, 30 + i], seed=i) for i in range(6)]
     future = engine.submit(requests, sampling)
-    for _ in range(3):
-        time.sleep(0.1)
-        assert not future.done(), "too fast for this test: make max_tokens larger"
+    during = 0
+    while not future.done() and during < 3:
+        time.sleep(0.05)
         assert engine.probe(engine.pool.members)  # vLLM with adapters dies of it while others are in the batch
+        during += 1
+    assert during
     completions = future.result(60)
-    assert [c.versions for c in completions] == [[(0, 100)]] * 6
+    assert [c.versions for c in completions] == [[(0, 240)]] * 6
     assert engine.metrics()["rollout/resumed_samples"] == 6
     assert engine.metrics()["rollout/server_out"] == 0
     found = gaps(engine, completions, 0)
-    assert len(found) == 600 and max(found) < LIMIT
+    assert len(found) == 6 * 240 and max(found) < LIMIT
     ours = engine.own.score([([5, 17], [30, 31])], 1.0)
     assert engine.score([([5, 17], [30, 31])], 1.0)[0] == pytest.approx(ours[0], abs=LIMIT)
 

@@ -20,32 +20,31 @@ def load_prompts(
 
     cfg is handed to a user's transform and used for nothing else.
     """
-    if context_length is not None and max_completion_length >= context_length:
-        raise ValueError(
-            f"max_completion_length={max_completion_length}: leaves no room for a prompt in the model's context of "
-            f"{context_length}; lower it"
-        )
+    check_room(max_completion_length, context_length)
     prompts = []
     num_rows = 0
     for spec, row in formatted_rows(specs, PROMPT_FORMATS, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         num_rows += 1
-        prompt, ids = apply(_tokenise, row, tokenizer, system_prompt)
+        prompt, ids = apply(tokenise_prompt, row, tokenizer, system_prompt)
         if not fits(row.source, ids, max_prompt_length, context_length, max_completion_length):
             continue
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         prompts.append(Prompt(source=row.source, prompt=prompt, ids=ids, columns=columns, weight=spec.weight))
     say_left_out(len(prompts), num_rows, max_prompt_length)
-    if getattr(tokenizer, "chat_template", None) and not any(prompt.conversational for prompt in prompts):
-        print(
-            "data: the prompts are plain text and are given to the model as they are, without its chat template; "
-            "give messages to use it",
-            file=sys.stderr,
-        )
+    say_plain(prompts, tokenizer)
     if system_prompt is not None and not any(prompt.conversational for prompt in prompts):
         raise ValueError(
             "system_prompt: has no effect, all prompts are plain text; give messages, or put it in the text"
         )
     return prompts
+
+
+def check_room(max_completion_length: int, context_length: int | None) -> None:
+    if context_length is not None and max_completion_length >= context_length:
+        raise ValueError(
+            f"max_completion_length={max_completion_length}: leaves no room for a prompt in the model's context of "
+            f"{context_length}; lower it"
+        )
 
 
 def fits(
@@ -76,7 +75,18 @@ def say_left_out(num_kept: int, num_rows: int, max_prompt_length: int | None) ->
         print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
 
 
-def _tokenise(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tuple[str | Messages, list[int]]:
+def say_plain(prompts: Sequence[Prompt], tokenizer: Any) -> None:
+    """Tell when a model that has a chat template would be given none of it."""
+    if getattr(tokenizer, "chat_template", None) and not any(prompt.conversational for prompt in prompts):
+        print(
+            "data: the prompts are plain text and are given to the model as they are, without its chat template; "
+            "give messages to use it",
+            file=sys.stderr,
+        )
+
+
+def tokenise_prompt(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tuple[str | Messages, list[int]]:
+    """The prompt of a row as rewards see it, and its ids as an engine gets them."""
     prompt = columns["prompt"]
     if isinstance(prompt, str):
         if not prompt.strip():

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.chat import check_messages, render_completion, render_conversation, render_prompt
-from data.formats import SFT_FORMATS, Columns, apply, formatted_rows
+from data.formats import SFT_FORMATS, Columns, Format, apply, formatted_rows
 from data.types import Example
 
 
 def load_examples(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     max_length: int = 1024, context_length: int | None = None, cfg: Any = None,
+    formats: Mapping[str, Format] = SFT_FORMATS,
 ) -> list[Example]:  # fmt: skip
     """Read examples from every spec, in order, cut on the right to max_length tokens (or the context, if shorter).
 
@@ -25,7 +26,7 @@ def load_examples(
     examples = []
     num_rows = num_cut = 0
     conversational = False
-    for spec, row in formatted_rows(specs, SFT_FORMATS, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
+    for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         num_rows += 1
         conversational |= not _is_text(row.columns)
         ids, mask = apply(_tokenise, row, tokenizer, system_prompt)

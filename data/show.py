@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from data.bad_rows import BadRows
 from data.chat import set_chat_template
+from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.format_options import FormatOptions
 from data.formats import SFT_FORMATS, parse_specs
 from data.pair_formats import PAIR_FORMATS
@@ -23,6 +24,7 @@ from data.prompts import load_prompts
 from data.sft import load_examples
 from data.sources import load_rows
 from data.stepwise import STEP_FORMATS, UNLABELLED, load_steps
+from data.truths import load_truths
 from data.unpaired import load_labelled
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
@@ -30,13 +32,13 @@ QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
 STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # by mark: not trained, trained, trained as wrong
 # Flags that only some kinds of rows have a use for.
 USED_BY = {
-    "max_length": ("pairs", "unpaired", "sft", "stepwise"),
-    "max_prompt_length": ("pairs", "unpaired", "prompts"),
+    "max_length": ("pairs", "unpaired", "sft", "stepwise", "documents"),
+    "max_prompt_length": ("pairs", "unpaired", "prompts", "truths"),
     "step_separator": ("stepwise",),
     "bad_rows": ("pairs", "unpaired", "stepwise"),
-    "format": ("pairs", "unpaired"),
+    "format": ("pairs", "unpaired", "truths"),
 }
-Kind = Literal["auto", "pairs", "unpaired", "prompts", "sft", "stepwise"]
+Kind = Literal["auto", "pairs", "unpaired", "prompts", "sft", "stepwise", "truths", "documents"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class ShowConfig:
     max_length: int | None = None
     """As in training, what is longer is cut or left out; unset shows rows whole."""
     max_prompt_length: int | None = None
-    """As in training, rows with longer prompts are left out (pairs, unpaired, prompts)."""
+    """As in training, rows with longer prompts are left out (pairs, unpaired, prompts, truths)."""
     step_separator: str = "\n"
     """What ends a step (stepwise)."""
     bad_rows: BadRows = "error"
@@ -122,8 +124,17 @@ def read(cfg: ShowConfig, tokenizer: Any) -> list[Shown]:
     if kind == "prompts":
         rows = load_prompts(cfg.data, tokenizer, max_prompt_length=cfg.max_prompt_length, **common)
         return [Shown(row.source, [_part("prompt", row.ids, [])], {"prompt": len(row.ids)}) for row in rows]
+    if kind == "truths":
+        common |= {"max_prompt_length": cfg.max_prompt_length, "options": cfg.format}
+        return [
+            _shown_truth(row) for row in load_truths(cfg.data, tokenizer, max_completion_length=sys.maxsize, **common)
+        ]
+    longest = sys.maxsize if cfg.max_length is None else cfg.max_length
+    if kind == "documents":
+        from data.documents import load_documents  # brings torch
+
+        return [_shown_document(row) for row in load_documents(cfg.data, tokenizer, max_length=longest, **common)]
     if kind == "sft":
-        longest = sys.maxsize if cfg.max_length is None else cfg.max_length
         return [_shown_example(row) for row in load_examples(cfg.data, tokenizer, max_length=longest, **common)]
     common |= {"max_length": cfg.max_length, "bad_rows": cfg.bad_rows}
     if kind == "stepwise":
@@ -143,7 +154,9 @@ def kind_of(cfg: ShowConfig) -> Kind:
     if "label" in columns and (name in PAIR_FORMATS or name == "auto"):
         return "unpaired"
     if name != "auto":
-        for kind, formats in (("stepwise", STEP_FORMATS), ("pairs", PAIR_FORMATS), ("sft", SFT_FORMATS)):
+        kinds = {"stepwise": STEP_FORMATS, "pairs": PAIR_FORMATS, "sft": SFT_FORMATS, "truths": EBFT_FORMATS,
+                 "documents": EBFT_STRIDED_FORMATS}  # fmt: skip
+        for kind, formats in kinds.items():
             if name in formats:
                 return kind
     by_columns: tuple[tuple[set[str], Kind], ...] = (
@@ -166,6 +179,18 @@ def _part(title: str, context: list[int], trained: list[int]) -> Part:
 def _shown_example(row: Any) -> Shown:
     part = Part("example", row.ids, [int(trained) for trained in row.mask])
     return Shown(row.source, [part], {"whole": len(row.ids), "trained": sum(row.mask)})
+
+
+def _shown_truth(row: Any) -> Shown:
+    mask = row.truth_mask or [True] * len(row.truth_ids)
+    part = Part("truth", row.ids + row.truth_ids, [0] * len(row.ids) + [int(trained) for trained in mask])
+    return Shown(row.source, [part], {"prompt": len(row.ids), "truth": len(mask), "whole": len(part.ids)})
+
+
+def _shown_document(row: Any) -> Shown:
+    trained = set(row.trained())
+    part = Part("document", row.ids, [int(place in trained) for place in range(len(row.ids))])
+    return Shown(row.source, [part], {"given": row.prompt_length, "whole": len(row.ids), "trained": len(trained)})
 
 
 def _shown_steps(row: Any) -> Shown:

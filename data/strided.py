@@ -7,7 +7,8 @@
 
 An anchor stands before token number c of its document, sees the c tokens before it, and is continued by G tokens, n
 times. The document has the true continuation of each: c + G is never past its end, and padding has no anchor. Documents
-that are shorter have none; their own tokens are still there for cross-entropy.
+that are shorter have none; their own tokens are still there for cross-entropy. In a conversation an anchor stands only
+where the whole true continuation is the assistant's: what others wrote is neither continued nor compared with.
 
 Document and continuations share one row, anchor-major: the tokens of a sample, the samples of an anchor, the anchors of
 a document lie side by side.
@@ -35,7 +36,9 @@ class Document:
 
     ids: list[int]
     prompt_length: int = 0  # how many of the ids, from the first on, are given: no anchor within, no cross-entropy
-    mask: list[bool] | None = None  # which ids cross-entropy covers; None: all behind the prompt
+    mask: list[bool] | None = None  # which ids are trained: cross-entropy, anchors; None: all behind the prompt
+    source: str = ""  # where it came from, for messages
+    weight: float = 1.0  # how often it appears in one epoch
 
     def __post_init__(self) -> None:
         assert 0 <= self.prompt_length <= len(self.ids), (self.prompt_length, len(self.ids))
@@ -56,16 +59,23 @@ class StridedPlan:
     context_length: int  # tokens before the first one; later ones see all that is before them
     generate_max_len: int  # tokens of a continuation; the end-of-text token does not end it
     n_samples_per_prompt: int  # continuations of each anchor
+    min_completion_prefix: int = 0  # tokens between a prompt and the first anchor; of no effect without a prompt
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name}={getattr(self, field.name)}: too small; use 1 or more")
+            least = 0 if field.name == "min_completion_prefix" else 1
+            if getattr(self, field.name) < least:
+                raise ValueError(f"{field.name}={getattr(self, field.name)}: too small; use {least} or more")
 
-    def anchors(self, document: Document) -> range:
+    def anchors(self, document: Document) -> list[int]:
         """How many tokens of the document each anchor sees. Empty for one too short to have a single anchor."""
-        first = max(self.context_length, document.prompt_length)
-        return range(first, len(document.ids) - self.generate_max_len + 1, self.stride)
+        mask, length = document.mask, self.generate_max_len
+        return [place for place in self.places(document) if mask is None or all(mask[place : place + length])]
+
+    def places(self, document: Document) -> range:
+        """Where anchors would stand if all behind the prompt were trained."""
+        behind = document.prompt_length + self.min_completion_prefix if document.prompt_length else 0
+        return range(max(self.context_length, behind), len(document.ids) - self.generate_max_len + 1, self.stride)
 
     def size(self, document: Document) -> int:
         """Places that the document and its continuations take in a row."""
@@ -76,11 +86,18 @@ def require_anchors(documents: Sequence[Document], plan: StridedPlan) -> None:
     """To be asked of a whole data set: single short documents are no error, but one of these must have an anchor."""
     if any(plan.anchors(document) for document in documents):
         return
+    if any(plan.places(document) for document in documents):
+        raise ValueError(
+            f"generate_max_len={plan.generate_max_len}: none of the {len(documents)} documents has that many trained "
+            f"tokens in a row behind one of its anchors, which stand every stride={plan.stride} tokens; lower either"
+        )
     longest = max((len(document.ids) for document in documents), default=0)
+    prefix = plan.min_completion_prefix
+    behind = f"min_completion_prefix + generate_max_len = {prefix + plan.generate_max_len}" if prefix else ""
     raise ValueError(
         f"documents={len(documents)}: none has room for context_length + generate_max_len = "
-        f"{plan.context_length + plan.generate_max_len} tokens, or for generate_max_len behind its prompt (longest: "
-        f"{longest}); use longer documents or lower the two"
+        f"{plan.context_length + plan.generate_max_len} tokens, or for {behind or 'generate_max_len'} behind its "
+        f"prompt (longest: {longest}); use longer documents or lower the {'three' if prefix else 'two'}"
     )
 
 

@@ -46,6 +46,20 @@ def test_kind_is_told_from_the_columns(write, capsys, row, expected):
     assert expected in capsys.readouterr().out
 
 
+def test_truths_and_documents(write, capsys):
+    answer = {"role": "assistant", "content": "4"}
+    path = write({"messages": [USER, answer, USER, answer]})
+    assert main(["--data", path, "--data-format", "ebft_chat_multiturn.transform"]) == 0
+    truth = f"{OPENING}4<|im_end|>\n{OPENING}4<|im_end|>"
+    assert f"rows.jsonl:1 truth: 29 tokens, 4 trained\n{truth}\nmask 0x12 1x2 0x13 1x2\n" in capsys.readouterr().out
+    assert main(["--data", path, "--data-format", "ebft_strided_chat.transform", "--max-length", "28"]) == 0
+    told = capsys.readouterr()
+    assert "rows.jsonl:1 document: 28 tokens, 3 trained\n" in told.out and "mask 0x12 1x2 0x13 1x1\n" in told.out
+    assert "cut 1 of 1 examples to 28 tokens" in told.err
+    assert main(["--data", write({"prompt": "2+2=", "ground_truth": "4"}), "--kind", "truths"]) == 0
+    assert "truth: 6 tokens, 2 trained\n2+2=4<|im_end|>\nmask 0x4 1x2\n" in capsys.readouterr().out
+
+
 def test_options_and_lengths(write, capsys):
     path = write({"q": "2+2?", "chosen": "4", "rejected": "5"})
     flags = ["--data", path, "--data-format", "user_defined", "--format.field-prompt", "q", "--max-length", "5"]

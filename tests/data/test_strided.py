@@ -77,7 +77,35 @@ def test_anchors_are_those_found_by_trying_every_position(sizes):
     for length in LENGTHS:
         for prompt_length in {0, min(3, length), min(7, length)}:
             document = Document(list(range(length)), prompt_length)
-            assert list(sizes.anchors(document)) == brute_force_anchors(length, sizes, prompt_length)
+            assert sizes.anchors(document) == brute_force_anchors(length, sizes, prompt_length)
+
+
+def test_a_completion_prefix_moves_the_first_anchor_of_documents_that_have_a_prompt():
+    text, prompted = Document(list(range(12))), Document(list(range(12)), prompt_length=3)
+    for prefix, expected in ((0, [4, 7, 10]), (1, [4, 7, 10]), (2, [5, 8]), (7, [10]), (8, [])):
+        sizes = plan(min_completion_prefix=prefix)
+        assert sizes.anchors(prompted) == expected
+        assert sizes.anchors(text) == [4, 7, 10]
+        assert sizes.size(prompted) == 12 + 2 * len(expected)
+
+
+@pytest.mark.parametrize("sizes", GRID, ids=str)
+def test_an_anchor_stands_where_its_whole_truth_is_trained(sizes):
+    draw = torch.Generator().manual_seed(2)
+    for length in LENGTHS:
+        mask = (torch.rand(length, generator=draw) < 0.7).tolist()
+        first = mask.index(True) if True in mask else length
+        everywhere = brute_force_anchors(length, sizes, first)
+        expected = []
+        for place in everywhere:
+            if sum(mask[place : place + sizes.generate_max_len]) == sizes.generate_max_len:
+                expected.append(place)
+        document = Document(list(range(length)), first, mask)
+        assert sizes.anchors(document) == expected
+        (batch,) = make_strided([document], sizes, max_tokens=1)
+        assert batch.anchor.tolist() == expected
+        assert batch.num_computed == length + len(expected) * sizes.n_samples_per_prompt * sizes.generate_max_len
+        assert set(batch.truth.flatten().tolist()) <= {place for place in range(length) if mask[place]}
 
 
 @pytest.mark.parametrize("sizes", GRID, ids=str)
@@ -245,6 +273,11 @@ def test_sizes_below_one_are_refused_by_name(name, size):
         plan(**{name: size})
 
 
+def test_a_completion_prefix_below_zero_is_refused():
+    with pytest.raises(ValueError, match="^min_completion_prefix=-1: too small; use 0 or more$"):
+        plan(min_completion_prefix=-1)
+
+
 def test_data_without_a_single_anchor_is_refused_and_one_is_enough():
     short = documents_of((5, 3))
     with pytest.raises(ValueError, match=r"^documents=2: none .*generate_max_len = 6 tokens.*longest: 5\); use longer"):
@@ -252,6 +285,19 @@ def test_data_without_a_single_anchor_is_refused_and_one_is_enough():
     with pytest.raises(ValueError, match=r"^documents=1: none .* behind its prompt \(longest: 12\)"):
         require_anchors([Document(list(range(12)), prompt_length=11)], plan())
     require_anchors([*short, Document([1] * 6)], plan())
+    behind = r"^documents=1: none .*, or for min_completion_prefix \+ generate_max_len = 9 behind .*lower the three$"
+    with pytest.raises(ValueError, match=behind):
+        require_anchors([Document(list(range(12)), prompt_length=4)], plan(min_completion_prefix=7))
+    require_anchors([Document(list(range(12)))], plan(min_completion_prefix=7))
+
+
+def test_data_whose_mask_alone_leaves_no_anchor_is_refused_for_that():
+    holes = Document(list(range(12)), 1, [False, *[True, False] * 5, True])
+    with pytest.raises(
+        ValueError, match=r"^generate_max_len=2: none of the 2 documents .* every stride=3 tokens; lower"
+    ):
+        require_anchors([holes, Document([1, 2])], plan())
+    require_anchors([holes], plan(generate_max_len=1))
 
 
 @pytest.mark.parametrize("number", [-1, 2])

@@ -1,0 +1,207 @@
+"""Prompts with their true completion, for methods that compare what a model writes with what the data has.
+
+    load_truths(["sums.jsonl"], tokenizer, max_completion_length=64)            # {"prompt": "2+2=", "completion": "4"}
+    -> [TruthPrompt(ids=[...], truth_ids=[..., eos], columns={"completion": "4", "ground_truth": "4"}, ...)]
+
+The ids of the prompt and of the truth are those of the whole, split: where a token spans both, the truth has it, and
+rollouts begin before it too. A row without a truth is an error: all its rewards would be about nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from data.bad_rows import Tally
+from data.chat import check_messages, render_conversation
+from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TruthFormat, last_turn, refuse_formats
+from data.fields import DEFAULT
+from data.format_options import FormatOptions
+from data.formats import PROMPT_FORMATS, SFT_FORMATS, Columns, Format, apply, parse_specs, rows_and_formats
+from data.pair_formats import PAIR_FORMATS, PAIR_OPTIONS
+from data.pairs import bind, check_system, render_row
+from data.prompts import check_room, fits, say_left_out, say_plain, tokenise_prompt
+from data.sources import Row
+from data.types import Messages, TruthPrompt
+
+PAIR = "of_a_pair"  # column that named pair formats add: what render_row reads besides the prompt and the truth
+
+
+class Rendered(NamedTuple):
+    """A row as ids, with what its columns are to say."""
+
+    prompt: str | Messages
+    ids: list[int]
+    truth_ids: list[int]
+    mask: list[bool]
+    text: str  # of the truth; of its first turn where there are several
+    later: Messages  # the turns behind that
+    notes: tuple[str, ...]
+    takes_system: bool  # whether there is a place for system_prompt in it
+
+
+def load_truths(
+    specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
+    max_prompt_length: int | None = None, context_length: int | None = None, max_completion_length: int = 256,
+    options: FormatOptions | None = None, cfg: Any = None,
+) -> list[TruthPrompt]:  # fmt: skip
+    """Read prompts with their truths from every spec, in order; prompts are what load_prompts makes of them.
+
+    Prompts over max_prompt_length are left out. A truth over max_completion_length, which no completion could match, is
+    cut on the right. Both are counted aloud.
+    """
+    refuse_formats(specs, data_format, EBFT_STRIDED_FORMATS, "strided")
+    if max_completion_length < 1:
+        raise ValueError(f"max_completion_length={max_completion_length}: must be 1 or more")
+    check_room(max_completion_length, context_length)
+    pairs = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
+    pairs.pop("auto")
+    formats: dict[str, Any] = {name: partial(_pair, function) for name, function in pairs.items()} | TRUTH_FORMATS
+    tally, prompts, takes_system = Tally(), [], False
+    for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
+        for part in _parts(row, function):
+            tally.num_rows += 1
+            made: Rendered = apply(render_truth, part, tokenizer, system_prompt)
+            takes_system |= made.takes_system
+            if not fits(part.source, made.ids, max_prompt_length, context_length, max_completion_length):
+                continue
+            for what in made.notes:
+                tally.note(what)
+            if len(made.truth_ids) > max_completion_length:
+                tally.note(f"with their true completion cut to {max_completion_length=} tokens")
+            prompts.append(_truth_prompt(part, made, max_completion_length, spec.weight))
+    say_left_out(len(prompts), tally.num_rows, max_prompt_length)
+    if not {spec.format or data_format for spec in parse_specs(specs)} & pairs.keys():  # those write it out themselves
+        say_plain(prompts, tokenizer)
+    check_system(system_prompt, takes_system)
+    tally.say()
+    return prompts
+
+
+def _parts(row: Row, function: TruthFormat) -> list[Row]:
+    """What a format makes of a row: one, or several that are numbered from 1."""
+    found = apply(function, row)
+    if not isinstance(found, list):
+        return [Row(source=row.source, columns=found)]
+    return [Row(source=f"{row.source}#{number}", columns=columns) for number, columns in enumerate(found, start=1)]
+
+
+def _truth_prompt(row: Row, made: Rendered, limit: int, weight: float) -> TruthPrompt:
+    mask = made.mask[:limit]
+    while not mask[-1]:  # cut within what the user writes: a truth ends with something of the model's
+        mask.pop()
+    columns = {name: value for name, value in row.columns.items() if name not in ("prompt", PAIR)}
+    columns["ground_truth"] = made.text
+    columns.pop("remaining_turns", None)
+    if made.later:
+        columns["remaining_turns"] = made.later
+    return TruthPrompt(
+        source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, weight=weight,
+        truth_ids=made.truth_ids[: len(mask)], truth_mask=None if all(mask) else mask,
+    )  # fmt: skip
+
+
+def render_truth(columns: Columns, tokenizer: Any, system_prompt: str | None) -> Rendered:
+    """Ids of {"prompt", "ground_truth"}, and of "remaining_turns" where there are some."""
+    shown, head = tokenise_prompt(columns, tokenizer, system_prompt)
+    prompt, truth = columns["prompt"], _true_turns(columns)
+    later = [] if isinstance(truth, str) else truth[1:]
+    pair = columns.get(PAIR) or {"takes_system": not isinstance(prompt, str)}
+    if later:
+        ids, mask = render_conversation(tokenizer, [*prompt, *truth], system_prompt, first_trained=len(prompt))
+        start, end = len(head), len(ids) - mask[::-1].index(True)
+        assert ids[:start] == head and mask[start], "the first turn begins where the prompt ends"
+        prompt_ids, truth_ids, mask, notes = ids[:start], ids[start:end], mask[start:end], ()
+    else:
+        rendered = render_row({**pair, "prompt": prompt, "truth": truth}, ("truth",), tokenizer, system_prompt)
+        prompt_ids, (truth_ids,), notes = rendered.prompt_ids, rendered.responses, rendered.notes
+        mask = [True] * len(truth_ids)
+    text = truth if isinstance(truth, str) else truth[0]["content"]
+    if not isinstance(text, str):  # parts, or nothing but tool calls
+        text = tokenizer.decode(truth_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Rendered(shown, prompt_ids, truth_ids, mask, text, later, notes, pair["takes_system"])
+
+
+def _true_turns(columns: Columns) -> str | Messages:
+    """What follows the prompt: text behind text, or messages that begin and end with one of the assistant."""
+    prompt, truth, later = (columns.get(name) for name in ("prompt", "ground_truth", "remaining_turns"))
+    if isinstance(truth, str) and not truth.strip():
+        raise ValueError("the true completion is empty; fill it in or remove the row")
+    if isinstance(prompt, str):
+        if later:
+            raise ValueError("'remaining_turns' follow a prompt that is text; give the prompt as messages")
+        if not isinstance(truth, str):
+            raise ValueError(
+                "the prompt is text but the true completion is not; give both as text, or the prompt as messages"
+            )
+        return truth
+    if not isinstance(truth, (str, list)):
+        raise ValueError(f"the true completion is a {type(truth).__name__}; give text or messages")
+    turns = [{"role": "assistant", "content": truth}] if isinstance(truth, str) else truth
+    if later:
+        check_messages(later)
+        turns = [*turns, *later]
+    check_messages(turns)
+    return _checked(turns)
+
+
+def _checked(turns: Messages) -> Messages:
+    """The turns up to the last one of the assistant, which they begin with and never has two in a row."""
+    roles = [turn["role"] for turn in turns]
+    if roles[0] != "assistant":
+        raise ValueError(f"the true completion begins with a {roles[0]} message; it must be the assistant's")
+    turns = turns[: len(roles) - roles[::-1].index("assistant")]
+    for number, turn in enumerate(turns):
+        role, content = turn["role"], turn["content"]
+        if role == "assistant" and number and turns[number - 1]["role"] == "assistant":
+            raise ValueError("the true completion has two assistant turns in a row; join them")
+        if role not in ("assistant", "user"):
+            raise ValueError(
+                f"the true completion holds a {role} message, which cannot be given to a model that wrote something "
+                "else before it; use ebft_chat_multiturn.transform_last_turn"
+            )
+        if isinstance(content, str) and not content.strip() and not turn.get("tool_calls"):
+            raise ValueError(f"the true completion has an empty {role} turn; fill it in or remove the row")
+    return turns
+
+
+def _auto(columns: Columns) -> Columns:
+    present = {name for name, value in columns.items() if value is not None}
+    if {"prompt", "ground_truth"} <= present:
+        return columns
+    if "messages" in present:
+        return last_turn(columns)
+    if {"prompt", "completion"} <= present:
+        return {**columns, "ground_truth": columns["completion"]}
+    if {"instruction", "output"} <= present:
+        return _named("alpaca", columns)
+    if "chosen" in present and present & {"prompt", "rejected"}:
+        pair = {**columns, "rejected": columns["rejected"] if "rejected" in present else columns["chosen"]}
+        made = PAIR_FORMATS["auto"](pair, DEFAULT)
+        return {**columns, "prompt": made["prompt"], "ground_truth": made["chosen"]}
+    if "text" in present:
+        raise ValueError("has a 'text' but no prompt with a true completion; whole texts are for --mode strided")
+    raise ValueError(
+        "has no true completion: none of 'messages', 'prompt' with 'completion', 'ground_truth' or 'chosen', "
+        f"'instruction' with 'output' (its columns: {', '.join(columns) or 'none'}); rename a column or set data_format"
+    )
+
+
+def _named(name: str, columns: Columns) -> Columns:
+    """A format of both prompts and SFT: the prompt of the one, with the completion of the other."""
+    completion = SFT_FORMATS[name](columns)["completion"]
+    return {**PROMPT_FORMATS[name](columns), "ground_truth": completion}
+
+
+def _pair(function: Format, columns: Columns) -> Columns:
+    made = function(columns)
+    more = {name: made[name] for name in ("takes_system", "tools", "chat_template_kwargs") if name in made}
+    return {"prompt": made["prompt"], "ground_truth": made["chosen"], PAIR: more}
+
+
+TRUTH_FORMATS: dict[str, TruthFormat] = {
+    "auto": _auto,
+    **{name: partial(_named, name) for name in SFT_FORMATS if name != "auto"},
+    **EBFT_FORMATS,
+}

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data.documents import load_documents
+from data.strided import StridedPlan, make_strided, require_anchors
+
+USER, ANSWER = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
+OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
+AGAIN = [USER, ANSWER, {"role": "user", "content": "33333+3="}, {"role": "assistant", "content": "33336"}]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(*rows) -> str:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / "rows.jsonl")
+
+    return write_rows
+
+
+def parts(tokenizer, document):
+    """The text that is given, and the text that is trained."""
+    given = tokenizer.decode(document.ids[: document.prompt_length])
+    return given, tokenizer.decode([document.ids[place] for place in document.trained()])
+
+
+def test_plain_text_has_no_prompt(write, chatml, tokenizer_of):
+    (document,) = load_documents([write({"text": "abc"})], chatml)
+    assert (document.prompt_length, document.mask) == (0, None)
+    assert document.source.endswith("rows.jsonl:1") and document.weight == 1.0
+    assert chatml.decode(document.ids) == "abc<|endoftext|>"
+    assert document.trained() == [1, 2, 3]
+    tokenizer = tokenizer_of("llama3", bos="<|begin_of_text|>")
+    (document,) = load_documents([write({"text": "abc"}) + ":weight=0.5"], tokenizer)
+    assert tokenizer.decode(document.ids) == "<|begin_of_text|>abc<|endoftext|>"
+    assert (document.prompt_length, document.mask, document.weight) == (0, None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "given", "trained"),
+    [
+        ({"prompt": "2+2=", "completion": "4"}, "auto", "2+2=", "4<|endoftext|>"),
+        ({"messages": AGAIN}, "auto", OPENING, "4<|im_end|>33336<|im_end|>"),
+        ({"question": "2+2=", "answer": "4"}, "question_answer", OPENING, "4<|im_end|>"),
+        ({"instruction": "2+2=", "output": "4"}, "auto", OPENING, "4<|im_end|>"),
+        ({"input": "2+2=", "output": "4"}, "ebft_strided_structured.transform", "2+2=", "4<|endoftext|>"),
+        ({"messages": AGAIN}, "ebft_strided_chat.transform", OPENING, "4<|im_end|>33336<|im_end|>"),
+        (
+            {"messages": AGAIN}, "ebft_reasoning.transform_strided",
+            f"{OPENING}4<|im_end|>\n{OPENING.replace('2+2', '33333+3')}", "33336<|im_end|>",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_given_and_what_is_trained(write, chatml, row, name, given, trained):
+    (document,) = load_documents([write(row)], chatml, data_format=name)
+    assert parts(chatml, document) == (given, trained)
+    assert document.mask is not None and document.mask.index(True) == document.prompt_length
+
+
+def test_the_completion_is_cut_first_and_a_prompt_that_fills_the_row_leaves_it_out(write, chatml, capsys):
+    rows = [{"input": "ab", "output": "cdefgh"}, {"input": "abcdefg", "output": "h"}, {"input": "abc", "output": "d"}]
+    name = "ebft_strided_structured.transform"
+    documents = load_documents([write(*rows)], chatml, data_format=name, max_length=5)
+    assert [parts(chatml, document) for document in documents] == [("ab", "cde"), ("abc", "d<|endoftext|>")]
+    assert capsys.readouterr().err == (
+        "data: cut 2 of 3 examples to 5 tokens\ndata: left out 1 of 3 examples with no trained token\n"
+    )
+    documents = load_documents([write(*rows)], chatml, data_format=name, max_length=99, context_length=5)
+    assert [len(document.ids) for document in documents] == [5, 5]
+
+
+def test_the_turns_of_a_user_are_neither_continued_nor_compared_with(write, chatml):
+    (document,) = load_documents([write({"messages": AGAIN})], chatml)
+    plan = StridedPlan(stride=1, context_length=1, generate_max_len=2, n_samples_per_prompt=1)
+    (batch,) = make_strided([document], plan, max_tokens=1)
+    truths = [chatml.decode(batch.input_ids[0, places]) for places in batch.truth]
+    assert truths == ["4<|im_end|>", "33", "33", "33", "36", "6<|im_end|>"]
+    assert chatml.decode(document.ids[: batch.anchor[0]]) == OPENING
+    require_anchors([document], plan)
+    long = StridedPlan(stride=1, context_length=1, generate_max_len=7, n_samples_per_prompt=1)
+    with pytest.raises(ValueError, match="^generate_max_len=7: none of the 1 documents has that many trained tokens"):
+        require_anchors([document], long)
+
+
+def test_a_users_transform_and_what_is_refused(write, chatml, tmp_path, monkeypatch):
+    (tmp_path / "strided_rows.py").write_text(
+        "def shorten(cfg):\n    def transform(example):\n        return {'text': example['body'][:cfg]}\n"
+        "    return transform, {'remove_columns': ['body']}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    (document,) = load_documents([write({"body": "abcdef"})], chatml, data_format="strided_rows.shorten", cfg=3)
+    assert chatml.decode(document.ids) == "abc<|endoftext|>"
+    with pytest.raises(ValueError, match="^data_format=ebft_reasoning.transform: gives rows for --mode structured"):
+        load_documents([write({"messages": AGAIN})], chatml, data_format="ebft_reasoning.transform")
+    with pytest.raises(ValueError, match="no such format; .*ebft_strided_chat.transform"):
+        load_documents([write({"messages": AGAIN})], chatml, data_format="ebft_strided_chat.transfrom")
+    with pytest.raises(ValueError, match="rows.jsonl:2: 'completion' is empty"):
+        rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}]
+        load_documents([write(*rows)], chatml, data_format="ebft_strided_structured.transform")

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+
+from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS, refuse_formats
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHAT = [SYSTEM, user("2+2="), assistant("4"), user("3+3="), assistant("6"), user("thanks")]
+
+
+def made(name, **columns):
+    return {**EBFT_FORMATS, **EBFT_STRIDED_FORMATS}[name](columns)
+
+
+def test_opencode_is_a_question_with_its_answer():
+    assert made("ebft_opencode.transform", input="2+2=", output="4", level=1) == {
+        "level": 1,
+        "prompt": [user("2+2=")],
+        "ground_truth": "4",
+    }
+    for row, message in (
+        ({"input": "2+2="}, "has no 'output'"),
+        ({"input": "2+2=", "output": " "}, "'output' is empty"),
+        ({"input": 4, "output": "4"}, "'input' is a int, not text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made("ebft_opencode.transform", **row)
+
+
+def test_multiturn_is_the_first_turn_with_the_rest_up_to_the_last_answer():
+    assert made("ebft_chat_multiturn.transform", messages=CHAT, id=7) == {
+        "id": 7,
+        "prompt": CHAT[:2],
+        "ground_truth": [assistant("4")],
+        "remaining_turns": CHAT[3:5],
+    }
+    assert made("ebft_chat_multiturn.transform", messages=[user("a"), assistant("b"), user("c")]) == {
+        "prompt": [user("a")],
+        "ground_truth": [assistant("b")],
+    }
+
+
+def test_last_turn_and_all_turns():
+    last = {"prompt": CHAT[:4], "ground_truth": [assistant("6")]}
+    assert made("ebft_chat_multiturn.transform_last_turn", messages=CHAT) == last
+    first = {"prompt": CHAT[:2], "ground_truth": [assistant("4")]}
+    assert made("ebft_chat_multiturn.transform_all_turns", messages=CHAT) == [first, last]
+
+
+def test_conversations_of_people_and_gpt_are_read_as_messages():
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "2+2="},
+        {"from": "gpt", "value": "4"},
+    ]
+    expected = {"prompt": [SYSTEM, user("2+2=")], "ground_truth": [assistant("4")]}
+    assert made("ebft_chat_multiturn.transform", conversations=turns, messages=None) == expected
+    assert made("ebft_chat_multiturn.transform_last_turn", conversations=CHAT[:3]) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in EBFT_FORMATS if "opencode" not in name])
+def test_rows_without_a_true_turn_are_refused(name):
+    for messages, message in (
+        ([user("2+2=")], "has no assistant turn, so there is no true completion"),
+        ([assistant("4"), user("2+2=")], "opens with an assistant turn"),
+        ([], "'messages' is empty"),
+        ([{"role": "tutor", "content": "4"}], "role 'tutor' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(name, messages=messages)
+    with pytest.raises(ValueError, match="has neither 'messages' nor 'conversations' .its columns: text"):
+        made(name, text="abc")
+
+
+THOUGHTS = [
+    ("<think>\nadd\n</think>\n\n4", "add", "4"),
+    ("<reasoning>add</reasoning>4", "add", "4"),
+    ("<|begin_of_thought|> add <|end_of_thought|> 4", "add", "4"),
+    ("So: <think>a\nb</think> 4 <think>c</think>", "a\nb", "So:  4 <think>c</think>"),  # the first of them only
+    ("<reasoning>r</reasoning><think>t</think>4", "t", "<reasoning>r</reasoning>4"),  # by kind, not by place
+    ("4", None, "4"),
+    ("<think>never closed", None, "<think>never closed"),
+]
+
+
+@pytest.mark.parametrize(("content", "thought", "answer"), THOUGHTS)
+def test_thoughts_are_split_off(content, thought, answer):
+    row = made("ebft_reasoning.transform_split_thinking", messages=[user("<think>x</think>2+2="), assistant(content)])
+    expected = answer if thought is None else f"<think>\n{thought}\n</think>\n\n{answer}"
+    assert row == {"prompt": [user("<think>x</think>2+2=")], "ground_truth": [assistant(expected)]}
+    earlier = [user("2+2="), assistant(content), user("3+3="), assistant("6")]
+    row = made("ebft_reasoning.transform_split_thinking", messages=earlier)
+    turn = assistant(answer) if thought is None else assistant(answer, reasoning_content=thought)
+    assert row == {"prompt": [user("2+2="), turn, user("3+3=")], "ground_truth": [assistant("6")]}
+
+
+def test_thoughts_that_are_a_key_already_are_written_into_the_truth():
+    row = made(
+        "ebft_reasoning.transform_split_thinking", messages=[user("2+2="), assistant("4", reasoning_content="add")]
+    )
+    assert row["ground_truth"] == [assistant("<think>\nadd\n</think>\n\n4")]
+
+
+def test_thinking_is_kept_or_removed():
+    answer = "<think>a</think>\n\n4 <think>b\nc</think> is it. "
+    row = {"messages": [user("2+2="), assistant(answer, reasoning_content="x")]}
+    kept = made("ebft_reasoning.transform", **row)
+    assert kept == {"prompt": [user("2+2=")], "ground_truth": [assistant(answer, reasoning_content="x")]}
+    only = made("ebft_reasoning.transform_answer_only", **row)
+    assert only == {"prompt": [user("2+2=")], "ground_truth": [assistant("4 is it.")]}
+    with pytest.raises(ValueError, match="empty without its thoughts"):
+        made("ebft_reasoning.transform_answer_only", messages=[user("2+2="), assistant("<think>4</think> ")])
+
+
+def test_strided_formats_give_what_sft_reads():
+    assert made("ebft_reasoning.transform_strided", messages=CHAT) == {
+        "prompt": CHAT[:4],
+        "completion": [assistant("6")],
+    }
+    assert made("ebft_strided_chat.transform", conversations=CHAT) == {"messages": CHAT}
+    with pytest.raises(ValueError, match="has no assistant turn"):
+        made("ebft_strided_chat.transform", messages=CHAT[:2])
+    for row in (
+        {"input": "q", "output": "a"},
+        {"prompt": "q", "completion": "a"},
+        {"question": "q", "answer": "a"},
+        {"input": "q", "prompt": "no", "output": "a", "answer": "no"},  # the first that a row has
+    ):
+        assert made("ebft_strided_structured.transform", **row) == {"prompt": "q", "completion": "a"}
+    with pytest.raises(ValueError, match="has none of 'output', 'completion', 'answer' .its columns: input"):
+        made("ebft_strided_structured.transform", input="q")
+
+
+def test_a_format_of_the_other_mode_is_refused_wherever_it_is_named():
+    refuse_formats(["a.jsonl:format=alpaca"], "auto", EBFT_FORMATS, "structured")
+    expected = "^data_format=ebft_opencode.transform: gives rows for --mode structured; set that"
+    for specs, name in ((["a.jsonl"], "ebft_opencode.transform"), (["b", "a:format=ebft_opencode.transform"], "auto")):
+        with pytest.raises(ValueError, match=expected):
+            refuse_formats(specs, name, EBFT_FORMATS, "structured")

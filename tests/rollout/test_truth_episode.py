@@ -1,0 +1,197 @@
+"""Episodes behind prompts with a truth: the engine's own samples, limits by the truth's length, later turns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from data.truths import load_truths
+from data.types import TruthPrompt
+from rollout.episodes import EpisodeSource
+from rollout.local import LocalEngine
+from rollout.source import EngineSource, Job, run_groups
+from rollout.truth_episode import TruthEpisode, later_turns, turn_lengths
+from rollout.turns import turn_seed
+from rollout.types import Sampling
+from tests.rollout.scripted_engine import TINY, ScriptedEngine, tiny_tokenizer
+
+STOP = tiny_tokenizer().eos_token_id
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+CHAT = [user("2+2="), assistant("4"), user("and"), user("3+3="), assistant("six"), user("0+0="), assistant("")]
+
+
+@pytest.fixture
+def conversation(tmp_path):
+    """A truth of three turns; the last is as long as asked for."""
+
+    def make(last="0", **lengths) -> TruthPrompt:
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*CHAT[:-1], assistant(last)]}) + "\n")
+        specs = [str(tmp_path / "rows.jsonl")]
+        (prompt,) = load_truths(specs, tiny_tokenizer(), data_format="ebft_chat_multiturn.transform", **lengths)
+        return prompt
+
+    return make
+
+
+def single(length, source="rows.jsonl:1"):
+    ids = tiny_tokenizer()("2+2=", add_special_tokens=False)["input_ids"]
+    return TruthPrompt(source=source, prompt="2+2=", ids=ids, truth_ids=[*[40] * (length - 1), STOP])
+
+
+def play(engine, episode, prompts, *, max_tokens, copies=1):
+    source = EpisodeSource(engine, Sampling(max_tokens=max_tokens, stop_ids=(STOP,)), episode)
+    try:
+        return run_groups(source, [[Job(prompt, 7 + n) for n in range(copies)] for prompt in prompts])
+    finally:
+        source.close()
+
+
+def answers(*texts):
+    """An engine that gives these answers, by how many turns it has been shown."""
+    return ScriptedEngine(lambda text, seed: texts[text.count("<|im_start|>assistant") - 1])
+
+
+@pytest.fixture(scope="module")
+def tiny_engine():
+    from transformers import AutoModelForCausalLM
+
+    return LocalEngine(AutoModelForCausalLM.from_pretrained(TINY).eval(), tiny_tokenizer())
+
+
+def test_one_turn_is_bit_for_bit_what_the_engine_gives(tiny_engine):
+    prompts = load_truths(["task:addition:size=6"], tiny_tokenizer(), max_completion_length=8)
+    groups = [[Job(prompt, 100 * n + copy) for copy in range(3)] for n, prompt in enumerate(prompts)]
+    sampling = Sampling(max_tokens=8, stop_ids=(STOP,))
+    expected = run_groups(EngineSource(tiny_engine, sampling), groups)
+    for multiplier in (None, 1.5):  # a limit of 64 and more is none here
+        source = EpisodeSource(tiny_engine, sampling, TruthEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier))
+        assert run_groups(source, groups) == expected
+        source.close()
+    assert len({tuple(one.ids) for group in expected for one in group}) > 6
+
+
+def test_a_limit_cuts_the_same_sample(tiny_engine):
+    """At a high temperature the tiny model rambles: a truth of 50 tokens allows 75 of them, one of 2 allows 64."""
+    prompts = [single(50, "rows.jsonl:1"), single(2, "rows.jsonl:2"), single(200, "rows.jsonl:3")]
+    groups = [[Job(prompt, 10 * n + copy) for copy in range(2)] for n, prompt in enumerate(prompts)]
+    sampling = Sampling(max_tokens=100, temperature=9.0)
+    whole = run_groups(EngineSource(tiny_engine, sampling), groups)
+    source = EpisodeSource(tiny_engine, sampling, TruthEpisode(tiny_tokenizer(), gt_length_multiplier=1.5))
+    cut = run_groups(source, groups)
+    source.close()
+    assert [[len(one.ids) for one in group] for group in cut] == [[75, 75], [64, 64], [100, 100]]
+    for full, part in zip(sum(whole, []), sum(cut, []), strict=True):
+        assert part.ids == full.ids[: len(part.ids)] and part.logps == full.logps[: len(part.ids)]
+        assert part.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("length", "multiplier", "max_tokens", "expected"),
+    [(50, 1.5, 256, 75), (51, 1.5, 256, 76), (50, 1.5, 70, 70), (2, 1.5, 256, 64), (2, 1.5, 9, 9), (200, 1.5, 256, 256),
+     (100, 0.5, 256, 64), (200, 0.5, 256, 100), (2, None, 256, 256)],
+)  # fmt: skip
+def test_limits_by_hand(length, multiplier, max_tokens, expected):
+    engine = ScriptedEngine(lambda text, seed: "x" * 400)
+    episode = TruthEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier)
+    ((made,),) = play(engine, episode, [single(length)], max_tokens=max_tokens)
+    assert len(made.ids) == expected and made.finish_reason == "length"
+    assert made.mask is None and made.messages is None and made.columns == {}
+
+
+def test_a_model_that_says_what_the_data_says_makes_the_truth(conversation):
+    prompt = conversation("0")
+    engine = answers("4", "six", "0")
+    ((one, other),) = play(engine, TruthEpisode(tiny_tokenizer()), [prompt], max_tokens=256, copies=2)
+    assert one.prompt_ids == prompt.ids
+    assert one.ids == other.ids == prompt.truth_ids
+    assert one.mask == prompt.truth_mask and [logp == 0.0 for logp in one.logps] == [not mine for mine in one.mask]
+    assert (one.finish_reason, one.text, one.columns) == ("stop", "0", {"num_turns": 3})
+    assert one.messages == [*CHAT[1:-1], assistant("0")]
+    assert one.versions == [(3, sum(one.mask))]
+    seeds = [sorted(request.seed for request in batch) for batch in engine.batches]
+    assert seeds == [sorted(turn_seed(seed, turn) for seed in (7, 8)) for turn in range(3)]
+
+
+def test_the_users_turns_follow_whatever_the_model_said(conversation):
+    engine = answers("five", "no", "dunno")
+    ((made,),) = play(
+        engine, TruthEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [conversation()], max_tokens=256
+    )
+    assert tiny_tokenizer().decode(made.ids) == (
+        "five<|im_end|>\n<|im_start|>user\nand<|im_end|>\n<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n"
+        "no<|im_end|>\n<|im_start|>user\n0+0=<|im_end|>\n<|im_start|>assistant\ndunno<|im_end|>"
+    )
+    mine = [token for token, trained in zip(made.ids, made.mask, strict=True) if trained]
+    assert tiny_tokenizer().decode(mine) == "five<|im_end|>no<|im_end|>dunno<|im_end|>"
+    assert made.messages == [assistant("five"), *CHAT[2:4], assistant("no"), CHAT[5], assistant("dunno")]
+
+
+def test_a_turn_that_is_cut_ends_the_episode(conversation):
+    prompt = conversation()
+    engine = answers("4", "x" * 99, "0")
+    ((made,),) = play(engine, TruthEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [prompt], max_tokens=256)
+    start = prompt.truth_mask.index(True, prompt.truth_mask.index(False))  # of the second turn
+    assert made.finish_reason == "length" and len(made.ids) == start + 64
+    assert made.columns == {"num_turns": 2} and made.text == "x" * 64
+    assert made.messages == [assistant("4"), *CHAT[2:4], assistant("x" * 64)]
+    assert len(engine.batches) == 2
+
+
+@pytest.mark.parametrize("left", [-1, 0, 1, 3])
+def test_the_limit_of_the_episode_counts_the_users_turns_too(conversation, left):
+    """max_tokens leaves so many for the second answer, `six` and its end."""
+    prompt = conversation()
+    start = prompt.truth_mask.index(True, prompt.truth_mask.index(False))
+    ((made,),) = play(answers("4", "six", "0"), TruthEpisode(tiny_tokenizer()), [prompt], max_tokens=start + left)
+    assert made.finish_reason == "length"
+    expected = prompt.truth_ids[: start + left] if left > 0 else prompt.truth_ids[:2]
+    assert made.ids == expected and made.columns == {"num_turns": 2 if left > 0 else 1}
+    assert made.mask == (prompt.truth_mask[: len(expected)] if left > 0 else None)
+
+
+def test_turns_have_the_limits_of_their_own_truths(conversation):
+    prompt = conversation("0" * 79)
+    assert turn_lengths(prompt) == [2, 4, 80]
+    ((made,),) = play(
+        answers("4", "six", "y" * 300), TruthEpisode(tiny_tokenizer(), gt_length_multiplier=1.25), [prompt],
+        max_tokens=256,
+    )  # fmt: skip
+    assert made.text == "y" * 100 and made.columns == {"num_turns": 3}
+
+
+def test_a_truth_that_was_cut_is_played_as_far_as_it_goes(conversation):
+    whole = conversation()
+    second = whole.truth_mask.index(True, whole.truth_mask.index(False))
+    prompt = conversation(max_completion_length=second + 4)
+    assert turn_lengths(prompt) == [2, 4]
+    ((made,),) = play(answers("4", "six", "0"), TruthEpisode(tiny_tokenizer()), [prompt], max_tokens=256)
+    assert made.ids == prompt.truth_ids and (made.finish_reason, made.columns) == ("stop", {"num_turns": 2})
+
+
+def test_what_the_user_says_before_each_answer():
+    assert later_turns([]) == [] == later_turns([user("a")])
+    assert later_turns(CHAT[2:]) == [[user("and"), user("3+3=")], [user("0+0=")]]
+
+
+def test_what_is_refused(conversation):
+    with pytest.raises(ValueError, match="^gt_length_multiplier=0: must be above 0"):
+        TruthEpisode(tiny_tokenizer(), gt_length_multiplier=0)
+    engine = answers("4", "six", "0")
+    engine.tokenizer = bare = type(tiny_tokenizer()).from_pretrained(TINY)
+    bare.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    with pytest.raises(ValueError, match="^chat_template: closes an assistant turn with no special token"):
+        play(engine, TruthEpisode(bare), [conversation()], max_tokens=256)
+    one = replace(conversation(), columns={}, truth_mask=None)
+    ((made,),) = play(engine, TruthEpisode(bare), [one], max_tokens=256)  # asks nothing of the template
+    assert made.text == "4"

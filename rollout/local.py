@@ -59,7 +59,7 @@ class LocalEngine:
         # Longest first: rows of one chunk need little padding, and equal prompts meet in the same chunk.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt_ids), requests[i].prompt_ids))
         completions: dict[int, Completion] = {}
-        with self._evaluating():
+        with evaluating(self.model, self.autocast_dtype):
             for start in range(0, len(order), self.max_batch_size):
                 chunk = order[start : start + self.max_batch_size]
                 made = self._generate_chunk([requests[i] for i in chunk], sampling)
@@ -84,7 +84,7 @@ class LocalEngine:
             raise ValueError("prompt_ids=[]: an empty prompt has nothing to predict from; give at least one token")
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
         logps: dict[int, list[float]] = {}
-        with self._evaluating():
+        with evaluating(self.model, self.autocast_dtype):
             for chunk in self._score_chunks(order, sequences):
                 scored = self._score_chunk([sequences[i] for i in chunk], temperature or 1.0)
                 logps.update(zip(chunk, scored, strict=True))
@@ -270,25 +270,26 @@ class LocalEngine:
                     "the tokenizer does not belong to this model"
                 )
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; every submodule gets its own mode back.
 
-        Evaluation mode is also what lets a model with gradient checkpointing keep a cache. no_grad, not
-        inference_mode: buffers that a model makes on its first call must stay usable for training.
-        """
-        training = [module for module in self.model.modules() if module.training]
-        device = next(self.model.parameters()).device
-        self.model.eval()
-        try:
-            with (
-                torch.no_grad(),
-                torch.autocast(device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None),
-            ):
-                yield
-        finally:
-            for module in training:
-                module.training = True
+@contextmanager
+def evaluating(model: torch.nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[None]:
+    """Evaluation mode without gradients; every submodule gets its own mode back.
+
+    Evaluation mode is also what lets a model with gradient checkpointing keep a cache. no_grad, not
+    inference_mode: buffers that a model makes on its first call must stay usable for training.
+    """
+    training = [module for module in model.modules() if module.training]
+    device = next(model.parameters()).device
+    model.eval()
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None),
+        ):
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @dataclass

@@ -89,20 +89,24 @@ def row_multiple(config: Any) -> int:
 
 
 def attention_masks(config: Any, batch: Batch) -> Any:
-    """What transformers takes as attention_mask: one mask, or one per kind of layer where windows slide."""
+    """What transformers takes as attention_mask for a batch that is its own keys."""
     spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
-    full = as_implementation_takes(config, spans)
+    return span_masks(config, spans, batch.own_start.shape[1])
+
+
+def span_masks(config: Any, spans: Spans, num_keys: int) -> Any:
+    """What transformers takes as attention_mask: one mask, or one per kind of layer where windows slide."""
+    full = as_implementation_takes(config, spans, num_keys)
     window = getattr(config, "sliding_window", None)
     if window is None or not getattr(config, "use_sliding_window", True):
         return full
-    sliding = as_implementation_takes(config, with_window(spans, window))
+    sliding = as_implementation_takes(config, with_window(spans, window), num_keys)
     layer_types = getattr(config, "layer_types", None)
     return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
 
 
-def as_implementation_takes(config: Any, spans: Spans) -> Tensor | BlockMask:
+def as_implementation_takes(config: Any, spans: Spans, num_keys: int) -> Tensor | BlockMask:
     """Eager attention adds the mask to its scores, where True would be a mere 1.0; sdpa takes booleans."""
-    num_keys = spans.own_start.shape[1]
     if uses_flex(config):
         return block_mask(spans, num_keys)
     mask = dense_mask(spans, num_keys)

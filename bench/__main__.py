@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from bench import attention, linear_logprob, tiny_step, train_step
+from bench import attention, ebft, linear_logprob, tiny_step, train_step
 
 
 def main(out: Path | None = None) -> None:
@@ -15,6 +15,7 @@ def main(out: Path | None = None) -> None:
     attention.main(out)
     tiny_step.main(out)
     train_step.main(out)
+    ebft.main(out)
 
 
 if __name__ == "__main__":

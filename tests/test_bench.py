@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import common, linear_logprob, peers, table, train_step
+from bench import common, ebft, linear_logprob, peers, table, train_step
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
 from tests.entry import ROOT
 
@@ -158,6 +158,46 @@ def test_train_step_gives_one_gradient_in_every_layout():
     for r in (shared, packed, plain):
         assert r.errors["gradient"] < 1e-5 and r.extra["gap_to_packed"] < 1e-5
     assert shared.ratio_to["packed"] == pytest.approx(shared.ms_p50 / packed.ms_p50)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_ebft_step_draws_scores_and_trains_alike_in_both_ways():
+    shape = ebft.TINY | {"num_hidden_layers": 2, "vocab_size": 101}
+    plan = {"stride": 3, "context_length": 4, "generate_max_len": 5, "n_samples_per_prompt": 3}
+    shared, step_major = ebft.measure(shape, 30, plan, seconds=0.0)
+    anchors = len(range(4, 30 - 5 + 1, 3))
+    assert (shared.extra["places"], step_major.extra["places"]) == (30 + anchors * 3 * 5, 3 * (30 + anchors * 5))
+    for r in (shared, step_major):
+        assert r.extra["same_ids_frac"] == 1 and r.extra["logp_gap"] < 1e-5 and r.extra["gradient_gap"] < 1e-5
+        assert r.errors["logp"] < 1e-6 and r.errors["gradient"] < 1e-5
+        assert r.rate == pytest.approx(anchors * 3 * 5 * 1000 / r.ms_p50)
+        parts = [r.extra[f"{part}_s"] for part in ("generate", "features", "train")]
+        assert min(parts) > 0 and 0.1 < 1000 * sum(parts) / r.ms_p50 < 10
+    assert shared.ratio_to["step-major, dense"] == pytest.approx(shared.ms_p50 / step_major.ms_p50)
+
+
+def test_ebft_rewards_alike_in_both_ways():
+    plan = {"stride": 4, "context_length": 2, "generate_max_len": 3, "n_samples_per_prompt": 4}
+    work = ebft.make_work(ebft.TINY, 21, plan, torch.device("cpu"))
+    shared, step_major = ebft.SharedRow(work), ebft.StepMajor(work)
+    ids = torch.randint(512, (5, 4, 3), generator=torch.Generator().manual_seed(2))
+    advantage = shared.judge(ids)
+    assert advantage.shape == (5, 4) and advantage.std() > 0.01
+    assert torch.allclose(step_major.judge(ids), advantage, atol=1e-5)
+
+
+def test_step_major_rows_are_those_of_the_authors():
+    """12 tokens, anchors at 4, 7 and 10, two steps: 12 13 14 are the first tokens of the three, 15 16 17 the second."""
+    plan = {"stride": 3, "context_length": 4, "generate_max_len": 2, "n_samples_per_prompt": 2}
+    way = ebft.StepMajor(ebft.make_work(ebft.TINY | {"num_hidden_layers": 1}, 12, plan, torch.device("cpu")))
+    assert way.position_ids.tolist() == [*range(12), 4, 7, 10, 5, 8, 11]
+    assert way.predictor.tolist() == [[3, 12], [6, 13], [9, 14]]
+    sees = [row.nonzero()[:, 0].tolist() for row in way.mask[0, 0]]
+    assert sees[:12] == [list(range(place + 1)) for place in range(12)]
+    assert sees[12:15] == [[*range(4), 12], [*range(7), 13], [*range(10), 14]]
+    assert sees[15:] == [[*range(4), 12, 15], [*range(7), 13, 16], [*range(10), 14, 17]]
+    rows = way._rows(torch.arange(100, 112).view(3, 2, 2))  # anchors, samples, steps
+    assert rows[:, 12:].tolist() == [[100, 104, 108, 101, 105, 109], [102, 106, 110, 103, 107, 111]]
 
 
 def test_table_shows_the_latest_rows():

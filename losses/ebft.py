@@ -261,7 +261,9 @@ def cfm_unbiased(
     num_rollouts = rollout.shape[1]
     if num_rollouts < 2:
         raise ValueError(f"rollouts={num_rollouts}: a variance takes 2 or more; draw more, or use cfm_distance")
-    return cfm_distance(rollout, truth) - wide(rollout).var(dim=1, correction=1).sum(dim=-1) / num_rollouts
+    centred = wide(rollout) - wide(rollout).mean(dim=1, keepdim=True)
+    variance = centred.square().sum(dim=(1, 2)) / (num_rollouts - 1)  # (P,) of all features together
+    return cfm_distance(rollout, truth) - variance / num_rollouts
 
 
 # Advantages.

@@ -144,10 +144,13 @@ def print_help(config: type, prog: str) -> NoReturn:
 
 
 def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: Values) -> Values:
-    """The recipe of the tiny model: ours in trainer/recipes/, a fork's beside its module."""
+    """The recipe of the tiny model: ours in trainer/recipes/, a fork's beside its module; a mode may have its own."""
     stem = name.rpartition(".")[2]
     folder = Path(str(module.__file__)).parent if "." in name else RECIPES
     recipe = folder / f"{stem}_tiny.yaml"
+    if "mode" in given:
+        of_mode = folder / f"{stem}_{given['mode'].words[0]}_tiny.yaml"
+        recipe = of_mode if of_mode.is_file() else recipe
     if not recipe.is_file():
         return {}
     if os.environ.get("RANK", "0") == "0":

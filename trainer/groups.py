@@ -147,7 +147,7 @@ class Groups:
         started = time.perf_counter()
         prompts = [made.prompt for made in groups for _ in made.completions]
         future = self.rewards.submit(prompts, [c for made in groups for c in made.completions], step=step)
-        if not self.cfg.reward.reward_num_workers:
+        if future.done():
             future.result()  # computed by this very thread: now, while other groups are being sampled
         self._reward_s += time.perf_counter() - started
         return future

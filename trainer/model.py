@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from data.chat import set_chat_template
 from data.packing import Batch, Item, make_batches
+from data.strided import StridedBatch
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from rollout.model_folder import BUILTIN, read_adapter, resolve_model
 from trainer.adapters import add_adapter, attach_adapter, continue_adapter
@@ -228,6 +229,11 @@ def token_log_collision(policy: Policy, batch: Batch) -> Tensor:  # (N,)
 
 def predictor_states(policy: Policy, lm: Any, batch: Batch) -> Tensor:  # (N, D)
     """Last hidden states at the positions that predict trained tokens."""
+    return as_head_takes(policy, hidden_states(policy, lm, batch)[batch.index])
+
+
+def hidden_states(policy: Policy, lm: Any, batch: Batch | StridedBatch) -> Tensor:  # (R * T, D)
+    """Last hidden states at all positions of a batch, row by row."""
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         hidden = lm.base_model(
             input_ids=batch.input_ids,
@@ -235,8 +241,11 @@ def predictor_states(policy: Policy, lm: Any, batch: Batch) -> Tensor:  # (N, D)
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state  # (R, T, D)
-    hidden = hidden.flatten(0, 1)[batch.index]
-    # Autocast leaves the last norm in float32; the engine's head runs in compute_dtype, and so must ours.
+    return hidden.flatten(0, 1)
+
+
+def as_head_takes(policy: Policy, hidden: Tensor) -> Tensor:
+    """Autocast leaves the last norm in float32; the engine's head runs in compute_dtype, and so must ours."""
     return hidden if policy.autocast_dtype is None else hidden.to(policy.autocast_dtype)
 
 

@@ -10,7 +10,7 @@ for batch in offline.steps():
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from data.loader import Loader
@@ -57,12 +57,15 @@ class Offline:
         limit = self.cfg.optim.max_grad_norm
         self.grad_norm = clip_and_step(self.policy.model, self.optimizer, self.schedule, limit, where)
 
-    def log_and_save(self, sums: MetricSums, num_tokens: int, evaluate: Evaluate) -> None:
-        """Write the step down, evaluate and save when due."""
+    def log_and_save(
+        self, sums: MetricSums, num_tokens: int, evaluate: Evaluate, more: Mapping[str, float] | None = None
+    ) -> None:
+        """Write the step down, with more metrics where there are some; evaluate and save when due."""
         self.timer.lap("train_s")
         self.counters.prompts += len(self.batch)
         self.counters.tokens += num_tokens
         metrics = {
+            **(more or {}),
             **sums.means(),
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,

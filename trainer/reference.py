@@ -88,17 +88,20 @@ def build_reference(
     if cfg.ref_model:
         other = dataclasses.replace(model, model=cfg.ref_model, merge_lora=False)
         source = load_policy(other, LoraConfig(), policy.device, with_reference=False)
-        theirs = source.tokenizer.get_vocab()
-        if any(theirs.get(token) != number for token, number in policy.tokenizer.get_vocab().items()):
-            raise ValueError(
-                f"ref_model={cfg.ref_model}: its tokenizer gives tokens other ids than model={model.model}"
-            )
+        check_same_tokens(policy, source, f"ref_model={cfg.ref_model}", model.model)
         source.model.eval().requires_grad_(False)
         if cfg.ref != "precomputed":
             return Reference(dataclasses.replace(source, reference=source.model))
     if cfg.ref == "precomputed":
         return Reference(None, precompute(Path(cfg.ref_cache).expanduser(), run, source, items))
     return Reference(policy)
+
+
+def check_same_tokens(policy: Policy, other: Policy, setting: str, model: str) -> None:
+    """Another model can only judge ids that mean the same to it."""
+    theirs = other.tokenizer.get_vocab()
+    if any(theirs.get(token) != number for token, number in policy.tokenizer.get_vocab().items()):
+        raise ValueError(f"{setting}: its tokenizer gives tokens other ids than model={model}")
 
 
 def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Item]) -> dict[bytes, Tensor]:

@@ -28,7 +28,6 @@ from trainer.model import Policy
 from trainer.run import Run
 from trainer.weights import PolicyWeights
 
-UNSEEN = 2048  # tokens that an environment or a function of the user may put into a prompt
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
 EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",
                    "retokenised")  # fmt: skip
@@ -66,8 +65,11 @@ def check_servers(cfg: Any, policy: Policy) -> None:
             )
 
 
-def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt]) -> Engine:
-    """The engine of a method that samples, ended with the run; `prompts` are all it will be asked about."""
+def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], *, unseen: int = 0) -> Engine:
+    """The engine of a method that samples, ended with the run; `prompts` are all it will be asked about.
+
+    `unseen` is how many tokens besides a prompt and its completion a sequence may get.
+    """
     local = LocalEngine(
         policy.model, policy.tokenizer, max_batch_size=cfg.rollout.max_batch_size, autocast_dtype=policy.autocast_dtype
     )
@@ -75,11 +77,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt]) 
         return local
     dtype = str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
-    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length
-    if cfg.nemo_gym.multi_turn:
-        longest += cfg.max_completion_length  # the gym's agents ask for a whole answer in every turn, the last included
-    elif cfg.openenv.env is not None or cfg.tools.rollout_func is not None:
-        longest += UNSEEN
+    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + unseen
     engine = VllmEngine.start(
         cfg.vllm,
         sync,

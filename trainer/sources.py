@@ -65,6 +65,9 @@ def check_surroundings(cfg: Any) -> None:
     )
 
 
+UNSEEN = 2048  # tokens that an environment or a function of the user may put into a prompt
+
+
 class Surroundings:
     """Made once in a run."""
 
@@ -91,6 +94,13 @@ class Surroundings:
         if self.toolset is not None:
             return ("num_turns", *(["env_reward"] if self.toolset.pays else []))
         return ("num_turns", "env_reward") if self.episode is not None else ()
+
+    @property
+    def unseen(self) -> int:
+        """Tokens that a sequence may get besides its prompt and completion."""
+        if self.cfg.nemo_gym.multi_turn:
+            return self.cfg.max_completion_length  # its agents ask for a whole answer in every turn, the last included
+        return UNSEEN if self.cfg.openenv.env is not None or self.function is not None else 0
 
     def prompts(self, specs: Sequence[str], *, held_out: bool = False) -> list[Prompt]:
         cfg, policy = self.cfg, self.policy

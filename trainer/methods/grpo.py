@@ -156,7 +156,7 @@ def train(cfg: Config) -> None:
         counters = Counters()
         state = {"planner": planner, "rewards": rewards, "counters": counters, "replay": replay}
         run.begin(total_steps, f"{cfg.run.method} {cfg.model.model}")
-        engine = rollouts.start_engine(cfg, policy, run, prompts + held_out)
+        engine = rollouts.start_engine(cfg, policy, run, prompts + held_out, unseen=around.unseen)
         step = run.restore(policy, optimizer, schedule, state)
         source = around.source(engine, sampling)
         evaluation = run.keep(around.source(engine, rollouts.evaluation_sampling(sampling, cfg.rollout)))

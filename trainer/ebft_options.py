@@ -1,0 +1,235 @@
+"""Flags of energy-based fine-tuning: features, rewards and advantages; where documents are continued."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from data.format_options import FormatOptions
+from data.strided import StridedPlan
+from losses.ebft import layer_indices
+from rollout.options import SyncConfig, VllmConfig
+from trainer.config import (
+    DataConfig,
+    Flat,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    check_engine,
+    check_evaluation,
+)  # fmt: skip
+from trainer.group_options import AdvantageConfig, AsyncConfig, check_overlap
+from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureConfig:
+    """The frozen network, its features, and what is made of them."""
+
+    feature_model: str | None = None
+    """Another model as feature network, in any form --model takes; None: the starting point of this run."""
+    feature_layers: tuple[float, ...] = (0.25, 0.5, 0.75)
+    """Blocks whose outputs are features, as fractions of the depth; their states are put side by side."""
+    feature_norm: Literal["token", "layer", "none"] = "token"
+    """What has length 1 before pooling: a token's whole vector, each block's part of it, or nothing."""
+    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = "last_token"
+    (
+        "One vector for a sequence: its last token, the mean of prompt and completion, the mean of the completion, or "
+        "the tokens at its quarters side by side. In strided mode the sequence is the block, and both means are one."
+    )
+    use_whitening: bool = False
+    """Whiten the features of a prompt by those of its rollouts; diversity is then a penalty on equal rollouts alone."""
+    whiten_gt: Literal["feature", "sample"] = "feature"
+    """How the true completion is whitened: by the map of features, as in the paper, or as the authors' code does it."""
+    alignment: Literal["cosine", "dot"] = "cosine"
+    """Likeness to the true completion: the cosine, or the product whose expected gradient is that of the distance."""
+    alignment_coef: float = 1.0
+    """Weight of being like the true completion."""
+    diversity_coef: float = 1.0
+    """Weight of being unlike the other rollouts."""
+    rl_coef: float = 1.0
+    """Weight of the policy loss."""
+    ce_coef: float = 0.0
+    """Weight of the cross-entropy of the true tokens (0.03 in the paper); 0 does not compute it."""
+    advantage_estimator: Literal["rloo_split", "rloo", "grpo", "reinforce"] = "rloo_split"
+    (
+        "rloo: less the mean of the others; rloo_split: the same for each part of the reward, the authors' and without "
+        "bias; grpo: less the mean of the group, over its deviation; reinforce: the reward as it is."
+    )
+
+    def __post_init__(self) -> None:
+        layer_indices(self.feature_layers, 1)  # refuses fractions that are none
+        for name in ("alignment_coef", "diversity_coef", "rl_coef", "ce_coef"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or above")
+        if self.rl_coef == 0 and self.ce_coef == 0:
+            raise ValueError("rl_coef=0, ce_coef=0: there is nothing to learn from; set one of them")
+        if self.alignment_coef == 0 and self.diversity_coef == 0 and self.rl_coef > 0:
+            raise ValueError("alignment_coef=0, diversity_coef=0: every reward is 0; set one of them, or rl_coef=0")
+        if self.whiten_gt != FeatureConfig.whiten_gt and not self.use_whitening:
+            raise ValueError(f"whiten_gt={self.whiten_gt}: has no effect without whitening; set --use-whitening")
+
+    def check_rollouts(self, name: str, count: int) -> None:
+        """Whether so many rollouts of a prompt can be compared."""
+        if count < 1:
+            raise ValueError(f"{name}={count}: must be 1 or more")
+        if count > 1:
+            return
+        if self.advantage_estimator != "reinforce":
+            raise ValueError(
+                f"{name}=1: advantage_estimator={self.advantage_estimator} compares the rollouts of a prompt; draw 2 "
+                "or more, or use --advantage-estimator reinforce"
+            )
+        if self.use_whitening:
+            raise ValueError(
+                f"{name}=1: use_whitening scales by how the rollouts of a prompt differ; draw 2 or more, or leave it "
+                "off"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StridedConfig:
+    """Strided mode: where documents are continued, and how often."""
+
+    stride: int = 8
+    """Tokens from one anchor to the next."""
+    context_length: int = 8
+    """Tokens before the first anchor; a later one sees all of the document that is before it."""
+    generate_max_len: int = 8
+    """Tokens of a continuation; the end-of-text token does not end it."""
+    n_samples_per_prompt: int = 4
+    """Continuations of each anchor."""
+    min_completion_prefix: int = 0
+    """Tokens of a completion that are given too, where a document has a prompt."""
+    max_length: int = 1024
+    """Tokens of a document; what is longer is cut on the right, and counted."""
+
+    def __post_init__(self) -> None:
+        _ = self.plan  # refuses numbers that are too small
+        if self.max_length < self.context_length + self.generate_max_len:
+            raise ValueError(
+                f"max_length={self.max_length}: has no room for context_length + generate_max_len = "
+                f"{self.context_length + self.generate_max_len} tokens; raise it"
+            )
+
+    @property
+    def plan(self) -> StridedPlan:
+        names = {field.name for field in dataclasses.fields(StridedPlan)}
+        return StridedPlan(**{name: value for name, value in vars(self).items() if name in names})
+
+
+def refuse_idle(cfg: Any, names: tuple[str, ...], mode: str) -> None:
+    """Settings of the other mode, blocks or single fields of a Config, must be left alone."""
+    defaults = {field.name: field for field in dataclasses.fields(cfg)}
+    for name in names:
+        value, field = getattr(cfg, name), defaults[name]
+        if dataclasses.is_dataclass(value):
+            fields = [(inner.name, getattr(value, inner.name), inner.default) for inner in dataclasses.fields(value)]
+        else:
+            fields = [(name, value, field.default)]
+        for key, given, default in fields:
+            if given != default:
+                shown = " ".join(map(str, given)) if isinstance(given, tuple) else given
+                raise ValueError(f"{key}={shown}: has no effect in mode={mode}; leave it out")
+
+
+OF_STRUCTURED = (
+    "format", "rollout", "vllm", "sync", "policy_loss", "correction", "overlap", "num_generations", "max_prompt_length",
+    "max_completion_length", "adaptive_max_tokens", "gt_length_multiplier", "stop", "share_prompt", "num_iterations",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EbftConfig:
+    """Both modes; what the other one reads is refused."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    format: FormatOptions = field(default_factory=FormatOptions)
+    features: Flat[FeatureConfig] = field(default_factory=FeatureConfig)
+    strided: Flat[StridedConfig] = field(default_factory=StridedConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    policy_loss: Flat[PolicyLossConfig] = field(default_factory=PolicyLossConfig)
+    correction: Flat[CorrectionConfig] = field(default_factory=CorrectionConfig)
+    overlap: Flat[AsyncConfig] = field(default_factory=AsyncConfig)
+
+    mode: Literal["structured", "strided"] = "structured"
+    """structured: whole completions of prompts; strided: short continuations from many places of a text."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs in the loss are those of the same temperature (0.6 in the paper)."""
+    num_generations: int = 4
+    """Structured: completions per prompt."""
+    max_prompt_length: int | None = None
+    """Structured: prompts of more tokens are left out, and counted; None keeps all."""
+    max_completion_length: int = 256
+    """Structured: tokens a completion may have, and a true one is cut to."""
+    adaptive_max_tokens: bool = True
+    """Structured: stop a completion at gt_length_multiplier times the length of the true one, or 64 tokens."""
+    gt_length_multiplier: float = 1.5
+    """Structured: how much longer than the true completion one may get."""
+    stop: tuple[str, ...] = ()
+    """Structured: strings that end a completion, besides the model's own end tokens."""
+    share_prompt: bool = True
+    """Structured: compute a prompt once for its group, with the same gradient."""
+    num_iterations: int = 1
+    """Structured: optimizer steps taken on each batch of completions."""
+
+    def __post_init__(self) -> None:
+        check_evaluation(self.data, self.run)
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
+        if self.mode == "strided":
+            refuse_idle(self, OF_STRUCTURED, self.mode)
+            self.features.check_rollouts("n_samples_per_prompt", self.strided.n_samples_per_prompt)
+        else:
+            refuse_idle(self, ("strided",), self.mode)
+            self.features.check_rollouts("num_generations", self.num_generations)
+            check_engine(self.rollout, self.vllm, self.sync)
+            check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
+            check_policy_options(self.policy_loss, self.correction, num_iterations=self.num_iterations)
+            self._check_structured()
+
+    def _check_structured(self) -> None:
+        for name in ("max_completion_length", "num_iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if not 0.1 <= self.gt_length_multiplier < math.inf:
+            raise ValueError(f"gt_length_multiplier={self.gt_length_multiplier}: must be 0.1 or more")
+        if not self.adaptive_max_tokens and self.gt_length_multiplier != EbftConfig.gt_length_multiplier:
+            raise ValueError(
+                f"gt_length_multiplier={self.gt_length_multiplier}: has no effect without adaptive_max_tokens"
+            )
+        for name in ("eval_temperature", "eval_top_p", "eval_top_k"):
+            value = getattr(self.rollout, name)
+            if value != getattr(RolloutConfig, name):
+                raise ValueError(
+                    f"rollout.{name}={value}: has no effect here, held-out groups are sampled as those of training are"
+                )
+        if "" in self.stop:
+            raise ValueError("stop='': an empty stop string would end every completion; remove it")
+        if self.run.sequences_per_step % self.num_generations:
+            per_device = self.run.per_device_train_batch_size
+            fitting = math.lcm(self.num_generations, per_device) // per_device
+            raise ValueError(
+                f"num_generations={self.num_generations}: per_device_train_batch_size x gradient_accumulation_steps = "
+                f"{self.run.sequences_per_step} completions a step do not hold whole groups; use a multiple, for "
+                f"example gradient_accumulation_steps={fitting}"
+            )
+
+    @property
+    def advantage(self) -> AdvantageConfig:
+        """What GRPO's machinery asks of a method: features are the only reward here."""
+        return AdvantageConfig()
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.run.sequences_per_step // self.num_generations

@@ -1,0 +1,197 @@
+"""Features of a frozen network for energy-based fine-tuning: one vector for each sequence or block.
+
+    network = FeatureNetwork(cfg.features, policy)
+    found = network.of_groups(prompts, completions, num_generations=4)      # whole completions
+    found = network.of_blocks(batch)                                        # continuations within documents
+    measured = network.measure(found)                                       # rewards, and how far the two are apart
+
+The network is the policy's reference: a frozen copy of what it was when the run began, or, with LoRA, the base with the
+adapter switched off. Equal rollouts of a prompt have equal features to the last digit, however they were batched:
+whitening tells a duplicate from a near one by that.
+
+Shapes: P prompts or anchors, G rollouts of each, D = width of a feature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from data.packing import Item, make_batches
+from data.strided import StridedBatch
+from data.types import TruthPrompt
+from losses import ebft
+from rollout.types import Completion
+from trainer.config import LoraConfig, ModelConfig, RunConfig
+from trainer.ebft_options import FeatureConfig
+from trainer.model import Policy, as_reference, causal_lm, hidden_states, load_policy
+from trainer.reference import check_same_tokens
+
+
+class Found(NamedTuple):
+    """Features of rollouts and of what the data has in their place."""
+
+    rollout: Tensor  # (P, G, D)
+    truth: Tensor  # (P, D)
+
+
+class Measured(NamedTuple):
+    """What the features of a batch come to."""
+
+    reward: ebft.Reward  # two parts, (P, G) each
+    cfm: Tensor  # (P,) squared distance of the mean rollout to the truth, of features that are not whitened
+    cfm_unbiased: Tensor | None  # (P,) less what the spread of G rollouts adds to it; None for one alone
+
+
+def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy) -> Policy:
+    """The policy whose reference is the feature network: that of the run, unless another model is named."""
+    if cfg.feature_model is None:
+        return policy
+    other = dataclasses.replace(model, model=cfg.feature_model, merge_lora=False)
+    source = load_policy(other, LoraConfig(), policy.device, with_reference=False)
+    check_same_tokens(policy, source, f"feature_model={cfg.feature_model}", model.model)
+    frozen = source.model.eval().requires_grad_(False).to(policy.compute_dtype)
+    return dataclasses.replace(source, model=frozen, reference=frozen)
+
+
+class FeatureNetwork:
+    def __init__(self, cfg: FeatureConfig, run: RunConfig, policy: Policy) -> None:
+        self.cfg, self.run, self.policy = cfg, run, policy
+        with as_reference(policy) as model:
+            self.layers = ebft.layer_indices(cfg.feature_layers, len(blocks_of(causal_lm(model), policy.source)))
+
+    @torch.no_grad()
+    def of_groups(
+        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, num_generations: int
+    ) -> Found:
+        """One prompt for each completion, groups side by side. Every distinct sequence is computed once."""
+        assert len(prompts) == len(completions) and len(prompts) % num_generations == 0, (len(prompts), num_generations)
+        first = range(0, len(prompts), num_generations)
+        sequences = [(c.prompt_ids, c.ids, c.mask) for c in completions]
+        sequences += [(prompts[i].ids, prompts[i].truth_ids, prompts[i].truth_mask) for i in first]
+        place: dict[tuple[int, ...], int] = {}
+        rows = [place.setdefault((*prompt, *ids), len(place)) for prompt, ids, _ in sequences]
+        distinct = [sequences[rows.index(number)] for number in range(len(place))]
+        features = self._of_sequences(distinct)[rows]  # (P * G + P, D)
+        rollout, truth = features.split([len(completions), len(first)])
+        return Found(rollout.view(len(first), num_generations, -1), truth)
+
+    @torch.no_grad()
+    def of_blocks(self, batch: StridedBatch) -> Found:
+        """Of the continuations in a row, and of the document's own tokens in their places."""
+        place, truth = batch.place, batch.truth
+        if self.cfg.embed_method == "last_token":
+            place, truth = place[:, :, -1:], truth[:, -1:]
+        states = self._states(batch, torch.cat([place.flatten(), truth.flatten()]))
+        rollout, true = states.split([place.numel(), truth.numel()])
+        width = states.shape[1]
+        rollout, true = rollout.view(*place.shape, width), true.view(*truth.shape, width)
+        pooled = self._pool(rollout, torch.ones_like(place, dtype=torch.bool))  # (A, n, D)
+        ids = batch.input_ids[0, batch.place]  # (A, n, G)
+        equal = (ids.unsqueeze(2) == ids.unsqueeze(1)).all(dim=-1)  # (A, n, n)
+        twin = equal.int().argmax(dim=-1)  # (A, n) the first with the same tokens, in most cases itself
+        pooled = pooled.gather(1, twin.unsqueeze(-1).expand_as(pooled))
+        return Found(pooled, self._pool(true, torch.ones_like(truth, dtype=torch.bool)))
+
+    def measure(self, found: Found) -> Measured:
+        cfg, (rollout, truth) = self.cfg, found
+        features = ebft.plain(rollout, truth)
+        if cfg.use_whitening:
+            features = ebft.whiten(rollout, truth, whiten_truth=cfg.whiten_gt)
+        reward = ebft.feature_reward(
+            features, alignment_coef=cfg.alignment_coef, diversity_coef=cfg.diversity_coef, alignment=cfg.alignment
+        )
+        unbiased = ebft.cfm_unbiased(rollout, truth) if rollout.shape[1] > 1 else None
+        return Measured(reward, ebft.cfm_distance(rollout, truth), unbiased)
+
+    def _of_sequences(self, sequences: Sequence[tuple[list[int], list[int], list[bool] | None]]) -> Tensor:  # (B, D)
+        """Of (prompt ids, ids that follow, which of those count as completion).
+
+        A batch knows where the states lie that predict its trained tokens. The state at a token is what predicts the
+        next one, so the tokens behind those we want are the trained ones, and a last one is added that nobody reads.
+        """
+        whole = self.cfg.embed_method in ("mean_pooling", "concat")  # the prompt too, so it cannot be shared
+        items = []
+        for prompt, ids, mask in sequences:
+            wanted = [True] * (len(prompt) + len(ids))
+            if not whole:
+                wanted[: len(prompt)] = [False] * len(prompt)
+            if self.cfg.embed_method == "completion_mean" and mask is not None:
+                wanted[len(prompt) :] = mask
+            if self.cfg.embed_method == "last_token":
+                wanted = [False] * (len(wanted) - 1) + [True]
+            items.append(Item([*prompt, *ids, 0], [False, *wanted], 0 if whole else len(prompt)))
+        batches = make_batches(
+            items, max_tokens=self.run.max_tokens_per_micro_batch, share_prompt=True, multiple=self.policy.row_multiple
+        )
+        parts: dict[int, Tensor] = {}
+        for batch in batches:
+            batch = batch.to(self.policy.device)
+            states = self._states(batch, batch.index)
+            for row, own in zip(batch.rows, states.split([sum(items[row].mask) for row in batch.rows]), strict=True):
+                parts[row] = self._pool(own, torch.ones_like(own[:, 0], dtype=torch.bool))
+        return torch.stack([parts[row] for row in range(len(items))])
+
+    def _pool(self, features: Tensor, mask: Tensor) -> Tensor:
+        """(..., T, D) to (..., D): whatever the method leaves out has been left out already."""
+        return ebft.pool(features, mask, mask, embed_method=self.cfg.embed_method)
+
+    def _states(self, batch: Any, places: Tensor) -> Tensor:  # (M, layers * D)
+        """Hidden states of the chosen blocks at these places of a batch, side by side."""
+        with as_reference(self.policy) as model:
+            lm = causal_lm(model)
+            blocks = blocks_of(lm, self.policy.source)
+            with states_of([blocks[number - 1] for number in self.layers], places) as states:
+                hidden_states(self.policy, lm, batch)
+        return ebft.token_features(states, normalize=self.cfg.feature_norm)
+
+
+def measured_metrics(measured: Sequence[Measured], area: str) -> dict[str, float]:
+    """Means over all rollouts, and the two distances over all prompts; `area` is reward or eval."""
+    alignment = torch.cat([found.reward.alignment for found in measured])
+    diversity = torch.cat([found.reward.diversity for found in measured])
+    prefix = "eval/reward" if area == "eval" else "reward"
+    metrics = {
+        f"{prefix}/mean": (alignment - diversity).mean().item(),
+        f"{area}/alignment/mean": alignment.mean().item(),
+        f"{area}/diversity/mean": diversity.mean().item(),
+        f"{area}/cfm": torch.cat([found.cfm for found in measured]).mean().item(),
+    }
+    if area == "reward":
+        metrics["reward/std"] = (alignment - diversity).std(correction=1).item() if alignment.numel() > 1 else 0.0
+    unbiased = [found.cfm_unbiased for found in measured if found.cfm_unbiased is not None]
+    if unbiased:
+        metrics[f"{area}/cfm_unbiased"] = torch.cat(unbiased).mean().item()
+    return metrics
+
+
+def blocks_of(lm: Any, source: str) -> nn.ModuleList:
+    """The blocks of a transformers model: its list of as many modules as it says it has layers."""
+    num_layers = lm.config.get_text_config().num_hidden_layers
+    for child in lm.base_model.children():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            return child
+    raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
+
+
+@contextlib.contextmanager
+def states_of(blocks: Sequence[nn.Module], places: Tensor) -> Iterator[list[Tensor]]:
+    """What these blocks put out at the places, in the order of the blocks, once a forward pass has run within."""
+    states: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output  # (R, T, D)
+        states.append(hidden.flatten(0, 1)[places])
+
+    handles = [block.register_forward_hook(keep) for block in blocks]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(states) == len(blocks), (len(states), len(blocks))

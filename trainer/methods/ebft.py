@@ -1,0 +1,214 @@
+"""EBFT: match the features of the true completion, not its tokens (Jelassi et al. 2026, arXiv:2603.12248).
+
+A frozen network gives a vector for each completion. Rollouts are rewarded for being like the true completion there, and
+for being unlike each other (losses/ebft.py), so that their mean meets it: a policy gradient without a verifier.
+
+    structured   prompts -> generate -> features -> rewards -> advantage -> pack -> (logps -> loss -> backward)* -> step
+    strided      documents -> continue from anchors -> features -> rewards -> advantage -> (logps -> loss) -> step
+
+Structured mode samples whole completions by any engine and takes GRPO's losses, corrections and overlap. Strided mode
+continues a text by a few tokens every few tokens, all at once and in this process, and needs no prompts.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from data.documents import load_documents
+from data.loader import Loader
+from data.strided import Document, require_anchors
+from data.truths import load_truths
+from data.types import TruthPrompt
+from rollout.episodes import EpisodeSource
+from rollout.planner import Planner
+from rollout.producer import Producer
+from rollout.replay import Replay
+from rollout.truth_episode import TruthEpisode
+from trainer import rollouts, strided_step, truth_step
+from trainer.counters import Counters, Timer
+from trainer.dist import pick_device
+from trainer.ebft_options import EbftConfig
+from trainer.features import FeatureNetwork, feature_policy
+from trainer.group_step import backward, prepare
+from trainer.groups import Groups
+from trainer.model import Policy, load_policy
+from trainer.offline import Offline
+from trainer.optim import build_optimizer, clip_and_step
+from trainer.run import Run, open_run
+from trainer.sources import load_curriculum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(EbftConfig):
+    """Energy-based fine-tuning: match the features of true completions with those of rollouts."""
+
+
+def train(cfg: Config) -> None:
+    overlap = cfg.overlap
+    with open_run(cfg, cfg.run.method) as run:
+        with_reference = cfg.features.feature_model is None or cfg.policy_loss.beta > 0
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference)
+        network = FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy))
+        if cfg.mode == "strided":
+            return train_strided(cfg, run, policy, network)
+
+        prompts = truths_of(cfg, policy, cfg.data.data)
+        held_out = truths_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
+        total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
+        optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
+        rollouts.check_servers(cfg, policy)
+        planner = Planner(
+            loader,
+            num_generations=cfg.num_generations,
+            seed=cfg.run.seed,
+            reroll_from=overlap.reroll_from(total_steps // cfg.num_iterations),
+            reroll_max_groups=overlap.reroll_max_groups,
+            order=load_curriculum(overlap.curriculum),
+        )
+        replay = Replay(
+            size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=prompts
+        )
+        counters = Counters()
+        state = {"planner": planner, "counters": counters, "replay": replay}
+        run.begin(total_steps, f"{cfg.run.method} {cfg.model.model}")
+        engine = rollouts.start_engine(cfg, policy, run, prompts + held_out)
+        step = run.restore(policy, optimizer, schedule, state)
+        multiplier = cfg.gt_length_multiplier if cfg.adaptive_max_tokens else None
+        episode = TruthEpisode(policy.tokenizer, gt_length_multiplier=multiplier)
+        sampling = rollouts.training_sampling(cfg, policy)
+        evaluation = run.keep(EpisodeSource(engine, sampling, episode))
+        producer = run.keep(
+            Producer(
+                EpisodeSource(engine, sampling, episode),
+                planner,
+                depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
+                max_staleness=overlap.max_staleness,
+                steps_per_batch=cfg.num_iterations,
+                last_step=total_steps,
+                tend=engine.tend,
+            )
+        )
+        rewards = truth_step.FeatureRewards(network, num_generations=cfg.num_generations)
+        groups = Groups(cfg, producer, rewards, replay)
+        if step == 0 and held_out:
+            run.log(0, truth_step.evaluate(cfg, policy, engine, evaluation, rewards, held_out, version=0))
+
+        while step < total_steps:
+            timer = Timer()
+            rollouts.sync(engine, step, overlap.vllm_sync_interval)
+            batch = groups.next(step, engine.version)
+            if not overlap.async_prefetch:
+                engine.sleep()
+            timer.lap("rollout_s")
+            timer.move("rollout_s", "reward_s", batch.reward_s)
+            advantage = truth_step.advantages(cfg, batch).flatten()  # (B,)
+            old_logps = batch.old_logps(overlap.replay_recompute_logps)
+            # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
+            weighted = advantage * cfg.features.rl_coef
+            rollout = prepare(cfg, policy, batch.completions, weighted, old_logps=old_logps)
+            truths = [group.planned.prompt for group in batch.groups]
+            run.sample(
+                step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
+            )
+            counters.prompts = planner.consumed + len(batch.sampled.groups)
+
+            for iteration in range(min(cfg.num_iterations, total_steps - step)):
+                step += 1
+                learning_rate = schedule.get_last_lr()[0]
+                sums = backward(cfg, policy, rollout, first=iteration == 0)
+                num_truth = truth_step.add_truth(cfg, policy, truths, sums)
+                where = f"step {step}, rank 0, prompts {', '.join(dict.fromkeys(p.source for p in batch.prompts))}"
+                grad_norm = clip_and_step(policy.model, optimizer, schedule, cfg.optim.max_grad_norm, where)
+                num_tokens = num_truth + sum(mb.num_tokens for mb in rollout.micro_batches)
+                timer.lap("train_s")
+                counters.tokens += num_tokens
+                metrics = {
+                    **rollouts.reward_metrics(batch.sampled.table, batch.sampled.reward),
+                    **rollouts.completion_metrics(batch.sampled.completions),
+                    **rollouts.packing_metrics(rollout.micro_batches),
+                    **batch.metrics,
+                    **rewards.metrics(),
+                    **producer.metrics(step - 1),
+                    **sums.means(),
+                    "policy/advantage_std": advantage.std(correction=0).item(),
+                    "optim/grad_norm": grad_norm,
+                    "optim/lr": learning_rate,
+                    "data/epoch": planner.epoch,
+                    **counters.metrics(),
+                    **timer.metrics(num_tokens),
+                }
+                if held_out and cfg.run.eval_due(step, total_steps):
+                    metrics |= truth_step.evaluate(cfg, policy, engine, evaluation, rewards, held_out, version=step)
+                run.log(step, metrics | engine.metrics())
+                timer = Timer()
+                if overlap.async_prefetch and iteration + 1 < cfg.num_iterations:  # what runs ahead goes on with these
+                    rollouts.sync(engine, step, overlap.vllm_sync_interval)
+                    producer.top_up(engine.version)
+            producer.done()
+            run.maybe_save(step, policy, optimizer, schedule, state)
+        run.finish(policy)
+
+
+def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork) -> None:
+    size = cfg.run.sequences_per_step
+    documents = documents_of(cfg, policy, cfg.data.data)
+    held_out = documents_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+    offline = Offline(run, cfg, policy, documents)
+
+    def evaluate() -> dict[str, float]:
+        return strided_step.evaluate(cfg, policy, network, held_out, batch_size=size)
+
+    offline.begin(evaluate)
+    for batch in offline.steps():
+        number = (offline.step - 1) * size  # of the first document: the seeds of a resumed run are those of an unbroken
+        step = strided_step.continue_all(cfg, policy, batch, seed=cfg.run.seed, number=number)
+        offline.timer.lap("rollout_s")
+        step = strided_step.judge(network, step)
+        run.sample(offline.step, strided_step.sample_rows(policy, batch, step))
+        offline.timer.lap("reward_s")
+        sums = strided_step.backward(cfg, policy, step)
+        strided_step.check_gap(cfg, policy, sums, offline.step)
+        offline.take_step()
+        offline.log_and_save(sums, step.num_computed, evaluate, strided_step.step_metrics(step))
+    run.finish(policy)
+
+
+def truths_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[TruthPrompt]:
+    if not specs:
+        return []
+    return load_truths(
+        specs,
+        policy.tokenizer,
+        data_format=cfg.data.data_format,
+        system_prompt=cfg.model.system_prompt,
+        max_prompt_length=cfg.max_prompt_length,
+        context_length=policy.context_length,
+        max_completion_length=cfg.max_completion_length,
+        options=cfg.format,
+        cfg=cfg,
+    )
+
+
+def documents_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Document]:
+    if not specs:
+        return []
+    documents = load_documents(
+        specs,
+        policy.tokenizer,
+        data_format=cfg.data.data_format,
+        system_prompt=cfg.model.system_prompt,
+        max_length=cfg.strided.max_length,
+        context_length=policy.context_length,
+        cfg=cfg,
+    )
+    plan = cfg.strided.plan
+    require_anchors(documents, plan)
+    if cfg.features.ce_coef:
+        return documents  # one without an anchor still has tokens of its own
+    kept = [document for document in documents if plan.anchors(document)]
+    if len(kept) < len(documents):
+        left_out = len(documents) - len(kept)
+        print(f"data: left out {left_out} of {len(documents)} documents without room for an anchor", file=sys.stderr)
+    return kept

@@ -1,0 +1,227 @@
+"""One optimizer step of strided energy-based fine-tuning: documents, continued from their anchors, to gradients.
+
+    step = continue_all(cfg, policy, documents, number=...)         # rows of documents, with continuations in them
+    step = judge(network, step)                                     # rewards and advantages
+    sums = backward(cfg, policy, step)                              # gradients; the caller clips and steps
+
+The tokens were sampled by the very weights that are trained, once: the ratio is 1 and there is nothing to clip. The
+gradient is the same however documents are dealt to rows: generated tokens are averaged over all of the step, and so are
+those of the cross-entropy.
+
+Shapes: of a row, A anchors, n continuations of each, G tokens of a continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.strided import Document, StridedBatch, make_strided
+from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
+from losses import ebft
+from losses.importance import log_difference
+from rollout.planner import sample_seed
+from rollout.sampling import signed_64
+from rollout.strided import continue_documents
+from trainer.attention import span_masks
+from trainer.dist import all_sum
+from trainer.features import FeatureNetwork, Measured, measured_metrics
+from trainer.metrics import MetricSums
+from trainer.model import Policy, as_head_takes, causal_lm, head_of, hidden_states
+from trainer.optim import total_loss
+
+EVAL_SEED = -1  # of held-out continuations; a run's own seed is 0 or above
+
+
+@dataclass(frozen=True)
+class StridedStep:
+    """The documents of a step. Lists are per row."""
+
+    rows: list[StridedBatch]  # with generated tokens
+    behaviour: list[Tensor]  # (A, n, G) log-probs when they were sampled
+    measured: list[Measured] = field(default_factory=list)
+    advantage: list[Tensor] = field(default_factory=list)  # (A, n)
+
+    @property
+    def num_computed(self) -> int:
+        return sum(row.num_computed for row in self.rows)
+
+    @property
+    def num_anchors(self) -> int:
+        return sum(len(row.anchor) for row in self.rows)
+
+
+def continue_all(cfg: Any, policy: Policy, documents: Sequence[Document], *, seed: int, number: int) -> StridedStep:
+    """Rows of documents, each continued from all its anchors. `number` is that of the first document in the run.
+
+    The seed of a continuation follows from the number of its document, its anchor and its own: what else is in the row,
+    or whether the run was broken off in between, does not change it.
+    """
+    lm, plan = causal_lm(policy.model), cfg.strided.plan
+    of_document = torch.tensor([signed_64(sample_seed(seed, number + i)) for i in range(len(documents))])
+    rows, behaviour = [], []
+    for row in make_strided(
+        documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=policy.row_multiple
+    ):
+        own = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + torch.arange(plan.n_samples_per_prompt)  # (A, n)
+        seeds = of_document[row.document].unsqueeze(1) + own
+        row = row.to(policy.device)
+        made = continue_documents(
+            lm, row, partial(span_masks, lm.config), seeds=seeds.to(policy.device), temperature=cfg.temperature,
+            autocast_dtype=policy.autocast_dtype,
+        )  # fmt: skip
+        rows.append(row.with_generated(made.ids))
+        behaviour.append(made.logps)
+    return StridedStep(rows, behaviour)
+
+
+def judge(network: FeatureNetwork, step: StridedStep) -> StridedStep:
+    """Rewards of all continuations, and advantages within those of an anchor."""
+    measured = [network.measure(network.of_blocks(row)) for row in step.rows]
+    estimator = network.cfg.advantage_estimator
+    advantage = [ebft.advantage_of(found.reward, advantage_estimator=estimator) for found in measured]
+    return replace(step, measured=measured, advantage=advantage)
+
+
+def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
+    """Gradients of one optimizer step."""
+    features, lm = cfg.features, causal_lm(policy.model)
+    generated, text = (
+        all_sum(torch.tensor(float(count), device=policy.device))
+        for count in (sum(row.place.numel() for row in step.rows), sum(len(row.ce_target) for row in step.rows))
+    )
+    denominators = {"policy": generated, "ce": text}
+    sums = MetricSums()
+
+    def policy_loss(tokens: TokenLogps, rows: Tensor, advantage: Tensor, behaviour: Tensor) -> tuple[Tensor, Any]:
+        all_of_them = torch.ones_like(rows, dtype=torch.bool)
+        out = ebft.rollout_loss(tokens.logp, advantage[rows], all_of_them, rl_coef=features.rl_coef)
+        term = out.terms["policy"]
+        gap = log_difference(tokens.logp.detach(), behaviour[rows], all_of_them)
+        return total_loss(out, denominators), {
+            "loss/policy": (term.sum.detach(), term.count),
+            "policy/entropy": (tokens.entropy.detach().sum(), term.count),
+            "policy/behaviour_gap": (gap.abs().sum(), term.count),
+            "policy/behaviour_kl": ((torch.expm1(gap) - gap).sum(), term.count),
+        }
+
+    def truth_loss(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any]:
+        out = ebft.truth_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=features.ce_coef)
+        term = out.terms["ce"]
+        return total_loss(out, denominators), {"loss/ce": (term.sum.detach(), term.count)}
+
+    for row, behaviour, advantage in zip(step.rows, step.behaviour, step.advantage, strict=True):
+        losses = []
+        hidden = hidden_states(policy, lm, row)  # (T, D)
+        place, predictor, of_token = (x.flatten() for x in (row.place, row.predictor, row.per_token(advantage)))
+        if len(place) and features.rl_coef:
+            losses.append(
+                linear_logprob_loss(
+                    as_head_takes(policy, hidden[predictor]),
+                    target=row.input_ids[0, place],
+                    loss_fn=partial(policy_loss, advantage=of_token, behaviour=behaviour.flatten()),
+                    temperature=cfg.temperature,
+                    ignore_index=None,
+                    **head_of(lm),
+                )  # fmt: skip
+            )
+        if len(row.ce_target) and features.ce_coef:
+            losses.append(
+                linear_logprob_loss(
+                    as_head_takes(policy, hidden[row.ce_index]),
+                    target=row.ce_target,
+                    loss_fn=truth_loss,
+                    ignore_index=None,
+                    **head_of(lm),
+                )  # fmt: skip
+            )
+        total = sum((loss for loss, _ in losses), start=torch.zeros((), device=policy.device))
+        if losses:
+            total.backward()
+        for _, parts in losses:
+            for metrics in parts:
+                sums.add(metrics)
+        sums.add({"loss/total": (total.detach(), 0.0)})
+    sums.add({"loss/total": (0.0, 1.0)})
+    return sums
+
+
+def check_gap(cfg: Any, policy: Policy, sums: MetricSums, step: int) -> None:
+    """Tokens must score in training as they did when they were sampled: the same weights, by two ways of attention."""
+    gap = sums.means().get("policy/behaviour_gap", 0.0)
+    limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25
+    if cfg.lora.dropout == 0 and not gap < limit:  # dropout is on in training alone
+        raise ValueError(
+            f"step {step}: log-probs of sampled tokens differ from those in training by {gap:.3g} (limit {limit}); "
+            f"model={policy.source} does not continue documents from a cache as it reads them whole; use structured "
+            "mode"
+        )
+
+
+def sample_rows(policy: Policy, documents: Sequence[Document], step: StridedStep) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl: the continuations of one anchor, in the middle of what the step had."""
+    rows = [number for number, row in enumerate(step.rows) if len(row.anchor)]
+    if not rows:
+        return []
+    number = rows[len(rows) // 2]
+    row, place = step.rows[number], len(step.rows[number].anchor) // 2
+    document, anchor = documents[int(row.document[place])], int(row.anchor[place])
+
+    def text(ids: list[int]) -> str:
+        return policy.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    reward = step.measured[number].reward
+    return [
+        {
+            "prompt": text(document.ids[:anchor]),
+            "completion": text(row.input_ids[0, row.place[place, sample]].tolist()),
+            "truth": text(document.ids[anchor : anchor + row.place.shape[2]]),
+            "rewards": {
+                "alignment": reward.alignment[place, sample].item(),
+                "diversity": reward.diversity[place, sample].item(),
+            },
+            "advantage": step.advantage[number][place, sample].item(),
+            "source": document.source,
+        }
+        for sample in range(row.place.shape[1])
+    ]
+
+
+def step_metrics(step: StridedStep) -> dict[str, float]:
+    """What the continuations of a step came to; nothing where there was none."""
+    if not step.num_anchors:
+        return {"rollout/anchors": 0.0}
+    advantage = torch.cat(step.advantage)
+    return {
+        **measured_metrics(step.measured, "reward"),
+        "policy/advantage_std": advantage.std(correction=0).item(),
+        "reward/zero_std_frac": (advantage.abs().amax(dim=1) < 1e-6).float().mean().item(),
+        "rollout/anchors": float(step.num_anchors),
+    }
+
+
+@torch.no_grad()
+def evaluate(
+    cfg: Any, policy: Policy, network: FeatureNetwork, documents: Sequence[Document], *, batch_size: int
+) -> dict[str, float]:
+    """Held-out documents, continued always by the same seeds, and the cross-entropy of their own tokens."""
+    if not documents:
+        return {}
+    measured, sums, lm = [], MetricSums(), causal_lm(policy.model)
+    was_training = policy.model.training
+    policy.model.eval()
+    for first in range(0, len(documents), batch_size):
+        part = documents[first : first + batch_size]
+        step = judge(network, continue_all(cfg, policy, part, seed=EVAL_SEED, number=first))
+        measured += step.measured
+        for row in step.rows:
+            states = as_head_takes(policy, hidden_states(policy, lm, row)[row.ce_index])
+            logp = linear_logprob(states, target=row.ce_target, ignore_index=None, **head_of(lm)).logp
+            sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp))))})
+    policy.model.train(was_training)
+    return {**measured_metrics(measured, "eval"), **sums.means(), "eval/rows": len(documents)}

@@ -1,0 +1,148 @@
+"""What structured energy-based fine-tuning adds to a step of GRPO: rewards from features, and the true completions.
+
+    rewards = FeatureRewards(network, num_generations=4)       # in the place of reward functions
+    batch = groups.next(step, engine.version)
+    advantage = advantages(cfg, batch)                         # (P, G)
+    sums = backward(cfg, policy, rollout)                      # trainer/group_step.py
+    add_truth(cfg, policy, truths, sums)                       # gradients of the cross-entropy besides
+
+Alignment and diversity are two rewards, the second with weight -1, so that everything that looks at groups (replay,
+dynamic sampling, samples.jsonl) sees them apart and their sum as the reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.packing import Batch, Item, make_batches
+from data.types import TruthPrompt
+from kernels.linear_logprob import TokenLogps
+from losses import ebft
+from rollout.engine import Engine
+from rollout.rewards import RewardTable
+from rollout.source import Job, Source, run_groups
+from rollout.types import Completion
+from trainer.dist import all_sum
+from trainer.features import FeatureNetwork, Measured, measured_metrics
+from trainer.groups import GroupBatch
+from trainer.metrics import MetricSums
+from trainer.model import Policy, token_logps, token_loss
+from trainer.optim import total_loss
+
+
+class FeatureRewards:
+    """Rewards as trainer/groups.py asks for them, made by the feature network of this process."""
+
+    names = ["alignment", "diversity"]
+    weights = [1.0, -1.0]
+
+    def __init__(self, network: FeatureNetwork, *, num_generations: int) -> None:
+        self.network, self.num_generations = network, num_generations
+        self._measured: list[Measured] = []  # since the last call of metrics
+
+    def submit(
+        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, step: int
+    ) -> Future[RewardTable]:
+        """Computes now, on whole groups: the future has its result."""
+        measured = self.measure(prompts, completions)
+        self._measured.append(measured)
+        parts = torch.stack(measured.reward, dim=-1).flatten(0, 1).tolist()  # (P * G, 2)
+        totals = [alignment - diversity for alignment, diversity in parts]
+        future: Future[RewardTable] = Future()
+        future.set_result(RewardTable(names=self.names, values=parts, weights=self.weights, totals=totals))
+        return future
+
+    def measure(self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion]) -> Measured:
+        found = self.network.of_groups(prompts, completions, num_generations=self.num_generations)
+        return self.network.measure(found)
+
+    def metrics(self) -> dict[str, float]:
+        """Of all that was sampled since the last call; what is trained on may be less, or older."""
+        measured, self._measured = self._measured, []
+        metrics = measured_metrics(measured, "reward") if measured else {}
+        return {name: value for name, value in metrics.items() if "cfm" in name}
+
+
+def advantages(cfg: Any, batch: GroupBatch) -> Tensor:  # (P, G)
+    """Of the two parts of the reward, by the estimator asked for."""
+    reward = ebft.Reward(*batch.values.unbind(dim=-1))
+    return ebft.advantage_of(reward, advantage_estimator=cfg.features.advantage_estimator)
+
+
+def truth_batches(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], accumulation: int) -> list[Batch]:
+    """Prompts with their true completions, which are what is trained."""
+    items = [
+        Item(
+            [*prompt.ids, *prompt.truth_ids],
+            [False] * len(prompt.ids) + (prompt.truth_mask or [True] * len(prompt.truth_ids)),
+        )
+        for prompt in prompts
+    ]
+    batches = make_batches(
+        items,
+        accumulation=accumulation,
+        max_tokens=cfg.run.max_tokens_per_micro_batch,
+        packing=cfg.run.packing,
+        multiple=policy.row_multiple,
+    )
+    return [batch.to(policy.device) for batch in batches]
+
+
+def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: MetricSums) -> int:
+    """Add the gradients of the cross-entropy, and its metrics; gives the tokens this took."""
+    if not cfg.features.ce_coef:
+        return 0
+    micro_batches = truth_batches(cfg, policy, prompts, cfg.run.gradient_accumulation_steps)
+    count = all_sum(torch.tensor(float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
+
+    def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        out = ebft.truth_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=cfg.features.ce_coef)
+        term = out.terms["ce"]
+        return total_loss(out, {"ce": count}), {"loss/ce": (term.sum.detach(), term.count)}
+
+    for mb in micro_batches:
+        total, parts = token_loss(policy, mb, loss_of)
+        total.backward()
+        for metrics in parts:
+            sums.add(metrics)
+        sums.add({"loss/total": (total.detach(), torch.zeros_like(total))})
+    return sum(mb.num_tokens for mb in micro_batches)
+
+
+@torch.no_grad()
+def evaluate(
+    cfg: Any,
+    policy: Policy,
+    engine: Engine,
+    source: Source,
+    rewards: FeatureRewards,
+    prompts: Sequence[TruthPrompt],
+    *,
+    version: int,
+) -> dict[str, float]:
+    """Groups of held-out prompts by the weights as they are, always with the same seeds; and the truth's likelihood."""
+    engine.load(version)
+    size = rewards.num_generations
+    jobs = [[Job(prompt, row * size + i) for i in range(size)] for row, prompt in enumerate(prompts)]
+    groups = run_groups(source, jobs, engine.tend)
+    engine.sleep()
+    completions = [completion for group in groups for completion in group]
+    measured = rewards.measure([prompt for prompt in prompts for _ in range(size)], completions)
+    was_training = policy.model.training
+    policy.model.eval()
+    sums = MetricSums()
+    for mb in truth_batches(cfg, policy, prompts, accumulation=1):
+        logp = token_logps(policy, mb).logp
+        sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=logp.device))})
+    policy.model.train(was_training)
+    return {
+        **measured_metrics([measured], "eval"),
+        **sums.means(),
+        "eval/len_mean": sum(len(c.ids) for c in completions) / len(completions),
+        "eval/rows": len(prompts),
+    }

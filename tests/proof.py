@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests import proof_async
+from tests import proof_async, proof_ebft
 from tests.entry import ROOT, metrics, processes_with, repeatable, run_ok
 from tests.test_resume import GRPO, STEPS, start_and_kill
 
@@ -205,6 +205,20 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
             ("rm", "eval/reward/accuracy", 0.9),
             ("kto", "eval/reward/auc", 0.8),
         ]
+    },
+    **{
+        f"ebft-{mode}": (
+            f"`python -m trainer --method ebft --mode {mode}`: held-out features, beside SFT on the same rows",
+            lambda path, mode=mode: Outcome(*proof_ebft.tiny(path, mode)),
+        )
+        for mode in ("structured", "strided")
+    },
+    **{
+        f"ebft-stories-{mode}": (
+            f"the same, {mode}, stories260K on Shakespeare, 150 steps, `--ce-coef 0.1`",
+            lambda path, mode=mode: Outcome(*proof_ebft.stories(path, mode)),
+        )
+        for mode in ("structured", "strided")
     },
     "prm": ("`python -m trainer --method prm`, built-in steps", process_reward),
     "rm-grpo": ("`--method rm`, then `--method grpo --reward-funcs model:RUN`", reward_model_in_grpo),

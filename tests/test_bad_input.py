@@ -500,6 +500,108 @@ def test_lora_on_what_it_cannot_adapt(refused, modules):
     refused(argv, "lora.target_modules", modules)
 
 
+# energy-based fine-tuning ----------------------------------------------------------------------------------------
+
+STRUCTURED = ["--method", "ebft", *SMALL, "--max-completion-length", 4]
+STRIDED = ["--method", "ebft", "--mode", "strided", *SMALL, "--context-length", 4, "--generate-max-len", 2]
+REINFORCE = ["--advantage-estimator", "reinforce"]
+EBFT = {
+    "unknown mode": ([*STRUCTURED, "--mode", "stridded"], "--mode=stridded", "strided"),
+    "unknown pooling": ([*STRUCTURED, "--embed-method", "first"], "--embed-method=first", "last_token"),
+    "unknown estimator": ([*STRUCTURED, "--advantage-estimator", "loo"], "--advantage-estimator=loo", "rloo_split"),
+    "layer out of range": ([*STRUCTURED, "--feature-layers", 0.5, 1.5], "feature_layers=1.5", "from 0 to 1"),
+    "no layer": ([*STRIDED, "--feature-layers"], "feature_layers=[]"),
+    "1 rollout, rloo": ([*STRUCTURED, "--num-generations", 1, "--advantage-estimator", "rloo"], "num_generations=1"),
+    "1 rollout, grpo": ([*STRUCTURED, "--num-generations", 1, "--advantage-estimator", "grpo"], "num_generations=1"),
+    "1 rollout": ([*STRUCTURED, "--num-generations", 1], "num_generations=1", "rloo_split"),
+    "1 sample": ([*STRIDED, "--n-samples-per-prompt", 1], "n_samples_per_prompt=1", "rloo_split"),
+    "1 rollout, whitened": ([*STRUCTURED, "--num-generations", 1, *REINFORCE, "--use-whitening"], "use_whitening"),
+    "1 sample, whitened": ([*STRIDED, "--n-samples-per-prompt", 1, *REINFORCE, "--use-whitening"], "use_whitening"),
+    "no whole groups": ([*STRUCTURED, "--num-generations", 3], "num_generations=3", "8 completions"),
+    "nothing to learn from": ([*STRIDED, "--rl-coef", 0, "--ce-coef", 0], "rl_coef=0, ce_coef=0"),
+    "temperature 0": ([*STRUCTURED, "--temperature", 0], "temperature=0.0"),
+    "temperature 0, strided": ([*STRIDED, "--temperature", 0], "temperature=0.0"),
+    "groups in strided": ([*STRIDED, "--num-generations", 8], "num_generations=8", "mode=strided"),
+    "a server in strided": ([*STRIDED, *VLLM], "rollout.engine=vllm", "mode=strided"),
+    "running ahead in strided": ([*STRIDED, "--async-prefetch"], "async_prefetch=True", "mode=strided"),
+    "padding in strided": ([*STRIDED, "--no-packing"], "packing=False", "mode=strided"),
+    "stride in structured": ([*STRUCTURED, "--stride", 2], "stride=2", "mode=structured"),
+    "no room for a block": ([*STRIDED, "--max-length", 5], "max_length=5", "= 6 tokens"),
+    "feature model": ([*STRUCTURED, "--feature-model", "./no"], "model=./no", "no such folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EBFT)
+def test_ebft_settings(refused, name):
+    argv, *parts = EBFT[name]
+    refused(argv, *parts)
+
+
+GOOD_TRUTH, GOOD_TEXT = GOOD_SFT, {"text": "1+2=3 and 3+4=7"}
+TRUTHS = {
+    "no truth": ({"prompt": "1+2="}, "rows.jsonl:2: has no true completion", "prompt"),
+    "truth null": ({"prompt": "1+2=", "ground_truth": None}, "rows.jsonl:2: has no true completion"),
+    "empty truth": ({"prompt": "1+2=", "completion": " "}, "rows.jsonl:2: the true completion is empty"),
+    "no assistant": ({"messages": [message("x")]}, "rows.jsonl:2: has no assistant turn"),
+    "plain text": (GOOD_TEXT, "rows.jsonl:2: has a 'text' but no prompt", "--mode strided"),
+    "truth not text": ({"prompt": "1+2=", "completion": 3}, "rows.jsonl:2: the prompt is text but the true completion"),
+}
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_ebft_rows(refused, name):
+    row, *parts = TRUTHS[name]
+    Path("rows.jsonl").write_text(rows(GOOD_TRUTH, row))
+    refused([*STRUCTURED, *MODEL, *DATA], *parts)
+    refused([*STRUCTURED, *MODEL, *ADDITION, "--eval-data", "rows.jsonl"], *parts)
+
+
+def test_ebft_formats_of_the_other_mode(refused):
+    argv = [*STRUCTURED, *MODEL, *DATA, "--data-format", "ebft_strided_chat.transform"]
+    refused(argv, "data_format=ebft_strided_chat.transform", "--mode strided")
+    argv = [*STRIDED, *MODEL, *DATA, "--data-format", "ebft_opencode.transform"]
+    refused(argv, "data_format=ebft_opencode.transform", "--mode structured")
+
+
+def test_ebft_documents_without_room_for_an_anchor(refused):
+    long = ["--context-length", 40, "--generate-max-len", 8]
+    Path("rows.jsonl").write_text(rows(GOOD_TEXT, GOOD_TEXT))
+    for more in ([], ["--ce-coef", 0.1]):
+        argv = [*STRIDED, *long, *more, *MODEL]
+        refused([*argv, *DATA], "documents=2: none has room for context_length + generate_max_len = 48 tokens")
+    Path("long.jsonl").write_text(rows({"text": "1+2=3 " * 20}))
+    refused(
+        [*STRIDED, *long, *MODEL, "--data", "long.jsonl", "--eval-data", "rows.jsonl"], "documents=2: none has room"
+    )
+
+
+@pytest.mark.parametrize("ce_coef", [0, 0.1])
+def test_ebft_short_documents_are_left_out_and_counted_or_kept_for_their_own_tokens(here, capsys, ce_coef):
+    Path("rows.jsonl").write_text(rows(*[{"text": "1+2"}] * 3, *[GOOD_TEXT] * 2))
+    argv = [*STRIDED, *MODEL, *DATA, "--per-device-train-batch-size", 5, "--ce-coef", ce_coef, "--output-dir", "run"]
+    assert main([str(word) for word in argv]) == 0
+    left_out = "data: left out 3 of 5 documents without room for an anchor" in capsys.readouterr().err
+    assert left_out == (ce_coef == 0)
+    (last,) = [json.loads(line) for line in Path("run/metrics.jsonl").open()]
+    assert last["rollout/anchors"] == (12 if ce_coef == 0 else 4) or print(last)
+
+
+def test_ebft_feature_model_of_a_shorter_context(refused):
+    """What the policy can read and its judge cannot is refused by row, before any work."""
+    shutil.copytree(TINY, "m")
+    config = json.loads((TINY / "config.json").read_text())
+    Path("m/config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    refused([*STRUCTURED, *MODEL, *DATA, "--feature-model", "m"], "rows.jsonl:1", "context of 8")
+
+
+def test_ebft_what_the_cases_above_spoil_is_good_by_itself(here, capsys):
+    Path("rows.jsonl").write_text(rows(GOOD_TRUTH))
+    assert main([str(word) for word in [*STRUCTURED, *MODEL, *DATA, "--output-dir", "one"]]) == 0
+    Path("rows.jsonl").write_text(rows(GOOD_TEXT))
+    assert main([str(word) for word in [*STRIDED, *MODEL, *DATA, "--output-dir", "two"]]) == 0
+    assert "error:" not in capsys.readouterr().err
+
+
 # runs ------------------------------------------------------------------------------------------------------------
 
 

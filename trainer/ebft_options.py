@@ -122,13 +122,20 @@ class StridedConfig:
         return StridedPlan(**{name: value for name, value in vars(self).items() if name in names})
 
 
+PREFIXED = ("format", "rollout", "vllm", "sync")  # blocks whose flags carry their name
+
+
 def refuse_idle(cfg: Any, names: tuple[str, ...], mode: str) -> None:
     """Settings of the other mode, blocks or single fields of a Config, must be left alone."""
     defaults = {field.name: field for field in dataclasses.fields(cfg)}
     for name in names:
         value, field = getattr(cfg, name), defaults[name]
         if dataclasses.is_dataclass(value):
-            fields = [(inner.name, getattr(value, inner.name), inner.default) for inner in dataclasses.fields(value)]
+            prefix = f"{name}." if name in PREFIXED else ""
+            fields = [
+                (f"{prefix}{inner.name}", getattr(value, inner.name), inner.default)
+                for inner in dataclasses.fields(value)
+            ]
         else:
             fields = [(name, value, field.default)]
         for key, given, default in fields:
@@ -189,6 +196,8 @@ class EbftConfig:
             raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
         if self.mode == "strided":
             refuse_idle(self, OF_STRUCTURED, self.mode)
+            if not self.run.packing:
+                raise ValueError("packing=False: has no effect in mode=strided; leave it out")
             self.features.check_rollouts("n_samples_per_prompt", self.strided.n_samples_per_prompt)
         else:
             refuse_idle(self, ("strided",), self.mode)

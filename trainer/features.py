@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -71,15 +72,18 @@ class FeatureNetwork:
     ) -> Found:
         """One prompt for each completion, groups side by side. Every distinct sequence is computed once."""
         assert len(prompts) == len(completions) and len(prompts) % num_generations == 0, (len(prompts), num_generations)
-        first = range(0, len(prompts), num_generations)
-        sequences = [(c.prompt_ids, c.ids, c.mask) for c in completions]
-        sequences += [(prompts[i].ids, prompts[i].truth_ids, prompts[i].truth_mask) for i in first]
+        items = []
+        for first in range(0, len(prompts), num_generations):
+            items += [self._item(c.prompt_ids, c.ids, c.mask) for c in completions[first : first + num_generations]]
+            prompt = prompts[first]
+            items.append(self._item(prompt.ids, prompt.truth_ids, prompt.truth_mask))
+        # The tokens and which of them are wanted make the feature; where the prompt ends does not by itself.
         place: dict[tuple[int, ...], int] = {}
-        rows = [place.setdefault((*prompt, *ids), len(place)) for prompt, ids, _ in sequences]
-        distinct = [sequences[rows.index(number)] for number in range(len(place))]
-        features = self._of_sequences(distinct)[rows]  # (P * G + P, D)
-        rollout, truth = features.split([len(completions), len(first)])
-        return Found(rollout.view(len(first), num_generations, -1), truth)
+        rows = [place.setdefault((*item.ids, *item.mask), len(place)) for item in items]
+        distinct = dict(zip(rows, items, strict=True))
+        features = self._of_items([distinct[number] for number in range(len(distinct))])[rows]  # (P * (G + 1), D)
+        features = features.view(-1, num_generations + 1, features.shape[1])
+        return Found(features[:, :-1], features[:, -1])
 
     @torch.no_grad()
     def of_blocks(self, batch: StridedBatch) -> Found:
@@ -109,29 +113,31 @@ class FeatureNetwork:
         unbiased = ebft.cfm_unbiased(rollout, truth) if rollout.shape[1] > 1 else None
         return Measured(reward, ebft.cfm_distance(rollout, truth), unbiased)
 
-    def _of_sequences(self, sequences: Sequence[tuple[list[int], list[int], list[bool] | None]]) -> Tensor:  # (B, D)
-        """Of (prompt ids, ids that follow, which of those count as completion).
+    def _item(self, prompt: list[int], ids: list[int], mask: list[bool] | None) -> Item:
+        """Of prompt ids, ids that follow, and which of those count as completion.
 
         A batch knows where the states lie that predict its trained tokens. The state at a token is what predicts the
         next one, so the tokens behind those we want are the trained ones, and a last one is added that nobody reads.
         """
         whole = self.cfg.embed_method in ("mean_pooling", "concat")  # the prompt too, so it cannot be shared
-        items = []
-        for prompt, ids, mask in sequences:
-            wanted = [True] * (len(prompt) + len(ids))
-            if not whole:
-                wanted[: len(prompt)] = [False] * len(prompt)
-            if self.cfg.embed_method == "completion_mean" and mask is not None:
-                wanted[len(prompt) :] = mask
-            if self.cfg.embed_method == "last_token":
-                wanted = [False] * (len(wanted) - 1) + [True]
-            items.append(Item([*prompt, *ids, 0], [False, *wanted], 0 if whole else len(prompt)))
+        wanted = [True] * (len(prompt) + len(ids))
+        if not whole:
+            wanted[: len(prompt)] = [False] * len(prompt)
+        if self.cfg.embed_method == "completion_mean" and mask is not None:
+            wanted[len(prompt) :] = mask
+        if self.cfg.embed_method == "last_token":
+            wanted = [False] * (len(wanted) - 1) + [True]
+        return Item([*prompt, *ids, 0], [False, *wanted], 0 if whole else len(prompt))
+
+    def _of_items(self, items: Sequence[Item]) -> Tensor:  # (B, D)
         batches = make_batches(
             items, max_tokens=self.run.max_tokens_per_micro_batch, share_prompt=True, multiple=self.policy.row_multiple
         )
         parts: dict[int, Tensor] = {}
+        last = (self.policy.context_length or sys.maxsize) - 1
         for batch in batches:
-            batch = batch.to(self.policy.device)
+            # What nobody reads may lie one behind the context, and position embeddings end there.
+            batch = dataclasses.replace(batch, position_ids=batch.position_ids.clamp(max=last)).to(self.policy.device)
             states = self._states(batch, batch.index)
             for row, own in zip(batch.rows, states.split([sum(items[row].mask) for row in batch.rows]), strict=True):
                 parts[row] = self._pool(own, torch.ones_like(own[:, 0], dtype=torch.bool))

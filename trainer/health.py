@@ -27,6 +27,7 @@ REWARD_PATIENCE = 20  # steps a reward function may take to get going
 
 REWARD_LOW = 0.15
 REWARD_STD_LOW = 0.1
+ALIGNMENT_LOW = 0.1
 ZERO_STD_HIGH = 0.5
 ENTROPY_LOW, ENTROPY_HIGH = 0.01, 1.0
 GRAD_NORM_HIGH = 10.0
@@ -88,7 +89,29 @@ class Watch:
         recent = self._recent.get(name, ())
         return median(recent) if name in values and len(recent) == WINDOW else None
 
+    def _features(self, step: int, values: Mapping[str, float]) -> Iterable[Finding]:
+        """Rewards from features have no scale of their own, and their spread goes as rollouts come to agree."""
+        alignment = self._median("reward/alignment/mean", values)
+        if step >= REWARD_PATIENCE and alignment is not None and alignment < ALIGNMENT_LOW:
+            yield Finding(
+                "alignment_low",
+                alignment,
+                f"alignment is {alignment:.2f} after {step} steps (2 is the most, want > {ALIGNMENT_LOW}): the "
+                "features hardly know the truth from anything else; try other --feature-layers or --embed-method",
+            )
+        entropy = self._median("policy/entropy", values)
+        if entropy is not None and entropy < ENTROPY_LOW:
+            yield Finding(
+                "entropy_low",
+                entropy,
+                f"policy entropy is {entropy:.2g}, all rollouts of a prompt are the same: raise --diversity-coef or "
+                "--ce-coef, or lower --learning-rate",
+            )
+
     def _rewards(self, step: int, values: Mapping[str, float]) -> Iterable[Finding]:
+        if "reward/cfm" in values:
+            yield from self._features(step, values)
+            return
         functions = {f: self._median(name, values) for name in values if (f := reward_function_of(name)) is not None}
         for function, value in functions.items():
             if step >= REWARD_PATIENCE and value is not None and value < REWARD_LOW:
@@ -141,7 +164,8 @@ class Watch:
     def _policy(self, values: Mapping[str, float]) -> Iterable[Finding]:
         entropy = self._median("policy/entropy", values)
         # text that is imitated may well have more than 1 nat per token, so without rewards this rule has no meaning
-        if entropy is not None and entropy > ENTROPY_HIGH and "reward/mean" in values:
+        judged = "reward/mean" in values and "reward/cfm" not in values
+        if entropy is not None and entropy > ENTROPY_HIGH and judged:
             yield Finding(
                 "entropy_high",
                 entropy,

@@ -214,3 +214,16 @@ def test_replay_tells_when_each_finding_fired():
         "grad_norm_high", 5, 12, 8, False,
     )  # fmt: skip
     assert isinstance(norm.finding, Finding)
+
+
+def test_rewards_from_features_are_judged_by_alignment_and_not_by_their_spread():
+    watch = Watch()
+    fine = {"reward/cfm": 0.1, "reward/mean": -0.2, "reward/std": 0.01, "reward/zero_std_frac": 0.9,
+            "reward/alignment/mean": 1.2, "reward/diversity/mean": 0.05, "policy/entropy": 2.5}  # fmt: skip
+    for step in range(1, 31):
+        watch.observe(step, dict(fine))
+        assert not watch.firing, watch.firing
+    for step in range(31, 37):
+        watch.observe(step, {**fine, "reward/alignment/mean": 0.02, "policy/entropy": 0.001})
+    assert set(watch.firing) == {"alignment_low", "entropy_low"}
+    assert watch.firing["alignment_low"].value == 0.02

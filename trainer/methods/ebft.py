@@ -53,8 +53,8 @@ def train(cfg: Config) -> None:
         if cfg.mode == "strided":
             return train_strided(cfg, run, policy, network)
 
-        prompts = truths_of(cfg, policy, cfg.data.data)
-        held_out = truths_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        prompts = truths_of(cfg, policy, network, cfg.data.data)
+        held_out = truths_of(cfg, policy, network, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
         total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
@@ -153,8 +153,8 @@ def train(cfg: Config) -> None:
 
 def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork) -> None:
     size = cfg.run.sequences_per_step
-    documents = documents_of(cfg, policy, cfg.data.data)
-    held_out = documents_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+    documents = documents_of(cfg, policy, network, cfg.data.data)
+    held_out = documents_of(cfg, policy, network, cfg.data.eval_data)[: cfg.data.max_eval_rows]
     offline = Offline(run, cfg, policy, documents)
 
     def evaluate() -> dict[str, float]:
@@ -175,7 +175,13 @@ def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork
     run.finish(policy)
 
 
-def truths_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[TruthPrompt]:
+def context_of(policy: Policy, network: FeatureNetwork) -> int | None:
+    """Tokens that both the policy and the feature network can read."""
+    lengths = [both.context_length for both in (policy, network.policy) if both.context_length is not None]
+    return min(lengths, default=None)
+
+
+def truths_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[TruthPrompt]:
     if not specs:
         return []
     return load_truths(
@@ -184,14 +190,14 @@ def truths_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Truth
         data_format=cfg.data.data_format,
         system_prompt=cfg.model.system_prompt,
         max_prompt_length=cfg.max_prompt_length,
-        context_length=policy.context_length,
+        context_length=context_of(policy, network),
         max_completion_length=cfg.max_completion_length,
         options=cfg.format,
         cfg=cfg,
     )
 
 
-def documents_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Document]:
+def documents_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[Document]:
     if not specs:
         return []
     documents = load_documents(
@@ -200,7 +206,7 @@ def documents_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Do
         data_format=cfg.data.data_format,
         system_prompt=cfg.model.system_prompt,
         max_length=cfg.strided.max_length,
-        context_length=policy.context_length,
+        context_length=context_of(policy, network),
         cfg=cfg,
     )
     plan = cfg.strided.plan

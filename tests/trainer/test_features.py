@@ -1,0 +1,425 @@
+"""Features of whole completions against plain forwards of one sequence at a time: values, batching, whose they are."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.packing import Item, make_batches
+from data.types import TruthPrompt
+from losses.ebft import layer_indices
+from rollout.types import Completion
+from tests.trainer import naive_ebft
+from tests.trainer.group_cases import VOCAB
+from tests.trainer.test_strided_step import make_policy, two_layers
+from trainer.config import LoraConfig, ModelConfig, RunConfig
+from trainer.ebft_options import FeatureConfig
+from trainer.features import FeatureNetwork, blocks_of, feature_policy, states_of
+from trainer.model import Policy, hidden_states, load_policy
+
+CPU = torch.device("cpu")
+TINY = ModelConfig(model="builtin:tiny")
+METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
+SIZE = 4
+
+
+def draw(generator: torch.Generator, length: int) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=generator).tolist()
+
+
+def completion(prompt: TruthPrompt, ids: list[int], mask: list[bool] | None = None) -> Completion:
+    return Completion(
+        prompt_ids=prompt.ids, ids=ids, logps=[0.0] * len(ids), finish_reason="stop", text="", mask=mask,
+        versions=[(0, len(ids))],
+    )  # fmt: skip
+
+
+def make_groups(*sizes: tuple[int, int]) -> tuple[list[TruthPrompt], list[Completion]]:
+    """A group of four for each (tokens of the prompt, tokens of the truth); prompts once for each completion."""
+    generator, prompts, completions = torch.Generator().manual_seed(5), [], []
+    for row, (head, tail) in enumerate(sizes):
+        prompt = TruthPrompt(
+            source=f"rows:{row}", prompt="", ids=draw(generator, head), truth_ids=draw(generator, tail)
+        )
+        prompts += [prompt] * SIZE
+        completions += [completion(prompt, draw(generator, length)) for length in (1, 3, 7, tail)]
+    return prompts, completions
+
+
+GROUPS = ((3, 5), (1, 1), (6, 9))
+
+
+def network_of(policy: Policy | None = None, *, max_tokens: int = 4096, **options: Any) -> FeatureNetwork:
+    options = {"feature_layers": (0.4, 0.7), **options}
+    return FeatureNetwork(
+        FeatureConfig(**options), RunConfig(max_tokens_per_micro_batch=max_tokens), policy or make_policy()
+    )
+
+
+def vector(model: Any, layers: list[int], cfg: FeatureConfig, prompt: list[int], ids: list[int]) -> Tensor:
+    """The feature of one sequence, by itself."""
+    with torch.no_grad():
+        tokens = naive_ebft.token_vectors(model, [*prompt, *ids], layers, cfg.feature_norm)
+    return naive_ebft.pooled(tokens, cfg.embed_method, len(prompt))
+
+
+def vectors(network: FeatureNetwork, model: Any, prompts: list[TruthPrompt], completions: list[Completion]):
+    def one(prompt: list[int], ids: list[int]) -> Tensor:
+        return vector(model, network.layers, network.cfg, prompt, ids)
+
+    rollout = torch.stack([one(p.ids, c.ids) for p, c in zip(prompts, completions, strict=True)])
+    truth = torch.stack([one(p.ids, p.truth_ids) for p in prompts[::SIZE]])
+    return rollout.view(len(truth), SIZE, -1), truth
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+# Values.
+
+
+@pytest.mark.parametrize("whitening", ["off", "feature", "sample"])
+@pytest.mark.parametrize("norm", ["token", "layer", "none"])
+@pytest.mark.parametrize("method", METHODS)
+def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitening):
+    options = {} if whitening == "off" else {"use_whitening": True, "whiten_gt": whitening}
+    network = network_of(embed_method=method, feature_norm=norm, alignment_coef=1.3, diversity_coef=0.6, **options)
+    prompts, completions = make_groups(*GROUPS)
+    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    rollout, truth = vectors(network, network.policy.reference, prompts, completions)
+    assert network.layers == [1, 2] and rollout.shape[-1] == 16 * (3 if method == "concat" else 1)
+    close(found.rollout, rollout)
+    close(found.truth, truth)
+    measured = network.measure(found)
+    for place in range(len(GROUPS)):
+        alignment, diversity, cfm = naive_ebft.reward_parts(rollout[place], truth[place], network.cfg)
+        assert measured.reward.alignment[place].tolist() == pytest.approx(alignment, rel=1e-9, abs=1e-9)
+        assert measured.reward.diversity[place].tolist() == pytest.approx(diversity, rel=1e-9, abs=1e-9)
+        assert measured.cfm[place].item() == pytest.approx(cfm, rel=1e-9, abs=1e-12)
+        spread = sum(float((x - rollout[place].mean(dim=0)).square().sum()) for x in rollout[place]) / (SIZE - 1)
+        assert measured.cfm_unbiased[place].item() == pytest.approx(cfm - spread / SIZE, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("whiten_gt", "method"), list(itertools.product(("feature", "sample"), METHODS)))
+def test_duplicates_are_one_and_the_same_to_whitening(whiten_gt, method):
+    network = network_of(embed_method=method, use_whitening=True, whiten_gt=whiten_gt, max_tokens=30)
+    prompts, completions = make_groups((3, 5), (4, 5))
+    completions[2] = completions[0]  # two of four
+    completions[5:8] = [completions[4]] * 3  # all four
+    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    assert torch.equal(found.rollout[0, 2], found.rollout[0, 0]) and not torch.equal(*found.rollout[0, :2])
+    assert torch.equal(found.rollout[1], found.rollout[1, :1].expand(SIZE, -1))
+    diversity = network.measure(found).reward.diversity
+    assert diversity[0].tolist() == pytest.approx([1 / 3, 0.0, 1 / 3, 0.0], abs=1e-9)
+    assert diversity[1].tolist() == pytest.approx([1 / 2] * 4, abs=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rollout_equal_to_the_truth_has_exactly_its_features(method):
+    network = network_of(embed_method=method, max_tokens=1)
+    prompts, completions = make_groups(*GROUPS)
+    completions[1] = completion(prompts[1], prompts[1].truth_ids)
+    completions[8:12] = [completion(prompts[8], prompts[8].truth_ids)] * SIZE
+    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    assert torch.equal(found.rollout[0, 1], found.truth[0]) and torch.equal(found.rollout[2, 3], found.truth[2])
+    measured = network.measure(found)
+    assert measured.reward.alignment[0, 1].item() == pytest.approx(2.0, abs=1e-12)
+    assert measured.cfm[2].item() == 0.0 and measured.cfm[0].item() > 0
+
+
+def test_only_the_tokens_of_the_model_are_averaged_over():
+    """Two turns, what the user said in between is seen and not counted; so in the truth."""
+    network = network_of(embed_method="completion_mean")
+    prompts, completions = make_groups((3, 6))
+    mask = [True, True, False, False, True, True]
+    prompts = [replace(prompts[0], truth_mask=mask)] * SIZE
+    made = [True, False, False, False, True, True, True]
+    completions[2] = replace(completions[2], mask=made)
+    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    for got, ids, chosen in (
+        (found.rollout[0, 2], completions[2].ids, made),
+        (found.truth[0], prompts[0].truth_ids, mask),
+    ):
+        with torch.no_grad():
+            tokens = naive_ebft.token_vectors(network.policy.reference, [*prompts[0].ids, *ids], [1, 2], "token")
+        mine = [tokens[3 + place] for place, own in enumerate(chosen) if own]
+        close(got, sum(mine) / len(mine))
+
+
+def test_equal_tokens_with_other_bounds_are_not_taken_for_each_other():
+    """One sequence in two groups, cut elsewhere, and once with some of it said by the user."""
+    network = network_of(embed_method="completion_mean")
+    ids = draw(torch.Generator().manual_seed(3), 9)
+    first = TruthPrompt(source="a", prompt="", ids=ids[:3], truth_ids=ids[3:])
+    second = TruthPrompt(source="b", prompt="", ids=ids[:6], truth_ids=ids[6:])
+    turns = completion(first, ids[3:], mask=[True, False, True, True, True, True])
+    completions = [turns, *[completion(first, ids[3:])] * 3, *[completion(second, ids[6:])] * 4]
+    found = network.of_groups([first] * 4 + [second] * 4, completions, num_generations=SIZE)
+    model, layers = network.policy.reference, network.layers
+    close(found.rollout[0, 1], vector(model, layers, network.cfg, ids[:3], ids[3:]))
+    close(found.truth[1], vector(model, layers, network.cfg, ids[:6], ids[6:]))
+    with torch.no_grad():
+        tokens = naive_ebft.token_vectors(model, ids, layers, "token")
+    close(found.rollout[0, 0], (tokens[3] + tokens[5:].sum(dim=0)) / 5)
+
+
+def test_a_completion_without_tokens_has_no_features_of_its_own():
+    prompts, completions = make_groups((3, 5))
+    completions[0] = completion(prompts[0], [])
+    network = network_of(embed_method="completion_mean")
+    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    assert found.rollout[0, 0].abs().max() == 0
+    assert network.measure(found).reward.alignment[0, 0] == 0
+    network = network_of(embed_method="last_token")
+    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    close(found.rollout[0, 0], vector(network.policy.reference, [1, 2], network.cfg, prompts[0].ids, []))
+
+
+# Batching.
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("max_tokens", [1, 17, 60])
+def test_how_many_tokens_a_pass_takes_does_not_matter(max_tokens, method):
+    prompts, completions = make_groups(*GROUPS)
+    whole = network_of(embed_method=method).of_groups(prompts, completions, num_generations=SIZE)
+    cut = network_of(embed_method=method, max_tokens=max_tokens).of_groups(prompts, completions, num_generations=SIZE)
+    close(cut.rollout, whole.rollout, 1e-12)
+    close(cut.truth, whole.truth, 1e-12)
+
+
+def test_the_order_of_groups_does_not_matter():
+    prompts, completions = make_groups(*GROUPS)
+    network = network_of(max_tokens=40)
+    there = network.of_groups(prompts, completions, num_generations=SIZE)
+    order = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
+    back = network.of_groups([prompts[i] for i in order], [completions[i] for i in order], num_generations=SIZE)
+    close(back.rollout, there.rollout[[2, 0, 1]], 1e-12)
+    close(back.truth, there.truth[[2, 0, 1]], 1e-12)
+
+
+def test_every_distinct_sequence_is_computed_once(monkeypatch):
+    prompts, completions = make_groups((3, 5))
+    completions = [completions[0]] * 3 + [completion(prompts[0], prompts[0].truth_ids)]
+    seen = []
+    monkeypatch.setattr(
+        "trainer.features.make_batches", lambda items, **k: seen.append(items) or make_batches(items, **k)
+    )
+    network_of().of_groups(prompts, completions, num_generations=SIZE)
+    assert [len(items) for items in seen] == [2]
+
+
+def test_a_sequence_may_fill_the_context():
+    """Where position embeddings end with it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB, n_positions=12, n_embd=8, n_layer=3, n_head=2, initializer_range=0.4)
+    model = GPT2LMHeadModel(config).double().eval()
+    policy = replace(make_policy(), model=model, reference=model)
+    prompts, completions = make_groups((5, 7), (3, 9))
+    for method in METHODS:
+        network = network_of(policy, embed_method=method)
+        found = network.of_groups(prompts, completions, num_generations=SIZE)
+        rollout, truth = vectors(network, model, prompts, completions)
+        close(found.rollout, rollout)
+        close(found.truth, truth)
+
+
+# Which states.
+
+
+def test_states_are_the_outputs_of_blocks():
+    policy = make_policy()
+    lm = policy.reference
+    ids = list(range(1, 12))
+    (batch,) = make_batches([Item(ids, [False] + [True] * 10)], max_tokens=64)
+    with torch.no_grad():
+        hidden = lm(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+        with states_of(list(blocks_of(lm, "test")), torch.tensor([0, 4, 10])) as states:
+            hidden_states(policy, lm, batch)
+        for number in (1, 2):
+            close(states[number - 1], hidden[number][0, [0, 4, 10]], 1e-12)
+        close(lm.model.norm(states[2]), hidden[3][0, [0, 4, 10]], 1e-12)  # transformers puts the last norm on it
+        assert (states[2] - hidden[3][0, [0, 4, 10]]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fractions", "layers"),
+    [((0.25, 0.5, 0.75), [1, 2]), ((1.0,), [3]), ((0.0,), [1]), ((0.75, 0.25), [2, 1]), ((0.34, 1.0), [1, 3])],
+)
+def test_fractions_of_the_depth_name_blocks_of_the_network(fractions, layers):
+    network = network_of(feature_layers=fractions, feature_norm="none")
+    assert network.layers == layers == layer_indices(fractions, 3)
+    prompts, completions = make_groups((3, 5))
+    model, kept = network.policy.reference, []
+    hooks = [block.register_forward_hook(lambda _, __, out: kept.append(out)) for block in model.model.layers]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[*prompts[0].ids, *prompts[0].truth_ids]]))
+    for hook in hooks:
+        hook.remove()
+    want = torch.cat([kept[number - 1][0, -1] for number in sorted(layers)])
+    close(network.of_groups(prompts, completions, num_generations=SIZE).truth[0], want)
+
+
+def test_nothing_is_left_on_the_network(monkeypatch):
+    network = network_of()
+    prompts, completions = make_groups((3, 5))
+
+    def hooks() -> int:
+        return sum(len(module._forward_hooks) for module in network.policy.reference.modules())
+
+    before, within = hooks(), []  # transformers leaves some of its own, for output_hidden_states
+    network.of_groups(prompts, completions, num_generations=SIZE)
+    assert hooks() == before
+
+    def fail(*_: Any) -> None:
+        within.append(hooks())
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("trainer.features.hidden_states", fail)
+    with pytest.raises(ZeroDivisionError):
+        network.of_groups(prompts, completions, num_generations=SIZE)
+    assert within == [before + 2] and hooks() == before
+
+
+def test_a_model_without_a_list_of_blocks_is_refused():
+    config = SimpleNamespace(num_hidden_layers=3)
+    lm = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: config),
+        base_model=torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Identity()])),
+    )
+    with pytest.raises(ValueError, match=r"^model=mine: its 3 blocks were not found"):
+        blocks_of(lm, "mine")
+
+
+# Whose states.
+
+
+def of_tiny(policy: Policy, source: Policy | None = None) -> Tensor:
+    """Features of the same completions, whatever they mean to a model."""
+    network = network_of(source or policy, feature_layers=(0.34, 0.67))
+    prompts, completions = make_groups(*GROUPS)
+    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    return torch.cat([found.rollout, found.truth.unsqueeze(1)], dim=1)
+
+
+def of_model(model: Any) -> Tensor:
+    cfg = FeatureConfig(feature_layers=(0.34, 0.67))
+    layers = layer_indices(cfg.feature_layers, model.config.num_hidden_layers)
+    prompts, completions = make_groups(*GROUPS)
+    rollout, truth = vectors(SimpleNamespace(layers=layers, cfg=cfg), model, prompts, completions)
+    return torch.cat([rollout, truth.unsqueeze(1)], dim=1)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return load_policy(TINY, LoraConfig(), CPU, with_reference=False).model.eval()
+
+
+def train_a_little(policy: Policy) -> Tensor:
+    """Steps of an optimizer on some sequence; gives the parameters as they were."""
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    before = torch.cat([p.detach().flatten().clone() for p in parameters])
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    ids = torch.arange(20, 40)[None]
+    for _ in range(3):
+        policy.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (torch.cat([p.detach().flatten() for p in parameters]) - before).abs().max() > 1e-3
+    return before
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(tiny, checkpointing):
+    cfg = replace(TINY, gradient_checkpointing=checkpointing)
+    policy = load_policy(cfg, LoraConfig(r=4, dropout=0.5), CPU, with_reference=True)
+    assert policy.reference is None and policy.reference_adapter is None
+    expected = of_model(tiny)
+    close(of_tiny(policy), expected, 1e-5)
+    train_a_little(policy)
+    before = of_tiny(policy)
+    close(before, expected, 1e-5)
+    assert policy.model.training and torch.equal(of_tiny(policy), before)  # no dropout in it
+    assert (of_model(policy.model.eval()) - expected).abs().max() > 1e-2
+
+
+def test_with_all_weights_features_stay_those_of_the_start(tiny):
+    policy = load_policy(TINY, LoraConfig(), CPU, with_reference=True)
+    before = of_tiny(policy)
+    close(before, of_model(tiny), 1e-5)
+    train_a_little(policy)
+    assert torch.equal(of_tiny(policy), before)
+
+
+def test_a_continued_adapter_is_the_network_as_it_was(tiny, tmp_path):
+    first = load_policy(TINY, LoraConfig(r=4), CPU, with_reference=False)
+    train_a_little(first)
+    first.model.save_pretrained(tmp_path / "adapter")
+    first.tokenizer.save_pretrained(tmp_path / "adapter")
+    adapted = of_model(first.model.eval())
+    assert (adapted - of_model(tiny)).abs().max() > 1e-2
+
+    policy = load_policy(ModelConfig(model=str(tmp_path / "adapter")), LoraConfig(r=4), CPU, with_reference=True)
+    assert policy.reference is None and policy.reference_adapter == "reference"
+    close(of_tiny(policy), adapted, 1e-5)
+    before = train_a_little(policy)
+    close(of_tiny(policy), adapted, 1e-5)
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == len(before) and policy.model.active_adapter == "default"
+    merged = load_policy(ModelConfig(model=str(tmp_path / "adapter")), LoraConfig(), CPU, with_reference=True)
+    train_a_little(merged)
+    close(of_tiny(merged), adapted, 1e-5)
+
+
+def saved(policy: Policy, folder: Path) -> str:
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_another_model_may_give_the_features(tiny, tmp_path):
+    other = load_policy(TINY, LoraConfig(), CPU, with_reference=False)
+    train_a_little(other)
+    cfg = FeatureConfig(feature_model=saved(other, tmp_path / "other"))
+    policy = load_policy(TINY, LoraConfig(), CPU, with_reference=False)
+    source = feature_policy(cfg, TINY, policy)
+    assert policy.reference is None and not source.reference.training
+    assert not any(p.requires_grad for p in source.reference.parameters())
+    close(of_tiny(policy, source), of_model(other.model.eval()), 1e-5)
+    assert (of_tiny(policy, source) - of_model(tiny)).abs().max() > 1e-2
+    assert feature_policy(FeatureConfig(), TINY, policy) is policy
+
+
+def test_another_model_with_other_tokens_is_refused(tmp_path):
+    policy = load_policy(TINY, LoraConfig(), CPU, with_reference=False)
+    other = copy.copy(policy)
+    folder = saved(other, tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    text = path.read_text()
+    assert text.count('"+": ') == 1 and text.count('"-": ') == 1
+    path.write_text(text.replace('"+": ', '"@@": ').replace('"-": ', '"+": ').replace('"@@": ', '"-": '))
+    with pytest.raises(ValueError, match=r"^feature_model=.*other: its tokenizer gives tokens other ids than model="):
+        feature_policy(FeatureConfig(feature_model=folder), TINY, policy)
+
+
+def test_two_layers_is_the_network_of_these_tests():
+    """Features are of the frozen model, not of the one in training."""
+    policy = make_policy()
+    assert policy.reference is two_layers(1)
+    prompts, completions = make_groups((3, 5))
+    before = network_of(policy).of_groups(prompts, completions, num_generations=SIZE).truth
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.1)
+    assert torch.equal(network_of(policy).of_groups(prompts, completions, num_generations=SIZE).truth, before)

@@ -1,0 +1,365 @@
+"""A step of structured energy-based fine-tuning against plain loops: rewards, advantages, gradients, held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.types import TruthPrompt
+from losses.ebft import ADVANTAGES
+from rollout.episodes import EpisodeSource
+from rollout.local import LocalEngine
+from rollout.planner import Planned
+from rollout.replay import Group
+from rollout.source import Job, finished
+from rollout.truth_episode import TruthEpisode
+from rollout.types import Completion, Sampling
+from tests.trainer import naive_ebft
+from tests.trainer.test_features import SIZE, draw, vector
+from tests.trainer.test_strided_step import gradients, make_policy
+from trainer.config import LoraConfig, ModelConfig, RunConfig
+from trainer.ebft_options import FeatureConfig
+from trainer.features import FeatureNetwork
+from trainer.group_step import backward, prepare
+from trainer.groups import GroupBatch
+from trainer.model import Policy, load_policy
+from trainer.policy_options import CorrectionConfig, PolicyLossConfig
+from trainer.truth_step import FeatureRewards, add_truth, advantages, evaluate
+
+TEMPERATURE = 0.7
+LENGTHS = ((3, 5), (1, 4), (6, 7))  # of prompts and truths
+
+
+def make_cfg(
+    *, max_tokens: int = 4096, accumulation: int = 1, packing: bool = True, share_prompt: bool = True, **options: Any
+) -> Any:
+    run = RunConfig(
+        max_tokens_per_micro_batch=max_tokens, gradient_accumulation_steps=accumulation, packing=packing,
+        per_device_train_batch_size=len(LENGTHS) * SIZE // accumulation,
+    )  # fmt: skip
+    return SimpleNamespace(
+        features=FeatureConfig(**{"feature_layers": (0.4, 0.7), **options}), run=run, temperature=TEMPERATURE,
+        policy_loss=PolicyLossConfig(), correction=CorrectionConfig(), advantage=SimpleNamespace(kl_in_reward=False),
+        share_prompt=share_prompt, num_iterations=1, max_completion_length=9,
+    )  # fmt: skip
+
+
+def make_groups(policy: Policy) -> tuple[list[TruthPrompt], list[list[Completion]]]:
+    """Three groups of four as the policy would have sampled them: two turns, a truncated one, two equal ones."""
+    generator, prompts, groups = torch.Generator().manual_seed(9), [], []
+    for row, (head, tail) in enumerate(LENGTHS):
+        mask = [True, True, False, False, True, True, True] if row == 2 else None
+        prompt = TruthPrompt(
+            source=f"rows:{row}", prompt="", ids=draw(generator, head), truth_ids=draw(generator, tail), truth_mask=mask
+        )
+        ids = [draw(generator, length) for length in (1, 8, tail, 5)]
+        if row == 1:
+            ids[2] = ids[1]
+        masks = [None, [True] * 3 + [False] * 2 + [True] * 3 if row == 2 else None, None, None]
+        prompts.append(prompt)
+        groups.append([make_completion(policy, prompt, *own) for own in zip(ids, masks, strict=True)])
+    return prompts, groups
+
+
+def make_completion(policy: Policy, prompt: TruthPrompt, ids: list[int], mask: list[bool] | None) -> Completion:
+    with torch.no_grad():
+        logps = naive_ebft.logps(policy.model, [*prompt.ids, *ids], len(prompt.ids), TEMPERATURE).tolist()
+    logps = [logp if own else 0.0 for logp, own in zip(logps, mask or [True] * len(ids), strict=True)]
+    return Completion(
+        prompt_ids=prompt.ids, ids=ids, logps=logps, finish_reason="length" if len(ids) == 8 else "stop", text="",
+        versions=[(0, len(ids))], mask=mask,
+    )  # fmt: skip
+
+
+def flat(prompts: list[TruthPrompt], groups: list[list[Completion]]) -> tuple[list[TruthPrompt], list[Completion]]:
+    return [prompt for prompt in prompts for _ in range(SIZE)], [one for group in groups for one in group]
+
+
+def rewards_of(cfg: Any, policy: Policy) -> FeatureRewards:
+    return FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
+
+
+def take_step(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]):
+    """What trainer/methods/ebft.py does with a batch, rewards kept in float64. Gives metrics and advantages."""
+    measured = rewards_of(cfg, policy).measure(*flat(prompts, groups))
+    values = torch.stack(measured.reward, dim=-1)  # (P, G, 2)
+    advantage = advantages(cfg, SimpleNamespace(values=values))
+    batch = prepare(cfg, policy, flat(prompts, groups)[1], advantage.flatten() * cfg.features.rl_coef)
+    sums = backward(cfg, policy, batch, first=True)
+    num_tokens = add_truth(cfg, policy, prompts, sums)
+    return sums.means(), advantage, num_tokens
+
+
+def feature(policy: Policy, cfg: Any, prompt: TruthPrompt, ids: list[int], mask: list[bool] | None) -> Tensor:
+    if cfg.features.embed_method != "completion_mean" or mask is None:
+        return vector(policy.reference, [1, 2], cfg.features, prompt.ids, ids)
+    with torch.no_grad():
+        tokens = naive_ebft.token_vectors(policy.reference, [*prompt.ids, *ids], [1, 2], cfg.features.feature_norm)
+    mine = [tokens[len(prompt.ids) + place] for place, own in enumerate(mask) if own]
+    return sum(mine) / len(mine)
+
+
+def by_hand(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]):
+    """Loss, its two parts and advantages, by plain loops: one forward for each sequence."""
+    options = cfg.features
+    policy_sum, num_made, ce_sum, num_true, found = 0.0, 0, 0.0, 0, []
+    for prompt, group in zip(prompts, groups, strict=True):
+        rollout = torch.stack([feature(policy, cfg, prompt, c.ids, c.mask) for c in group])
+        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
+        alignment, diversity, _ = naive_ebft.reward_parts(rollout, truth, options)
+        found.append(naive_ebft.advantages(alignment, diversity, options.advantage_estimator))
+        for c, a in zip(group, found[-1], strict=True):
+            logps = naive_ebft.logps(policy.model, [*prompt.ids, *c.ids], len(prompt.ids), TEMPERATURE)
+            for logp, own in zip(logps, c.mask or [True] * len(c.ids), strict=True):
+                if own:
+                    policy_sum, num_made = policy_sum - a * logp, num_made + 1
+        logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
+        for logp, own in zip(logps, prompt.truth_mask or [True] * len(prompt.truth_ids), strict=True):
+            if own:
+                ce_sum, num_true = ce_sum - logp, num_true + 1
+    ce = ce_sum / num_true
+    return options.rl_coef * policy_sum / num_made + options.ce_coef * ce, ce.item(), found
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+# Gradients.
+
+OPTIONS = [
+    {},
+    {"ce_coef": 0.03},
+    {"rl_coef": 0.3, "ce_coef": 0.5, "embed_method": "completion_mean", "advantage_estimator": "rloo"},
+    {"rl_coef": 2.0, "feature_norm": "layer", "embed_method": "mean_pooling", "advantage_estimator": "grpo"},
+    {"use_whitening": True, "embed_method": "concat", "advantage_estimator": "reinforce", "ce_coef": 1.0},
+    {"use_whitening": True, "whiten_gt": "sample", "feature_norm": "none", "diversity_coef": 0.4, "ce_coef": 0.1},
+    {"alignment": "dot", "alignment_coef": 1.7},
+    {"rl_coef": 0.0, "ce_coef": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "default")
+def test_the_whole_gradient_is_that_of_plain_loops(options):
+    cfg, policy, slow = make_cfg(**options), make_policy(), make_policy()
+    prompts, groups = make_groups(policy)
+    logged, advantage, num_tokens = take_step(cfg, policy, prompts, groups)
+    loss, ce, found = by_hand(cfg, slow, prompts, groups)
+    loss.backward()
+    close(advantage, torch.tensor(found, dtype=torch.float64))
+    close(gradients(policy.model), gradients(slow.model))
+    assert gradients(slow.model).norm() > 1e-3
+    if cfg.features.ce_coef:
+        assert logged["loss/ce"] == pytest.approx(ce, rel=1e-6)
+        assert num_tokens == sum(map(sum, LENGTHS))
+    else:
+        assert "loss/ce" not in logged and num_tokens == 0
+    # The surrogate of the first step is -A, of ratio 1: its value is not that of -A logp, whose gradient it has.
+    expected = cfg.features.ce_coef * ce + logged.get("loss/policy", 0.0)
+    assert logged["loss/total"] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    if cfg.features.rl_coef:
+        assert logged["policy/behaviour_gap"] < 1e-9
+
+
+CUTS = [
+    {"max_tokens": 1}, {"max_tokens": 30}, {"accumulation": 3}, {"accumulation": 4, "max_tokens": 25},
+    {"packing": False, "share_prompt": False}, {"packing": False, "share_prompt": False, "max_tokens": 40},
+    {"share_prompt": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_the_gradient_is_the_same_however_a_step_is_cut(cut):
+    options = {"ce_coef": 0.2, "embed_method": "completion_mean"}
+    expected, policy = make_policy(), make_policy()
+    prompts, groups = make_groups(policy)
+    want, *_ = take_step(make_cfg(**options), expected, prompts, groups)
+    got, *_ = take_step(make_cfg(**cut, **options), policy, prompts, groups)
+    close(gradients(policy.model), gradients(expected.model), 1e-12)
+    for name in ("loss/total", "loss/ce", "loss/policy", "policy/entropy"):
+        assert got[name] == pytest.approx(want[name], rel=1e-6, abs=1e-9)
+
+
+def test_the_order_of_groups_does_not_matter():
+    cfg = make_cfg(ce_coef=0.2, max_tokens=40)
+    expected, policy = make_policy(), make_policy()
+    prompts, groups = make_groups(policy)
+    _, there, _ = take_step(cfg, expected, prompts, groups)
+    order = [2, 0, 1]
+    _, back, _ = take_step(cfg, policy, [prompts[i] for i in order], [groups[i] for i in order])
+    close(back, there[order], 1e-12)
+    close(gradients(policy.model), gradients(expected.model), 1e-12)
+
+
+def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
+    """Not a completion is computed, and the gradient is that of SFT on the true ones."""
+    cfg, policy, slow = make_cfg(rl_coef=0.0, ce_coef=0.5), make_policy(), make_policy()
+    prompts, groups = make_groups(policy)
+    batch = prepare(cfg, policy, flat(prompts, groups)[1], torch.zeros(len(LENGTHS) * SIZE))
+    assert batch.micro_batches == []
+    logged, *_ = take_step(cfg, policy, prompts, groups)
+    _, ce, _ = by_hand(cfg, slow, prompts, groups)
+    total, count = 0.0, 0
+    for prompt in prompts:
+        logps = naive_ebft.logps(slow.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
+        kept = logps[torch.tensor(prompt.truth_mask or [True] * len(prompt.truth_ids))]
+        total, count = total - kept.sum(), count + len(kept)
+    (0.5 * total / count).backward()
+    close(gradients(policy.model), gradients(slow.model))
+    assert logged["loss/ce"] == pytest.approx(ce) and logged["loss/total"] == pytest.approx(0.5 * ce)
+    assert logged["policy/skipped_frac"] == 1.0
+
+
+# Rewards and advantages, as trainer/groups.py passes them on.
+
+
+def group_batch(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]) -> GroupBatch:
+    table = rewards_of(cfg, policy).submit(*flat(prompts, groups), step=1).result()
+    made = [
+        Group(
+            planned=Planned(number=row, prompt=prompt, row=row, kind="fresh"), completions=group,
+            values=table.values[row * SIZE : (row + 1) * SIZE],
+        )
+        for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+    ]  # fmt: skip
+    return GroupBatch(made, table.names, table.weights, {})
+
+
+@pytest.mark.parametrize("whitening", [False, True])
+@pytest.mark.parametrize("estimator", ADVANTAGES)
+def test_advantages_are_those_of_plain_loops(estimator, whitening):
+    cfg = make_cfg(advantage_estimator=estimator, use_whitening=whitening, alignment_coef=1.2, diversity_coef=0.7)
+    policy = make_policy()
+    prompts, groups = make_groups(policy)
+    _, _, found = by_hand(cfg, policy, prompts, groups)
+    batch = group_batch(cfg, policy, prompts, groups)
+    close(advantages(cfg, batch).double(), torch.tensor(found, dtype=torch.float64), 1e-5)  # tables are float32
+    totals = [[a - d for a, d in group.values] for group in batch.groups]
+    close(batch.reward.double(), torch.tensor(totals, dtype=torch.float64), 1e-6)
+
+
+def test_the_table_has_both_parts_and_their_difference():
+    cfg, policy = make_cfg(alignment_coef=1.2, diversity_coef=0.7), make_policy()
+    prompts, groups = make_groups(policy)
+    rewards = rewards_of(cfg, policy)
+    assert rewards.metrics() == {}
+    future = rewards.submit(*flat(prompts, groups), step=1)
+    assert isinstance(future, Future) and future.done()
+    table = future.result()
+    assert table.names == ["alignment", "diversity"] and table.weights == [1.0, -1.0] and table.failed == 0
+    distances = []
+    for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+        rollout = torch.stack([feature(policy, cfg, prompt, c.ids, c.mask) for c in group])
+        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
+        alignment, diversity, distance = naive_ebft.reward_parts(rollout, truth, cfg.features)
+        spread = float(rollout.var(dim=0, correction=1).sum())
+        distances.append((distance, distance - spread / SIZE))
+        for place in range(SIZE):
+            values, total = table.values[row * SIZE + place], table.totals[row * SIZE + place]
+            assert values == pytest.approx([alignment[place], diversity[place]], rel=1e-9)
+            assert total == pytest.approx(alignment[place] - diversity[place], rel=1e-9)
+    mean = [sum(column) / len(distances) for column in zip(*distances, strict=True)]
+    logged = rewards.metrics()
+    assert logged == pytest.approx({"reward/cfm": mean[0], "reward/cfm_unbiased": mean[1]}, rel=1e-9)
+    assert rewards.metrics() == {}
+
+
+def test_the_distance_is_over_all_that_was_sampled_since_it_was_last_asked_for():
+    cfg, policy = make_cfg(), make_policy()
+    prompts, groups = make_groups(policy)
+    whole, parts = rewards_of(cfg, policy), rewards_of(cfg, policy)
+    whole.submit(*flat(prompts, groups), step=1)
+    parts.submit(*flat(prompts[:1], groups[:1]), step=1)  # as groups come in, one by one
+    parts.submit(*flat(prompts[1:], groups[1:]), step=1)
+    assert parts.metrics() == pytest.approx(whole.metrics(), rel=1e-9)
+
+
+# Held-out rows.
+
+
+class Writer:
+    """A source and an engine at once, whose completions follow from the seed of the job."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.calls = policy, []
+
+    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+        self.jobs = [job for group in groups for job in group]
+        return [finished([self.write(job) for job in group]) for group in groups]
+
+    def write(self, job: Job) -> Completion:
+        ids = draw(torch.Generator().manual_seed(job.seed), 1 + job.seed % 7)
+        return make_completion(self.policy, job.prompt, ids, None)
+
+    def load(self, version: int) -> None:
+        self.calls.append(f"load {version}")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def tend(self) -> None: ...
+
+
+@pytest.mark.parametrize("max_tokens", [20, 4096])
+def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
+    cfg, policy = make_cfg(use_whitening=True, max_tokens=max_tokens), make_policy()
+    prompts, _ = make_groups(policy)
+    writer = Writer(policy)
+    logged = evaluate(cfg, policy, writer, writer, rewards_of(cfg, policy), prompts, version=7)
+    assert writer.calls == ["load 7", "sleep"] and policy.model.training
+    assert [job.seed for job in writer.jobs] == list(range(len(prompts) * SIZE))
+    aligned, spread, distances, total, count = [], [], [], 0.0, 0
+    for row, prompt in enumerate(prompts):
+        group = [writer.write(Job(prompt, row * SIZE + place)) for place in range(SIZE)]
+        rollout = torch.stack([feature(policy, cfg, prompt, c.ids, None) for c in group])
+        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
+        alignment, diversity, distance = naive_ebft.reward_parts(rollout, truth, cfg.features)
+        aligned, spread, distances = aligned + alignment, spread + diversity, [*distances, distance]
+        with torch.no_grad():
+            logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
+        for logp, own in zip(logps.tolist(), prompt.truth_mask or [True] * len(prompt.truth_ids), strict=True):
+            total, count = total - logp * own, count + own
+    assert logged["eval/cfm"] == pytest.approx(sum(distances) / len(distances), rel=1e-9)
+    assert logged["eval/nll"] == pytest.approx(total / count, rel=1e-6)
+    assert logged["eval/alignment/mean"] == pytest.approx(sum(aligned) / len(aligned), rel=1e-9)
+    assert logged["eval/diversity/mean"] == pytest.approx(sum(spread) / len(spread), rel=1e-9, abs=1e-12)
+    difference = (sum(aligned) - sum(spread)) / len(aligned)
+    assert logged["eval/reward/mean"] == pytest.approx(difference, rel=1e-9)
+    lengths = [1 + seed % 7 for seed in range(len(prompts) * SIZE)]
+    assert logged["eval/len_mean"] == sum(lengths) / len(lengths) and logged["eval/rows"] == 3
+
+
+def test_held_out_groups_are_sampled_alike_every_time_and_follow_the_weights():
+    policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), torch.device("cpu"), with_reference=True)
+    prompts = []
+    for row, (text, answer) in enumerate((("17+25=", "42"), ("8+3=", "11"))):
+        ids, truth = (policy.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, answer))
+        truth = [*truth, policy.tokenizer.eos_token_id]
+        prompts.append(TruthPrompt(source=f"rows:{row}", prompt=text, ids=ids, truth_ids=truth))
+    cfg = make_cfg()
+    engine = LocalEngine(policy.model, policy.tokenizer)
+    sampling = Sampling(temperature=1.0, max_tokens=6, stop_ids=(policy.tokenizer.eos_token_id,), for_training=True)
+    source = EpisodeSource(engine, sampling, TruthEpisode(policy.tokenizer, gt_length_multiplier=1.5))
+    rewards = rewards_of(cfg, policy)
+
+    def look() -> dict[str, float]:
+        return evaluate(cfg, policy, engine, source, rewards, prompts, version=0)
+
+    first = look()
+    assert look() == first and policy.model.training
+    assert 0 < first["eval/cfm"] and first["eval/rows"] == 2
+    assert rewards.metrics() == {}  # those of training are apart
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    after = look()
+    assert abs(after["eval/nll"] - first["eval/nll"]) > 1e-3 and after["eval/cfm"] != first["eval/cfm"]
+    policy.model.eval()
+    look()
+    assert not policy.model.training

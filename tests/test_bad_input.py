@@ -583,15 +583,18 @@ def test_ebft_short_documents_are_left_out_and_counted_or_kept_for_their_own_tok
     left_out = "data: left out 3 of 5 documents without room for an anchor" in capsys.readouterr().err
     assert left_out == (ce_coef == 0)
     (last,) = [json.loads(line) for line in Path("run/metrics.jsonl").open()]
-    assert last["rollout/anchors"] == (12 if ce_coef == 0 else 4) or print(last)
+    assert last["rollout/anchors"] == 2 * (5 if ce_coef == 0 else 2)  # a batch of five, two anchors in each long one
 
 
 def test_ebft_feature_model_of_a_shorter_context(refused):
     """What the policy can read and its judge cannot is refused by row, before any work."""
     shutil.copytree(TINY, "m")
-    config = json.loads((TINY / "config.json").read_text())
-    Path("m/config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
-    refused([*STRUCTURED, *MODEL, *DATA, "--feature-model", "m"], "rows.jsonl:1", "context of 8")
+    Path("m/config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 7}))
+    Path("rows.jsonl").write_text(rows(GOOD_TRUTH))
+    refused([*STRUCTURED, *MODEL, *DATA, "--feature-model", "m"], "rows.jsonl:1", "prompt of 4 tokens", "context of 7")
+    Path("rows.jsonl").write_text(rows(GOOD_TEXT))
+    argv = [*STRIDED, "--generate-max-len", 4, "--feature-model", "m", *MODEL, *DATA]
+    refused(argv, "documents=1: none has room", "longest: 7")
 
 
 def test_ebft_what_the_cases_above_spoil_is_good_by_itself(here, capsys):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.entry import environment, metrics, repeatable, run_ok
+from trainer.__main__ import main
 
 STEPS = 8
 GRPO = [
@@ -33,6 +37,19 @@ VARIANTS = {
     ],
     "sft": ["--method", "sft", "--max-steps", STEPS, "--save-steps", 3, "--per-device-train-batch-size", 16],
 }
+EBFT = {
+    "structured": [
+        "--method", "ebft", *GRPO[2:-2], "--lora.r", 4, "--replay-buffer-size", 8, "--ce-coef", 0.1, "--use-whitening",
+        "--data", "task:addition:split=train,size=64", "--eval-data", "task:addition:split=eval,size=4",
+    ],
+    "strided": [
+        "--method", "ebft", "--mode", "strided", *GRPO[2:-2], "--per-device-train-batch-size", 2, "--stride", 8,
+        "--data", "task:steps:split=sft,size=16,difficulty=5",
+        "--eval-data", "task:steps:split=eval,size=4,difficulty=5",
+    ],
+}  # fmt: skip
+VARIANTS |= {f"ebft, {mode}": argv for mode, argv in EBFT.items()}
+SLOW = [f"ebft, {mode}" for mode in EBFT]  # the same below, without the starts of processes
 
 
 def start_and_kill(argv: list, folder: Path, at_step: int) -> None:
@@ -49,7 +66,9 @@ def start_and_kill(argv: list, folder: Path, at_step: int) -> None:
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS]
+)
 def test_killed_and_resumed_equals_unbroken(name, tmp_path):
     argv = VARIANTS[name]
     run_ok(*argv, "--output-dir", tmp_path / "whole", cwd=tmp_path)
@@ -61,6 +80,27 @@ def test_killed_and_resumed_equals_unbroken(name, tmp_path):
     assert (tmp_path / "broken" / "samples.jsonl").exists() == (tmp_path / "whole" / "samples.jsonl").exists()
     if argv is not VARIANTS["sft"]:
         assert (tmp_path / "broken" / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("mode", EBFT)
+def test_ebft_goes_on_from_a_checkpoint_as_if_unbroken(mode, tmp_path, monkeypatch):
+    """In this process: the run as it was when it had written five steps, and a checkpoint of the fourth alone."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert main([str(word) for word in [*EBFT[mode], "--output-dir", "whole"]]) == 0
+        shutil.copytree("whole", "broken", ignore=shutil.ignore_patterns("final", "report.html", "step-*[!4]"))
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            rows = Path("whole", name).read_text().splitlines(keepends=True)
+            Path("broken", name).write_text("".join(row for row in rows if json.loads(row)["step"] <= 5))
+        assert [path.name for path in Path("broken/checkpoints").iterdir()] == ["step-00000004"]
+        assert main(["--resume", "--output-dir", "broken"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert [row["step"] for row in metrics(tmp_path / "broken")] == list(range(STEPS + 1))
+    assert repeatable(metrics(tmp_path / "broken")) == repeatable(metrics(tmp_path / "whole"))
+    assert Path("broken/samples.jsonl").read_text() == Path("whole/samples.jsonl").read_text()
 
 
 def test_corrupt_checkpoint_falls_back_and_says_so(tmp_path):

@@ -215,7 +215,7 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     },
     **{
         f"ebft-stories-{mode}": (
-            f"the same, {mode}, stories260K on Shakespeare, 150 steps, `--ce-coef 0.1`",
+            f"the same, {mode}, stories260K on Shakespeare, 80 steps, `--ce-coef 0.1`",
             lambda path, mode=mode: Outcome(*proof_ebft.stories(path, mode)),
         )
         for mode in ("structured", "strided")

@@ -15,7 +15,7 @@ import yaml
 
 from tests.entry import metrics, run_ok
 
-STORIES_STEPS = 150
+STORIES_STEPS = 80
 
 
 def tiny(scratch: Path, mode: str) -> tuple[str, bool]:
@@ -31,14 +31,14 @@ def stories(scratch: Path, mode: str) -> tuple[str, bool]:
     model = Path(assets) / "models" / "stories260K"
     data, held_out = passages(Path(assets) / "data" / "tinyshakespeare.txt.gz", scratch, mode)
     if mode == "structured":
-        flags = ("--num-generations", 4, "--per-device-train-batch-size", 64, "--max-completion-length", 48)
+        flags = ("--num-generations", 4, "--per-device-train-batch-size", 32, "--max-completion-length", 32)
     else:
-        flags = ("--per-device-train-batch-size", 16, "--max-length", 96)
+        flags = ("--per-device-train-batch-size", 8, "--max-length", 96)
     run_ok(
         "--method", "ebft", "--mode", mode, "--model", model, "--data", data, "--eval-data", held_out, *flags,
         "--ce-coef", 0.1, "--learning-rate", 5e-4, "--warmup-ratio", 0.05, "--max-steps", STORIES_STEPS,
-        "--max-tokens-per-micro-batch", 2048, "--save-steps", 0, "--eval-steps", 50, "--output-dir", scratch / "ebft",
-        cwd=scratch, timeout=3600, threads=2,
+        "--max-tokens-per-micro-batch", 512, "--max-eval-rows", 60, "--save-steps", 0, "--eval-steps", 40,
+        "--output-dir", scratch / "ebft", cwd=scratch, timeout=3600, threads=2,
     )  # fmt: skip
     return beside_sft(scratch)
 

@@ -187,6 +187,10 @@ def _file_rows(path: str) -> list[Row]:
     if not place.is_file():
         raise ValueError(f"data={path}: no such file; check the path")
     if kind is None:
+        if path.lower().endswith((".txt", ".txt.gz", ".md")):
+            raise ValueError(
+                f'data={path}: plain text has no rows; write it as .jsonl, a line {{"text": ...}} for each document'
+            )
         raise ValueError(f"data={path}: its kind is not known from its name; rename it to one of {', '.join(SUFFIXES)}")
     try:
         if kind == "parquet":

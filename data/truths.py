@@ -116,6 +116,12 @@ def render_truth(columns: Columns, tokenizer: Any, system_prompt: str | None) ->
     else:
         rendered = render_row({**pair, "prompt": prompt, "truth": truth}, ("truth",), tokenizer, system_prompt)
         prompt_ids, (truth_ids,), notes = rendered.prompt_ids, rendered.responses, rendered.notes
+        if not isinstance(prompt, str) and len(head) > len(prompt_ids) + 1:
+            lost = tokenizer.decode(head[len(prompt_ids) :])
+            raise ValueError(
+                f"the chat template opens an answer with {lost!r}, which the true completion does not begin with; "
+                "begin it so, or take another chat_template"
+            )
         mask = [True] * len(truth_ids)
     text = truth if isinstance(truth, str) else truth[0]["content"]
     if not isinstance(text, str):  # parts, or nothing but tool calls
@@ -173,6 +179,8 @@ def _auto(columns: Columns) -> Columns:
     if "messages" in present:
         return last_turn(columns)
     if {"prompt", "completion"} <= present:
+        if columns.get("label") is False:
+            raise ValueError("its completion is labelled false, so it is no truth; leave such rows out")
         return {**columns, "ground_truth": columns["completion"]}
     if {"instruction", "output"} <= present:
         return _named("alpaca", columns)

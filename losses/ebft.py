@@ -274,7 +274,7 @@ def reinforce(reward: Reward) -> Tensor:  # (P, G)
 
 
 def rloo(reward: Reward) -> Tensor:  # (P, G)
-    return leave_one_out_advantage(reward.alignment - reward.diversity)
+    return _without_noise(leave_one_out_advantage(reward.alignment - reward.diversity), reward)
 
 
 def rloo_split(reward: Reward) -> Tensor:  # (P, G)
@@ -284,16 +284,30 @@ def rloo_split(reward: Reward) -> Tensor:  # (P, G)
         others = (apart.sum(dim=1, keepdim=True) - 2 * apart) / (num_rollouts - 2)
     else:
         others = torch.zeros_like(apart)
-    return leave_one_out_advantage(reward.alignment) - (apart - others)
+    return _without_noise(leave_one_out_advantage(reward.alignment) - (apart - others), reward)
 
 
 def grpo(reward: Reward) -> Tensor:  # (P, G)
     """Rewards that differ by rounding alone, as those of equal rollouts do, give 0 and not noise of unit size."""
     total = reward.alignment - reward.diversity
     deviation = nan_std(total, dim=1).unsqueeze(1)  # (P, 1)
+    return torch.where(
+        deviation > _noise(reward), (total - total.mean(dim=1, keepdim=True)) / (deviation + EPSILON), 0.0
+    )
+
+
+def _noise(reward: Reward) -> Tensor:  # (P, 1)
+    """Differences of this size are rounding: a sum over other rollouts depends on their order."""
     largest = (reward.alignment.abs() + reward.diversity.abs()).amax(dim=1, keepdim=True)
-    noise = 16 * torch.finfo(total.dtype).eps * largest
-    return torch.where(deviation > noise, (total - total.mean(dim=1, keepdim=True)) / (deviation + EPSILON), 0.0)
+    return 16 * torch.finfo(largest.dtype).eps * largest
+
+
+def _without_noise(
+    advantage: Tensor,  # (P, G)
+    reward: Reward,
+) -> Tensor:  # (P, G)
+    """Groups of which nothing but rounding is left get 0: an optimizer would make a step of full size of it."""
+    return torch.where(advantage.abs().amax(dim=1, keepdim=True) > _noise(reward), advantage, 0.0)
 
 
 ADVANTAGES: dict[str, Callable[[Reward], Tensor]] = {

@@ -31,7 +31,7 @@ def stories(scratch: Path, mode: str) -> tuple[str, bool]:
     model = Path(assets) / "models" / "stories260K"
     data, held_out = passages(Path(assets) / "data" / "tinyshakespeare.txt.gz", scratch, mode)
     if mode == "structured":
-        flags = ("--num-generations", 4, "--per-device-train-batch-size", 32, "--max-completion-length", 32)
+        flags = ("--num-generations", 8, "--per-device-train-batch-size", 64, "--max-completion-length", 8)
     else:
         flags = ("--per-device-train-batch-size", 8, "--max-length", 96)
     run_ok(
@@ -48,7 +48,7 @@ def passages(path: Path, scratch: Path, mode: str) -> tuple[Path, Path]:
     text = gzip.open(path, "rt", encoding="utf-8").read()
     length = 160
     cut = [text[start : start + length] for start in range(0, len(text) - length, length)]
-    rows = [{"text": x} if mode == "strided" else {"prompt": x[:80], "completion": x[80:]} for x in cut if x.strip()]
+    rows = [{"text": x} if mode == "strided" else {"prompt": x[:120], "completion": x[120:]} for x in cut if x.strip()]
     files = scratch / "train.jsonl", scratch / "eval.jsonl"
     for file, part in zip(files, (rows[:-100], rows[-100:]), strict=True):
         file.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")

@@ -84,6 +84,11 @@ class FeatureConfig:
                 f"{name}=1: advantage_estimator={self.advantage_estimator} compares the rollouts of a prompt; draw 2 "
                 "or more, or use --advantage-estimator reinforce"
             )
+        if self.diversity_coef not in (0.0, FeatureConfig.diversity_coef):
+            raise ValueError(
+                f"diversity_coef={self.diversity_coef}: has no effect with {name}=1, a rollout has no others to differ "
+                "from; leave it out"
+            )
         if self.use_whitening:
             raise ValueError(
                 f"{name}=1: use_whitening scales by how the rollouts of a prompt differ; draw 2 or more, or leave it "
@@ -223,6 +228,11 @@ class EbftConfig:
                 raise ValueError(
                     f"rollout.{name}={value}: has no effect here, held-out groups are sampled as those of training are"
                 )
+        if self.overlap.reroll_start_fraction < 1:
+            raise ValueError(
+                f"reroll_start_fraction={self.overlap.reroll_start_fraction}: has no effect here, features never give "
+                "no reward at all; leave it out"
+            )
         if "" in self.stop:
             raise ValueError("stop='': an empty stop string would end every completion; remove it")
         if self.run.sequences_per_step % self.num_generations:

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,20 @@ from data.packing import Item, make_batches
 from data.strided import StridedBatch
 from data.types import TruthPrompt
 from losses import ebft
+from rollout.model_folder import resolve_model
 from rollout.types import Completion
 from trainer.config import LoraConfig, ModelConfig, RunConfig
 from trainer.ebft_options import FeatureConfig
-from trainer.model import Policy, as_reference, causal_lm, hidden_states, load_policy
+from trainer.model import (
+    Policy,
+    as_reference,
+    causal_lm,
+    check_logps,
+    hidden_states,
+    load_causal_lm,
+    load_policy,
+    load_tokenizer,
+)
 from trainer.reference import check_same_tokens
 
 
@@ -54,10 +65,20 @@ def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy) -> Po
     if cfg.feature_model is None:
         return policy
     other = dataclasses.replace(model, model=cfg.feature_model, merge_lora=False)
-    source = load_policy(other, LoraConfig(), policy.device, with_reference=False)
+    path = resolve_model(cfg.feature_model)
+    if (Path(path) / "adapter_config.json").exists():
+        source = load_policy(other, LoraConfig(), policy.device, with_reference=False)
+        for parameter in source.model.parameters():  # not the buffers: positions want all their digits
+            parameter.data = parameter.data.to(policy.compute_dtype)
+    else:
+        lm = load_causal_lm(path, other, policy.compute_dtype, policy.device).to(policy.device)
+        source = dataclasses.replace(
+            policy, model=lm, tokenizer=load_tokenizer(path, other), source=path, reference=None, reference_adapter=None
+        )
+        check_logps(source)
     check_same_tokens(policy, source, f"feature_model={cfg.feature_model}", model.model)
-    frozen = source.model.eval().requires_grad_(False).to(policy.compute_dtype)
-    return dataclasses.replace(source, model=frozen, reference=frozen)
+    frozen = source.model.eval().requires_grad_(False)
+    return dataclasses.replace(source, reference=frozen)
 
 
 class FeatureNetwork:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,16 @@ class GroupBatch:
 class Groups:
     """Batches of rewarded groups, one after the other."""
 
-    def __init__(self, cfg: Any, producer: Producer, rewards: Rewards, replay: Replay) -> None:
+    def __init__(
+        self,
+        cfg: Any,
+        producer: Producer,
+        rewards: Rewards,
+        replay: Replay,
+        advantages: Callable[[Any, GroupBatch], Tensor] | None = None,  # of a method that has its own
+    ) -> None:
         self.cfg, self.producer, self.rewards, self.replay = cfg, producer, rewards, replay
+        self.own_advantages = advantages
         self.has_penalty = cfg.advantage.overlong_margin > 0
         self.names = [*rewards.names, *(["overlong"] if self.has_penalty else [])]
         self._weights: list[float] = []  # of the rewards, at the step in hand
@@ -164,6 +172,8 @@ class Groups:
     def _teaches(self, group: Group) -> bool:
         """Whether what advantages are made of tells any two completions of the group apart."""
         batch = GroupBatch([group], self.names, self._weights, {})
+        if self.own_advantages is not None:
+            return bool((self.own_advantages(self.cfg, batch) != 0).any())
         if self.cfg.advantage.multi_objective_aggregation == "normalize_then_sum":
             return bool(has_signal(batch.values[0].T).any())
         return bool(has_signal(batch.reward).any())

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.packing import Item, make_batches
 from data.strided import Document, StridedBatch, make_strided
-from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
+from kernels.linear_logprob import TokenLogps, linear_logprob_loss
 from losses import ebft
 from losses.importance import log_difference
 from rollout.planner import sample_seed
@@ -32,7 +33,7 @@ from trainer.attention import span_masks
 from trainer.dist import all_sum
 from trainer.features import FeatureNetwork, Measured, measured_metrics
 from trainer.metrics import MetricSums
-from trainer.model import Policy, as_head_takes, causal_lm, head_of, hidden_states
+from trainer.model import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
 from trainer.optim import total_loss
 
 EVAL_SEED = -1  # of held-out continuations; a run's own seed is 0 or above
@@ -56,8 +57,12 @@ class StridedStep:
         return sum(len(row.anchor) for row in self.rows)
 
 
-def continue_all(cfg: Any, policy: Policy, documents: Sequence[Document], *, seed: int, number: int) -> StridedStep:
+def continue_all(
+    cfg: Any, policy: Policy, documents: Sequence[Document], *, seed: int, number: int, multiple: int = 1
+) -> StridedStep:
     """Rows of documents, each continued from all its anchors. `number` is that of the first document in the run.
+
+    `multiple` is what else rows must be filled up to: the feature network may attend by other code than the policy.
 
     The seed of a continuation follows from the number of its document, its anchor and its own: what else is in the row,
     or whether the run was broken off in between, does not change it.
@@ -65,9 +70,8 @@ def continue_all(cfg: Any, policy: Policy, documents: Sequence[Document], *, see
     lm, plan = causal_lm(policy.model), cfg.strided.plan
     of_document = torch.tensor([signed_64(sample_seed(seed, number + i)) for i in range(len(documents))])
     rows, behaviour = [], []
-    for row in make_strided(
-        documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=policy.row_multiple
-    ):
+    multiple = max(multiple, policy.row_multiple)
+    for row in make_strided(documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=multiple):
         own = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + torch.arange(plan.n_samples_per_prompt)  # (A, n)
         seeds = of_document[row.document].unsqueeze(1) + own
         row = row.to(policy.device)
@@ -147,7 +151,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
             for metrics in parts:
                 sums.add(metrics)
         sums.add({"loss/total": (total.detach(), 0.0)})
-    sums.add({"loss/total": (0.0, 1.0)})
+    sums.add({"loss/total": (torch.zeros((), device=policy.device), 1.0)})
     return sums
 
 
@@ -212,16 +216,23 @@ def evaluate(
     """Held-out documents, continued always by the same seeds, and the cross-entropy of their own tokens."""
     if not documents:
         return {}
-    measured, sums, lm = [], MetricSums(), causal_lm(policy.model)
+    measured, sums, multiple = [], MetricSums(), network.policy.row_multiple
     was_training = policy.model.training
     policy.model.eval()
     for first in range(0, len(documents), batch_size):
         part = documents[first : first + batch_size]
-        step = judge(network, continue_all(cfg, policy, part, seed=EVAL_SEED, number=first))
-        measured += step.measured
-        for row in step.rows:
-            states = as_head_takes(policy, hidden_states(policy, lm, row)[row.ce_index])
-            logp = linear_logprob(states, target=row.ce_target, ignore_index=None, **head_of(lm)).logp
-            sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp))))})
+        step = continue_all(cfg, policy, part, seed=EVAL_SEED, number=first, multiple=multiple)
+        measured += judge(network, step).measured
+    items = [Item(document.ids, trained_mask(document)) for document in documents]
+    batches = make_batches(items, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=policy.row_multiple)
+    for batch in batches:
+        logp = token_logps(policy, batch.to(policy.device)).logp
+        sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=policy.device))})
     policy.model.train(was_training)
     return {**measured_metrics(measured, "eval"), **sums.means(), "eval/rows": len(documents)}
+
+
+def trained_mask(document: Document) -> list[bool]:
+    """Which tokens of a document cross-entropy is about."""
+    trained = set(document.trained())
+    return [place in trained for place in range(len(document.ids))]

@@ -68,6 +68,18 @@ class FeatureRewards:
         return {name: value for name, value in metrics.items() if "cfm" in name}
 
 
+def feature_metrics(
+    rewards: FeatureRewards,
+    advantage: Tensor,  # (P, G)
+) -> dict[str, float]:
+    """Of the batch, for every step that is taken on it."""
+    return {
+        **rewards.metrics(),
+        "policy/advantage_std": advantage.std(correction=0).item(),
+        "reward/zero_std_frac": (advantage == 0).all(dim=1).float().mean().item(),  # by advantages: rewards round
+    }
+
+
 def advantages(cfg: Any, batch: GroupBatch) -> Tensor:  # (P, G)
     """Of the two parts of the reward, by the estimator asked for."""
     reward = ebft.Reward(*batch.values.unbind(dim=-1))

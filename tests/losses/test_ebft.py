@@ -442,3 +442,18 @@ def test_dot_alignment_uses_lengths_and_cosine_does_not():
     features = Features(tensor([[[2.0, 0.0]]]), tensor([[[3.0, 4.0]]]))
     close(dot_alignment(features), [[12.0]])
     close(feature_reward(features).alignment, [[1.2]])
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "rloo_split", "grpo"])
+@pytest.mark.parametrize("num_rollouts", [3, 4, 6, 8, 16])
+def test_equal_rollouts_have_no_advantage_whatever_their_sums_round_to(estimator, num_rollouts):
+    """Diversity is a sum over the others, in another order for each: only rounding tells equal rollouts apart."""
+    generator = torch.Generator().manual_seed(num_rollouts)
+    one = unit(torch.randn(200, 1, 48, generator=generator))
+    truth = unit(torch.randn(200, 48, generator=generator))
+    rollout = one.expand(200, num_rollouts, 48)
+    for features in (plain(rollout, truth), whiten(rollout, truth)):
+        reward = feature_reward(features)
+        assert (advantage_of(reward, advantage_estimator=estimator) == 0).all()
+        nudged = reward._replace(alignment=reward.alignment + 1e-4 * torch.eye(num_rollouts)[0])
+        assert (advantage_of(nudged, advantage_estimator=estimator) != 0).any(dim=1).all()

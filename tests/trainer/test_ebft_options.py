@@ -186,3 +186,11 @@ def test_each_mode_has_a_recipe_of_its_own(monkeypatch, tmp_path, capsys):
         assert (cfg.mode, cfg.model.model, cfg.num_generations) == ("structured", "builtin:tiny", 8)
     _, cfg, _ = parse(["--method", "ebft", "--mode", "strided", "--model", "m", "--data", "d"])
     assert cfg.strided.stride == 8 and capsys.readouterr().err == ""
+
+
+def test_what_can_have_no_effect_is_refused():
+    with pytest.raises(ValueError, match=r"^reroll_start_fraction=0\.5: has no effect here"):
+        make(overlap=AsyncConfig(reroll_start_fraction=0.5))
+    alone = features(advantage_estimator="reinforce", diversity_coef=0.5)
+    with pytest.raises(ValueError, match=r"^diversity_coef=0\.5: has no effect with num_generations=1"):
+        make(num_generations=1, **alone)

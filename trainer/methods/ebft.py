@@ -91,7 +91,7 @@ def train(cfg: Config) -> None:
             )
         )
         rewards = truth_step.FeatureRewards(network, num_generations=cfg.num_generations)
-        groups = Groups(cfg, producer, rewards, replay)
+        groups = Groups(cfg, producer, rewards, replay, truth_step.advantages)
         if step == 0 and held_out:
             run.log(0, truth_step.evaluate(cfg, policy, engine, evaluation, rewards, held_out, version=0))
 
@@ -113,6 +113,7 @@ def train(cfg: Config) -> None:
                 step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
             )
             counters.prompts = planner.consumed + len(batch.sampled.groups)
+            feature_metrics = truth_step.feature_metrics(rewards, advantage.view(-1, cfg.num_generations))
 
             for iteration in range(min(cfg.num_iterations, total_steps - step)):
                 step += 1
@@ -129,10 +130,9 @@ def train(cfg: Config) -> None:
                     **rollouts.completion_metrics(batch.sampled.completions),
                     **rollouts.packing_metrics(rollout.micro_batches),
                     **batch.metrics,
-                    **rewards.metrics(),
+                    **feature_metrics,
                     **producer.metrics(step - 1),
                     **sums.means(),
-                    "policy/advantage_std": advantage.std(correction=0).item(),
                     "optim/grad_norm": grad_norm,
                     "optim/lr": learning_rate,
                     "data/epoch": planner.epoch,
@@ -154,7 +154,8 @@ def train(cfg: Config) -> None:
 def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork) -> None:
     size = cfg.run.sequences_per_step
     documents = documents_of(cfg, policy, network, cfg.data.data)
-    held_out = documents_of(cfg, policy, network, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+    held_out = documents_of(cfg, policy, network, cfg.data.eval_data, limit=cfg.data.max_eval_rows)
+    multiple = network.policy.row_multiple
     offline = Offline(run, cfg, policy, documents)
 
     def evaluate() -> dict[str, float]:
@@ -163,7 +164,7 @@ def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork
     offline.begin(evaluate)
     for batch in offline.steps():
         number = (offline.step - 1) * size  # of the first document: the seeds of a resumed run are those of an unbroken
-        step = strided_step.continue_all(cfg, policy, batch, seed=cfg.run.seed, number=number)
+        step = strided_step.continue_all(cfg, policy, batch, seed=cfg.run.seed, number=number, multiple=multiple)
         offline.timer.lap("rollout_s")
         step = strided_step.judge(network, step)
         run.sample(offline.step, strided_step.sample_rows(policy, batch, step))
@@ -197,7 +198,9 @@ def truths_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple
     )
 
 
-def documents_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[Document]:
+def documents_of(
+    cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...], limit: int | None = None
+) -> list[Document]:
     if not specs:
         return []
     documents = load_documents(
@@ -209,8 +212,13 @@ def documents_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tu
         context_length=context_of(policy, network),
         cfg=cfg,
     )
-    plan = cfg.strided.plan
+    documents, plan = documents[:limit], cfg.strided.plan
     require_anchors(documents, plan)
+    if plan.min_completion_prefix and not any(document.prompt_length for document in documents):
+        raise ValueError(
+            f"min_completion_prefix={plan.min_completion_prefix}: has no effect, no document has a prompt; use "
+            "context_length"
+        )
     if cfg.features.ce_coef:
         return documents  # one without an anchor still has tokens of its own
     kept = [document for document in documents if plan.anchors(document)]

@@ -104,6 +104,7 @@ def test_model_loads_without_the_neighbour(tmp_path):
         pytest.skip("Hugging Face's kernels package is installed here")
 
 
+@pytest.mark.slow
 def test_neighbour_alone_is_what_transformers_expects(neighbour, tmp_path):
     python(MODEL + THEIRS, neighbour, cwd=tmp_path)
 
@@ -112,12 +113,14 @@ def test_clone_comes_first(neighbour, tmp_path):
     python(MODEL + OURS + THEIRS, ROOT, neighbour, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_editable_install_comes_last(neighbour, tmp_path):
     (tmp_path / "data").mkdir()  # a user's own folder of that name, in the working directory
     code = "import trainer, data.types\n" + MODEL + OURS + THEIRS
     python(code, neighbour, ROOT, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_neighbour_imported_before_the_trainer(neighbour, tmp_path):
     code = f"""
 import sys, transformers.activations

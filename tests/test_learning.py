@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.entry import metrics, run_ok
 from trainer.tiny.build import make_model, make_tokenizer
 
@@ -22,6 +24,7 @@ def test_reward_for_brevity_leads_to_an_immediate_end(tmp_path):
     assert lengths[-1] < 2, lengths
 
 
+@pytest.mark.slow
 def test_sft_loss_falls(tmp_path):
     run_ok("--method", "sft", "--max-steps", 30, "--save-steps", 0, "--output-dir", tmp_path / "run", cwd=tmp_path)
     rows = metrics(tmp_path / "run")

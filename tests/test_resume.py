@@ -49,7 +49,8 @@ EBFT = {
     ],
 }  # fmt: skip
 VARIANTS |= {f"ebft, {mode}": argv for mode, argv in EBFT.items()}
-SLOW = [f"ebft, {mode}" for mode in EBFT]  # the same below, without the starts of processes
+# Those of ebft are below, without the starts of processes; the loop of sft is that of the offline methods' own tests.
+SLOW = [*(f"ebft, {mode}" for mode in EBFT), "sft", "replay, re-rolls, resamples, gdpo"]
 
 
 def start_and_kill(argv: list, folder: Path, at_step: int) -> None:

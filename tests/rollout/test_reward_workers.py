@@ -302,9 +302,10 @@ def alive(pid: int) -> bool:
     for _ in range(50):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            threads = len(os.listdir(f"/proc/{pid}/task"))
         except (FileNotFoundError, ProcessLookupError):
             return False
-        if state == "Z":
+        if state == "Z" and threads <= 1:  # while others of its threads end it cannot be waited for
             return False
         time.sleep(0.1)
     return True

@@ -188,21 +188,22 @@ def test_a_coroutine_in_the_loop_completes_turn_by_turn(pair):
 def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair):
     engine, policy = pair
     engine.load(0)
-    sampling = Sampling(max_tokens=240, for_training=True)  # what the context holds: a second or more on any machine
+    sampling = Sampling(max_tokens=240, for_training=True)  # what the context holds
     requests = [Request(prompt_ids=[5, 17, 30 + i], seed=i) for i in range(6)]
-    future = engine.submit(requests, sampling)
-    during = 0
-    while not future.done() and during < 3:
-        time.sleep(0.05)
-        assert engine.probe(engine.pool.members)  # vLLM with adapters dies of it while others are in the batch
-        during += 1
-    assert during
-    completions = future.result(60)
-    assert [c.versions for c in completions] == [[(0, 240)]] * 6
-    assert engine.metrics()["rollout/resumed_samples"] == 6
-    assert engine.metrics()["rollout/server_out"] == 0
-    found = gaps(engine, completions, 0)
-    assert len(found) == 6 * 240 and max(found) < LIMIT
+    # How fast a server is nobody knows: sooner or later in a group's life, until it was in the middle of its tokens.
+    for delay in (0.2, 0.1, 0.3, 0.05, 0.5, 0.15, 0.4, 0.8):
+        future = engine.submit(requests, sampling)
+        time.sleep(delay)
+        for _ in range(2):
+            assert engine.probe(engine.pool.members)  # vLLM with adapters dies of it while others are in the batch
+        completions = future.result(60)
+        assert [c.versions for c in completions] == [[(0, 240)]] * 6
+        assert engine.metrics()["rollout/server_out"] == 0
+        found = gaps(engine, completions, 0)
+        assert len(found) == 6 * 240 and max(found) < LIMIT
+        if engine.metrics()["rollout/resumed_samples"]:
+            break
+    assert engine.metrics()["rollout/resumed_samples"], "no group was in the middle of its tokens; try other delays"
     ours = engine.own.score([([5, 17], [30, 31])], 1.0)
     assert engine.score([([5, 17], [30, 31])], 1.0)[0] == pytest.approx(ours[0], abs=LIMIT)
 

@@ -1,0 +1,258 @@
+"""The planner against what autograd saves on a CPU, and against peaks measured on an H200."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kernels.linear_logprob import BLOCK_ELEMENTS
+from trainer import plan, plan_memory
+from trainer.config import OptimConfig, RunConfig
+from trainer.plan import CARDS, KNOWN, METHODS, PlanConfig, largest, main, meta_model
+from trainer.plan_memory import Precision, Sizes, Work, head_bytes, kept, moments, peak, saved, sizes_of
+
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = {
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512, "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824, "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
+    "mistral-7b-v0.3": 7_248_023_552,
+}  # fmt: skip
+SMALL = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE = {"hidden_size": 192, "intermediate_size": 448, "num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+def tiny(kind: str, numbers: dict[str, int], dtype: torch.dtype = torch.float32) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind, **numbers, num_hidden_layers=2, head_dim=32, vocab_size=300, tie_word_embeddings=True
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+
+
+def saved_bytes(model: nn.Module, num_tokens: int, *, autocast: bool) -> int:
+    """Of every storage that autograd saves in a forward up to the head, once, but for parameters."""
+    own = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    found: dict[int, torch.UntypedStorage] = {}  # holding them, so that no address is used twice
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage
+        return x
+
+    ids = torch.arange(num_tokens)[None] % 300
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        model.base_model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
+    return sum(x.nbytes() for x in found.values())
+
+
+@pytest.fixture(scope="module")
+def sizes() -> dict[str, Sizes]:
+    return {name: sizes_of(meta_model(PlanConfig(shape=name))) for name in KNOWN}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_shapes_have_the_published_number_of_parameters(sizes, name):
+    assert sizes[name].params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compute", [2, 4])
+@pytest.mark.parametrize("numbers", [SMALL, WIDE])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_saved_activations_are_those_of_autograd(kind, numbers, compute, checkpointing):
+    model = tiny(kind, numbers)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    s, n = sizes_of(model), 64
+    assert (s.qk_norm, s.params) == (kind == "qwen3", sum(x.numel() for x in model.parameters()))
+    found = saved_bytes(model, n, autocast=compute == 2)
+    found += n * 2 * 4 * s.head_dim * checkpointing  # the rotary table: kept as an argument, unseen by the hooks
+    assert saved(s, Work(tokens=n, compute=compute, checkpointing=checkpointing)) == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_saved_activations_of_bfloat16_weights_are_those_of_autograd(kind):
+    model = tiny(kind, SMALL, torch.bfloat16)
+    found = saved_bytes(model, 64, autocast=False)
+    assert saved(sizes_of(model), Work(tokens=64, stream=2)) == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("numbers", [SMALL, WIDE])
+def test_saved_activations_with_lora_are_those_of_autograd(kind, numbers):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny(kind, numbers, torch.bfloat16)
+    s = sizes_of(model)
+    wrapped = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert s.adapter(8) == sum(x.numel() for x in wrapped.parameters() if x.requires_grad)
+    found = saved_bytes(wrapped.get_base_model(), 64, autocast=True)
+    assert saved(s, Work(tokens=64, lora_r=8)) == pytest.approx(found, rel=0.01)
+
+
+# bench/results/h200/train_step.jsonl: 8 completions of 512 tokens behind a prompt of 2048, Qwen3-1.7B shape, bfloat16,
+# activations checkpointed, one micro-batch, no optimizer; GiB beyond weights and gradients, by tokens computed.
+MEASURED_STEPS = [("shared prompt", 6144, 0.7828), ("packed", 20480, 2.7334), ("rows, sdpa", 20480, 2.7247)]
+
+
+@pytest.mark.parametrize("layout, tokens, gib", MEASURED_STEPS)
+def test_peak_of_a_step_is_the_measured_one(sizes, layout, tokens, gib):
+    s = sizes["qwen3-1.7b"]
+    work = Work(tokens=tokens, trained_tokens=8 * 512, checkpointing=True, stream=2, accumulates=False)
+    fullest = max(moments(s, work), key=lambda moment: moment.total)
+    assert fullest.name == "backward of the first block"
+    assert (fullest.total - 2 * s.params) / GIB == pytest.approx(gib, rel=0.03)
+
+
+# bench/results/h200/linear_logprob.jsonl, bfloat16: N, D, V; GiB beyond inputs and gradients of one pass, of any loss,
+# of a frozen head, and of torch with stored logits (None: not measured there).
+MEASURED_HEADS = [
+    ((8192, 2048, 151936), 1.7468, 0.8140, 1.1672, 13.2993),
+    ((8192, 4096, 128256), 1.9886, 1.1263, 1.0099, 10.7012),
+    ((32768, 1536, 151936), 1.5973, 0.7369, 1.1626, None),
+]
+
+
+@pytest.mark.parametrize("shape, one_pass, any_loss, frozen, torch_path", MEASURED_HEADS)
+def test_buffers_of_the_head_are_the_measured_ones(sizes, shape, one_pass, any_loss, frozen, torch_path):
+    n, d, v = shape
+    s = replace(sizes["qwen3-1.7b"], width=d, vocab=v)
+    p = Precision(2, 2)
+    gradients = 2 * n * d + 2 * v * d
+    for head, gib in (("one pass", one_pass), ("any loss", any_loss)):
+        got = head_bytes(s, Work(tokens=n, head=head), p) - gradients
+        assert got / GIB == pytest.approx(gib, rel=0.01), head
+    got = head_bytes(s, Work(tokens=n, lora_r=8), p) - 2 * n * d
+    assert got / GIB == pytest.approx(frozen, rel=0.01)
+    if torch_path is not None:
+        assert (plan_memory.logits_bytes(s, n) - gradients) / GIB == pytest.approx(torch_path, rel=0.001)
+
+
+def test_measured_facts_are_those_in_the_bench_results():
+    folder = ROOT / "bench" / "results" / "h200"
+    rows = [json.loads(x) for name in ("train_step", "linear_logprob") for x in (folder / f"{name}.jsonl").open()]
+    there = {round(row["peak_gib"], 4) for row in rows}
+    facts = {gib for *_, gib in MEASURED_STEPS} | {x for _, *gibs in MEASURED_HEADS for x in gibs if x}
+    assert facts <= there, facts - there
+
+
+def test_what_is_kept_by_hand(sizes):
+    s = sizes["llama-3.1-8b"]
+    full = kept(s, Work(tokens=1, has_reference=True))
+    assert list(full.values()) == [4 * s.params, 0, 4 * s.params, 8 * s.params, 2 * s.params]
+    shard = kept(s, Work(tokens=1, has_reference=True, shards=8))
+    assert {name: 8 * x for name, x in shard.items()} == full
+    assert s.adapter(16) == 41_943_040  # of a rank-16 adapter on all linear layers
+    lora = kept(s, Work(tokens=1, lora_r=16, has_reference=True))
+    assert list(lora.values()) == [2 * s.params, *(x * s.adapter(16) for x in (4, 4, 8)), 0]
+    assert kept(s, Work(tokens=1, optim="adamw_bf16"))["optimizer state"] == 4 * s.params
+
+
+def test_casts_of_all_weights_are_there_until_a_checkpointed_forward_ends(sizes):
+    s = sizes["llama-3.1-8b"]
+    found = {x.name: x for x in moments(s, Work(tokens=1024, checkpointing=True))}
+    assert found["forward, casts of all weights"].passing > 2 * s.matrices
+    sharded = {x.name: x for x in moments(s, Work(tokens=1024, checkpointing=True, shards=8))}
+    assert sharded["forward, casts of all weights"].passing < 2 * s.matrices
+
+
+@pytest.mark.parametrize("work", [
+    Work(tokens=1), Work(tokens=1, checkpointing=True), Work(tokens=1, head="any loss"), Work(tokens=1, shards=8),
+    Work(tokens=1, lora_r=16), Work(tokens=1, triton=False),
+])  # fmt: skip
+def test_largest_micro_batch_is_the_last_that_fits(sizes, work):
+    s = sizes["qwen3-1.7b"]
+    tokens = largest(s, work, 60.0)
+    assert tokens >= 256
+    assert peak(s, replace(work, tokens=tokens)) <= 60 * GIB < peak(s, replace(work, tokens=tokens + 256))
+    assert largest(s, work, 0.5) == 0
+
+
+def test_flops_per_token(sizes):
+    s = sizes["llama-3.1-8b"]
+    num = s.params - s.embedding
+    assert plan_memory.flops_per_token(s, Work(tokens=1)) == 6 * num
+    assert plan_memory.flops_per_token(s, Work(tokens=1, checkpointing=True)) == 8 * num
+    assert plan_memory.flops_per_token(s, Work(tokens=1, lora_r=8, has_reference=True)) == 6 * num
+    tied = sizes["qwen3-0.6b"]
+    assert plan_memory.flops_per_token(tied, Work(tokens=1)) == 6 * tied.params
+
+
+def test_numbers_copied_from_elsewhere_are_still_those():
+    scaled_exp = pytest.importorskip("kernels.scaled_exp")
+    assert (scaled_exp.CHUNK, scaled_exp.PART, scaled_exp.SLICE) == (
+        plan_memory.CHUNK, plan_memory.PART, plan_memory.SLICE
+    )  # fmt: skip
+    assert BLOCK_ELEMENTS == plan_memory.TORCH_BLOCK
+    assert RunConfig.max_tokens_per_micro_batch == PlanConfig.max_tokens_per_micro_batch
+    assert OptimConfig.optim == PlanConfig.optim
+    files = {path.stem for path in (ROOT / "trainer" / "methods").glob("*.py")} - {"__init__"}
+    assert files == METHODS.keys()
+
+
+def test_command_prints_table_and_verdict(capsys):
+    asked = ["--shape", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100", "--method", "dpo", "--gradient-checkpointing"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    rows = {x[:36].strip(): x[36:].split() for x in text.splitlines() if len(x) > 36}
+    assert "8,030,261,248 parameters; dpo, bfloat16, adamw" in text
+    assert rows["weights"] == ["29.92", "29.92", "3.74", "3.74"]
+    assert rows["reference"] == ["14.96", "14.96", "1.87", "1.87"]
+    assert rows["fits"] == ["no", "no", "yes", "yes"]
+    assert "with gradient checkpointing: replicate does not fit, fsdp fits." in text
+    assert "storing their logits would take 11.74 (avoided)" in text
+    kept_rows = ("weights", "gradients", "optimizer state", "reference")
+    for i, total in enumerate(map(float, rows["peak"])):
+        backward = float(rows["activations"][i]) + float(rows["passing buffers beside them"][i])
+        most = max(backward, float(rows["or, without both, AdamW's step"][i]))
+        assert sum(float(rows[name][i]) for name in kept_rows) + most == pytest.approx(total, abs=0.05)
+
+
+def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
+    plan.known_config("qwen3-0.6b").save_pretrained(tmp_path)  # a config.json alone
+    asked = [
+        "--model",
+        str(tmp_path),
+        "--method",
+        "grpo",
+        "--lora.r",
+        "16",
+        "--rollout.engine",
+        "vllm",
+        "--gpu",
+        "h200",
+    ]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert "596,049,920 parameters, 10,092,544 in adapters" in text
+    sampling = next(x for x in text.splitlines() if x.startswith("while sampling, vLLM's share")).split()[-1]
+    held = (2 * 596_049_920 + 12 * 10_092_544) / GIB
+    assert float(sampling) == pytest.approx(held + 0.35 * CARDS["h200"].gib, abs=0.01)
+    assert main(["--model", "builtin:tiny", "--method", "grpo", "--gpu", "4090"]) == 0
+    assert "while sampling, local cache" in capsys.readouterr().out
+
+
+def test_command_refuses_in_one_sentence(capsys, tmp_path):
+    assert main(["--model", str(tmp_path)]) == 1
+    assert "holds neither config.json" in capsys.readouterr().err
+    for wrong, said in (
+        ({"model": "a", "shape": "b"}, "one of --model and --shape"),
+        ({"shape": "llama-9"}, "there is qwen3-0.6b"),
+        ({"shape": "qwen3-0.6b", "method": "ppo"}, "there is sft"),
+        ({"shape": "qwen3-0.6b", "beta": 0.1}, "decides nothing about the memory of sft"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            PlanConfig(**wrong)

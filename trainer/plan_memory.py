@@ -1,0 +1,298 @@
+"""Bytes that one training step holds, counted from the sizes of a model. trainer/plan.py prints them.
+
+L layers, D width, H query heads, G key-value heads, K head size, I width inside the gated MLP, V vocabulary, N tokens
+of one micro-batch (packed, so all are real), P parameters. w = bytes of a number in the residual stream, c = bytes of
+a number in the matrix products: full fine-tuning holds float32 weights and multiplies in bfloat16 under autocast (w 4,
+c 2); the frozen base of a LoRA run, and blocks that FSDP gathers in bfloat16, have w 2, c 2; --dtype float32 has 4, 4.
+
+Kept from start to end:
+
+    weights      4 P trained; with LoRA c P frozen, and 4 per adapter weight;  adapters have r (in + out) per matrix
+    gradients    4 per trained weight (kept over the micro-batches of a step)
+    optimizer    8 per trained weight: two float32 moments of AdamW (2 x 2 in bfloat16, 2 x 1 and its scales in 8 bit)
+    reference    c P, a frozen copy, where the method has one; with LoRA the base is its own reference
+
+What autograd saves of one block, per token, when its weights train (`saved_by_block`):
+
+    two norms      2 (4 D + w D + 4)     input in float32, normalised input, one root each
+    their outputs  5 c D if w != c       autocast casts anew for each of q, k, v, gate, up;
+                   2 c D if w == c       all readers share one
+    q, k norms     (4 + c) (H + G) K + 4 (H + G)     Qwen3 has them, Llama has not
+    attention      c (2 H + 2 G) K + 4 H      q, k, v, output (which o_proj reads), log-sum-exp; no T x T scores
+    MLP            4 c I                      gate, silu(gate), up, their product
+
+With LoRA norms keep 4 D + 4 each, every adapted matrix keeps its own cast of its input and r numbers more, and the MLP
+keeps 3 c I beside those. After the blocks: the last norm, the rotary table (2 w K) and the ids (8). Once per weight,
+not per token: the bfloat16 casts of trained float32 matrices that autocast makes, 2 bytes each (`casts`).
+
+Gradient checkpointing keeps w D per block and token, and at one time the above of a single block; but autocast's cache
+holds the casts of all blocks until the forward ends. The backward of a block adds, at its worst in the MLP, gradients
+of product, silu and up in place of the product (2 c I; with LoRA 4 I more, since an adapter takes its input through
+float32), the gradient of the residual stream (w D), and the new gradient of one matrix before it is added to the old.
+
+The head (kernels/linear_logprob.py; R trained tokens, at most N) stores no logits but one chunk of exponentials, E:
+
+    one pass      c V D (cast, if w != c) + 2 min(R, 4096) V (E) + dW + 2 R D (dX) + a part of E @ W in float32
+    any loss      the same cast + 2 R columns (E, 2^28 numbers) + 4 D columns + 4 R D + 2 R D + dW
+    frozen        E, dX and the part alone
+    torch path    blocks of 2^25 float32 numbers, five at a time, + dX + dW and its summand
+    logits        12 R V: what storing them costs at its peak (logits, float32 copy, log-softmax, gradient)
+
+FSDP over n GPUs divides all that is kept by n. In flight are a block in use, the next one gathered ahead and its gather
+buffer (3 c each), its gradient whole (c) and in float32 for the reduction (4), and embeddings and head, which stay
+whole from forward to backward (c). FSDP casts, so autocast does not.
+
+AdamW's step makes one float32 temporary per trained weight, at a time when no activations are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/scaled_exp.py, which needs triton to import
+TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
+STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256}  # a float32 scale for each 256
+STEP_BYTES = {"adamw": 4.0, "adamw_bf16": 0.0, "adamw_8bit": 0.0}  # torch's foreach; the others go one by one
+
+Head = Literal["one pass", "any loss", "none"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder of RMS norms, grouped attention and a gated MLP."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    tied: bool
+    qk_norm: bool
+    params: int  # all, tied ones once
+    matrices: int  # of them in the linear layers of the blocks
+    ends: int  # sum of in + out over those layers
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.width
+
+    def adapter(self, r: int) -> int:
+        return r * self.ends
+
+
+class Precision(NamedTuple):
+    """Bytes of a number."""
+
+    stream: int  # w: residual stream and trained weights
+    compute: int  # c: matrix products
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, how, on how many tokens at a time."""
+
+    tokens: int
+    lora_r: int = 0
+    compute: int = 2  # bytes of the matrix products
+    checkpointing: bool = False
+    head: Head = "one pass"
+    has_reference: bool = False
+    optim: str = "adamw"
+    shards: int = 1  # GPUs that FSDP divides over; 1 is a whole copy on each
+    triton: bool = True
+    trained_tokens: int | None = None  # None: all of them
+    accumulates: bool = True  # gradients of earlier micro-batches are there
+    stream: int | None = None  # bytes of residual stream and trained weights; None: as the trainer holds them
+
+    @property
+    def precision(self) -> Precision:
+        as_held = 4 if self.lora_r == 0 and self.shards == 1 else self.compute
+        return Precision(as_held if self.stream is None else self.stream, self.compute)
+
+    @property
+    def rows(self) -> int:
+        return self.tokens if self.trained_tokens is None else self.trained_tokens
+
+
+class Moment(NamedTuple):
+    """A time in the step, and the bytes it has beyond what is kept from start to end."""
+
+    name: str
+    activations: float
+    passing: float  # buffers that are gone soon
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.passing
+
+
+def sizes_of(model: Any) -> Sizes:
+    """Of a transformers causal LM, which may be on the meta device."""
+    from torch import nn
+
+    config, head = model.config, model.get_output_embeddings()
+    linears = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not head]
+    heads = config.num_attention_heads
+    return Sizes(
+        layers=config.num_hidden_layers, width=config.hidden_size, heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        inner=config.intermediate_size, vocab=head.weight.shape[0], tied=bool(config.tie_word_embeddings),
+        qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        params=sum(x.numel() for x in model.parameters()), matrices=sum(x.weight.numel() for x in linears),
+        ends=sum(x.in_features + x.out_features for x in linears),
+    )  # fmt: skip
+
+
+def saved_by_block(s: Sizes, p: Precision, lora_r: int = 0) -> int:
+    """Bytes per token that autograd saves of one block."""
+    w, c = p
+    keys = (s.heads + s.kv_heads) * s.head_dim
+    attention = 2 * c * keys + 4 * s.heads
+    if lora_r:
+        norms = 2 * (4 * s.width + 4)
+        between = c * (5 * s.width + s.heads * s.head_dim + s.inner + 7 * lora_r)
+        qk_norms = (4 * keys + 4 * (s.heads + s.kv_heads)) * s.qk_norm
+        return norms + between + qk_norms + attention + 3 * c * s.inner
+    norms = 2 * ((4 + w) * s.width + 4)
+    between = (5 if w != c else 2) * c * s.width
+    qk_norms = ((4 + c) * keys + 4 * (s.heads + s.kv_heads)) * s.qk_norm
+    return norms + between + qk_norms + attention + 4 * c * s.inner
+
+
+def saved_outside(s: Sizes, p: Precision, lora_r: int = 0) -> int:
+    """Bytes per token saved by what comes before and after the blocks, but for the head."""
+    norm = 4 * s.width + 4 + (0 if lora_r else p.stream * s.width)
+    return norm + 2 * p.stream * s.head_dim + 8
+
+
+def casts(s: Sizes, p: Precision, lora_r: int = 0) -> int:
+    """Bytes of the low copies that autocast makes of trained float32 matrices, all blocks."""
+    if p.compute == 4:
+        return 0
+    return p.compute * s.adapter(lora_r) if lora_r else p.compute * s.matrices * (p.stream != p.compute)
+
+
+def saved(s: Sizes, work: Work) -> int:
+    """Bytes of activations that are kept between forward and backward, casts included."""
+    p, r = work.precision, work.lora_r
+    outside = work.tokens * saved_outside(s, p, r)
+    if work.checkpointing:
+        return outside + work.tokens * s.layers * p.stream * s.width
+    first = work.tokens * (4 * s.width + 4) if r else 0  # embeddings do not train: the first norm saves nothing
+    return outside - first + work.tokens * s.layers * saved_by_block(s, p, r) + casts(s, p, r)
+
+
+def head_bytes(s: Sizes, work: Work, p: Precision) -> int:
+    """Peak of the log-prob head, its fresh gradients of hidden states and weight included."""
+    if work.head == "none":
+        return 0
+    rows, d, v, (w, c) = work.rows, s.width, s.vocab, p
+    trains, cast, dx = work.lora_r == 0, c * s.embedding * (w != c), c * rows * s.width
+    if not work.triton or c == 4:
+        chunk = max(1, TORCH_BLOCK // v)
+        return cast + 5 * 4 * chunk * v + dx + (4 + c) * s.embedding * trains
+    if work.head == "any loss" and trains:
+        columns = min(v, max(256, SLICE // max(1, rows) // 256 * 256))
+        return cast + 2 * rows * columns + 4 * d * columns + 4 * rows * d + dx + w * s.embedding
+    at_once = trains and w != 4 and rows <= 2 * d
+    chunk = rows if at_once else min(rows, CHUNK)
+    e = 2 * -(-chunk // 128) * 128 * v
+    part = 4 * d * min(chunk, PART * max(1, d // 1024))
+    if not trains:
+        return e + dx + part
+    if w == 4 or at_once:
+        return cast + e + dx + part + w * s.embedding
+    return max(e + dx + part + 4 * s.embedding, dx + (4 + w) * s.embedding)  # the sum is float32, then rounded
+
+
+def logits_bytes(s: Sizes, rows: int) -> int:
+    """What storing the logits would take at its peak, forward and backward."""
+    return 12 * rows * s.vocab
+
+
+def trained(s: Sizes, lora_r: int) -> int:
+    return s.adapter(lora_r) if lora_r else s.params
+
+
+def kept(s: Sizes, work: Work) -> dict[str, float]:
+    """Bytes per GPU that are there from start to end."""
+    num, c = trained(s, work.lora_r), work.compute
+    parts = {
+        "weights": c * s.params if work.lora_r else 4 * s.params,
+        "adapters": 4 * s.adapter(work.lora_r),
+        "gradients": 4 * num,
+        "optimizer state": STATE_BYTES[work.optim] * num,
+        "reference": c * s.params * (work.has_reference and work.lora_r == 0),
+    }
+    return {name: size / work.shards for name, size in parts.items()}
+
+
+def in_flight(s: Sizes, work: Work) -> dict[str, float]:
+    """Bytes that FSDP has whole beyond its shards, in the forward and the head, and in the backward of a block."""
+    if work.shards == 1:
+        return {"forward": 0.0, "backward": 0.0}
+    c, block = work.compute, s.matrices / s.layers
+    whole = c * s.embedding * (1 if s.tied else 2) + 3 * c * block
+    return {"forward": whole, "backward": whole + (0 if work.lora_r else (c + 4) * block)}
+
+
+def moments(s: Sizes, work: Work) -> list[Moment]:
+    """When forward and backward may be at their peak; gradients of this micro-batch count where none are there yet."""
+    p, r, n = work.precision, work.lora_r, work.tokens
+    (w, c), full = p, r == 0
+    stays, flight = saved(s, work), in_flight(s, work)
+    one_block = n * saved_by_block(s, p, r) + casts(s, p, r) / s.layers
+    new = 0 if work.accumulates or not full else w * s.embedding  # of the head, before the blocks have theirs
+    matrix = s.width * s.inner * ((w + c * (w != c)) if full and work.accumulates else 0)
+    wide = 2 * c + (4 if r and c == 2 else 0)  # an adapter takes its input through float32
+    worst = n * (wide * s.inner + w * s.width) + matrix + flight["backward"]
+    head = c * work.rows * s.width + head_bytes(s, work, p) + flight["forward"]
+    forward = n * (4 * c * s.inner + w * s.width) + flight["forward"]
+    made = [Moment("log-prob head", stays, head)]
+    if work.checkpointing:
+        made += [
+            Moment("forward, casts of all weights", stays, forward + casts(s, p, r)),
+            Moment("backward of a block", stays + one_block, worst + new),
+        ]
+    else:
+        made.append(Moment("backward of a block", stays, worst + new))
+    if not work.accumulates and full:
+        # In the first block, when the others have their gradients and it has only that of its last matrix.
+        last = one_block + n * (w * s.width + 2 * p.stream * s.head_dim + 8)
+        others = w * (s.params - s.matrices / s.layers + s.width * s.inner)
+        made.append(Moment("backward of the first block", last, worst + others))
+    else:  # the gradient of an embedding is dense, and added to what is there
+        made.append(Moment("embedding's gradient", n * w * s.width, w * s.embedding * full + flight["forward"]))
+    return made
+
+
+def update_moment(s: Sizes, work: Work) -> Moment:
+    return Moment("AdamW step", 0.0, STEP_BYTES[work.optim] * trained(s, work.lora_r) / work.shards)
+
+
+def busiest(s: Sizes, work: Work) -> Moment:
+    """Of forward and backward."""
+    return max(moments(s, work), key=lambda moment: moment.total)
+
+
+def peak(s: Sizes, work: Work) -> float:
+    """Most bytes that tensors take on one GPU during a step."""
+    return sum(kept(s, work).values()) + max(busiest(s, work).total, update_moment(s, work).total)
+
+
+def cache_bytes(s: Sizes, compute: int, num_tokens: int) -> int:
+    """Keys and values of tokens under generation."""
+    return 2 * s.layers * s.kv_heads * s.head_dim * compute * num_tokens
+
+
+def flops_per_token(s: Sizes, work: Work) -> int:
+    """2 N forward, 4 N backward (2 N where weights are frozen), 2 N more to recompute, 2 N for a reference.
+
+    N leaves out an embedding that is only looked up. Attention scores are not counted: short sequences add little.
+    """
+    num = s.params - (0 if s.tied else s.embedding)
+    return num * (2 + (2 if work.lora_r else 4) + 2 * work.checkpointing + 2 * work.has_reference)

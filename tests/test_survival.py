@@ -1,0 +1,176 @@
+"""SIGTERM: the step ends, a checkpoint is written, nothing is left behind, and the resumed run equals an unbroken one.
+
+Runs of the real entry point. `PATCHES` are lines run in the process before it, to be at a known place.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.entry import environment, metrics, processes_with, repeatable, run_ok
+from trainer.checkpoint import find_problem, list_checkpoints
+from trainer.stop import EXIT_CODE
+
+STEPS = 8
+GRPO = [
+    "--method", "grpo", "--max-steps", STEPS, "--save-steps", 0, "--eval-steps", 3, "--seed", 5,
+    "--per-device-train-batch-size", 16, "--eval-data", "task:addition:split=eval,size=10", "--num-iterations", 2,
+    "--reward-num-workers", 1,
+]  # fmt: skip
+SFT = [
+    "--method", "sft", "--max-steps", STEPS, "--save-steps", 2, "--per-device-train-batch-size", 8,
+    "--max-eval-rows", 5,
+]  # fmt: skip
+TERM = "os.kill(os.getpid(), signal.SIGTERM)"
+START = "import os, signal, sys, time\nfrom trainer import __main__ as entry\n{patch}\nsys.exit(entry.main())"
+PATCHES = {
+    "loading": "from trainer.methods import sft\nsft.load_policy = lambda *a, **k: (print('here', flush=True), "
+    "time.sleep(60))",
+    "folder": f"import trainer.run as r\nwrite = r.save_config\nr.save_config = lambda *a: ({TERM}, write(*a))",
+    "save": f"import trainer.run as r\nd = r.describe_model\nr.describe_model = lambda *a, **k: ({TERM}, d(*a, **k))",
+    "hang": "from trainer.methods import sft\nlater = iter([sft.backward] * 3)\n"
+    "hang = lambda *a: (print('here', flush=True), time.sleep(60))\n"
+    "sft.backward = lambda *a: next(later, hang)(*a)",
+    "failure": "from trainer.methods import sft\nlater = iter([sft.backward] * 3)\n"
+    f"def fail(*a):\n    {TERM}\n    raise ValueError('no server is left')\n"
+    "sft.backward = lambda *a: next(later, fail)(*a)",
+}
+
+
+def start(argv: list, cwd: Path, patch: str = "", **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", START.format(patch=patch), *map(str, argv)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment() | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str], timeout: float = 120) -> str:
+    """Its last words, once it has ended as a stopped run does."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_CODE == 143, f"{process.returncode}\n{out[-2000:]}\n{err[-3000:]}"
+    assert "Traceback" not in err
+    return err.strip().splitlines()[-1]
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    assert any(text in line for line in process.stdout), f"ended without a line {text!r}"
+
+
+def steps_saved(folder: Path) -> list[int]:
+    found = list_checkpoints(folder / "checkpoints")
+    assert not [problem for _, path in found if (problem := find_problem(path))]
+    return [step for step, _ in found]
+
+
+def test_sigterm_saves_and_the_resumed_run_equals_an_unbroken_one(tmp_path):
+    marker = f"STROP_TEST_RUN={tmp_path}"
+    run_ok(*GRPO, "--output-dir", tmp_path / "whole", cwd=tmp_path)
+    process = start([*GRPO, "--output-dir", tmp_path / "run"], tmp_path, **dict([marker.split("=", 1)]))
+    wait_for_line(process, f"step 3/{STEPS}")
+    assert len(processes_with(marker)) > 1, "a reward worker is running"
+    process.send_signal(signal.SIGTERM)
+    said = ended(process)
+    (step,) = steps_saved(tmp_path / "run")  # though save_steps is 0
+    assert step % 2 == 0 and 4 <= step < STEPS, "after all the steps on one batch of completions"
+    assert said == f"stopped by SIGTERM after step {step}, saved; continue with --resume {tmp_path / 'run'}"
+    assert not processes_with(marker)
+    assert not (tmp_path / "run" / "final").exists()
+    run_ok("--resume", tmp_path / "run", cwd=tmp_path)
+    assert repeatable(metrics(tmp_path / "run")) == repeatable(metrics(tmp_path / "whole"))
+    for name in ("samples.jsonl", "final/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_sigterm_while_loading_ends_at_once_and_leaves_no_folder(tmp_path):
+    process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["loading"])
+    wait_for_line(process, "here")
+    process.send_signal(signal.SIGTERM)
+    assert "while loading; there was nothing to save" in ended(process, timeout=20)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_folder_is_made_leaves_one_that_can_be_resumed(tmp_path):
+    process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["folder"])
+    assert "before the first step" in ended(process)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml"}
+
+
+def test_sigterm_during_a_save_lets_it_finish(tmp_path):
+    process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["save"])
+    assert "after step 2, saved" in ended(process)
+    assert steps_saved(tmp_path / "run") == [2]
+
+
+def test_step_that_does_not_end_is_cut_off_after_the_grace(tmp_path):
+    argv = [*SFT, "--output-dir", tmp_path / "run", "--stop-grace-s", 0.5]
+    process = start(argv, tmp_path, PATCHES["hang"])
+    wait_for_line(process, "here")
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert "had not ended after stop_grace_s=0.5" in ended(process)
+    assert 0.5 <= time.monotonic() - begun < 10
+    assert steps_saved(tmp_path / "run") == [2]  # step 3 was done, and step 4 under way
+
+
+@pytest.mark.slow
+def test_step_that_fails_after_sigterm_is_a_stop_and_not_an_error(tmp_path):
+    """Whoever stops a whole job stops its servers too; the trainer's last step then has nobody to ask."""
+    process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["failure"])
+    assert "stopped by SIGTERM, the step could not end (no server is left)" in ended(process)
+    assert steps_saved(tmp_path / "run") == [2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_as_it_was(tmp_path):
+    process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["hang"])
+    wait_for_line(process, "here")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.strip().endswith("interrupted; continue with --resume")
+
+
+FORK = """
+import os, signal, time
+from trainer import stop
+with stop.end_on_sigterm():
+    stop.work_begins()
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    time.sleep(0.2)
+    assert not stop.STOP.signalled
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.STOP.signalled
+"""
+
+
+def test_signal_to_a_fork_is_its_own():
+    done = subprocess.run([sys.executable, "-c", FORK], env=environment(), cwd=Path(__file__).parents[1], timeout=60)
+    assert done.returncode == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow  # starts a server of its own
+def test_servers_are_not_left_behind(tmp_path):
+    marker = f"STROP_TEST_RUN={tmp_path}"
+    argv = [*GRPO[:-2], "--rollout.engine", "vllm", "--output-dir", tmp_path / "run"]
+    process = start(argv, tmp_path, **dict([marker.split("=", 1)]))
+    wait_for_line(process, f"step 3/{STEPS}")
+    process.send_signal(signal.SIGTERM)
+    assert "saved" in ended(process)
+    assert not processes_with(marker)

@@ -1,0 +1,50 @@
+"""What a checkpoint keeps besides weights, optimizer and schedule: the state of whatever a method names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Stateful(Protocol):
+    """Something whose state is part of a checkpoint; a plain dict will do as well.
+
+    What holds tensors has tensors() and load_tensors(dict) besides: state_dict is JSON.
+    """
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+State = Mapping[str, Stateful | dict[str, Any]]  # name -> what to keep under it, e.g. {"loader": loader}
+
+
+def states_of(state: State) -> dict[str, Any]:
+    return {name: dict(item) if isinstance(item, dict) else item.state_dict() for name, item in state.items()}
+
+
+def tensors_of(state: State) -> dict[str, Tensor]:
+    holders = {name: item for name, item in state.items() if hasattr(item, "tensors")}
+    return {f"{name}/{key}": value for name, item in holders.items() for key, value in item.tensors().items()}
+
+
+def load_states(state: State, saved: dict[str, Any], tensors: dict[str, Tensor], checkpoint: Path) -> None:
+    if state.keys() != saved.keys():
+        raise ValueError(
+            f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
+            f"{', '.join(sorted(state))}; resume with the version of the method it was written by"
+        )
+    for name, item in state.items():
+        if isinstance(item, dict):
+            item.clear()
+            item.update(saved[name])
+        else:
+            item.load_state_dict(saved[name])
+        if hasattr(item, "load_tensors"):
+            item.load_tensors(
+                {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
+            )

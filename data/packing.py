@@ -68,6 +68,17 @@ class Batch:
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
+def empty_batch(multiple: int = 1) -> Batch:
+    """One row that holds nothing but padding: a forward pass for a rank that has nothing to compute."""
+    zeros = torch.zeros(1, multiple, dtype=torch.int64)
+    places = torch.arange(1, multiple + 1).unsqueeze(0)
+    none = torch.zeros(0, dtype=torch.int64)
+    return Batch(
+        input_ids=zeros, position_ids=places - 1, prefix_start=zeros, prefix_stop=zeros, own_start=zeros,
+        own_stop=places, index=none, target=none, sequence=none, slot=none, rows=[], lengths=[], num_computed=0,
+    )  # fmt: skip
+
+
 class _Unit(NamedTuple):
     """Items laid one after the other, never parted."""
 

@@ -174,7 +174,7 @@ def test_yaml(refused, name):
 @pytest.mark.parametrize("size", ["2", "many"])
 def test_several_processes(refused, monkeypatch, size):
     monkeypatch.setenv("WORLD_SIZE", size)
-    refused([*GRPO, *MODEL, *DATA], f"WORLD_SIZE={size}", "start one process")
+    refused([*GRPO, *MODEL, *DATA], f"WORLD_SIZE={size}", "torchrun")
 
 
 def test_reporting_to_a_package_that_is_not_there(refused, monkeypatch):

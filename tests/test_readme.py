@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
 from tests.entry import ROOT
 from trainer.cli import flag_table, load_method, method_names, parse
+from trainer.plan import PlanConfig
 
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"python -m trainer (--[^\n#`]*)", TEXT.replace("\\\n", " "))
@@ -43,6 +45,8 @@ def test_commands_parse(command, monkeypatch):
 def test_flags_named_in_text_exist():
     known = {flag.name for name in method_names() for flag in flag_table(load_method(name).Config).values()}
     known |= {"--config", "--help", "--check"}
+    known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PlanConfig)}
     known |= {"--enable-auto-tool-choice", "--tool-call-parser"}  # vLLM's own, for --vllm.extra-args
+    known |= {"--nproc-per-node", "--max-restarts"}  # of torchrun
     mentioned = set(re.findall(r"(--[a-z][a-z0-9.-]+)", re.sub(r"--\w+\.\*", "", TEXT)))  # --format.* is a block
     assert not mentioned - known, sorted(mentioned - known)

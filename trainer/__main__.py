@@ -10,28 +10,56 @@ from pathlib import Path
 from types import TracebackType
 
 from trainer.cli import parse
+from trainer.dist import TIMEOUT_S, process_group
+from trainer.out_of_memory import is_out_of_memory, out_of_memory
+from trainer.stop import EXIT_CODE, Stopped, end_on_sigterm
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code of one run. What a user can put right is one sentence; a bug of ours keeps its traceback."""
-    try:
-        module, cfg, _ = parse(sys.argv[1:] if argv is None else argv)
-        module.train(cfg)
-    except ValueError as error:
-        if os.environ.get("STROP_DEBUG") == "1" or not raised_on_purpose(error.__traceback__):
-            raise
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)  # one line, whatever a value holds
-        return 2
-    except KeyboardInterrupt:
-        if os.environ.get("STROP_DEBUG") == "1":
-            raise
-        print("interrupted; continue with --resume", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # --help | head; a training run must not stop without a word either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("stopped: nobody reads the output any more", file=sys.stderr)
-        return 1
+    """Exit code of one run: 0 finished, 2 something to put right, 143 stopped by SIGTERM, 130 by Ctrl-C.
+
+    What a user can put right is told in a few words; a bug of ours keeps its traceback.
+    """
+    debug = os.environ.get("STROP_DEBUG") == "1"
+    cfg = None
+    with end_on_sigterm() as stop:
+        try:
+            module, cfg, _ = parse(sys.argv[1:] if argv is None else argv)
+            stop.grace_s = cfg.run.stop_grace_s
+            parallel = getattr(cfg, "parallel", None)  # a method of a fork may not have the block
+            with process_group(parallel.timeout_s if parallel else TIMEOUT_S):
+                module.train(cfg)
+        except Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            return EXIT_CODE
+        except KeyboardInterrupt:
+            if debug:
+                raise
+            print("interrupted; continue with --resume", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # --help | head; a training run must not stop without a word either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print("stopped: nobody reads the output any more", file=sys.stderr)
+            return 1
+        except Exception as error:
+            if debug:
+                raise
+            if stop.signalled:  # whoever stops a run may well have stopped its servers too
+                print(f"stopped by SIGTERM, the step could not end ({one_line(error)}); continue with --resume",
+                      file=sys.stderr)  # fmt: skip
+                return EXIT_CODE
+            if is_out_of_memory(error):
+                print("error:", out_of_memory(error, cfg), file=sys.stderr)
+                return 2
+            if not isinstance(error, ValueError) or not raised_on_purpose(error.__traceback__):
+                raise
+            print("error:", one_line(error), file=sys.stderr)
+            return 2
     return 0
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).splitlines()) or type(error).__name__  # whatever a value holds
 
 
 def raised_on_purpose(traceback: TracebackType | None) -> bool:

@@ -35,6 +35,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainer.dist import barrier, is_main, world_size
+from trainer.shards import full, is_dtensor, put, settle
+
 FORMAT = 1
 FILES = {"optimizer.safetensors", "rng.safetensors", "state.json"}  # beside the weights
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
@@ -60,16 +63,22 @@ def save_checkpoint(
     `describe` adds the files that make the folder loadable by transformers or peft.
     """
     target = checkpoints / f"step-{step:08d}"
-    moments = {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()}
-    record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
     check_state(state)
+    settle(model)
+    moments = {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()}
+    weights = {_name_on_disk(model, name): p.detach() for name, p in _trained(model)}
+    extra = {name: value.detach() for name, value in (tensors or {}).items()}
+    weights, moments, extra = on_main(weights), on_main(moments), on_main(extra)
+    if not is_main():
+        barrier("checkpoint")
+        return target
+    record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
     with atomic_folder(target, "checkpoint") as folder:
         describe(folder)
-        weights = {_name_on_disk(model, name): p.detach() for name, p in _trained(model)}
         _save_tensors(folder / WEIGHTS[_is_lora(model)], weights)
         _save_tensors(folder / "optimizer.safetensors", moments)
-        if tensors:
-            _save_tensors(folder / "extra.safetensors", {name: value.detach() for name, value in tensors.items()})
+        if extra:
+            _save_tensors(folder / "extra.safetensors", extra)
         _save_tensors(folder / "rng.safetensors", _torch_rng())
         (folder / "state.json").write_text(json.dumps(record))
         files = sorted(path for path in folder.iterdir() if path.is_file())
@@ -78,7 +87,18 @@ def save_checkpoint(
     older = [folder for at, folder in list_checkpoints(checkpoints) if at <= step]
     for folder in older[:-keep]:
         remove_folder(folder)
+    barrier("checkpoint")
     return target
+
+
+def on_main(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors in main memory on rank 0, one after the other; nothing elsewhere, but every rank takes part."""
+    gathered = {}
+    for name, tensor in tensors.items():
+        whole = full(tensor)
+        if is_main():
+            gathered[name] = whole.cpu() if world_size() > 1 else whole
+    return gathered
 
 
 def load_checkpoint(
@@ -91,6 +111,7 @@ def load_checkpoint(
     problem = None if verified else find_problem(folder)
     if problem:
         raise ValueError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
+    settle(model)
     trained = dict(_trained(model))
     on_disk = load_file(folder / next(name for name in WEIGHTS if (folder / name).exists()))
     names = {_name_on_disk(model, name): name for name in trained}
@@ -102,7 +123,7 @@ def load_checkpoint(
 
     with torch.no_grad():
         for name, parameter in trained.items():
-            parameter.copy_(weights[name])
+            put(parameter, weights[name])
     _restore_slots(optimizer, trained, moments)
     _restore_schedule(schedule, record["schedule"])
     restore_rng(folder)
@@ -273,7 +294,12 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
         parameter = trained[owner]
         # AdamW counts steps on the CPU unless told otherwise. Clones, because load_file's tensors lie on the file.
         device = parameter.device if key != "step" or parameter in on_device else torch.device("cpu")
-        optimizer.state[parameter][key] = value.clone().to(device)
+        value = value.clone().to(device)
+        if key != "step" and is_dtensor(parameter):
+            slot = torch.zeros_like(parameter)
+            put(slot, value)
+            value = slot
+        optimizer.state[parameter][key] = value
 
 
 def _schedule_state(schedule: LambdaLR) -> dict[str, int]:

@@ -37,6 +37,8 @@ PER_CALL = ("resume", "overwrite_output_dir")  # said to one call of the command
 def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     """Return (method module, its Config, the method as the user named it); SystemExit(0) after a listing or help."""
     argv = _spell_out_resume(argv)
+    if _started_again() and _peek(argv, "resume") is None and _run_to_go_on_with(argv):
+        argv = [*argv, "--resume=latest"]
     config_file = _peek(argv, "config")
     file_tree = load_config(Path(config_file)) if config_file else {}
     wants_help = any(word in ("-h", "--help") for word in argv)
@@ -209,6 +211,23 @@ def save_config(path: Path, tree: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
+
+
+def _started_again() -> bool:
+    """Whether torchrun has started this process anew after one of them had died."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _run_to_go_on_with(argv: Sequence[str]) -> bool:
+    """A run that was begun before the restart; without one the command starts from the beginning."""
+    config_file = _peek(argv, "config")
+    tree = load_config(Path(config_file)) if config_file else {}
+    try:
+        _latest_run(str(_peek(argv, "output_dir") or tree.get("output_dir") or RunConfig.output_dir),
+                    _peek(argv, "method") or tree.get("method"))  # fmt: skip
+    except ValueError:
+        return False
+    return True
 
 
 # resume ----------------------------------------------------------------------------------------------------------

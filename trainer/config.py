@@ -15,6 +15,7 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from rollout.options import SyncConfig, VllmConfig
+from trainer.ranks import world_size
 
 T = TypeVar("T")
 Flat = tyro.conf.OmitArgPrefixes[T]
@@ -147,6 +148,10 @@ class OptimConfig:
     """Optimizer."""
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm; 0 does not clip."""
+    nan_policy: Literal["stop", "skip"] = "stop"
+    """When loss or gradient are not finite: stop the run, or skip the step; either names the step and its rows."""
+    nan_skip_limit: int = 3
+    """Steps in a row that nan_policy=skip may leave out; one more stops the run."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.learning_rate < math.inf:
@@ -161,6 +166,10 @@ class OptimConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be in [0, 1)")
         if not self.max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm}: must be 0 (off) or above")
+        if self.nan_skip_limit < 1:
+            raise ValueError(f"nan_skip_limit={self.nan_skip_limit}: must be 1 or more; for none, --nan-policy stop")
+        if self.nan_policy == "stop" and self.nan_skip_limit != OptimConfig.nan_skip_limit:  # the class's default
+            raise ValueError(f"nan_skip_limit={self.nan_skip_limit}: has no effect; set --nan-policy skip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +202,8 @@ class RunConfig:
     """Steps between checkpoints; 0 saves only the final model."""
     save_total_limit: int = 3
     """Checkpoints kept, newest first."""
+    stop_grace_s: float = 60.0
+    """Seconds that SIGTERM leaves for the step under way and its checkpoint; then the process ends as it is."""
     logging_steps: int = 1
     """Steps between lines on the console; metrics.jsonl always gets every step."""
     eval_steps: int = 0
@@ -210,6 +221,8 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 (off) or more")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps={self.max_steps}: must be 1 or more, or None for whole epochs")
+        if not 0.0 <= self.stop_grace_s < math.inf:
+            raise ValueError(f"stop_grace_s={self.stop_grace_s}: must be 0 or above and finite")
         if not 0.0 < self.num_train_epochs < math.inf:
             raise ValueError(f"num_train_epochs={self.num_train_epochs}: must be above 0 and finite")
         if "none" in self.report_to and len(self.report_to) > 1:
@@ -221,7 +234,8 @@ class RunConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        """Of all processes together."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size()
 
     def total_steps(self, rows_per_epoch: int, rows_per_step: int, steps_per_batch: int = 1) -> int:
         """max_steps, or as many as num_train_epochs take."""

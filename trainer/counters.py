@@ -49,6 +49,8 @@ class Counters:
     def __init__(self) -> None:
         self.prompts = 0
         self.tokens = 0
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0  # up to the last step
         self.started = time.perf_counter()
         self.earlier_s = 0.0  # before the checkpoint this run goes on from
 
@@ -61,13 +63,17 @@ class Counters:
             "data/prompts_total": self.prompts,
             "data/tokens_total": self.tokens,
             "time/wall_s": self.wall_s,
+            **({"optim/skipped_steps": self.skipped_steps} if self.skipped_steps else {}),
         }
 
     def state_dict(self) -> dict[str, float]:
-        return {"prompts": self.prompts, "tokens": self.tokens, "wall_s": self.wall_s}
+        skipped = {"skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
+        return {"prompts": self.prompts, "tokens": self.tokens, "wall_s": self.wall_s, **skipped}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.prompts, self.tokens, self.earlier_s = state["prompts"], state["tokens"], state["wall_s"]
+        self.skipped_steps = state.get("skipped_steps", 0)  # checkpoints older than nan_policy have none
+        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
 
 
 def peak_gib() -> float:

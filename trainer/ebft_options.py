@@ -23,6 +23,7 @@ from trainer.config import (
     check_evaluation,
 )  # fmt: skip
 from trainer.group_options import AdvantageConfig, AsyncConfig, check_overlap
+from trainer.parallel import ParallelConfig
 from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
 
 
@@ -164,6 +165,7 @@ class EbftConfig:
     run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     format: FormatOptions = field(default_factory=FormatOptions)
     features: Flat[FeatureConfig] = field(default_factory=FeatureConfig)
     strided: Flat[StridedConfig] = field(default_factory=StridedConfig)

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data.chat import stop_ids
 from trainer.checkpoint import ADAPTER, atomic_folder
+from trainer.dist import is_main
 from trainer.model import resolve_model
+from trainer.shards import full, is_dtensor, settle
 
 SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's words for the models of trainer/heads.py
 
@@ -33,6 +35,11 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
     """
     base = loadable_base(base)
     is_lora = hasattr(model, "peft_config")
+    settle(model)
+    if any(is_dtensor(p) for p in model.parameters()):
+        model = gathered(model)  # every rank takes part
+    if not is_main():
+        return
     # A scorer is merged always: an adapter folder has no place for what its head needs (labels, padding token).
     is_scorer = is_lora and model.peft_config[ADAPTER].task_type in SCORER_TASKS
     generation = generation_config(model, tokenizer)
@@ -131,6 +138,29 @@ def _full_model(model: Any, dtype: torch.dtype | None) -> Any:
         merged = _cpu_copy(model, torch.float32).merge_and_unload(safe_merge=True, adapter_names=[ADAPTER])
         return merged.to(dtype or model.dtype)
     return copy.copy(model) if dtype in (None, model.dtype) else _cpu_copy(model, dtype)
+
+
+def gathered(model: Any) -> Any:
+    """A model like a sharded one, its weights whole and in main memory; on rank 0 only, but every rank takes part."""
+    known: dict[int, Tensor] = {}  # tied weights are gathered once
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in known:
+            value = full(tensor.detach())
+            known[id(tensor)] = value.cpu() if is_main() else value[:0]
+        state[name] = known[id(tensor)]
+    if not is_main():
+        return None
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    with torch.device("meta"):
+        plain = type(base)(copy.deepcopy(base.config))
+        if hasattr(model, "peft_config"):
+            from peft import get_peft_model
+
+            plain = get_peft_model(plain, copy.deepcopy(model.peft_config[ADAPTER]))
+    plain.load_state_dict(state, assign=True)
+    (plain.get_base_model() if hasattr(model, "peft_config") else plain).tie_weights()
+    return plain
 
 
 def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -35,6 +35,7 @@ from trainer.ebft_options import FeatureConfig
 from trainer.model import (
     Policy,
     as_reference,
+    blocks_of,
     causal_lm,
     check_logps,
     hidden_states,
@@ -195,15 +196,6 @@ def measured_metrics(measured: Sequence[Measured], area: str) -> dict[str, float
     if unbiased:
         metrics[f"{area}/cfm_unbiased"] = torch.cat(unbiased).mean().item()
     return metrics
-
-
-def blocks_of(lm: Any, source: str) -> nn.ModuleList:
-    """The blocks of a transformers model: its list of as many modules as it says it has layers."""
-    num_layers = lm.config.get_text_config().num_hidden_layers
-    for child in lm.base_model.children():
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-            return child
-    raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
 
 
 @contextlib.contextmanager

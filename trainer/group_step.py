@@ -40,7 +40,7 @@ from losses.kl import MAX_LOG_RATIO
 from losses.sequences import sequence_mean, sequence_sum
 from rollout.types import Completion
 from trainer import rollouts
-from trainer.dist import all_sum
+from trainer.dist import all_count, all_sum
 from trainer.group_loss import (
     Known,
     add_gap_metrics,
@@ -104,7 +104,9 @@ def prepare(
     rows = [row for row in trained if not can_skip or whole or values[row] != 0]
     kept = [completions[row] for row in rows]
     micro_batches = rollouts.pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
-    idle = [can_skip and all(values[rows[i]] == 0 for i in mb.rows) for mb in micro_batches]
+    # Ranks of a sharded model run the same passes, those with nothing in them too.
+    skips = can_skip and not policy.is_sharded
+    idle = [skips and all(values[rows[i]] == 0 for i in mb.rows) for mb in micro_batches]
     computed = {i for mb, skip in zip(micro_batches, idle, strict=True) if not skip for i in mb.rows}
     num_tokens = sum(completions[row].trained for row in trained)
 
@@ -122,8 +124,9 @@ def prepare(
         skipped=len(trained) - len(computed), skipped_tokens=num_tokens - sum(kept[i].trained for i in computed),
     )  # fmt: skip
     given = [None if old_logps is None else old_logps[row] for row in rows]
-    if correction.proximal_policy == "step" and (cfg.num_iterations > 1 or any(x is not None for x in given)):
-        batch = replace(batch, start=_start(cfg, policy, batch, given), given=any(x is not None for x in given))
+    has_given = all_count(any(x is not None for x in given), "replayed log-probs") > 0  # ranks do the same passes
+    if correction.proximal_policy == "step" and (cfg.num_iterations > 1 or has_given):
+        batch = replace(batch, start=_start(cfg, policy, batch, given), given=has_given)
     if has_kl_term(cfg):
         reference = [reference_logps(policy, mb, temperature=cfg.temperature) for mb in micro_batches]
         batch = replace(batch, reference=reference)

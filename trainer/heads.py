@@ -232,6 +232,8 @@ def check_scores(scorer: Policy) -> None:
     (batch,) = make_batches(items, max_tokens=64, multiple=scorer.row_multiple)
     try:
         ours = scores_at(scorer, batch.to(scorer.device))
+    except torch.OutOfMemoryError:
+        raise  # says nothing about its code
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
         raise ValueError(
             f"model={scorer.source}: packed sequences fail in its own code ({type(error).__name__}: "

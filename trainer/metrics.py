@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.dist import all_sum
+from trainer.dist import all_gather, all_sum, pick_device, world_size
 
 # One line per name, `*` stands for any text. The report, the README and a test read this: a run may log no other name.
 GLOSSARY: dict[str, str] = {
@@ -73,6 +73,7 @@ GLOSSARY: dict[str, str] = {
     "loss/*": "Term of this name before its weight; mean over its unit (pairs, rows or tokens).",
     "optim/grad_norm": "Global L2 norm of the gradient before clipping, sqrt(sum g^2).",
     "optim/lr": "Learning rate used in this step.",
+    "optim/skipped_steps": "Steps left out since the run began, as loss or gradient was not finite; absent while 0.",
     "rollout/len_mean": "Completion length in tokens, end token included; mean over completions.",
     "rollout/len_max": "Longest completion of the step, in tokens.",
     "rollout/truncated_frac": "Completions cut at max_completion_length without a stop token / completions.",
@@ -161,13 +162,24 @@ class MetricSums:
 
     def means(self) -> dict[str, float]:
         """Global sum / global count of every name. A count of zero has no mean, so that name is left out."""
-        if not self.pairs:
+        names = self._names()  # every rank must reduce the same ones, in the same order
+        if not names:
             return {}
-        names = sorted(self.pairs)  # every rank must reduce in the same order
-        device = self.pairs[names[0]].device
-        sums = all_sum(torch.stack([self.pairs[n].to(device) for n in names]))  # (num_metrics, 2)
+        device = next(iter(self.pairs.values())).device if self.pairs else pick_device()
+        nothing = torch.zeros(2, device=device)
+        rows = [self.pairs[name].to(device) if name in self.pairs else nothing for name in names]
+        sums = all_sum(torch.stack(rows), "metrics")  # (num_metrics, 2)
         rows = sums.tolist()  # the step's one host sync
         return {name: total / count for name, (total, count) in zip(names, rows, strict=True) if count > 0}
+
+    def _names(self) -> list[str]:
+        """Those of all ranks: one may have had nothing that a metric is about."""
+        if world_size() == 1:
+            return sorted(self.pairs)
+        own = torch.tensor(list(json.dumps(sorted(self.pairs)).encode()), dtype=torch.uint8, device=pick_device())
+        return sorted(
+            {name for part in all_gather(own, "names of metrics") for name in json.loads(bytes(part.tolist()))}
+        )
 
 
 class JsonlLog:

@@ -26,6 +26,7 @@ from trainer.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.attention import attention_masks, choose_attention, load_name, row_multiple, uses_flex
 from trainer.config import LoraConfig, ModelConfig
 from trainer.reasons import first_line, why
+from trainer.shards import whole
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Policy:
     compute_dtype: torch.dtype
     reference: nn.Module | None = None  # a frozen copy (full fine-tuning with a KL term)
     reference_adapter: str | None = None  # a frozen adapter beside the trained one (continuing a LoRA run)
+    is_sharded: bool = False  # weights lie in shards over ranks, which must run the same forward passes
+    reshard_after_forward: bool = True  # of sharded blocks
 
     @property
     def context_length(self) -> int | None:
@@ -170,6 +173,15 @@ def causal_lm(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
+def blocks_of(lm: Any, source: str) -> nn.ModuleList:
+    """The blocks of a transformers model: its list of as many modules as it says it has layers."""
+    num_layers = lm.config.get_text_config().num_hidden_layers
+    for child in lm.base_model.children():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            return child
+    raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
+
+
 def token_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> TokenLogps:
     """Log-prob (with gradient) and entropy of every trained token of the batch, in the batch's order."""
     return _token_logps(policy, policy.model, batch, temperature)
@@ -253,7 +265,7 @@ def head_of(lm: Any) -> dict[str, Any]:
     """The output head as the log-prob kernels take it: weight, bias, and what the architecture does to its logits."""
     head, config = lm.get_output_embeddings(), lm.config
     return {
-        "weight": head.weight,
+        "weight": whole(head.weight),
         "bias": getattr(head, "bias", None),
         "scale": getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
         "softcap": getattr(config, "final_logit_softcapping", None),
@@ -284,6 +296,8 @@ def check_logps(policy: Policy) -> None:
     policy.model.eval()
     try:
         ours = token_logps(policy, batch).logp
+    except torch.OutOfMemoryError:
+        raise  # says nothing about its code
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
         raise ValueError(
             f"model={policy.source}: packed sequences fail in its own code ({type(error).__name__}: "

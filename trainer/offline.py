@@ -4,7 +4,7 @@ offline = Offline(run, cfg, policy, rows, title)
 offline.begin(evaluate)                        # restores a checkpoint; measures before the first step
 for batch in offline.steps():
     sums = backward(...)                       # the method
-    offline.take_step()
+    offline.take_step(sums)
     offline.log_and_save(sums, num_tokens, evaluate)
 """
 
@@ -14,13 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from data.loader import Loader
+from trainer.bad_steps import BadSteps
 from trainer.counters import Counters, Timer
+from trainer.dist import all_count, rank, share
 from trainer.metrics import MetricSums
 from trainer.model import Policy
 from trainer.optim import build_optimizer, clip_and_step
 from trainer.run import Run
 
 Evaluate = Callable[[], dict[str, float]]
+
+
+def mine(rows: Sequence[Any]) -> list[Any]:
+    """This rank's part of some rows, about as many tokens as the others have."""
+    return share(rows, [sum(len(v) for v in vars(row).values() if isinstance(v, list)) for row in rows])
 
 
 class Offline:
@@ -32,6 +39,7 @@ class Offline:
         self.total_steps = cfg.run.total_steps(self.loader.rows_per_epoch, cfg.run.sequences_per_step)
         self.optimizer, self.schedule = build_optimizer(policy.model, cfg.optim, self.total_steps)
         self.counters = Counters()
+        self.bad_steps = BadSteps(cfg.optim, self.counters, run.note)
         self.state = {"loader": self.loader, "counters": self.counters, **(extra or {})}
         self.step = 0
 
@@ -47,22 +55,27 @@ class Offline:
         while self.step < self.total_steps:
             self.step += 1
             self.timer = Timer()
-            self.batch = self.loader.next()
+            rows = self.loader.next()
+            self.num_rows = len(rows)
+            self.batch = mine(rows)
             yield self.batch
 
-    def take_step(self) -> None:
+    def take_step(self, sums: MetricSums | None = None) -> None:
         """Clip, check and apply the gradients that have been accumulated."""
         self.learning_rate = self.schedule.get_last_lr()[0]
-        where = f"step {self.step}, rank 0, rows {', '.join(row.source for row in self.batch)}"
+        where = f"step {self.step}, rank {rank()}, rows {', '.join(row.source for row in self.batch)}"
         limit = self.cfg.optim.max_grad_norm
-        self.grad_norm = clip_and_step(self.policy.model, self.optimizer, self.schedule, limit, where)
+        self.grad_norm = clip_and_step(
+            self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps
+        )
 
     def log_and_save(
         self, sums: MetricSums, num_tokens: int, evaluate: Evaluate, more: Mapping[str, float] | None = None
     ) -> None:
         """Write the step down, with more metrics where there are some; evaluate and save when due."""
         self.timer.lap("train_s")
-        self.counters.prompts += len(self.batch)
+        num_tokens = all_count(num_tokens, "tokens of the step")
+        self.counters.prompts += self.num_rows
         self.counters.tokens += num_tokens
         metrics = {
             **(more or {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,10 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from losses.types import LossOut
+from trainer.bad_steps import BadSteps, not_finite
 from trainer.config import OptimConfig
+from trainer.metrics import MetricSums
+from trainer.parallel import clip_gradients, sum_gradients
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[AdamW, LambdaLR]:
@@ -56,14 +60,31 @@ def term_metrics(out: LossOut) -> dict[str, tuple[Tensor, Tensor]]:
     return {f"loss/{name}": (term.sum.detach(), term.count) for name, term in out.terms.items()}
 
 
-def clip_and_step(model: nn.Module, optimizer: AdamW, schedule: LambdaLR, max_grad_norm: float, where: str) -> float:
-    """Clip, check, step. A gradient that is not finite stops the run before it touches the weights."""
+def clip_and_step(
+    model: nn.Module,
+    optimizer: AdamW,
+    schedule: LambdaLR,
+    max_grad_norm: float,
+    where: str,
+    sums: MetricSums | None = None,
+    bad_steps: BadSteps | None = None,
+) -> float:
+    """Clip, check, step. What is not finite never touches the weights: it stops the run, or `bad_steps` lets it go on.
+
+    `sums` are those of the step; its loss is looked at too.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     limit = max_grad_norm if max_grad_norm > 0 else math.inf
-    grad_norm = float(nn.utils.clip_grad_norm_(trained, limit))
-    if not math.isfinite(grad_norm):
-        raise ValueError(f"{where}: gradient norm {grad_norm} is not finite; lower --learning-rate or mend these rows")
-    optimizer.step()
+    sum_gradients(model)
+    grad_norm = clip_gradients(trained, limit)
+    bad_steps = bad_steps or BadSteps()
+    if problem := not_finite(grad_norm, sums):
+        bad_steps.skip(problem, where)
+    else:
+        optimizer.step()
+        bad_steps.end()
     optimizer.zero_grad(set_to_none=True)
-    schedule.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # the first step skipped
+        schedule.step()
     return grad_norm

@@ -16,8 +16,10 @@ from data.packing import Batch, Item, make_batches
 from data.pairs import load_pairs
 from data.types import Pair
 from trainer.config import RunConfig
+from trainer.dist import all_count
 from trainer.metrics import MetricSums
 from trainer.model import Policy
+from trainer.parallel import place
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,21 @@ def pack_pairs(
         together=2,
         multiple=policy.row_multiple,
     )
-    return [pair_batch(batch.to(policy.device), pairs) for batch in batches]
+    return [pair_batch(batch, pairs) for batch in place(policy, batches)]
 
 
 def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:
     numbers = [row // 2 for row in batch.rows[::2]]
     device = batch.input_ids.device
-    num_prompt = torch.tensor([len(pairs[row // 2].prompt_ids) for row in batch.rows], device=device)  # (2P,)
+    whole = {"dtype": torch.int64, "device": device}  # also where there is no pair
+    num_prompt = torch.tensor([len(pairs[row // 2].prompt_ids) for row in batch.rows], **whole)  # (2P,)
+    lengths = [[len(pairs[n].chosen_ids), len(pairs[n].rejected_ids)] for n in numbers]
     position = batch.position_ids.flatten()[batch.index] + 1  # (N,) the index is of the token before
     return PairBatch(
         batch=batch,
-        pairs=torch.tensor(numbers, device=device),
+        pairs=torch.tensor(numbers, **whole),
         offset=position - num_prompt[batch.slot],
-        lengths=torch.tensor([[len(pairs[n].chosen_ids), len(pairs[n].rejected_ids)] for n in numbers], device=device),
+        lengths=torch.tensor(lengths, **whole).view(-1, 2),
     )
 
 
@@ -99,4 +103,8 @@ def pair_evaluation(sums: MetricSums, num_rows: int) -> dict[str, float]:
     """Held-out metrics of a pair method out of its step metrics."""
     means = sums.means()
     names = ("reward/accuracy", "reward/margin", "reward/chosen", "reward/rejected")
-    return {"eval/loss": means["loss/total"], **{f"eval/{name}": means[name] for name in names}, "eval/rows": num_rows}
+    return {
+        "eval/loss": means["loss/total"],
+        **{f"eval/{name}": means[name] for name in names},
+        "eval/rows": all_count(num_rows),
+    }

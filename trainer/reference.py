@@ -16,7 +16,10 @@ from torch import Tensor
 from data.packing import Batch, Item, make_batches
 from trainer.checkpoint import sync
 from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
+from trainer.dist import all_count, all_gather, is_main, rank, shares, world_size
 from trainer.model import Policy, causal_lm, load_policy, reference_logps, token_logps
+from trainer.parallel import place
+from trainer.shards import full, put
 
 
 class Reference:
@@ -64,7 +67,7 @@ class MovingReference:
     @torch.no_grad()
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         for name, parameter in self.policy.reference.named_parameters():
-            parameter.copy_(tensors[name])
+            put(parameter, tensors[name])
 
 
 def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
@@ -108,17 +111,29 @@ def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Ite
     """Score every distinct sequence once; found again on disk when model and data are the same."""
     distinct = list({key_of(item): item for item in items}.values())
     path = folder / f"{fingerprint(source, distinct)}.safetensors"
-    if path.exists():
+    if all_count(path.exists(), "precomputed log-probs") == world_size():
         flat = load_file(path)["logp"]
     else:
-        flat = score(run, source, distinct)
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".tmp-{run.seed}")
-        save_file({"logp": flat}, partial)
-        sync(partial)
-        partial.rename(path)
+        flat = score_all(run, source, distinct)
+        if is_main():
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".tmp-{run.seed}")
+            save_file({"logp": flat}, partial)
+            sync(partial)
+            partial.rename(path)
     parts = flat.split([sum(item.mask) for item in distinct])
     return {key_of(item): part for item, part in zip(distinct, parts, strict=True)}
+
+
+def score_all(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
+    """Every rank scores its share, and all get the whole."""
+    dealt = shares([len(item.ids) for item in items], world_size())
+    own = score(run, source, [items[i] for i in dealt[rank()]])
+    everyone = all_gather(own.to(source.device), "reference log-probs")
+    found: dict[int, Tensor] = {}
+    for numbers, flat in zip(dealt, everyone, strict=True):
+        found |= zip(numbers, flat.cpu().split([sum(items[i].mask) for i in numbers]), strict=True)
+    return torch.cat([found[i] for i in range(len(items))])
 
 
 @torch.no_grad()
@@ -129,11 +144,11 @@ def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (
     batches = make_batches(
         items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, multiple=source.row_multiple
     )
-    for batch in batches:
-        logp = token_logps(source, batch.to(source.device)).logp.cpu()
+    for batch in place(source, batches):
+        logp = token_logps(source, batch).logp.cpu()
         parts |= {row: logp[batch.sequence == row] for row in batch.rows}
     source.model.train(was_training)
-    return torch.cat([parts[row] for row in range(len(items))])
+    return torch.cat([torch.zeros(0), *(parts[row] for row in range(len(items)))])
 
 
 def key_of(item: Item) -> bytes:
@@ -150,7 +165,7 @@ def fingerprint(source: Policy, items: Sequence[Item]) -> str:
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, parameter in source.model.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(full(parameter.detach()).cpu().flatten().view(torch.uint8).numpy().tobytes())
     for item in items:
         digest.update(key_of(item))
     return digest.hexdigest()[:32]

@@ -24,7 +24,9 @@ from rollout.types import Completion, Sampling
 from rollout.vllm_engine import VllmEngine, check_start
 from rollout.vllm_gpu import shares_gpu
 from trainer.config import RolloutConfig, RunConfig
+from trainer.dist import all_count, is_main, world_size
 from trainer.model import Policy
+from trainer.parallel import place
 from trainer.run import Run
 from trainer.weights import PolicyWeights
 
@@ -51,8 +53,19 @@ def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
 
 def check_servers(cfg: Any, policy: Policy) -> None:
     """What would keep a server from starting or answering, as far as it shows at once: before there is a run folder."""
+    if cfg.prompts_per_step < world_size():
+        raise ValueError(
+            f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step holds {cfg.prompts_per_step} "
+            f"groups for {world_size()} processes; raise it, or gradient_accumulation_steps, so that each has one"
+        )
     if cfg.rollout.engine == "vllm":
-        check_start(cfg.vllm, policy.device)
+        if policy.is_sharded:
+            raise ValueError(
+                "rollout.engine=vllm: weights in shards cannot be sent to servers yet; use --parallel.mode replicate, "
+                "or sample in process"
+            )
+        if is_main():
+            check_start(cfg.vllm, policy.device)
         if cfg.overlap.vllm_sync_interval > 1 and shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
                 f"vllm_sync_interval={cfg.overlap.vllm_sync_interval}: has no effect on a server that shares the "
@@ -73,7 +86,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     local = LocalEngine(
         policy.model, policy.tokenizer, max_batch_size=cfg.rollout.max_batch_size, autocast_dtype=policy.autocast_dtype
     )
-    if cfg.rollout.engine == "local":
+    if cfg.rollout.engine == "local" or not is_main():
         return local
     dtype = str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
@@ -129,7 +142,7 @@ def pack_completions(
         share_prompt=share_prompt,
         multiple=policy.row_multiple,
     )
-    return [batch.to(policy.device) for batch in batches]
+    return place(policy, batches)
 
 
 def reward_tensor(table: RewardTable) -> Tensor:  # (B,) NaN = no reward applies
@@ -180,10 +193,9 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def packing_metrics(micro_batches: Sequence[Batch]) -> dict[str, float]:
-    num_tokens = sum(mb.num_tokens for mb in micro_batches)
-    if not num_tokens:
-        return {}
-    return {"data/shared_frac": 1 - sum(mb.num_computed for mb in micro_batches) / num_tokens}
+    num_tokens = all_count(sum(mb.num_tokens for mb in micro_batches), "tokens")
+    num_computed = all_count(sum(mb.num_computed for mb in micro_batches), "computed tokens")
+    return {"data/shared_frac": 1 - num_computed / num_tokens} if num_tokens else {}
 
 
 def sync(engine: Engine, step: int, interval: int) -> None:

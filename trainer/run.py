@@ -18,22 +18,18 @@ that covers them, and what they hold beyond it is cut off at the resume, so each
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import random
-import re
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainer import stop
 from trainer.checkpoint import (
     check_state,
     latest_valid,
@@ -47,28 +43,25 @@ from trainer.checkpoint import (
 from trainer.cli import config_to_tree, load_config, save_config
 from trainer.config import RunConfig
 from trainer.console import Console, evaluation_lines
+from trainer.dist import from_main, is_main
 from trainer.export import describe_model, export_model
 from trainer.health import Watch, replay
 from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy
+from trainer.run_folder import (
+    expand,
+    is_new_each_time,
+    lock_folder,
+    make_folder,
+    refuse_other_run,
+    resumed_folder,
+    step_of,
+)
+from trainer.run_state import State, load_states, states_of, tensors_of
 
 # Everything a run writes into its folder, so that overwriting deletes this and nothing else.
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "wandb_run_id")
 FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
-
-
-class Stateful(Protocol):
-    """Something whose state is part of a checkpoint; a plain dict will do as well.
-
-    What holds tensors has tensors() and load_tensors(dict) besides: state_dict is JSON.
-    """
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
-State = Mapping[str, Stateful | dict[str, Any]]  # name -> what to keep under it, e.g. {"loader": loader}
 
 
 def open_run(cfg: Any, method: str) -> Run:
@@ -81,13 +74,21 @@ def open_run(cfg: Any, method: str) -> Run:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed % 2**64)
+    run = _open(cfg, method) if is_main() else None
+    found = None if run is None else [str(run.dir), None if run.checkpoint is None else str(run.checkpoint)]
+    folder, checkpoint = from_main(found, "run folder")
+    return run or OtherRank(cfg, method, Path(folder), Path(checkpoint) if checkpoint else None)
+
+
+def _open(cfg: Any, method: str) -> Run:
+    settings: RunConfig = cfg.run
     if settings.resume is None:
         folder = expand(settings.output_dir, method)
-        if not _is_new_each_time(settings):
-            _refuse_other_run(folder, settings.overwrite_output_dir)
+        if not is_new_each_time(settings):
+            refuse_other_run(folder, settings.overwrite_output_dir)
         return Run(cfg, method, folder, None)
-    folder, newest = _resumed_folder(settings)
-    lock = _lock(folder)
+    folder, newest = resumed_folder(settings)
+    lock = lock_folder(folder)
     remove_leftovers(folder)
     remove_leftovers(folder / "checkpoints")
     checkpoint = latest_valid(folder / "checkpoints", _say, at_most=newest)
@@ -126,6 +127,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @stop.whole()
     def begin(self, total_steps: int, title: str) -> None:
         """Make the folder and write config.yaml. Called when all input has been read, so bad input leaves no folder."""
         self.total_steps, self._title = total_steps, title
@@ -133,9 +135,9 @@ class Run:
             return  # the folder is there; its config is replaced once the checkpoint has proved to fit
         settings = self.cfg.run
         try:
-            self.dir = _make_folder(self.dir, may_exist=not _is_new_each_time(settings))
-            self._lock = _lock(self.dir)
-            _refuse_other_run(self.dir, settings.overwrite_output_dir)
+            self.dir = make_folder(self.dir, may_exist=not is_new_each_time(settings))
+            self._lock = lock_folder(self.dir)
+            refuse_other_run(self.dir, settings.overwrite_output_dir)
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
             for name in FOLDERS:
@@ -149,11 +151,7 @@ class Run:
     def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
         """Load the checkpoint, if any, and open the logs. Returns the number of steps already done."""
         assert self._lock is not None, "begin() comes before restore()"
-        check_state({name: _state_of(item) for name, item in state.items()})  # found out now, not at the first save
-        if self.checkpoint is not None:
-            loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)
-            assert loaded["step"] == self.start_step, f"{self.checkpoint} holds step {loaded['step']}"
-            _load_states(state, loaded["run"], loaded["tensors"], self.checkpoint)
+        self._load(policy, optimizer, schedule, state)
         try:
             if self._resumed:
                 self._continue_folder()
@@ -170,6 +168,7 @@ class Run:
         self._console.start()
         if self.checkpoint is not None:
             restore_rng(self.checkpoint)  # again and last: a user's load_state_dict or a sink may have drawn numbers
+        stop.work_begins()
         return self.start_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -185,6 +184,8 @@ class Run:
         self._console.step(step, metrics)
         for finding in findings:
             self._console.warn(finding)
+        if step == 0 and stop.asked():  # an evaluation is not worth another step
+            raise stop.Stopped(f"stopped by SIGTERM before the first step; continue with --resume {self.dir}")
 
     def sample(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Keep rows of {"prompt", "completion", "rewards", "advantage", ...} and show one now and then."""
@@ -208,22 +209,27 @@ class Run:
 
     def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         """Save once a multiple of save_steps has been reached since the last save, and at the last step, so that a
-        finished run can be extended. A method with several steps per rollout calls this between rollouts only."""
+        finished run can be extended. A method with several steps per rollout calls this between rollouts only.
+        After SIGTERM it saves whatever save_steps says, and ends the run."""
         every = self.cfg.run.save_steps
         if every and (step // every > self._saved_step // every or step == self.total_steps):
             self.save(step, policy, optimizer, schedule, state)
+        if stop.asked():
+            if self._saved_step < step:
+                self.save(step, policy, optimizer, schedule, state)
+            raise stop.Stopped(f"stopped by SIGTERM after step {step}, saved; continue with --resume {self.dir}")
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         """Write checkpoints/step-N. Log the step first: a resumed run does not come back to it."""
         assert step == self._last_step, f"checkpoint of step {step}, but the last step logged is {self._last_step}"
         self._flush()
-        states = {name: _state_of(item) for name, item in state.items()}
         keep = self.cfg.run.save_total_limit
-        save_checkpoint(
-            self.dir / "checkpoints", step, policy.model, optimizer, schedule, states, keep=keep,
-            describe=lambda folder: describe_model(policy.model, policy.tokenizer, folder, base=policy.source),
-            tensors=_tensors_of(state),
-        )  # fmt: skip
+        with stop.saving():
+            save_checkpoint(
+                self.dir / "checkpoints", step, policy.model, optimizer, schedule, states_of(state), keep=keep,
+                describe=lambda folder: describe_model(policy.model, policy.tokenizer, folder, base=policy.source),
+                tensors=tensors_of(state),
+            )  # fmt: skip
         self._saved_step = step
 
     def finish(self, policy: Policy) -> None:
@@ -249,6 +255,13 @@ class Run:
             if target is not None:
                 target.close()
         self._sinks, self._kept = [], []
+
+    def _load(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
+        check_state(states_of(state))  # found out now, not at the first save
+        if self.checkpoint is not None:
+            loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)
+            assert loaded["step"] == self.start_step, f"{self.checkpoint} holds step {loaded['step']}"
+            load_states(state, loaded["run"], loaded["tensors"], self.checkpoint)
 
     def _continue_folder(self) -> None:
         """Bring the folder back to the state it had at the checkpoint."""
@@ -289,107 +302,38 @@ class Run:
                 raise ValueError(_no_space(log.path, error)) from None
 
 
-def expand(output_dir: str, method: str, now: time.struct_time | None = None) -> Path:
-    """runs/{method}-{time} -> runs/grpo-20261115-093000; the method by the last part of its dotted name."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
-    return Path(output_dir.replace("{method}", method.rpartition(".")[2]).replace("{time}", stamp)).expanduser()
+class OtherRank(Run):
+    """The run on a rank that writes nothing: it takes part in what all ranks must do together."""
 
+    def begin(self, total_steps: int, title: str) -> None:
+        self.total_steps = total_steps
 
-def _is_new_each_time(settings: RunConfig) -> bool:
-    return "{time}" in settings.output_dir
+    def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
+        self._load(policy, optimizer, schedule, state)
+        if self.checkpoint is not None:
+            restore_rng(self.checkpoint)
+        stop.work_begins()
+        return self.start_step
 
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._last_step = step
+        if step == 0 and stop.asked():
+            raise stop.Stopped("stopped by SIGTERM before the first step")
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
+    def sample(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
 
+    def note(self, text: str) -> None:
+        pass
 
-def _resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
-    """(run folder, last step that may be resumed from). `latest` is that of output_dir; else a run or checkpoint."""
-    folder = Path(settings.output_dir if settings.resume == "latest" else str(settings.resume)).expanduser()
-    newest = None
-    if not folder.is_dir():
-        raise ValueError(f"resume={settings.resume}: no such folder {folder}; name a run folder or a checkpoint in it")
-    if re.fullmatch(r"step-\d+", folder.resolve().name):
-        newest = step_of(folder.resolve())
-        folder = folder.resolve().parents[1]
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"resume={settings.resume}: {folder} holds no run (no config.yaml); name a run folder")
-    return folder, newest
-
-
-def _refuse_other_run(folder: Path, overwrite: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={folder}: is a file; name a folder")
-    if not overwrite and _holds_run(folder):
-        raise ValueError(
-            f"output_dir={folder}: already holds a run; continue it with --resume {folder}, delete it with "
-            "--overwrite-output-dir, or name another folder"
+    def finish(self, policy: Policy) -> None:
+        export_model(
+            policy.model, policy.tokenizer, self.dir / "final", merge_lora=self.cfg.model.merge_lora, base=policy.source
         )
+        self.close()
 
-
-def _holds_run(folder: Path) -> bool:
-    """Whether training left anything there; a start that failed before its first step did not."""
-    if any((folder / name).exists() for name in ("checkpoints", "final")):
-        return True
-    return (folder / "metrics.jsonl").exists() and any(row["step"] > 0 for row in read_jsonl(folder / "metrics.jsonl"))
-
-
-def _make_folder(folder: Path, *, may_exist: bool) -> Path:
-    """The folder itself, or with -2, -3, ... added where two runs began in the same second."""
-    if may_exist:
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    for again in range(1, 1000):
-        tried = folder if again == 1 else folder.with_name(f"{folder.name}-{again}")
-        try:
-            tried.mkdir(parents=True)
-            return tried
-        except FileExistsError:
-            continue
-    raise ValueError(f"output_dir={folder}: exists a thousand times over; clear the folder above it")
-
-
-def _lock(folder: Path) -> IO[bytes]:
-    """Hold the folder against other processes; the system lets go when this one ends, however it ends."""
-    try:
-        file = (folder / ".lock").open("ab")
-    except OSError as error:
-        raise ValueError(f"output_dir={folder}: cannot be written ({error.strerror}); permit it") from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            return file  # a file system without locks
-        file.close()
-        raise ValueError(f"output_dir={folder}: another process is training in it; wait for it, or end it") from None
-    return file
-
-
-def _state_of(item: Stateful | dict[str, Any]) -> Any:
-    return dict(item) if isinstance(item, dict) else item.state_dict()
-
-
-def _tensors_of(state: State) -> dict[str, Tensor]:
-    holders = {name: item for name, item in state.items() if hasattr(item, "tensors")}
-    return {f"{name}/{key}": value for name, item in holders.items() for key, value in item.tensors().items()}
-
-
-def _load_states(state: State, saved: dict[str, Any], tensors: dict[str, Tensor], checkpoint: Path) -> None:
-    if state.keys() != saved.keys():
-        raise ValueError(
-            f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
-            f"{', '.join(sorted(state))}; resume with the version of the method it was written by"
-        )
-    for name, item in state.items():
-        if isinstance(item, dict):
-            item.clear()
-            item.update(saved[name])
-        else:
-            item.load_state_dict(saved[name])
-        if hasattr(item, "load_tensors"):
-            item.load_tensors(
-                {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
-            )
+    def _flush(self) -> None:
+        pass
 
 
 def _no_space(path: Path, error: OSError) -> str:

@@ -33,6 +33,7 @@ from trainer.groups import GroupBatch
 from trainer.metrics import MetricSums
 from trainer.model import Policy, token_logps, token_loss
 from trainer.optim import total_loss
+from trainer.parallel import place
 
 
 class FeatureRewards:
@@ -102,7 +103,7 @@ def truth_batches(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], accu
         packing=cfg.run.packing,
         multiple=policy.row_multiple,
     )
-    return [batch.to(policy.device) for batch in batches]
+    return place(policy, batches)
 
 
 def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: MetricSums) -> int:

@@ -57,7 +57,7 @@ def test_a_mean_over_nothing_is_left_out_not_zero():
 
 def test_means_reduce_once_in_sorted_order(monkeypatch):
     seen = []
-    monkeypatch.setattr(metrics, "all_sum", lambda x: seen.append(x.tolist()) or 2 * x)
+    monkeypatch.setattr(metrics, "all_sum", lambda x, name: seen.append(x.tolist()) or 2 * x)
     sums = MetricSums()
     sums.add({"b/x": (3.0, 1), "a/x": (1.0, 2)})
     assert sums.means() == {"a/x": 0.5, "b/x": 3.0}

@@ -30,9 +30,10 @@ from trainer.config import (
 from trainer.dist import all_sum, pick_device
 from trainer.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_logps
-from trainer.offline import Offline
+from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss
 from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
+from trainer.parallel import ParallelConfig, spread
 from trainer.run import open_run
 
 
@@ -46,6 +47,7 @@ class Config:
     run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     format: FormatOptions = field(default_factory=FormatOptions)
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = "sigmoid"
@@ -77,16 +79,16 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False)
+        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
         pairs = pairs_of(cfg, policy, cfg.data.data)
-        held_out = pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        held_out = mine(pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
         evaluate = partial(evaluate_pairs, cfg, policy, held_out)
         offline = Offline(run, cfg, policy, pairs)
         offline.begin(evaluate)
         for batch in offline.steps():
             micro_batches = pack_pairs(cfg.run, policy, batch, accumulation=cfg.run.gradient_accumulation_steps)
             sums = run_pairs(cfg, policy, micro_batches, train=True)
-            offline.take_step()
+            offline.take_step(sums)
             offline.log_and_save(sums, sum(mb.batch.num_tokens for mb in micro_batches), evaluate)
         run.finish(policy)
 
@@ -113,7 +115,7 @@ def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, tr
 @torch.no_grad()
 def evaluate_pairs(cfg: Config, policy: Policy, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not pairs:
+    if not pairs and not cfg.data.eval_data:  # a rank may have none of what there is
         return {}
     policy.model.eval()
     sums = run_pairs(cfg, policy, pack_pairs(cfg.run, policy, pairs, accumulation=1), train=False)

@@ -40,12 +40,13 @@ from trainer.config import (
     RunConfig,
     check_evaluation,
 )  # fmt: skip
-from trainer.dist import all_sum, pick_device
+from trainer.dist import all_sum, pick_device, rows_of_all
 from trainer.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_log_collision, token_logps
-from trainer.offline import Offline
+from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss
 from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
+from trainer.parallel import ParallelConfig, spread
 from trainer.reference import MovingReference, Reference, build_reference, wants_copy
 from trainer.run import open_run
 
@@ -66,6 +67,7 @@ class Config:
     optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     format: FormatOptions = field(default_factory=FormatOptions)
 
     loss_type: tuple[LossType, ...] = ("sigmoid",)
@@ -116,8 +118,6 @@ def check(cfg: Config) -> None:
         raise ValueError(f"loss_type={' '.join(names)}: name at least one loss, each once")
     if cfg.loss_weights and len(cfg.loss_weights) != len(names):
         raise ValueError(f"loss_weights: {len(cfg.loss_weights)} weights for {len(names)} losses; give one each")
-    if not cfg.beta > 0:
-        raise ValueError(f"beta={cfg.beta}: must be above 0")
     if not 0.0 <= cfg.label_smoothing < 0.5:
         raise ValueError(f"label_smoothing={cfg.label_smoothing}: must be in [0, 0.5), 0.5 or more inverts the label")
     if cfg.label_smoothing > 0 and "label_smoothing" not in used:
@@ -139,7 +139,7 @@ def check(cfg: Config) -> None:
         raise ValueError("sync_ref_model: no copy to move with LoRA, ref_model, ref=precomputed or reference_free")
     if not 0.0 < cfg.ref_model_mixup_alpha <= 1.0:
         raise ValueError(f"ref_model_mixup_alpha={cfg.ref_model_mixup_alpha}: must be above 0 and at most 1")
-    for name in ("ref_model_sync_steps", "discopop_tau"):
+    for name in ("beta", "ref_model_sync_steps", "discopop_tau"):
         if not getattr(cfg, name) > 0:
             raise ValueError(f"{name}={getattr(cfg, name)}: must be above 0")
     for name, needs, given in (
@@ -157,20 +157,20 @@ def check(cfg: Config) -> None:
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         copied = not cfg.reference_free and wants_copy(cfg.reference, cfg.lora)
-        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied)
+        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
         pairs = pairs_of(cfg, policy, cfg.data.data)
         held_out = pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         reference = Reference(None)
         if not cfg.reference_free:
             reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, pair_items([*pairs, *held_out]))
-        evaluate = partial(evaluate_pairs, cfg, policy, reference, held_out)
+        evaluate = partial(evaluate_pairs, cfg, policy, reference, mine(held_out))
         moving = MovingReference(policy, cfg.ref_model_mixup_alpha, cfg.ref_model_sync_steps)
         offline = Offline(run, cfg, policy, pairs, extra={"reference": moving} if cfg.sync_ref_model else {})
         offline.begin(evaluate)
         for batch in offline.steps():
             micro_batches = pack_pairs(cfg.run, policy, batch, accumulation=cfg.run.gradient_accumulation_steps)
             sums = run_pairs(cfg, policy, reference, batch, micro_batches, train=True)
-            offline.take_step()
+            offline.take_step(sums)
             if cfg.sync_ref_model:
                 moving.after_step(offline.step)
             offline.log_and_save(sums, sum(mb.batch.num_tokens for mb in micro_batches), evaluate)
@@ -186,9 +186,8 @@ def run_pairs(
     num_pairs, num_tokens = all_sum(counts.float())
     names, weights = cfg.losses
     denominators = {name: num_tokens if name == "sft" else num_pairs for name in names}
-    targets = (
-        step_targets(cfg, policy, reference, items, micro_batches) if {"aot", "aot_unpaired"} & set(names) else None
-    )
+    sorts = {"aot", "aot_unpaired"} & set(names)
+    targets = step_targets(cfg, policy, reference, items, micro_batches) if sorts else None
     sums = MetricSums()
     for mb in micro_batches:
         scores, logp, entropy = pair_scores(cfg, policy, reference, items, mb)
@@ -235,16 +234,17 @@ def step_targets(
     """AOT's partners over the whole step, before any gradient is taken."""
     parts = [pair_scores(cfg, policy, reference, items, mb)[0] for mb in micro_batches]
     order = torch.cat([mb.pairs for mb in micro_batches]).argsort()
-    return aot_targets(PairScores(*(torch.cat([part[k] for part in parts])[order] for k in range(6))))
+    own = torch.stack([torch.cat([part[k] for part in parts])[order].double() for k in range(6)], dim=1)  # (P, 6)
+    everyone, ours = rows_of_all(own, "scores to sort")
+    return aot_targets(PairScores(*everyone.to(parts[0][0].dtype).T)).select(ours)
 
 
 @torch.no_grad()
 def evaluate_pairs(cfg: Config, policy: Policy, reference: Reference, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not pairs:
+    if not pairs and not cfg.data.eval_data:  # a rank may have none of what there is
         return {}
     policy.model.eval()
-    micro_batches = pack_pairs(cfg.run, policy, pairs, accumulation=1)
-    sums = run_pairs(cfg, policy, reference, pairs, micro_batches, train=False)
+    sums = run_pairs(cfg, policy, reference, pairs, pack_pairs(cfg.run, policy, pairs, accumulation=1), train=False)
     policy.model.train()
     return pair_evaluation(sums, len(pairs))

@@ -26,8 +26,9 @@ from rollout.producer import Producer
 from rollout.replay import Replay
 from rollout.truth_episode import TruthEpisode
 from trainer import rollouts, strided_step, truth_step
+from trainer.bad_steps import BadSteps
 from trainer.counters import Counters, Timer
-from trainer.dist import pick_device
+from trainer.dist import pick_device, world_size
 from trainer.ebft_options import EbftConfig
 from trainer.features import FeatureNetwork, feature_policy
 from trainer.group_step import backward, prepare
@@ -35,6 +36,7 @@ from trainer.groups import Groups
 from trainer.model import Policy, load_policy
 from trainer.offline import Offline
 from trainer.optim import build_optimizer, clip_and_step
+from trainer.parallel import spread
 from trainer.run import Run, open_run
 from trainer.sources import load_curriculum
 
@@ -46,9 +48,11 @@ class Config(EbftConfig):
 
 def train(cfg: Config) -> None:
     overlap = cfg.overlap
+    if world_size() > 1:
+        raise ValueError(f"WORLD_SIZE={world_size()}: ebft over several processes is not built yet; start one process")
     with open_run(cfg, cfg.run.method) as run:
         with_reference = cfg.features.feature_model is None or cfg.policy_loss.beta > 0
-        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference)
+        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference))
         network = FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy))
         if cfg.mode == "strided":
             return train_strided(cfg, run, policy, network)
@@ -71,6 +75,7 @@ def train(cfg: Config) -> None:
             size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=prompts
         )
         counters = Counters()
+        bad_steps = BadSteps(cfg.optim, counters, run.note)
         state = {"planner": planner, "counters": counters, "replay": replay}
         run.begin(total_steps, f"{cfg.run.method} {cfg.model.model}")
         engine = rollouts.start_engine(cfg, policy, run, prompts + held_out)
@@ -121,7 +126,8 @@ def train(cfg: Config) -> None:
                 sums = backward(cfg, policy, rollout, first=iteration == 0)
                 num_truth = truth_step.add_truth(cfg, policy, truths, sums)
                 where = f"step {step}, rank 0, prompts {', '.join(dict.fromkeys(p.source for p in batch.prompts))}"
-                grad_norm = clip_and_step(policy.model, optimizer, schedule, cfg.optim.max_grad_norm, where)
+                limit = cfg.optim.max_grad_norm
+                grad_norm = clip_and_step(policy.model, optimizer, schedule, limit, where, sums, bad_steps)
                 num_tokens = num_truth + sum(mb.num_tokens for mb in rollout.micro_batches)
                 timer.lap("train_s")
                 counters.tokens += num_tokens
@@ -171,7 +177,7 @@ def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork
         offline.timer.lap("reward_s")
         sums = strided_step.backward(cfg, policy, step)
         strided_step.check_gap(cfg, policy, sums, offline.step)
-        offline.take_step()
+        offline.take_step(sums)
         offline.log_and_save(sums, step.num_computed, evaluate, strided_step.step_metrics(step))
     run.finish(policy)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 from data.loader import Loader
 from rollout.environment_options import ToolConfig
@@ -23,6 +24,7 @@ from rollout.replay import Replay
 from rollout.reward_options import RewardConfig
 from rollout.rewards import open_rewards
 from trainer import rollouts
+from trainer.bad_steps import BadSteps
 from trainer.config import (
     Flat,
     LoraConfig,
@@ -35,12 +37,14 @@ from trainer.config import (
     check_evaluation,
 )  # fmt: skip
 from trainer.counters import Counters, Timer
-from trainer.dist import pick_device
+from trainer.dist import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.group_options import AdvantageConfig, AsyncConfig, check_overlap
 from trainer.group_step import backward, prepare
-from trainer.groups import Groups, advantages, sequence_kl
+from trainer.groups import GroupBatch, Groups, advantages, sequence_kl
+from trainer.lead import Lead
 from trainer.model import load_policy
 from trainer.optim import build_optimizer, clip_and_step
+from trainer.parallel import ParallelConfig, spread
 from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
 from trainer.run import open_run
 from trainer.sources import Surroundings, check_surroundings, load_curriculum
@@ -55,6 +59,7 @@ class Config:
     run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -130,7 +135,9 @@ def train(cfg: Config) -> None:
     overlap = cfg.overlap
     with open_run(cfg, cfg.run.method) as run:
         rewards = run.keep(open_rewards(cfg.reward, run.note))
-        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.policy_loss.beta > 0)
+        policy = spread(
+            cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.policy_loss.beta > 0)
+        )
         around = run.keep(Surroundings(cfg, policy, run.note))
         prompts = around.prompts(cfg.data.data)
         held_out = around.prompts(cfg.data.eval_data, held_out=True)[: cfg.data.max_eval_rows]
@@ -141,7 +148,8 @@ def train(cfg: Config) -> None:
         total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
         rollouts.check_servers(cfg, policy)
-        around.connect(prompts, rewards)
+        if is_main():
+            around.connect(prompts, rewards)
         planner = Planner(
             loader,
             num_generations=cfg.num_generations,
@@ -154,9 +162,11 @@ def train(cfg: Config) -> None:
             size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=prompts
         )
         counters = Counters()
+        bad_steps = BadSteps(cfg.optim, counters, run.note)
         state = {"planner": planner, "rewards": rewards, "counters": counters, "replay": replay}
         run.begin(total_steps, f"{cfg.run.method} {cfg.model.model}")
-        engine = rollouts.start_engine(cfg, policy, run, prompts + held_out, unseen=around.unseen)
+        lead = Lead(policy, rollouts.start_engine(cfg, policy, run, prompts + held_out, unseen=around.unseen), prompts)
+        engine = lead.engine
         step = run.restore(policy, optimizer, schedule, state)
         source = around.source(engine, sampling)
         evaluation = run.keep(around.source(engine, rollouts.evaluation_sampling(sampling, cfg.rollout)))
@@ -172,15 +182,23 @@ def train(cfg: Config) -> None:
             )
         )
         groups = Groups(cfg, producer, rewards, replay)
-        if step == 0 and held_out:
-            run.log(0, rollouts.evaluate(engine, evaluation, step, held_out, rewards))
 
-        while step < total_steps:
-            timer = Timer()
+        def evaluate(step: int) -> dict[str, float]:
+            return lead.run(lambda: rollouts.evaluate(engine, evaluation, step, held_out, rewards)) or {}
+
+        def sample(step: int) -> GroupBatch:
             rollouts.sync(engine, step, overlap.vllm_sync_interval)
             batch = groups.next(step, engine.version)
             if not overlap.async_prefetch:
                 engine.sleep()
+            return batch
+
+        if step == 0 and held_out:
+            run.log(0, evaluate(0))
+
+        while step < total_steps:
+            timer = Timer()
+            batch = lead.share(lead.run(partial(sample, step)))  # whole groups, different ones on every rank
             timer.lap("rollout_s")
             timer.move("rollout_s", "reward_s", batch.reward_s)
             kl = sequence_kl(cfg, policy, batch.completions) if cfg.advantage.kl_in_reward else None
@@ -190,23 +208,25 @@ def train(cfg: Config) -> None:
             run.sample(
                 step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
             )
-            counters.prompts = planner.consumed + len(batch.sampled.groups)
+            sampled = batch.sampled or batch  # all there was, on rank 0
+            counters.prompts = planner.consumed + len(sampled.groups)
 
             for iteration in range(min(cfg.num_iterations, total_steps - step)):
                 step += 1
                 learning_rate = schedule.get_last_lr()[0]
                 sums = backward(cfg, policy, rollout, first=iteration == 0)
-                where = f"step {step}, rank 0, prompts {', '.join(dict.fromkeys(p.source for p in batch.prompts))}"
-                grad_norm = clip_and_step(policy.model, optimizer, schedule, cfg.optim.max_grad_norm, where)
-                num_tokens = sum(mb.num_tokens for mb in rollout.micro_batches)
+                sources = ", ".join(dict.fromkeys(prompt.source for prompt in batch.prompts))
+                where, limit = f"step {step}, rank {rank()}, prompts {sources}", cfg.optim.max_grad_norm
+                grad_norm = clip_and_step(policy.model, optimizer, schedule, limit, where, sums, bad_steps)
+                num_tokens = all_count(sum(mb.num_tokens for mb in rollout.micro_batches), "tokens of the step")
                 timer.lap("train_s")
                 counters.tokens += num_tokens
                 metrics = {
-                    **rollouts.reward_metrics(batch.sampled.table, batch.sampled.reward),
-                    **rollouts.completion_metrics(batch.sampled.completions),
+                    **rollouts.reward_metrics(sampled.table, sampled.reward),
+                    **rollouts.completion_metrics(sampled.completions),
                     **rollouts.packing_metrics(rollout.micro_batches),
                     **batch.metrics,
-                    **({} if kl is None else {"policy/ref_kl": kl.mean().item()}),
+                    **({} if kl is None else {"policy/ref_kl": mean_over_ranks(kl)}),
                     **rewards.metrics(),
                     **producer.metrics(step - 1),
                     **sums.means(),
@@ -217,12 +237,14 @@ def train(cfg: Config) -> None:
                     **timer.metrics(num_tokens),
                 }
                 if held_out and cfg.run.eval_due(step, total_steps):
-                    metrics |= rollouts.evaluate(engine, evaluation, step, held_out, rewards)
+                    metrics |= evaluate(step)
                 run.log(step, metrics | engine.metrics())
                 timer = Timer()
-                if overlap.async_prefetch and iteration + 1 < cfg.num_iterations:  # what runs ahead goes on with these
+                ahead = is_main() and overlap.async_prefetch
+                if ahead and iteration + 1 < cfg.num_iterations:  # what runs ahead goes on with these
                     rollouts.sync(engine, step, overlap.vllm_sync_interval)
                     producer.top_up(engine.version)
-            producer.done()
+            if is_main():
+                producer.done()
             run.maybe_save(step, policy, optimizer, schedule, state)
         run.finish(policy)

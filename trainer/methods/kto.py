@@ -34,11 +34,12 @@ from trainer.config import (
     RunConfig,
     check_evaluation,
 )  # fmt: skip
-from trainer.dist import all_sum, pick_device
+from trainer.dist import all_count, all_gather, all_sum, pick_device
 from trainer.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_logps
-from trainer.offline import Offline
+from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss
+from trainer.parallel import ParallelConfig, place, spread
 from trainer.reference import Reference, build_reference, wants_copy
 from trainer.run import open_run
 
@@ -54,6 +55,7 @@ class Config:
     optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     format: FormatOptions = field(default_factory=FormatOptions)
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
@@ -88,19 +90,22 @@ class Rows:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=wants_copy(cfg.reference, cfg.lora))
+        policy = spread(
+            cfg.parallel,
+            load_policy(cfg.model, cfg.lora, pick_device(), with_reference=wants_copy(cfg.reference, cfg.lora)),
+        )
         rows = rows_of(cfg, policy, cfg.data.data)
         held_out = rows_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         partner = {**mismatches(cfg, policy, rows), **mismatches(cfg, policy, held_out)}
         items = [item_of(row) for row in [*rows, *held_out]] + list(partner.values())
         reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items)
-        evaluate = partial(evaluate_rows, cfg, policy, reference, partner, held_out)
+        evaluate = partial(evaluate_rows, cfg, policy, reference, partner, mine(held_out))
         offline = Offline(run, cfg, policy, rows)
         offline.begin(evaluate)
         for batch in offline.steps():
             packed = pack(cfg, policy, batch, partner, cfg.run.gradient_accumulation_steps)
             sums, _ = run_rows(cfg, policy, reference, packed, train=True)
-            offline.take_step()
+            offline.take_step(sums)
             offline.log_and_save(sums, sum(mb.num_tokens for mb in packed.batches), evaluate)
         run.finish(policy)
 
@@ -156,7 +161,7 @@ def pack(cfg: Config, policy: Policy, rows: list[Labelled], partner: dict[int, I
             packing=cfg.run.packing,
             multiple=policy.row_multiple,
         )
-        return [batch.to(policy.device) for batch in made]
+        return place(policy, made)
 
     label = torch.tensor([row.label for row in rows], device=policy.device)
     return Rows(label, [*matched, *mismatched], batches(matched), batches(mismatched))
@@ -218,7 +223,7 @@ def evaluate_rows(
     cfg: Config, policy: Policy, reference: Reference, partner: dict[int, Item], rows: list[Labelled]
 ) -> dict[str, float]:
     """The same loss on held-out rows, and how well the implicit reward tells the two labels apart."""
-    if not rows:
+    if not rows and not cfg.data.eval_data:  # a rank may have none of what there is
         return {}
     policy.model.eval()
     packed = pack(cfg, policy, rows, partner, accumulation=1)
@@ -226,5 +231,7 @@ def evaluate_rows(
     policy.model.train()
     means = sums.means()
     kept = {f"eval/{name}": means[name] for name in ("reward/chosen", "reward/rejected") if name in means}
-    auc = reward_auc(rewards, packed.label).item()
-    return {"eval/loss": means["loss/total"], "eval/reward/auc": auc, **kept, "eval/rows": len(rows)}
+    all_rewards = torch.cat(all_gather(rewards, "held-out rewards"))
+    all_labels = torch.cat(all_gather(packed.label.long(), "held-out labels")).bool()
+    auc = reward_auc(all_rewards, all_labels).item()
+    return {"eval/loss": means["loss/total"], "eval/reward/auc": auc, **kept, "eval/rows": all_count(len(rows))}

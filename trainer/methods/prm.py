@@ -17,12 +17,13 @@ from data.stepwise import load_steps
 from data.types import Steps
 from losses.process_reward import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
-from trainer.dist import all_sum, pick_device
+from trainer.dist import all_count, all_sum, pick_device
 from trainer.heads import load_scorer, scores_at
 from trainer.metrics import MetricSums
 from trainer.model import Policy
-from trainer.offline import Offline
+from trainer.offline import Offline, mine
 from trainer.optim import total_loss
+from trainer.parallel import ParallelConfig, place, spread
 from trainer.run import open_run
 
 
@@ -35,6 +36,7 @@ class Config:
     run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     max_length: int = 1024
     """Tokens per solution, prompt included; what is longer is cut on the right, with its labels."""
@@ -58,18 +60,18 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        scorer = load_scorer(cfg.model, cfg.lora, pick_device(), kind="token")
+        scorer = spread(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
         # for whoever uses it as a reward
         scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt}
         solutions = solutions_of(cfg, scorer, cfg.data.data, last_step_only=cfg.train_on_last_step_only)
-        held_out = solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows]
+        held_out = mine(solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, scorer, solutions)
         evaluate_now = partial(evaluate, cfg, scorer, held_out)
         offline.begin(evaluate_now)
         for batch in offline.steps():
             micro_batches = pack(cfg, scorer, batch, cfg.run.gradient_accumulation_steps)
             sums = backward(scorer, micro_batches, batch)
-            offline.take_step()
+            offline.take_step(sums)
             offline.log_and_save(sums, sum(mb.num_tokens for mb in micro_batches), evaluate_now)
         run.finish(scorer)
 
@@ -101,7 +103,7 @@ def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int)
         packing=cfg.run.packing,
         multiple=scorer.row_multiple,
     )
-    return [batch.to(scorer.device) for batch in batches]
+    return place(scorer, batches)
 
 
 def labels_of(mb: Batch, solutions: list[Steps]) -> Tensor:  # (N,)
@@ -125,7 +127,7 @@ def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps])
 @torch.no_grad()
 def evaluate(cfg: Config, scorer: Policy, solutions: list[Steps]) -> dict[str, float]:
     """Loss, accuracy per step, and macro F1 beside that of always answering the more frequent label."""
-    if not solutions:
+    if not solutions and not cfg.data.eval_data:  # a rank may have none of what there is
         return {}
     sums = MetricSums()
     matrix = torch.zeros(2, 2, dtype=torch.int64, device=scorer.device)  # steps by [label, predicted class]
@@ -144,5 +146,5 @@ def evaluate(cfg: Config, scorer: Policy, solutions: list[Steps]) -> dict[str, f
         **sums.means(),
         "eval/reward/macro_f1": float(macro_f1(matrix)),
         "eval/reward/macro_f1_majority": float(macro_f1(majority)),
-        "eval/rows": len(solutions),
+        "eval/rows": all_count(len(solutions)),
     }

@@ -19,12 +19,13 @@ from data.types import Pair
 from losses.reward_model import bradley_terry
 from losses.types import LossOut
 from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
-from trainer.dist import all_sum, pick_device
+from trainer.dist import all_count, all_sum, pick_device
 from trainer.heads import load_scorer, marked_last, scores_at
 from trainer.metrics import MetricSums
 from trainer.model import Policy
-from trainer.offline import Offline
+from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss
+from trainer.parallel import ParallelConfig, place, spread
 from trainer.run import open_run
 
 
@@ -37,6 +38,7 @@ class Config:
     run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     format: FormatOptions = field(default_factory=FormatOptions)
 
     max_length: int = 1024
@@ -57,17 +59,17 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        scorer = load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence")
+        scorer = spread(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
         scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt}  # for whoever uses it as a reward
         pairs = pairs_of(cfg, scorer, cfg.data.data)
-        held_out = pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        held_out = mine(pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, scorer, pairs)
         evaluate_now = partial(evaluate, cfg, scorer, held_out)
         offline.begin(evaluate_now)
         for batch in offline.steps():
             micro_batches = pack(cfg, scorer, batch, cfg.run.gradient_accumulation_steps)
             sums = backward(cfg, scorer, micro_batches, batch)
-            offline.take_step()
+            offline.take_step(sums)
             offline.log_and_save(sums, sum(mb.num_tokens for mb in micro_batches), evaluate_now)
         run.finish(scorer)
 
@@ -101,7 +103,7 @@ def pack(cfg: Config, scorer: Policy, pairs: list[Pair], accumulation: int) -> l
         together=2,
         multiple=scorer.row_multiple,
     )
-    return [batch.to(scorer.device) for batch in batches]
+    return place(scorer, batches)
 
 
 def loss_of(cfg: Config, scorer: Policy, mb: Batch, pairs: list[Pair]) -> LossOut:
@@ -134,7 +136,7 @@ def backward(cfg: Config, scorer: Policy, micro_batches: list[Batch], pairs: lis
 @torch.no_grad()
 def evaluate(cfg: Config, scorer: Policy, pairs: list[Pair]) -> dict[str, float]:
     """Loss, accuracy and margin on held-out pairs."""
-    if not pairs:
+    if not pairs and not cfg.data.eval_data:  # a rank may have none of what there is
         return {}
     sums = MetricSums()
     scorer.model.eval()
@@ -144,4 +146,4 @@ def evaluate(cfg: Config, scorer: Policy, pairs: list[Pair]) -> dict[str, float]
         sums.add({"eval/loss": (undivided, len(mb.rows) // 2)})
         sums.add({f"eval/{name}": value for name, value in out.metrics.items()})
     scorer.model.train()
-    return {**sums.means(), "eval/rows": len(pairs)}
+    return {**sums.means(), "eval/rows": all_count(len(pairs))}

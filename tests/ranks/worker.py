@@ -1,0 +1,256 @@
+"""Run by torchrun: one optimizer step of each method on this rank's share, against the same step in one process.
+
+    torchrun --nproc-per-node 2 -m tests.ranks.worker replicate|fsdp [CASE ...]
+
+Prints one JSON line per case on rank 0: {"case", "gradient": relative error, "loss": difference, "norm": ...}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.types import Example, Labelled, Pair, Steps
+from trainer.config import ModelConfig, RunConfig
+from trainer.dist import is_main, process_group
+from trainer.model import Policy
+from trainer.offline import mine
+from trainer.parallel import ParallelConfig, clip_gradients, spread, sum_gradients
+from trainer.reference import Reference
+from trainer.shards import full
+
+VOCAB = 29
+DATA = ("rows",)
+
+
+class Case(NamedTuple):
+    rows: list[Any]
+    policy: Callable[[], Policy]
+    step: Callable[[Policy, list[Any]], dict[str, float]]  # gradients, and metrics of the step
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """As if there were no other rank."""
+    kept = {name: os.environ.pop(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def ids(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def make_model(kind: str, seed: int, *, tied: bool = True) -> Any:
+    import transformers
+
+    torch.manual_seed(seed)
+    labels = {"causal": {}, "sequence": {"num_labels": 1}, "token": {"num_labels": 2}}[kind]
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=12, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.4, tie_word_embeddings=tied,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, **labels,
+    )  # fmt: skip
+    name = {"causal": "CausalLM", "sequence": "SequenceClassification", "token": "TokenClassification"}[kind]
+    model = getattr(transformers, f"LlamaFor{name}" if kind != "causal" else "LlamaForCausalLM")(config)
+    for module in (model.model, *model.model.layers):  # Llama's own norm rounds to float32
+        for child in [child for child, _ in module.named_children() if "norm" in child]:
+            setattr(module, child, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+    return model.double()
+
+
+def make_policy(kind: str = "causal", *, tied: bool = True, lora: bool = False, reference: bool = False) -> Policy:
+    model = make_model(kind, 0, tied=tied)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).double()
+    frozen = make_model(kind, 1, tied=tied).eval().requires_grad_(False) if reference and not lora else None
+    return Policy(
+        model=model.train(), tokenizer=None, source="test", device=torch.device("cpu"), compute_dtype=torch.float64,
+        reference=frozen,
+    )  # fmt: skip
+
+
+def config(method: str, max_tokens: int = 64, **options: Any) -> Any:
+    from importlib import import_module
+
+    from trainer.config import DataConfig
+
+    module = import_module(f"trainer.methods.{method}")
+    run = RunConfig(max_tokens_per_micro_batch=max_tokens, per_device_train_batch_size=8)
+    return module, module.Config(model=ModelConfig(model="test"), data=DataConfig(data=DATA), run=run, **options)
+
+
+def sft_case(**options: Any) -> Case:
+    module, cfg = config("sft")
+    rng = random.Random(0)
+    rows = []
+    for n in range(7):
+        length = rng.randrange(3, 30)
+        rows.append(Example(source=f"row {n}", ids=ids(rng, length), mask=[False] + [True] * (length - 1)))
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        return module.backward(policy, module.pack(cfg, policy, rows, 2)).means()
+
+    return Case(rows, lambda: make_policy(**options), step)
+
+
+def few_rows_case() -> Case:
+    """One row for two ranks: one of them has nothing to do."""
+    case = sft_case()
+    return case._replace(rows=case.rows[:1])
+
+
+def make_pairs() -> list[Pair]:
+    rng = random.Random(1)
+    return [
+        Pair(source=f"row {n}", prompt_ids=ids(rng, rng.randrange(2, 6)), chosen_ids=ids(rng, rng.randrange(1, 12)),
+             rejected_ids=ids(rng, rng.randrange(1, 12)), margin=0.1 * n)
+        for n in range(7)
+    ]  # fmt: skip
+
+
+def dpo_case(*, lora: bool = False, tied: bool = True, **options: Any) -> Case:
+    module, cfg = config("dpo", **options)
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        from trainer.pairs import pack_pairs
+
+        reference = Reference(policy)
+        micro_batches = pack_pairs(cfg.run, policy, rows, accumulation=2)
+        return module.run_pairs(cfg, policy, reference, rows, micro_batches, train=True).means()
+
+    return Case(make_pairs(), lambda: make_policy(reference=True, lora=lora, tied=tied), step)
+
+
+def pair_case(method: str) -> Case:
+    module, cfg = config(method)
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        from trainer.pairs import pack_pairs
+
+        whole = {"train_prompt": cfg.nll_on_prompt} if method == "orpo" else {}
+        micro_batches = pack_pairs(cfg.run, policy, rows, accumulation=1, **whole)
+        return module.run_pairs(cfg, policy, micro_batches, train=True).means()
+
+    return Case(make_pairs(), make_policy, step)
+
+
+def kto_case(**options: Any) -> Case:
+    module, cfg = config("kto", **options)
+    rng = random.Random(2)
+    rows = [
+        Labelled(
+            source=f"row {n}", prompt_ids=ids(rng, 3), completion_ids=ids(rng, rng.randrange(1, 9)), label=n % 3 > 0
+        )
+        for n in range(7)
+    ]
+    partner = {id(row): module.item_of(row, rows[n - 1].completion_ids) for n, row in enumerate(rows)}
+    if cfg.loss_type != "kto":
+        partner = {}
+
+    def step(policy: Policy, part: list[Any]) -> dict[str, float]:
+        packed = module.pack(cfg, policy, part, partner, 1)
+        return module.run_rows(cfg, policy, Reference(policy), packed, train=True)[0].means()
+
+    return Case(rows, lambda: make_policy(reference=True), step)
+
+
+def rm_case() -> Case:
+    module, cfg = config("rm", center_rewards_coefficient=0.01)
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        return module.backward(cfg, policy, module.pack(cfg, policy, rows, 1), rows).means()
+
+    return Case(make_pairs(), lambda: make_policy("sequence"), step)
+
+
+def prm_case() -> Case:
+    module, cfg = config("prm")
+    rng = random.Random(4)
+    rows = []
+    for n in range(5):
+        length = rng.randrange(4, 12)
+        labels = [module.UNLABELLED, *(rng.choice([0, 1, module.UNLABELLED]) for _ in range(length - 2)), n % 2]
+        rows.append(Steps(source=f"row {n}", ids=ids(rng, length), labels=labels))
+
+    def step(policy: Policy, part: list[Any]) -> dict[str, float]:
+        return module.backward(policy, module.pack(cfg, policy, part, 1), part).means()
+
+    return Case(rows, lambda: make_policy("token"), step)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "sft": sft_case,
+    "sft-untied": lambda: sft_case(tied=False),
+    "sft-lora": lambda: sft_case(lora=True),
+    "sft-one-row": few_rows_case,
+    "dpo": dpo_case,
+    "dpo-lora": lambda: dpo_case(lora=True),
+    "dpo-untied": lambda: dpo_case(tied=False),
+    "dpo-aot": lambda: dpo_case(loss_type=("aot",)),
+    "dpo-wpo-ld-rpo": lambda: dpo_case(use_weighting=True, ld_alpha=0.5, rpo_alpha=0.3),
+    "orpo": lambda: pair_case("orpo"),
+    "cpo": lambda: pair_case("cpo"),
+    "kto": kto_case,
+    "kto-apo": lambda: kto_case(loss_type="apo_zero_unpaired"),
+    "rm": rm_case,
+    "prm": prm_case,
+}
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    return {name: full(p.grad).clone() for name, p in policy.model.named_parameters() if p.requires_grad}
+
+
+def compare(case: Case, mode: str) -> dict[str, float]:
+    with one_process():
+        alone = case.policy()
+        expected_metrics = case.step(alone, case.rows)
+        expected = gradients(alone)
+    policy = spread(ParallelConfig(mode=mode), case.policy())
+    found_metrics = case.step(policy, mine(case.rows))
+    sum_gradients(policy.model)
+    found = gradients(policy)
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    size = torch.cat([g.flatten() for g in expected.values()]).norm()
+    error = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).norm() / size
+    assert size > 1e-3, size
+    norm = clip_gradients([p for p in policy.model.parameters() if p.requires_grad], 1e-3)
+    names = expected_metrics.keys() | found_metrics.keys()
+    unlike = {
+        name: [expected_metrics.get(name), found_metrics.get(name)]
+        for name in names
+        if abs(expected_metrics.get(name, 1e9) - found_metrics.get(name, -1e9)) > 1e-5
+    }
+    clipped = torch.cat([g.flatten() for g in gradients(policy).values()]).norm()
+    return {
+        "gradient": float(error),
+        "norm": abs(norm - float(size)) / float(size),
+        "clipped": float(clipped),
+        "unlike": unlike,
+    }
+
+
+def main(mode: str, names: list[str]) -> None:
+    with process_group(60.0):
+        for name in names or CASES:
+            result = compare(CASES[name](), mode)
+            if is_main():
+                print(json.dumps({"case": name, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,165 @@
+"""Several processes give what one gives: gradients, runs, checkpoints; and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.entry import ROOT, environment, metrics, run_ok
+from trainer.dist import HUNG, shares
+from trainer.parallel import ParallelConfig
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SFT = (
+    "--method", "sft", "--learning-rate", "1e-3", "--max-eval-rows", "20", "--save-steps", "2", "--eval-steps", "2",
+    "--lr-scheduler-type", "constant",
+)  # fmt: skip
+
+
+def two(*argv: Any, cwd: Path, timeout: float = 240, launcher: tuple[str, ...] = (), **env: str) -> Any:
+    command = [*TORCHRUN, *launcher, "-m", *map(str, argv)]
+    return subprocess.run(command, cwd=cwd, env=environment() | env, capture_output=True, text=True, timeout=timeout)
+
+
+def two_ok(*argv: Any, cwd: Path, **options: Any) -> Any:
+    done = two(*argv, cwd=cwd, **options)
+    assert done.returncode == 0, f"{argv}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float = 1e-4) -> None:
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        names = {name for name in a.keys() | b.keys() if not name.startswith(("time/", "perf/", "mem/"))}
+        for name in names:
+            assert a[name] == pytest.approx(b[name], rel=limit, abs=limit), (a["step"], name)
+
+
+@pytest.mark.parametrize("mode", ["replicate", "fsdp"])
+def test_every_offline_method_has_the_gradient_of_one_process(mode, tmp_path):
+    """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step."""
+    done = two_ok("tests.ranks.worker", mode, cwd=tmp_path)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == 15
+    for result in results:
+        assert result["gradient"] < 1e-12, result
+        assert result["norm"] < 1e-12 and result["clipped"] == pytest.approx(1e-3, rel=1e-4), result
+        assert result["unlike"] == {}, result
+
+
+@pytest.mark.parametrize("mode", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])
+def test_sft_saved_by_two_goes_on_with_one_and_the_reverse(mode, tmp_path):
+    one_batch, two_batch = ("--per-device-train-batch-size", "16"), ("--per-device-train-batch-size", "8")
+    spread = ("--parallel.mode", mode)
+    run_ok(*SFT, *one_batch, "--max-steps", "4", "--output-dir", tmp_path / "whole", cwd=tmp_path)
+    two_ok("trainer", *SFT, *two_batch, *spread, "--max-steps", "2", "--output-dir", tmp_path / "a", cwd=tmp_path)
+    run_ok("--resume", tmp_path / "a", *one_batch, "--parallel.mode", "auto", "--max-steps", "4", cwd=tmp_path)
+    alike(metrics(tmp_path / "a"), metrics(tmp_path / "whole"))
+    exported = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("a", "whole")]
+    assert exported[0].keys() == exported[1].keys()
+    for name, value in exported[0].items():
+        torch.testing.assert_close(value, exported[1][name], rtol=1e-3, atol=1e-5)
+
+    run_ok(*SFT, *one_batch, "--max-steps", "2", "--output-dir", tmp_path / "b", cwd=tmp_path)
+    two_ok("trainer", "--resume", tmp_path / "b", *two_batch, *spread, "--max-steps", "4", cwd=tmp_path)
+    alike(metrics(tmp_path / "b"), metrics(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--parallel.mode", "replicate"), marks=pytest.mark.slow),
+        ("--parallel.mode", "fsdp", "--lora.r", "4", "--beta", "0.05"),
+    ],
+)
+def test_grpo_deals_different_groups_to_ranks_and_learns_as_one_process_does(flags, tmp_path):
+    common = ("--method", "grpo", "--max-steps", "2", "--max-eval-rows", "20", "--save-steps", "2")
+    alone = [flag for flag in flags if flag not in ("--parallel.mode", "replicate", "fsdp")]
+    run_ok(*common, *alone, "--per-device-train-batch-size", "32", "--output-dir", tmp_path / "one", cwd=tmp_path)
+    two_ok(
+        "trainer", *common, *flags, "--per-device-train-batch-size", "16", "--output-dir", tmp_path / "two",
+        cwd=tmp_path,
+    )  # fmt: skip
+    alike(metrics(tmp_path / "two"), metrics(tmp_path / "one"), limit=2e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named_with_what_is_waited_for(tmp_path):
+    (tmp_path / "sleepy.py").write_text(
+        "import time, torch\n"
+        "from trainer.dist import all_sum, process_group, rank\n"
+        "with process_group(4.0):\n"
+        "    all_sum(torch.ones(1), 'first')\n"
+        "    if rank() == 1:\n"
+        "        time.sleep(60)\n"
+        "    all_sum(torch.ones(1), 'count of tokens')\n"
+    )
+    started = time.monotonic()
+    done = two("sleepy", cwd=tmp_path, timeout=60, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.returncode != 0 and time.monotonic() - started < 45
+    assert "rank 0: has waited 4 s in 'count of tokens' (collective 2)" in done.stderr
+    assert "rank 1 is busy elsewhere, its last collective was 'first' (collective 1)" in done.stderr
+    assert f"exitcode  : {HUNG}" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_its_checkpoint(tmp_path):
+    run_ok(*SFT, "--per-device-train-batch-size", "16", "--max-steps", "6", "--output-dir", tmp_path / "whole",
+           cwd=tmp_path)  # fmt: skip
+    command = [*TORCHRUN, "--max-restarts", "1", "-m", "trainer", *SFT, "--per-device-train-batch-size", "8",
+               "--max-steps", "6", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=log, stderr=log, text=True)
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir():
+            assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.02)
+        os.kill(rank_1_of(process.pid), signal.SIGKILL)
+        assert process.wait(timeout=180) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert "going on after step" in (tmp_path / "log").read_text()
+    alike(metrics(tmp_path / "run"), metrics(tmp_path / "whole"))
+
+
+def rank_1_of(launcher: int) -> int:
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and b"RANK=1" in (entry / "environ").read_bytes().split(b"\0"):
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError("rank 1 was not found")
+
+
+def test_shares_are_whole_and_even():
+    sizes = [5, 1, 9, 3, 3, 7, 2, 2]
+    dealt = shares(sizes, 3)
+    assert sorted(i for part in dealt for i in part) == list(range(8))
+    assert sorted(sum(sizes[i] for i in part) for part in dealt) == [10, 11, 11]
+    assert shares([4], 2) == [[0], []] and shares([], 2) == [[], []] and shares(sizes, 1) == [list(range(8))]
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "message"),
+    [
+        ("1", {"mode": "fsdp"}, "parallel.mode=fsdp: has no effect with one process; start several with torchrun"),
+        ("4", {"shard": 3}, "parallel.shard=3: must divide the 4 processes"),
+        ("4", {"mode": "replicate", "cpu_offload": True},
+         "parallel.cpu_offload=True: has no effect with parallel.mode=replicate"),
+        ("2", {"timeout_s": 0.0}, "parallel.timeout_s=0.0: must be above 0"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_take_effect_are_refused(world, settings, message, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        ParallelConfig(**settings)

@@ -1,0 +1,136 @@
+"""Several processes where completions are made: rank 0 plans, samples and rewards; the others lend it their models.
+
+    lead = Lead(policy, start_engine(...), prompts)              # lead.engine is what rank 0 samples with
+    batch = lead.run(lambda: groups.next(step, version))         # rank 0 does it, the others do as they are told
+    batch = lead.share(batch)                                    # whole groups, each of them on one rank
+
+Within `run` rank 0 may ask its engine for completions at any time: those of the engine in process are then made by all
+ranks, each a part of the requests. The others wait for orders without a limit, since a reward function or a server may
+take its time. What they get at the end is different prompts for each rank: nobody repeats what another trains on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import torch
+
+from data.types import Prompt
+from rollout.engine import Engine
+from rollout.local import LocalEngine
+from rollout.planner import Planned
+from rollout.replay import Group, as_json, completion_of
+from rollout.types import Completion, Request, Sampling
+from trainer import dist
+from trainer.groups import GroupBatch
+from trainer.model import Policy
+from trainer.parallel import gathered_weights
+
+T = TypeVar("T")
+
+
+class Lead:
+    """`engine` is the one to sample with: in process and on rank 0 that of all ranks together."""
+
+    def __init__(self, policy: Policy, engine: Engine, prompts: Sequence[Prompt]) -> None:
+        self.policy, self.local, self.prompts = policy, engine, prompts
+        spreads = dist.world_size() > 1 and dist.is_main() and isinstance(engine, LocalEngine)
+        self.engine: Engine = SpreadEngine(policy, engine) if spreads else engine
+
+    def run(self, work: Callable[[], T]) -> T | None:
+        """What rank 0 does, and its result there; None elsewhere."""
+        if dist.world_size() == 1:
+            return work()
+        if dist.is_main():
+            result = work()
+            dist.give_order("done")
+            return result
+        while (order := dist.await_order()) != "done":
+            {"generate": self._generate_part, "score": self._lend_weights}[order]()
+        return None
+
+    def share(self, batch: GroupBatch | None) -> GroupBatch:
+        """Rank 0's groups dealt to all, about as many tokens for each. What was sampled stays whole on rank 0."""
+        if dist.world_size() == 1:
+            assert batch is not None
+            return batch
+        packed = None
+        if batch is not None:
+            sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in batch.groups]
+            packed = {
+                "groups": [_packed(group) for group in batch.groups],
+                "dealt": dist.shares(sizes, dist.world_size()),
+                "names": batch.names,
+                "weights": batch.weights,
+            }
+        packed = dist.from_main(packed, "groups of the step")
+        own = [self._unpacked(packed["groups"][i]) for i in packed["dealt"][dist.rank()]]
+        if batch is not None:
+            return replace(batch, groups=own)
+        return GroupBatch(own, packed["names"], packed["weights"], {})
+
+    def _unpacked(self, saved: dict[str, Any]) -> Group:
+        planned = Planned(saved["number"], self.prompts[saved["row"]], saved["row"], saved["kind"])
+        completions = [completion_of(completion) for completion in saved["completions"]]
+        return Group(planned=planned, completions=completions, values=saved["values"], replayed=saved["replayed"])
+
+    def _generate_part(self) -> None:
+        requests, sampling, version = dist.from_main(None, "requests")
+        self.local.version = version
+        generate_part(self.policy, self.local, [Request(**r) for r in requests], _sampling(sampling))
+
+    def _lend_weights(self) -> None:
+        with gathered_weights(self.policy):
+            pass
+
+
+class SpreadEngine(LocalEngine):
+    """The engine in process over several ranks: rank 0 asks, all make their part."""
+
+    def __init__(self, policy: Policy, local: LocalEngine) -> None:
+        super().__init__(
+            local.model, local.tokenizer, max_batch_size=local.max_batch_size, autocast_dtype=local.autocast_dtype
+        )
+        self.policy, self.local = policy, local
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        dist.give_order("generate")
+        dist.from_main([[asdict(request) for request in requests], asdict(sampling), self.version], "requests")
+        self.local.version = self.version
+        return generate_part(self.policy, self.local, requests, sampling)
+
+    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+        dist.give_order("score")
+        with gathered_weights(self.policy):
+            return self.local.score(sequences, temperature)
+
+
+def generate_part(
+    policy: Policy, local: LocalEngine, requests: Sequence[Request], sampling: Sampling
+) -> list[Completion]:
+    """This rank's part of the requests; all of them together on rank 0."""
+    world, rank = dist.world_size(), dist.rank()
+    first, stop = (len(requests) * part // world for part in (rank, rank + 1))
+    with gathered_weights(policy):
+        made = local.generate(requests[first:stop], sampling) if stop > first else []
+    text = json.dumps([as_json(completion) for completion in made]).encode()
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(policy.device)
+    parts = dist.all_gather(own, "completions")
+    if not dist.is_main():
+        return made
+    return [completion_of(c) for part in parts for c in json.loads(bytes(part.cpu().numpy().tobytes()))]
+
+
+def _packed(group: Group) -> dict[str, Any]:
+    planned = group.planned
+    return {
+        "number": planned.number, "row": planned.row, "kind": planned.kind, "values": group.values,
+        "replayed": group.replayed, "completions": [as_json(completion) for completion in group.completions],
+    }  # fmt: skip
+
+
+def _sampling(saved: dict[str, Any]) -> Sampling:
+    return Sampling(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})

@@ -1,0 +1,216 @@
+"""A model over several processes: a copy on each, or its weights in shards (FSDP2).
+
+    policy = spread(cfg.parallel, load_policy(...))     # before the optimizer is built
+    for mb in place(policy, micro_batches): ...         # as many on every rank
+    sum_gradients(policy.model)                         # after the last backward
+
+`replicate`: every rank holds everything, and gradients are added up after the backward pass. `fsdp`: each block's
+weights lie in shards, are gathered for its forward and its backward, and its gradients are added up and scattered. The
+output head is used outside of any module's forward, by the log-prob kernels, so it is gathered by hand (shards.whole).
+
+Gradients are added up, never averaged: losses are divided by counts over all ranks (losses/types.py). Ranks run the
+same number of forward passes, or a gather would wait for ever: who has fewer micro-batches adds empty ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from data.packing import Batch, empty_batch
+from trainer.dist import TIMEOUT_S, all_max, all_sum, is_main, say, world_size
+from trainer.model import Policy, blocks_of, causal_lm
+from trainer.shards import full, is_dtensor
+
+SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments that each CPU rank may hold whole
+ROOM = 0.4  # of a GPU's memory, for the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Several processes, started by torchrun."""
+
+    mode: Literal["auto", "replicate", "fsdp"] = "auto"
+    """replicate: a whole copy on every rank; fsdp: weights in shards; auto: replicate where there is room for it."""
+    shard: int | None = None
+    """fsdp: ranks that one copy is sharded over, those of a node for example; None: all of them."""
+    reshard_after_forward: bool = True
+    """fsdp: give gathered weights back between forward and backward; less memory, one gather more."""
+    cpu_offload: bool = False
+    """fsdp: keep shards and optimizer state in main memory."""
+    timeout_s: float = TIMEOUT_S
+    """Seconds that a rank waits for the others before it says where each of them is, and ends."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"parallel.timeout_s={self.timeout_s}: must be above 0")
+        world = world_size()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if world == 1 and value != field.default:
+                raise ValueError(
+                    f"parallel.{field.name}={value}: has no effect with one process; start several with torchrun"
+                )
+            if self.mode == "replicate" and field.name not in ("mode", "timeout_s") and value != field.default:
+                raise ValueError(f"parallel.{field.name}={value}: has no effect with parallel.mode=replicate")
+        if self.shard is not None and (self.shard < 1 or world % self.shard):
+            raise ValueError(f"parallel.shard={self.shard}: must divide the {world} processes")
+
+
+def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
+    """The policy over all processes; with one, the policy as it is."""
+    if world_size() == 1:
+        return policy
+    mode = pick_mode(cfg, policy)
+    check_same_weights(policy.model)
+    if mode == "fsdp":
+        mesh = make_mesh(cfg, policy.device)
+        for model in (policy.model, policy.reference):
+            if model is not None:
+                shard_model(causal_lm(model), mesh, cfg, policy)
+        policy.is_sharded, policy.reshard_after_forward = True, cfg.reshard_after_forward
+    return policy
+
+
+def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
+    if cfg.mode != "auto":
+        return cfg.mode
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() * p.element_size() for p in policy.model.parameters() if not p.requires_grad)
+    if policy.reference is not None:
+        frozen += sum(p.numel() * p.element_size() for p in policy.reference.parameters())
+    needed = 16 * trained + frozen  # weights, gradients and two moments in float32
+    room = SMALL
+    if policy.device.type == "cuda":
+        room = ROOM * torch.cuda.get_device_properties(policy.device).total_memory
+    mode = "replicate" if needed <= room else "fsdp"
+    if is_main():
+        say(
+            f"parallel: {mode} over {world_size()} processes (a copy takes {needed / 2**30:.2f} GiB, room for "
+            f"{room / 2**30:.2f})"
+        )
+    return mode
+
+
+def check_same_weights(model: nn.Module) -> None:
+    """Every rank has read the same files; one that has not would train another model."""
+    own = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()]).sum()
+    device = next(model.parameters()).device
+    total = all_sum(own.to(device), "check of weights").cpu() / world_size()
+    if not torch.isclose(own, total, rtol=1e-12, atol=0):
+        raise ValueError("model: ranks have loaded different weights; give all of them the same files")
+
+
+def make_mesh(cfg: ParallelConfig, device: torch.device) -> Any:
+    """Ranks in one row of shards, or in several rows that hold a copy each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world, shard = world_size(), cfg.shard or world_size()
+    if shard == world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world // shard, shard), mesh_dim_names=("copy", "shard"))
+
+
+def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None:
+    """Blocks first, then what is left of the trunk, then the head."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    precision = MixedPrecisionPolicy(param_dtype=policy.autocast_dtype, reduce_dtype=torch.float32)
+    options = {
+        "mesh": mesh,
+        "mp_policy": precision if policy.autocast_dtype else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if cfg.cpu_offload else OffloadPolicy(),
+    }
+    head = lm.get_output_embeddings()
+    tied = head is not None and head.weight is lm.get_input_embeddings().weight
+    blocks = blocks_of(lm, policy.source)
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)
+    fully_shard(lm.base_model, **options)
+    for module in lm.base_model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    for block, following in zip(blocks, list(blocks)[1:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+    if tied:
+        head.weight = lm.get_input_embeddings().weight  # that is another object now
+    elif head is not None:
+        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+        spread_out = distribute_tensor(head.weight.detach(), mesh, placements)
+        head.weight = nn.Parameter(spread_out, requires_grad=head.weight.requires_grad)
+
+
+@contextlib.contextmanager
+def gathered_weights(policy: Policy) -> Iterator[None]:
+    """All weights whole on every rank, for passes that ranks make on their own; every rank takes part in gathering."""
+    if not policy.is_sharded:
+        yield
+        return
+    lm = causal_lm(policy.model)
+    blocks = list(blocks_of(lm, policy.source))
+    head = lm.get_output_embeddings()
+    kept = head.weight
+    for module in (lm.base_model, *blocks):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    head.weight = nn.Parameter(full(kept.detach()), requires_grad=False)
+    try:
+        yield
+    finally:
+        head.weight = kept
+        for module in (lm.base_model, *blocks):
+            module.reshard()
+        for block in blocks:
+            block.set_reshard_after_forward(policy.reshard_after_forward, recurse=False)
+
+
+def place(policy: Policy, batches: Sequence[Batch]) -> list[Batch]:
+    """On the device, and as many as every other rank has, at least one: empty ones fill up."""
+    placed = [batch.to(policy.device) for batch in batches]
+    if world_size() == 1:
+        return placed
+    count = int(all_max(torch.tensor(max(1, len(placed)), device=policy.device), "number of micro-batches"))
+    return placed + [empty_batch(policy.row_multiple).to(policy.device) for _ in range(count - len(placed))]
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Add up over ranks what sharding has not added up already."""
+    if world_size() == 1:
+        return
+    plain = [p for p in model.parameters() if p.requires_grad and not is_dtensor(p)]
+    for p in plain:
+        if p.grad is None:  # no micro-batch of this rank reached it
+            p.grad = torch.zeros_like(p)
+    for dtype in dict.fromkeys(p.dtype for p in plain):
+        grads = [p.grad for p in plain if p.dtype == dtype]
+        total = all_sum(torch.cat([g.flatten() for g in grads]), "gradients")
+        for g, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+            g.copy_(part.view_as(g))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Global norm of all gradients, which are then scaled down to `limit`."""
+    parameters = list(parameters)
+    if not any(is_dtensor(p) for p in parameters):
+        return float(nn.utils.clip_grad_norm_(parameters, limit))
+    grads = [p.grad for p in parameters if p.grad is not None]
+    sharded = [g.to_local() for g in grads if is_dtensor(g)]
+    copies = world_size() // next(g for g in grads if is_dtensor(g)).device_mesh.size(-1)
+    device = sharded[0].device
+    squares = torch.stack([g.double().square().sum() for g in sharded]).sum() / copies
+    total = all_sum(squares.to(device), "gradient norm")
+    plain = [g for g in grads if not is_dtensor(g)]
+    total = total + sum((g.double().square().sum() for g in plain), start=torch.zeros_like(total))
+    norm = float(total.sqrt())
+    if norm > limit and math.isfinite(norm):
+        for g in (*sharded, *plain):
+            g.mul_(limit / (norm + 1e-6))
+    return norm

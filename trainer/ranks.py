@@ -1,0 +1,21 @@
+"""How many processes there are, and which one this is. Reads the environment alone, so that flags need no torch."""
+
+from __future__ import annotations
+
+import os
+
+
+def world_size() -> int:
+    value = os.environ.get("WORLD_SIZE") or "1"
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"WORLD_SIZE={value}: must be a number of processes; torchrun sets it")
+    return int(value)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK") or "0")
+
+
+def is_main() -> bool:
+    """Whether this process writes the run folder and talks to people."""
+    return rank() == 0

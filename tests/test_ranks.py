@@ -57,6 +57,13 @@ def test_every_offline_method_has_the_gradient_of_one_process(mode, tmp_path):
         assert result["unlike"] == {}, result
 
 
+def test_copies_of_shards_have_it_too(tmp_path):
+    done = two_ok("tests.ranks.worker", "copies", "sft-untied", "dpo-lora", cwd=tmp_path)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [result["case"] for result in results] == ["sft-untied", "dpo-lora"]
+    assert all(result["gradient"] < 1e-12 and result["norm"] < 1e-12 for result in results), results
+
+
 @pytest.mark.parametrize("mode", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])
 def test_sft_saved_by_two_goes_on_with_one_and_the_reverse(mode, tmp_path):
     one_batch, two_batch = ("--per-device-train-batch-size", "16"), ("--per-device-train-batch-size", "8")

@@ -158,7 +158,7 @@ def gathered(model: Any) -> Any:
             from peft import get_peft_model
 
             plain = get_peft_model(plain, copy.deepcopy(model.peft_config[ADAPTER]))
-    plain.load_state_dict(state, assign=True)
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()}, assign=True)  # no frozen second adapter
     (plain.get_base_model() if hasattr(model, "peft_config") else plain).tie_weights()
     return plain
 

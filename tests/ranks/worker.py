@@ -1,6 +1,6 @@
 """Run by torchrun: one optimizer step of each method on this rank's share, against the same step in one process.
 
-    torchrun --nproc-per-node 2 -m tests.ranks.worker replicate|fsdp [CASE ...]
+    torchrun --nproc-per-node 2 -m tests.ranks.worker replicate|fsdp|copies [CASE ...]
 
 Prints one JSON line per case on rank 0: {"case", "gradient": relative error, "loss": difference, "norm": ...}.
 """
@@ -211,6 +211,13 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+MODES = {
+    "replicate": {"mode": "replicate"},
+    "fsdp": {"mode": "fsdp"},
+    "copies": {"mode": "fsdp", "shard": 1},  # of shards over one rank: the mesh that several machines have
+}
+
+
 def gradients(policy: Policy) -> dict[str, Tensor]:
     return {name: full(p.grad).clone() for name, p in policy.model.named_parameters() if p.requires_grad}
 
@@ -220,7 +227,7 @@ def compare(case: Case, mode: str) -> dict[str, float]:
         alone = case.policy()
         expected_metrics = case.step(alone, case.rows)
         expected = gradients(alone)
-    policy = spread(ParallelConfig(mode=mode), case.policy())
+    policy = spread(ParallelConfig(**MODES[mode]), case.policy())
     found_metrics = case.step(policy, mine(case.rows))
     sum_gradients(policy.model)
     found = gradients(policy)

@@ -176,7 +176,8 @@ def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork
         run.sample(offline.step, strided_step.sample_rows(policy, batch, step))
         offline.timer.lap("reward_s")
         sums = strided_step.backward(cfg, policy, step)
-        strided_step.check_gap(cfg, policy, sums, offline.step)
+        if offline.step == run.start_step + 1:  # once: it is about the model's code, and waits for the device
+            strided_step.check_gap(cfg, policy, sums, offline.step)
         offline.take_step(sums)
         offline.log_and_save(sums, step.num_computed, evaluate, strided_step.step_metrics(step))
     run.finish(policy)

@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.dist import barrier, is_main, world_size
 from trainer.shards import full, is_dtensor, put, settle
+from trainer.small_state import SCALE, as_held, as_saved
 
 FORMAT = 1
 FILES = {"optimizer.safetensors", "rng.safetensors", "state.json"}  # beside the weights
@@ -282,7 +283,7 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, 
     for parameter, slots in optimizer.state.items():
         assert parameter in names, f"the optimizer holds an untrained parameter of shape {tuple(parameter.shape)}"
         assert all(isinstance(value, Tensor) for value in slots.values()), f"{names[parameter]}: {slots.keys()}"
-        rows.append((names[parameter], slots))
+        rows.append((names[parameter], as_saved(slots)))
     return rows
 
 
@@ -295,11 +296,13 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
         # AdamW counts steps on the CPU unless told otherwise. Clones, because load_file's tensors lie on the file.
         device = parameter.device if key != "step" or parameter in on_device else torch.device("cpu")
         value = value.clone().to(device)
-        if key != "step" and is_dtensor(parameter):
+        if key != "step" and not key.endswith(SCALE) and is_dtensor(parameter):
             slot = torch.zeros_like(parameter)
             put(slot, value)
             value = slot
         optimizer.state[parameter][key] = value
+    for parameter, slots in optimizer.state.items():
+        optimizer.state[parameter] = as_held(optimizer, parameter, slots)
 
 
 def _schedule_state(schedule: LambdaLR) -> dict[str, int]:
@@ -312,8 +315,12 @@ def _restore_schedule(schedule: LambdaLR, state: dict[str, int]) -> None:
     schedule._step_count = state["step_count"]
     groups = schedule.optimizer.param_groups
     for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        group["lr"] = base * factor(schedule.last_epoch)
-    schedule._last_lr = [group["lr"] for group in groups]
+        rate = base * factor(schedule.last_epoch)
+        if isinstance(group["lr"], Tensor):  # torchao's optimizers hold on to it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    schedule._last_lr = [float(group["lr"]) for group in groups]
 
 
 def _python_rng() -> dict[str, Any]:

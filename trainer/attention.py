@@ -129,19 +129,29 @@ def attend(
     if not isinstance(attention_mask, BlockMask):
         sdpa = _transformers_sdpa()
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    asked = [name for name in UNSUPPORTED if kwargs.get(name) is not None] + ["dropout"] * (dropout > 0)
-    if asked:
-        raise ValueError(f"{type(module).__name__}: flex attention here has no {asked[0]}")
+    asked = {name: kwargs.get(name) for name in UNSUPPORTED}
+    return _flex(type(module).__name__, query, key, value, attention_mask, dropout, scaling, asked), None
+
+
+@torch.compiler.disable
+def _flex(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    dropout: float,
+    scaling: float | None,
+    asked: dict[str, Any],
+) -> Tensor:  # (R, Q, H, K)
+    """Out of the graph of a compiled block, which would be another one for every mask; flex_attend has its own."""
+    refused = [what for what, value in asked.items() if value is not None] + ["dropout"] * (dropout > 0)
+    if refused:
+        raise ValueError(f"{name}: flex attention here has no {refused[0]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Under autocast norms and rotations may leave query and key in float32; sdpa would round them likewise.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return _flex(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
-
-
-@torch.compiler.disable(recursive=False)
-def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Out of the graph of a compiled block, which would be compiled again for every mask; a graph of its own."""
-    return flex_attend(query, key, value, mask, scale=scale)
+    return flex_attend(query, key, value, mask, scale=scale).transpose(1, 2).contiguous()
 
 
 @functools.cache

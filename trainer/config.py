@@ -63,7 +63,7 @@ class ModelConfig:
     trained_dtype: Literal["float32", "bfloat16"] = "float32"
     (
         "Dtype that trained weights, their gradients and AdamW's moments are kept in. bfloat16: half the memory; an "
-        "update is rounded up or down at random, so that small ones are not lost (needs torchao). LoRA: always float32."
+        "update is rounded up or down at random, so that small ones are not lost. LoRA: adapters are always float32."
     )
     attn_implementation: Literal["auto", "flex", "sdpa", "eager"] = "auto"
     (

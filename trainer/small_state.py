@@ -1,7 +1,4 @@
-"""AdamW with small state, by torchao: moments in 8 bit, and weights in bfloat16 whose updates are rounded at random.
-
-An update of 1e-6 is less than half a step of bfloat16 for most weights: rounded to the nearest it is lost every time.
-Rounded up or down with the odds of its distance to both, it is there on average.
+"""AdamW with small state: weights and moments in bfloat16 (kernels/adamw.py), or moments in 8 bit, by torchao.
 
 In a checkpoint 8-bit moments are float32 numbers, so that any number of ranks can read them; beside them, where they
 are not in shards, the scales of their blocks, with which the same codes are found again.
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kernels.adamw import Rates, step_
 from trainer.config import OptimConfig
 from trainer.shards import is_dtensor
 
@@ -22,16 +20,42 @@ SCALE = "_scale"
 
 
 def small_adamw(groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
+    betas = (cfg.adam_beta1, cfg.adam_beta2)
+    if cfg.optim == "adamw":
+        return RoundedAdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon)
     try:
-        from torchao.optim import AdamW8bit, _AdamW
+        from torchao.optim import AdamW8bit
     except ImportError:
         raise ValueError(
-            f"optim={cfg.optim}: 8-bit moments and bfloat16 weights need torchao, which is not installed; "
-            "pip install torchao"
+            f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install torchao"
         ) from None
-    kind = AdamW8bit if cfg.optim == "adamw_8bit" else _AdamW
-    betas = (cfg.adam_beta1, cfg.adam_beta2)
-    return kind(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, bf16_stochastic_round=True)
+    return AdamW8bit(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, bf16_stochastic_round=True)
+
+
+class RoundedAdamW(Optimizer):
+    """Weights and moments in bfloat16, rounded at random; parameters in float32 beside them are not rounded."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        number = 0  # of the parameter: each has random bits of its own
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                t = int(state["step"])
+                rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], t)
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                step_(*(_own(tensor) for tensor in tensors), rates, seed=(t << 16 ^ number) % 2**31)
 
 
 def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -51,14 +75,15 @@ def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def as_held(optimizer: Optimizer, parameter: nn.Parameter, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state as this optimizer keeps it, from what as_saved gave, in shards or not as the parameter is."""
-    if not hasattr(optimizer, "_new_buffer"):  # not torchao's
-        return {key: value for key, value in saved.items() if not key.endswith(SCALE)}
     held = {}
     for key, value in saved.items():
         if key.endswith(SCALE):
             continue
         if key == "step":
             held[key] = value
+            continue
+        if not hasattr(optimizer, "_new_buffer"):  # torchao's have it
+            held[key] = value.to(parameter.dtype)
             continue
         held[key] = optimizer._new_buffer(parameter, key == "exp_avg")
         own, scale = _own(held[key]), saved.get(key + SCALE)

@@ -44,9 +44,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule, steps: i
     return losses
 
 
-@pytest.mark.parametrize(("optim", "dtype"), [("adamw_8bit", torch.float32), ("adamw", torch.bfloat16),
-                                              ("adamw_8bit", torch.bfloat16)])  # fmt: skip
-def test_small_state_learns_as_plain_adamw_does(torchao, optim, dtype):
+KINDS = [("adamw", torch.bfloat16), ("adamw_8bit", torch.float32), ("adamw_8bit", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("optim", "dtype"), KINDS)
+def test_small_state_learns_as_plain_adamw_does(request, optim, dtype):
+    if optim == "adamw_8bit":
+        request.getfixturevalue("torchao")
     exact, small = network(), network(dtype)
     losses = {}
     for name, model, kind in (("exact", exact, "adamw"), ("small", small, optim)):
@@ -66,7 +70,7 @@ def test_8_bit_moments_take_a_byte_each(torchao):
     assert optimizer.state[model[0].bias]["exp_avg"].dtype == torch.float32  # too few to be worth it
 
 
-def test_updates_below_the_step_of_bfloat16_are_there_on_average(torchao):
+def test_updates_below_the_step_of_bfloat16_are_there_on_average():
     start, rate, steps = 1.0, 1e-4, 100
     weights = {}
     for name, make in (("at random", build_optimizer), ("to the nearest", None)):
@@ -84,8 +88,10 @@ def test_updates_below_the_step_of_bfloat16_are_there_on_average(torchao):
     assert weights["at random"] == pytest.approx(start - steps * rate, abs=5 * 0.004 * 1.6 / 64)
 
 
-@pytest.mark.parametrize(("optim", "dtype"), [("adamw_8bit", torch.float32), ("adamw", torch.bfloat16)])
-def test_resumed_training_is_bit_for_bit_the_unbroken_one(torchao, tmp_path, optim, dtype):
+@pytest.mark.parametrize(("optim", "dtype"), KINDS)
+def test_resumed_training_is_bit_for_bit_the_unbroken_one(request, tmp_path, optim, dtype):
+    if optim == "adamw_8bit":
+        request.getfixturevalue("torchao")
     cfg = OptimConfig(learning_rate=3e-3, optim=optim, warmup_ratio=0.5)
     model = network(dtype)
     optimizer, schedule = build_optimizer(model, cfg, 20)
@@ -103,9 +109,10 @@ def test_resumed_training_is_bit_for_bit_the_unbroken_one(torchao, tmp_path, opt
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
-def test_a_run_may_go_on_with_another_kind_of_state(torchao, tmp_path, before, after):
-    model, other = network(), network()
+def test_a_run_may_go_on_with_another_kind_of_state(torchao, tmp_path, before, after, dtype):
+    model, other = network(dtype), network(dtype)
     optimizer, schedule = build_optimizer(model, OptimConfig(learning_rate=3e-3, optim=before), 20)
     train(model, optimizer, schedule, 5)
     folder = save_checkpoint(tmp_path, 5, model, optimizer, schedule, {}, keep=1)

@@ -1,0 +1,317 @@
+"""Whole training steps of ours beside TRL's: the same model, the same rows, the same machine, one after the other.
+
+    python -m bench.vs_trl dpo [--shape qwen3-1.7b] [--lora 0] [--out rows.jsonl]
+    python -m bench.vs_trl dpo --shape llama-3.1-8b --lora 16
+    python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # a vLLM server of ours; TRL has vLLM in its own process
+
+Weights are random, prompts have 256 tokens, responses of pairs are log-normal (median 200, at most 767), completions
+have 512. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), data loading and logging included;
+TRL first, while the GPU is cool. A step is the time from one step's end to the next one's, the first few are left out;
+the rate counts real tokens, prompt and response, once for each sequence.
+
+Ways differ by what they hold: TRL is given bfloat16 weights, its leanest setting, ours are float32 as by default or
+bfloat16 with random rounding (--trained-dtype). GiB is the most that tensors took; of ours in grpo it is all that was
+in use on the GPU, the server and both CUDA contexts included, since TRL's engine lies in its own process. `planned` is
+what trainer/plan_memory.py says of the largest step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from bench.common import ROOT, Timing, emit, make_row
+from trainer.plan import KNOWN, known_config
+
+TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
+WARMUP = 4  # steps that compile and allocate
+PROMPT, LONGEST = 256, 1024
+OURS = {
+    "ours": ["--gradient-checkpointing"],
+    "ours, no checkpointing": [],
+    "ours, bf16": ["--trained-dtype", "bfloat16", "--gradient-checkpointing"],
+    "ours, bf16, no checkpointing": ["--trained-dtype", "bfloat16"],
+    "ours, bf16, compile": ["--trained-dtype", "bfloat16", "--gradient-checkpointing", "--compile"],
+    "ours, bf16, compile, no checkpointing": ["--trained-dtype", "bfloat16", "--compile"],
+    "ours, compile": ["--gradient-checkpointing", "--compile"],
+    "ours, compile, no checkpointing": ["--compile"],
+}
+RESULT = "measured: "  # begins a line of the process that measures
+TRL = {"TRL": True, "TRL, no checkpointing": False}
+# dpo: the loss of the first step, where policy and reference are one, against log 2. grpo: mean distance of the
+# trainer's log-probs from the engine's, over all sampled tokens of the last step.
+ERRORS = {"dpo": "first_loss", "grpo": "logp_gap"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of each step after the first few: seconds and tokens; GiB at the peak; how far from right, as ERRORS says."""
+
+    seconds: list[float]
+    tokens: list[float]
+    peak_gib: float
+    error: float
+    planned_gib: float | None = None
+
+
+def dpo(
+    out: Path | None = None,
+    shape: str = "qwen3-1.7b",
+    lora: int = 0,
+    ways: tuple[str, ...] = (),
+    pairs: int = 8,
+    steps: int = 14,
+) -> None:
+    """Preference pairs: forward of policy and reference, backward, AdamW.
+
+    Args:
+        out: File to append the rows to.
+        shape: One of trainer.plan's, or tiny.
+        lora: Rank of adapters; 0 trains all weights.
+        ways: Which to run, by name; empty: all that make sense.
+        pairs: Pairs of a step.
+        steps: Steps of each run, the first four untimed.
+    """
+    with scratch() as folder:
+        config = make_model(shape, folder / "model")
+        make_pairs(folder / "rows.jsonl", pairs * steps)
+        flags = ["--method", "dpo", "--data", str(folder / "rows.jsonl"), "--max-length", str(LONGEST)]
+        flags += ["--per-device-train-batch-size", str(pairs), "--max-tokens-per-micro-batch", "16384"]
+        job = {"method": "dpo", "rows": pairs, "lora": lora, "steps": steps}
+        size = {"pairs": pairs, "P": PROMPT, "layers": config.num_hidden_layers, "D": config.hidden_size, "lora": lora}
+        measure("dpo", folder, ways, flags, job, size, out)
+
+
+def grpo(
+    out: Path | None = None,
+    shape: str = "qwen3-0.6b",
+    ways: tuple[str, ...] = (),
+    prompts: int = 8,
+    group: int = 8,
+    completion: int = 512,
+    steps: int = 12,
+    share: float = 0.3,
+) -> None:
+    """Sampling, rewards, one update, weights to the engine; a new policy samples each step.
+
+    Args:
+        out: File to append the rows to.
+        shape: One of trainer.plan's, or tiny.
+        ways: Which to run, by name; empty: all that make sense.
+        prompts: Prompts of a step.
+        group: Completions of a prompt.
+        completion: Tokens of a completion.
+        steps: Steps of each run, the first four untimed.
+        share: Of the GPU's memory that either engine may take.
+    """
+    with scratch() as folder:
+        config = make_model(shape, folder / "model")
+        make_prompts(folder / "rows.jsonl", prompts * steps)
+        flags = ["--method", "grpo", "--data", str(folder / "rows.jsonl"), "--rollout.engine", "vllm"]
+        flags += ["--per-device-train-batch-size", str(prompts * group), "--num-generations", str(group)]
+        flags += ["--max-completion-length", str(completion), "--reward-funcs", "bench.vs_trl.reward"]
+        flags += ["--max-tokens-per-micro-batch", "65536"]
+        job = {"method": "grpo", "rows": prompts * group, "group": group, "completion": completion, "steps": steps}
+        job |= {"share": share, "lora": 0}
+        size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion}
+        size |= {"layers": config.num_hidden_layers, "D": config.hidden_size}
+        measure("grpo", folder, ways, flags, job, size, out)
+
+
+def measure(
+    method: str, folder: Path, ways: tuple[str, ...], flags: list[str], job: dict[str, Any], size: dict[str, int],
+    out: Path | None,
+) -> None:  # fmt: skip
+    """Every way in turn; a row for each that did not fail, with its ratio to TRL."""
+    chosen = list(ways or ways_of(method, job["lora"]))
+    for way in chosen:
+        if way not in TRL and way.removesuffix(ASYNC).removesuffix(AWAKE) not in OURS:
+            raise ValueError(f"ways={way}: not known here; there is {', '.join([*TRL, *OURS])}")
+    theirs = [way for way in chosen if way in TRL]
+    mine = [way for way in chosen if way not in TRL]
+    flags = [*flags, "--model", str(folder / "model"), "--max-steps", str(job["steps"]), "--save-steps", "0"]
+    flags += ["--lora.r", str(job["lora"])] if job["lora"] else []
+    job |= {"folder": str(folder), "warmup": WARMUP}
+    with serving(folder, job) if method == "grpo" and mine else no_server() as server:
+        # The server starts while TRL's engine does, and sleeps or idles while TRL is timed.
+        found = run({way: job | {"way": "trl", "checkpointing": TRL[way], "after": server} for way in theirs})
+        wait_for(server)
+        ours = {way: [*flags, *flags_of(way, server), "--output-dir", str(folder / "run")] for way in mine}
+        found |= run({way: job | {"way": "ours", "flags": [*line, OVERWRITE]} for way, line in ours.items()})
+    timings = {way: Timing([1000 * s for s in made.seconds], made.peak_gib) for way, made in found.items()}
+    rows = []
+    for way, made in found.items():
+        extra = {"step_tokens": sum(made.tokens) / len(made.tokens)}
+        if made.planned_gib is not None:
+            extra |= {"planned_gib": made.planned_gib, "planned_over_peak": made.planned_gib / made.peak_gib}
+        rows.append(make_row(
+            f"vs_trl/{method}", way, timings[way], shape=size, dtype="bfloat16",
+            work=int(sum(made.tokens) / sum(made.seconds) * timings[way].p50 / 1000), unit="tokens",
+            errors={ERRORS[method]: made.error}, against={name: timings[name] for name in theirs if name != way},
+            extra=extra,
+        ))  # fmt: skip
+    emit(rows, out)
+
+
+OVERWRITE = "--overwrite-output-dir"
+AWAKE, ASYNC = ", server awake", ", async"
+
+
+def ways_of(method: str, lora: int) -> list[str]:
+    if method == "grpo":
+        return ["TRL", "ours", "ours, bf16", f"ours, bf16{AWAKE}", f"ours, bf16{AWAKE}{ASYNC}"]
+    if lora:
+        return ["TRL", "TRL, no checkpointing", "ours", "ours, no checkpointing", "ours, compile"]
+    return ["TRL", "TRL, no checkpointing", *(way for way in OURS if "bf16" in way or "compile" not in way)]
+
+
+def flags_of(way: str, server: str | None) -> list[str]:
+    flags = list(OURS[way.removesuffix(ASYNC).removesuffix(AWAKE)])
+    if server:
+        flags += ["--vllm.url", server, "--vllm.colocate", str(AWAKE not in way)]
+        flags += ["--async-prefetch"] if way.endswith(ASYNC) else []
+    return flags
+
+
+def run(jobs: dict[str, dict[str, Any]]) -> dict[str, Measured]:
+    """One process for all, one after the other: what is imported and compiled once serves the next."""
+    if not jobs:
+        return {}
+    found = {}
+    lines: list[str] = []
+    command = [sys.executable, "-m", "bench.vs_trl_run", json.dumps(jobs)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        for line in child.stdout or ():
+            lines.append(line)
+            if line.startswith(RESULT):
+                way, made = json.loads(line.removeprefix(RESULT))
+                found[way] = Measured(**made)
+                rate = sum(found[way].tokens) / sum(found[way].seconds)
+                print(f"{way}: {rate:,.0f} tokens/s, {found[way].peak_gib:.1f} GiB", flush=True)
+    if child.returncode:
+        print(f"ended with {child.returncode} before {[way for way in jobs if way not in found]}:", flush=True)
+        print("".join(lines[-40:]), flush=True)
+    return found
+
+
+@contextmanager
+def no_server() -> Iterator[None]:
+    yield None
+
+
+@contextmanager
+def serving(folder: Path, job: dict[str, Any]) -> Iterator[str]:
+    """A server of ours that can sleep, on its way up."""
+    os.environ.setdefault("STROP_VLLM_TOKEN", secrets.token_hex(8))
+    url = "http://127.0.0.1:8123"
+    on_gpu = ["--vllm.colocate", "True"] if torch.cuda.is_available() else []
+    command = [
+        sys.executable, "-m", "rollout.serve", "--model", str(folder / "model"), "--vllm.port", "8123",
+        "--vllm.max-model-len", str(LONGEST), "--vllm.gpu-memory-utilization", str(job["share"]), *on_gpu,
+    ]  # fmt: skip
+    with (folder / "serve.log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as server:
+        try:
+            yield url
+        finally:
+            server.terminate()
+            if server.wait() > 0:
+                print((folder / "serve.log").read_text()[-3000:], flush=True)
+
+
+def wait_for(url: str | None) -> None:
+    """Until the server answers; it has ten minutes."""
+    if url is None:
+        return
+    headers = {"Authorization": f"Bearer {os.environ['STROP_VLLM_TOKEN']}"}
+    deadline = time.monotonic() + 600
+    while not answers(urllib.request.Request(f"{url}/health", headers=headers)):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{url}: does not answer")
+        time.sleep(0.5)
+
+
+def answers(request: urllib.request.Request) -> bool:
+    try:
+        with urllib.request.urlopen(request, timeout=2) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="strop-bench-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_model(shape: str, folder: Path) -> Any:
+    """Config of a model with random weights in bfloat16 (float32 on a CPU), and a tokenizer of one word a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    if shape != "tiny" and shape not in KNOWN:
+        raise ValueError(f"shape={shape}: not known here; there is {', '.join(KNOWN)}, tiny")
+    config = AutoConfig.for_model("qwen3", **TINY) if shape == "tiny" else known_config(shape)
+    config.max_position_embeddings, config.eos_token_id, config.bos_token_id = 4096, 0, None
+    on_cuda = torch.cuda.is_available()
+    torch.manual_seed(0)
+    with torch.device("cuda" if on_cuda else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_cuda else torch.float32)
+    model.generation_config.eos_token_id, model.generation_config.bos_token_id = 0, None
+    model.save_pretrained(folder)
+    del model
+    words = ["<end>", *(f"w{i}" for i in range(1, config.vocab_size))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    torch.cuda.empty_cache()
+    return config
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(f"w{rng.randint(1, 500)}" for _ in range(count))
+
+
+def make_pairs(path: Path, count: int) -> None:
+    rng = random.Random(0)
+
+    def response() -> str:
+        return " " + words(rng, min(LONGEST - PROMPT - 1, max(8, round(rng.lognormvariate(5.3, 0.6)))))
+
+    rows = [{"prompt": words(rng, PROMPT), "chosen": response(), "rejected": response()} for _ in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_prompts(path: Path, count: int) -> None:
+    rng = random.Random(0)
+    path.write_text("".join(json.dumps({"prompt": words(rng, PROMPT)}) + "\n" for _ in range(count)))
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    """Something that differs within a group and costs nothing."""
+    return [float(len(str(completion)) % 7) for completion in completions]
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"dpo": dpo, "grpo": grpo})

@@ -1,0 +1,168 @@
+"""The ways of one side of bench/vs_trl.py: jobs come as JSON, and a line for each says what was measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.vs_trl import RESULT, Measured, reward, wait_for
+from trainer.metrics import read_jsonl
+
+PROMPT_TOKENS = 256
+
+
+def run_ours(job: dict[str, Any]) -> Measured:
+    """`python -m trainer` as it is, but for the export at the end."""
+    from trainer.__main__ import main
+    from trainer.run import Run
+
+    Run.finish = lambda self, policy: self.close()  # writing the result is no step
+    code = main(job["flags"])
+    if code:
+        raise SystemExit(code)
+    folder = Path(job["flags"][job["flags"].index("--output-dir") + 1])
+    records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] > 0]
+    seconds = [b["time/wall_s"] - a["time/wall_s"] for a, b in pairwise(records)]
+    tokens = [step_tokens(job, a, b) for a, b in pairwise(records)]
+    last = records[-1]
+    print({name: last.get(name) for name in ("time/rollout_s", "time/train_s", "time/sync_s", "policy/behaviour_gap")})
+    timed = slice(job["warmup"] - 1, None)
+    made = Measured(seconds[timed], tokens[timed], last["mem/peak_gib"], error=0.0)
+    if job["method"] == "grpo":
+        return replace(made, error=last["policy/behaviour_gap"])
+    return replace(made, error=first_loss_error(records[0]["loss/total"]), planned_gib=planned(job, max(tokens)))
+
+
+def step_tokens(job: dict[str, Any], before: dict[str, float], after: dict[str, float]) -> float:
+    if job["method"] == "grpo":  # a shared prompt counts once for each completion
+        return job["rows"] * (after["rollout/len_mean"] + PROMPT_TOKENS)
+    return after["data/tokens_total"] - before["data/tokens_total"]
+
+
+def first_loss_error(loss: float) -> float:
+    return abs(loss / math.log(2) - 1)
+
+
+def planned(job: dict[str, Any], tokens: float) -> float:
+    """GiB that the planner gives for this run, at its largest step."""
+    from trainer.cli import parse
+
+    try:
+        from trainer.memory import planned_peak
+    except ImportError:
+        return 0.0
+
+    _, cfg, _ = parse(job["flags"])
+    return planned_peak(cfg, int(tokens), trained_tokens=int(tokens) - 2 * job["rows"] * PROMPT_TOKENS) / 2**30
+
+
+def run_trl(job: dict[str, Any]) -> Measured:
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    folder = Path(job["folder"])
+    on_cuda = torch.cuda.is_available()
+    ends: list[float] = []
+    counts: list[float] = []
+    shown: list[dict[str, float]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if on_cuda:
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            if "num_tokens" in logs:
+                counts.append(logs["num_tokens"])
+                shown.append(dict(logs))
+
+    options = {
+        "output_dir": str(folder / "trl"), "per_device_train_batch_size": job["rows"], "max_steps": job["steps"],
+        "gradient_checkpointing": job["checkpointing"], "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "bf16": on_cuda, "use_cpu": not on_cuda, "include_num_input_tokens_seen": "no",
+    }  # fmt: skip
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    rows = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "cache"))
+    shared = {"model": model, "train_dataset": rows, "callbacks": [Clock()]}
+    shared["processing_class"] = AutoTokenizer.from_pretrained(folder / "model")
+    if job["lora"]:
+        from peft import LoraConfig
+
+        shared["peft_config"] = LoraConfig(
+            r=job["lora"], lora_alpha=2 * job["lora"], target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    if job["method"] == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        trainer = DPOTrainer(args=DPOConfig(**options, max_length=1024), **shared)
+    else:
+        from trl import GRPOConfig, GRPOTrainer
+
+        options |= {
+            "num_generations": job["group"], "max_completion_length": job["completion"], "use_vllm": True,
+            "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"], "vllm_max_model_length": 1024,
+        }  # fmt: skip
+        trainer = GRPOTrainer(args=GRPOConfig(**options), reward_funcs=[reward], **shared)
+    wait_for(job["after"])
+    trainer.train()
+    seconds = [b - a for a, b in pairwise(ends)]
+    tokens = [b - a for a, b in pairwise(counts)]
+    assert len(tokens) == len(seconds), f"{len(counts)} counts of tokens for {len(ends)} steps"
+    timed = slice(job["warmup"] - 1, None)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
+    if job["method"] == "grpo":
+        error = shown[-1]["sampling/sampling_logp_difference/mean"]
+    else:
+        error = first_loss_error(shown[0]["loss"])
+    return Measured(seconds[timed], tokens[timed], peak, error)
+
+
+@contextmanager
+def watched() -> Iterator[list[float]]:
+    """GiB in use on the whole GPU, looked at twenty times a second."""
+    used = [0.0]
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.05):
+            free, total = torch.cuda.mem_get_info()
+            used.append((total - free) / 2**30)
+
+    thread = threading.Thread(target=look, daemon=True)
+    if torch.cuda.is_available():
+        thread.start()
+    try:
+        yield used
+    finally:
+        over.set()
+
+
+def main(jobs: dict[str, dict[str, Any]]) -> None:
+    for way, job in jobs.items():
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with watched() as used:
+            made = run_ours(job) if job["way"] == "ours" else run_trl(job)
+        if job["method"] == "grpo" and job["way"] == "ours":
+            made = replace(made, peak_gib=max(used))
+        print(f"{RESULT}{json.dumps([way, asdict(made)])}", flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,117 @@
+"""AdamW on bfloat16 weights and moments, rounded up or down at random so that small updates are not lost.
+
+In float32, from the bfloat16 values w, m, v and the gradient g, with t the number of this step:
+
+    m' = beta1 m + (1 - beta1) g        v' = beta2 v + (1 - beta2) g^2
+    w' = (1 - lr decay) w - lr (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)
+
+and each of the three is stored as one of its two neighbours in bfloat16, with odds that make it right on average. To
+the nearest, an update under 2^-9 of a weight is lost every time, and so is a change of v with beta2 = 0.999, which is
+never more than 1e-3 of it: v would stay where it was.
+
+`step_` is one kernel on CUDA, `reference_step` its slow twin, which also runs elsewhere. The random bits depend on seed
+and place alone: a step done again gives the same weights, and so do copies of them on several ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch brings none; there the twin runs
+    triton = None
+
+BLOCK = 1024
+
+
+class Rates(NamedTuple):
+    """Of one step; t counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    t: int
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        return 1.0 - self.beta1**self.t, 1.0 - self.beta2**self.t
+
+
+def step_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: Rates, seed: int) -> None:
+    """Update weight and both moments in place. All of one shape; bfloat16, or float32, which is not rounded."""
+    tensors = (weight, grad, exp_avg, exp_avg_sq)
+    fits = all(x.is_cuda and x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
+    (kernel_step if fits and triton is not None else reference_step)(*tensors, rates, seed)
+
+
+def kernel_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: Rates, seed: int) -> None:
+    """bfloat16, contiguous."""
+    if weight.numel() == 0:  # a rank without a part of it
+        return
+    correction1, correction2 = rates.corrections
+    _step[triton.cdiv(weight.numel(), BLOCK),](
+        weight, grad, exp_avg, exp_avg_sq, weight.numel(), seed, rates.lr, rates.beta1, rates.beta2, rates.eps,
+        1.0 - rates.lr * rates.decay, 1.0 / correction1, 1.0 / correction2, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def reference_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: Rates, seed: int) -> None:
+    """The same in plain torch; its random bits are others."""
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    exact = exact_step(weight, grad, exp_avg, exp_avg_sq, rates)
+    for target, value in zip((weight, exp_avg, exp_avg_sq), exact, strict=True):
+        target.copy_(round_at_random(value, generator) if target.dtype == torch.bfloat16 else value)
+
+
+def exact_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: Rates) -> tuple[Tensor, ...]:
+    """Weight and moments after the step in float32 or wider, before they are rounded."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    weight, grad, exp_avg, exp_avg_sq = (x.to(wide) for x in (weight, grad, exp_avg, exp_avg_sq))
+    correction1, correction2 = rates.corrections
+    exp_avg = rates.beta1 * exp_avg + (1.0 - rates.beta1) * grad
+    exp_avg_sq = rates.beta2 * exp_avg_sq + (1.0 - rates.beta2) * grad.square()
+    denominator = (exp_avg_sq / correction2).sqrt() + rates.eps
+    weight = (1.0 - rates.lr * rates.decay) * weight - rates.lr * (exp_avg / correction1) / denominator
+    return weight, exp_avg, exp_avg_sq
+
+
+def round_at_random(x: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 to bfloat16: the neighbour towards zero or the one away from it, by the distance to both."""
+    noise = torch.randint(1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    bits = x.float().view(torch.int32) + noise  # carries into the upper half as often as the lower half is large
+    return (bits & -65536).view(torch.float32).to(torch.bfloat16)  # exact
+
+
+if triton is not None:
+
+    @triton.jit
+    def _rounded(x, noise):
+        bits = x.to(tl.int32, bitcast=True) + (noise & 0xFFFF).to(tl.int32)
+        return (bits & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+    @triton.jit(do_not_specialize=["num", "seed"])
+    def _step(
+        weight, grad, exp_avg, exp_avg_sq, num, seed, lr, beta1, beta2, eps, shrink, scale1, scale2,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < num
+        g = tl.load(grad + place, inside, other=0.0).to(tl.float32)
+        m = tl.load(exp_avg + place, inside, other=0.0).to(tl.float32)
+        v = tl.load(exp_avg_sq + place, inside, other=0.0).to(tl.float32)
+        w = tl.load(weight + place, inside, other=0.0).to(tl.float32)
+        m = beta1 * m + (1.0 - beta1) * g
+        v = beta2 * v + (1.0 - beta2) * g * g
+        w = shrink * w - lr * (m * scale1) / (tl.sqrt(v * scale2) + eps)
+        first, second, third, _ = tl.randint4x(seed, place)
+        tl.store(weight + place, _rounded(w, first), inside)
+        tl.store(exp_avg + place, _rounded(m, second), inside)
+        tl.store(exp_avg_sq + place, _rounded(v, third), inside)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.adamw import BLOCK, Rates, exact_step, kernel_step, reference_step, round_at_random, step_
+from tests.kernels.interpreter import interpreted
+
+RATES = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, t=3)
+
+
+def problem(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> list[torch.Tensor]:
+    """Weight, gradient, moments: values of many sizes, zeros among them."""
+    torch.manual_seed(len(shape))
+    weight, grad, exp_avg = (torch.randn(shape) * 10.0 ** torch.randint(-4, 1, shape) for _ in range(3))
+    grad.view(-1)[::7] = 0.0
+    return [x.to(device, dtype) for x in (weight, grad, exp_avg, grad.square() * 0.5)]
+
+
+def apart_in_steps(got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Distance from the exact value, in steps of bfloat16 there."""
+    step = 2.0 ** (exact.abs().clamp(min=1e-38).log2().floor() - 7)
+    return (got.float() - exact.float()) / step
+
+
+def check_against_exact(run, *shape: int, device: str = "cpu") -> None:
+    tensors = problem(*shape, device=device)
+    exact = exact_step(*(x.double() for x in tensors), RATES)
+    run(*tensors, RATES, 5)
+    for got, value in zip((tensors[0], tensors[2], tensors[3]), exact, strict=True):
+        apart = apart_in_steps(got, value)
+        assert apart.abs().max() < 1.01, apart.abs().max()  # one of the two neighbours
+        if got.numel() > 4000:  # right on average: a rounding has a standard deviation of at most half a step
+            assert abs(apart.mean()) < 5 * 0.5 / got.numel() ** 0.5, apart.mean()
+            assert apart.abs().mean() > 0.1  # and it is random, not to the nearest and exact by chance
+
+
+@pytest.mark.parametrize("shape", [(1,), (7, 13), (BLOCK,), (65, 129)])
+def test_twin_rounds_to_a_neighbour_right_on_average(shape):
+    check_against_exact(reference_step, *shape)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1,), (7, 13), (BLOCK - 1,), (65, 129)])
+def test_kernel_rounds_to_a_neighbour_right_on_average(shape):
+    check_against_exact(kernel_step, *shape)
+
+
+@interpreted
+def test_same_seed_same_weights_another_seed_others():
+    made = []
+    for seed in (5, 5, 6):
+        tensors = problem(65, 129)
+        kernel_step(*tensors, RATES, seed)
+        made.append(tensors[0])
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+
+
+@interpreted
+def test_kernel_leaves_what_lies_behind_a_tensor_alone():
+    held = torch.full((4, 200), 3.0, dtype=torch.bfloat16)
+    tensors = [row[:130] for row in held]
+    kernel_step(*tensors, RATES, 1)
+    assert (held[:, 130:] == 3.0).all() and (held[0, :130] != 3.0).any()
+
+
+def test_float32_is_adamw_itself():
+    weight, grad, exp_avg, exp_avg_sq = problem(9, 11, dtype=torch.float32)
+    parameter = torch.nn.Parameter(weight.clone())
+    parameter.grad = grad
+    optimizer = torch.optim.AdamW([parameter], lr=RATES.lr, weight_decay=RATES.decay)
+    state = {"step": torch.tensor(2.0), "exp_avg": exp_avg.clone(), "exp_avg_sq": exp_avg_sq.clone()}
+    optimizer.state[parameter] = state
+    optimizer.step()
+    step_(weight, grad, exp_avg, exp_avg_sq, RATES, 0)
+    for got, expected in ((weight, parameter), (exp_avg, state["exp_avg"]), (exp_avg_sq, state["exp_avg_sq"])):
+        torch.testing.assert_close(got, expected.detach(), rtol=2e-6, atol=0)
+
+
+def test_rounding_is_right_on_average_at_every_distance():
+    generator = torch.Generator().manual_seed(0)
+    for part in (0.0, 0.1, 0.5, 0.9):
+        x = torch.full((100_000,), -(1.0 + part / 128))
+        made = round_at_random(x, generator).float()
+        assert set(made.unique().tolist()) <= {-1.0, -(1.0 + 1 / 128)}
+        assert made.mean().item() == pytest.approx(x[0].item(), abs=5 * 0.5 / 128 / 100_000**0.5)
+
+
+def test_second_moment_moves_though_every_change_is_under_half_a_step():
+    """To the nearest it would stay at 1 for ever: 1e-3 of it is a quarter of a step."""
+    tensors = [torch.ones(4096, dtype=torch.bfloat16) for _ in range(4)]
+    tensors[1].zero_()
+    for t in range(1, 201):
+        reference_step(*tensors, RATES._replace(t=t, lr=0.0), t)
+    assert tensors[3].float().mean().item() == pytest.approx(0.999**200, rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1,), (7, 13), (BLOCK - 1,), (1025, 2049)])
+def test_kernel_on_a_gpu_rounds_to_a_neighbour_right_on_average(shape):
+    check_against_exact(step_, *shape, device="cuda")

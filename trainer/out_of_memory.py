@@ -79,7 +79,7 @@ def advice(sizes: Any, work: Any, cfg: Any) -> list[Advice]:
         less = saves(tokens=half, accumulates=True)
         found.append(Advice(f"--max-tokens-per-micro-batch {half}", less, f", {work.tokens} tokens now"))
     else:  # one sequence is a micro-batch by itself
-        name = "completion-length" if hasattr(cfg, "max_completion_length") else "length"
+        name = "completion-length" if hasattr(cfg, "rollout") else "length"
         less = saves(tokens=half)
         found.append(Advice(f"--max-{name} {length // 2}", less, f", one sequence is {length} tokens"))
     if not work.checkpointing:
@@ -91,8 +91,8 @@ def advice(sizes: Any, work: Any, cfg: Any) -> list[Advice]:
         found.append(Advice(f"--lora.r {rank}", saves(lora_r=rank), ", in a new run"))
     else:
         if work.held == 4 and work.compute == 2:
-            less = saves(held=2)
-            found.append(Advice("--trained-dtype bfloat16", less, ", in a new run: weights, gradients and moments (torchao)"))
+            remark = ", in a new run: weights, gradients and moments (needs torchao)"
+            found.append(Advice("--trained-dtype bfloat16", saves(held=2), remark))
         less = saves(lora_r=RANK)
         found.append(Advice(f"--lora.r {RANK}", less, ", in a new run: only adapters are trained"))
     if hasattr(cfg, "reference") and (work.has_reference or work.others):

@@ -77,6 +77,9 @@ def advice(sizes: Any, work: Any, cfg: Any) -> list[Advice]:
     length, half = longest(cfg), work.tokens // 2
     if length is None or half >= length:
         less = saves(tokens=half, accumulates=True)
+        while less <= 0 and half // 2 >= (length or 1):  # a second micro-batch finds the gradients of the first
+            half //= 2
+            less = saves(tokens=half, accumulates=True)
         found.append(Advice(f"--max-tokens-per-micro-batch {half}", less, f", {work.tokens} tokens now"))
     else:  # one sequence is a micro-batch by itself
         name = "completion-length" if hasattr(cfg, "rollout") else "length"

@@ -29,9 +29,10 @@ What autograd saves of one block, per token, when its weights train (`saved_by_b
     attention      c (2 H + 2 G) K + 4 H      q, k, v, output (which o_proj reads), log-sum-exp; no T x T scores
     MLP            4 c I                      gate, silu(gate), up, their product
 
-With LoRA norms keep 4 D + 4 each, every adapted matrix keeps its own cast of its input and r numbers more, and the MLP
-keeps 3 c I beside those. After the blocks: the last norm, the rotary table (2 w K) and the ids (8). Once per weight,
-not per token: the bfloat16 casts of trained float32 matrices that autocast makes, 2 bytes each (`casts`).
+With LoRA norms keep 4 D + 4 each, every adapted matrix keeps its own cast of its input (in float32 those of one input
+share it) and r numbers more, and the MLP keeps 3 c I beside those. After the blocks: the last norm, the rotary table (2
+w K) and the ids (8). Once per weight, not per token: the bfloat16 casts of trained float32 matrices that autocast
+makes, 2 bytes each (`casts`).
 
 Gradient checkpointing keeps w D per block and token, and at one time the above of a single block; but autocast's cache
 holds the casts of all blocks until the forward ends. The backward of a block adds, at its worst in the MLP, gradients
@@ -43,7 +44,8 @@ The head (kernels/linear_logprob.py; R trained tokens, at most N) stores no logi
     one pass      c V D (cast, if w != c) + 2 min(R, 4096) V (E) + dW + 2 R D (dX) + a part of E @ W in float32
     any loss      the same cast + 2 R columns (E, 2^28 numbers) + 4 D columns + 4 R D + 2 R D + dW
     frozen        E, dX and the part alone
-    torch path    blocks of 2^25 float32 numbers, five at a time, + dX + dW and its summand
+    torch path    blocks of 2^25 float32 numbers, + dX + dW: four at a time, or three and the summand of dW; one more
+                  where a loss has a gradient by entropy
     logits        12 R V: what storing them costs at its peak (logits, float32 copy, log-softmax, gradient)
 
 FSDP over n GPUs divides all that is kept by n. In flight are a block in use, the next one gathered ahead and its gather
@@ -188,7 +190,8 @@ def saved_by_block(s: Sizes, p: Precision, lora_r: int = 0) -> int:
     attention = 2 * c * keys + 4 * s.heads
     if lora_r:
         norms = 2 * (4 * s.width + 4)
-        between = c * (5 * s.width + s.heads * s.head_dim + s.inner + 7 * lora_r)
+        inputs = 2 * s.width + s.inner if c == 4 else 5 * s.width + s.heads * s.head_dim + s.inner
+        between = c * (inputs + 7 * lora_r)
         qk_norms = (4 * keys + 4 * (s.heads + s.kv_heads)) * s.qk_norm
         return norms + between + qk_norms + attention + 3 * c * s.inner
     norms = 2 * ((4 + w) * s.width + 4)
@@ -227,8 +230,10 @@ def head_bytes(s: Sizes, work: Work, p: Precision) -> int:
     rows, d, v, (w, c) = work.rows, s.width, s.vocab, p
     trains, cast, dx = work.lora_r == 0, c * s.embedding * (w != c), c * rows * s.width
     if not work.triton or c == 4:
-        chunk = min(rows, max(1, TORCH_BLOCK // v))
-        return cast + 5 * 4 * chunk * v + dx + (4 + c) * s.embedding * trains
+        block = 4 * v * min(rows, max(1, TORCH_BLOCK // v))
+        low = 0 if c == 4 else block // 2
+        dw = s.embedding * trains
+        return cast + dx + 4 * dw + max(4 * block, 3 * block + low + c * dw)
     if work.head == "any loss" and trains:
         columns = min(v, max(256, SLICE // max(1, rows) // 256 * 256))
         return cast + 2 * rows * columns + 4 * d * columns + 4 * rows * d + dx + w * s.embedding

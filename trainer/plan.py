@@ -5,9 +5,10 @@
     python -m trainer.plan --model builtin:tiny --lora.r 16 --max-tokens-per-micro-batch 16384
 
 trainer/plan_memory.py has the formulas. Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor on
-a CPU; the head's buffers and the peak of a checkpointed bfloat16 step, against rows measured on an H200. Not measured,
-so mere estimates: FSDP's buffers, autocast's copies of float32 weights on a GPU, and the two constants below.
-Sequences are packed and attention is flex attention: with sdpa a dense mask and, on some GPUs, scores come on top.
+a CPU; the peak of a step there; the head's buffers and the peak of a checkpointed bfloat16 step, against rows measured
+on an H200; AdamW's moments, against what the optimizers hold. Not measured, so mere estimates: FSDP's buffers,
+autocast's copies of float32 weights on a GPU, and the two constants below. Sequences are packed and attention is flex
+attention: with sdpa a dense mask and, on some GPUs, scores come on top.
 
     tokens/s = GPUs x mfu x peak / FLOPs per token        6 N, 8 N with gradient checkpointing; 4 N and 6 N with LoRA
 """
@@ -314,7 +315,7 @@ def explain(
     cfg: PlanConfig, s: Sizes, works: dict[str, Work], times: dict[str, Any], fits: dict[str, bool]
 ) -> list[str]:
     first = next(iter(works.values()))
-    out = ["Forward and backward are fullest at: " + "; ".join(f"{x}: {y.name}" for x, y in times.items()) + "."]
+    out = ["A step is fullest at: " + "; ".join(f"{x}: {y.name}" for x, y in times.items()) + "."]
     if first.head != "none":
         out.append(
             f"The log-prob head takes {head_bytes(s, first, first.precision) / GIB:.2f} GiB if all tokens train; "

@@ -38,6 +38,7 @@ Gradient checkpointing keeps w D per block and token, and at one time the above 
 holds the casts of all blocks until the forward ends. The backward of a block adds, at its worst in the MLP, gradients
 of product, silu and up in place of the product (2 c I; with LoRA 4 I more, since an adapter takes its input through
 float32), the gradient of the residual stream (w D), and the new gradient of one matrix before it is added to the old.
+The gradient of a head that is tied to the embedding waits for the embedding's, through the backward of all blocks.
 
 The head (kernels/linear_logprob.py; R trained tokens, at most N) stores no logits but one chunk of exponentials, E:
 

@@ -1,141 +1,183 @@
-"""What a run holds on its device, in bytes, from the model's config and the run's settings alone. Nothing is loaded.
+"""What a run holds on its device, from its Config alone; nothing is loaded.
 
-    sizes = sizes_of(cfg.model)
-    estimate(sizes, cfg, "cuda") -> {"weights": ..., "gradients": ..., "optimizer": ..., "activations": ..., ...}
+    s = sizes_for(cfg)
+    work = work_of(cfg, s)                     # at the largest micro-batch that the settings admit
+    num_bytes = planned_peak(cfg, tokens)      # of a step that has so many tokens
 
-Activations are what a forward pass keeps for the backward pass, counted with torch's saved_tensors_hooks on Llama and
-Qwen3 layers (a test counts again); what kernels need for a moment, and dense masks of sdpa, come on top. The head keeps
-no logits.
+The counting itself is in trainer/plan_memory.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from rollout.model_folder import read_adapter, resolve_model
-from trainer.config import ModelConfig
+from trainer.plan_memory import METHODS, Method, Sizes, Work, kept, peak, sampling, sizes_of
+from trainer.ranks import world_size
+from trainer.reasons import why
 
-GIB = 2**30
-# Bytes kept per token and layer for each number of: the residual stream, the MLP, queries keys and values (without and
-# with a norm of their own). Under autocast the residual stream is float32 and every product has a bfloat16 copy.
-KEPT = {
-    ("full", 2): (26, 8, 4, 10),
-    ("full", 4): (24, 16, 8, 16),
-    ("lora", 2): (18, 8, 5, 8),
-    ("lora", 4): (16, 16, 8, 16),
-}
+ANY = Method("any loss")  # a method that is not ours
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a model, as far as memory goes."""
+def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The model without its numbers."""
+    from transformers import AutoConfig
 
-    parameters: int
-    adapter_per_rank: int  # parameters of adapters on all linear layers, for each unit of rank
-    layers: int
-    width: int
-    mlp: int
-    query: int  # heads x head size
-    key: int  # heads of keys x head size; as much again for values
-    has_qk_norm: bool
-
-
-def sizes_of(cfg: ModelConfig) -> Sizes:
-    """Reads config.json and builds the model without storage."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = resolve_model(cfg.model)
+    path = resolve_model(model)
     if (Path(path) / "adapter_config.json").exists():
-        path = read_adapter(path)["base_model_name_or_path"]
-    config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+        path = resolve_model(read_adapter(path)["base_model_name_or_path"])
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    except Exception as error:  # damaged files make transformers raise anything
+        raise ValueError(f"model={model}: its config.json cannot be read: {why(error, path)}") from None
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(config, name, None):
+            raise ValueError(f"model={model}: a mixture of experts, which is not planned for")
+    lacking = [x for x in ("num_attention_heads", "intermediate_size", "num_hidden_layers") if not hasattr(config, x)]
+    if lacking:
+        raise ValueError(f"model={model}: its config has no {lacking[0]}; only decoder models are planned for")
+    return build(config, trust_remote_code=trust_remote_code)
+
+
+def build(config: Any, *, trust_remote_code: bool = False) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.get_output_embeddings()]
-    return Sizes(
-        parameters=sum(p.numel() for p in model.parameters()),
-        adapter_per_rank=sum(m.in_features + m.out_features for m in linear),
-        layers=text.num_hidden_layers,
-        width=text.hidden_size,
-        mlp=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        query=heads * head_size,
-        key=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
-        has_qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
-    )
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def estimate(sizes: Sizes, cfg: Any, device_type: str) -> dict[str, float]:
-    """Bytes of each kind; those a run does not have are left out. The cache is there only while local samples."""
-    product = product_bytes(cfg, device_type)
-    rank = cfg.lora.r
-    trained = rank * sizes.adapter_per_rank if rank else sizes.parameters
-    # autocast makes a bfloat16 copy of every float32 weight, kept for the backward pass
-    copies = 2 * sizes.parameters if not rank and product == 2 else 0
-    parts = {
-        "weights": 4 * trained + (product * sizes.parameters if rank else copies),
-        "gradients": 4 * trained,
-        "optimizer": 8 * trained,
-        "reference": product * sizes.parameters if copies_reference(cfg) else 0,
-        "activations": activations(sizes, cfg, device_type, micro_batch_tokens(cfg)),
-        "cache": cache(sizes, cfg, device_type),
-    }
-    return {name: float(value) for name, value in parts.items() if value}
+def sizes_for(cfg: Any) -> Sizes:
+    return sizes_of(meta_model(cfg.model.model, trust_remote_code=cfg.model.trust_remote_code))
 
 
-def activations(sizes: Sizes, cfg: Any, device_type: str, num_tokens: int, *, recomputed: bool | None = None) -> float:
-    """Of one micro-batch. Recomputed, only the residual stream between layers is kept, and one layer in full."""
-    product = product_bytes(cfg, device_type)
-    width, mlp, plain, normed = KEPT["lora" if cfg.lora.r else "full", product]
-    attention = (normed if sizes.has_qk_norm else plain) * (sizes.query + 2 * sizes.key)
-    layer = width * sizes.width + mlp * sizes.mlp + attention
-    recomputed = cfg.model.gradient_checkpointing if recomputed is None else recomputed
-    stream = (product if cfg.lora.r else 4) * sizes.width
-    return num_tokens * (sizes.layers * stream + layer if recomputed else sizes.layers * layer)
+def planned_peak(cfg: Any, tokens: int, *, trained_tokens: int | None = None) -> float:
+    """Bytes that tensors take on this device at the peak of a step which has so many tokens here, sampling included."""
+    s, parts = sizes_for(cfg), cfg.run.gradient_accumulation_steps
+    most = min(math.ceil(tokens / parts), max(cfg.run.max_tokens_per_micro_batch, longest(cfg) or 0))
+    trained = None if trained_tokens is None else math.ceil(most * trained_tokens / tokens)
+    work = replace(work_of(cfg, s), tokens=most, trained_tokens=trained, accumulates=most < tokens)
+    cached = cached_tokens(cfg)
+    return max(peak(s, work), sampling(s, work, cached) if cached else 0.0)
 
 
-def cache(sizes: Sizes, cfg: Any, device_type: str) -> float:
-    """Keys and values of what the local engine samples at a time, at their longest; prompts as far as bound."""
-    if not hasattr(cfg, "rollout") or cfg.rollout.engine != "local":
-        return 0
-    completions = min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)
-    per_token = 2 * sizes.layers * sizes.key * product_bytes(cfg, device_type)
-    return completions * (longest(cfg) or 0) * per_token
+def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
+    """This run as plan_memory takes it, at the most tokens that its settings admit, on cuda or cpu; None: as here."""
+    device = device or device_type()
+    tokens, steps = micro_batch_tokens(cfg), cfg.run.gradient_accumulation_steps
+    work = Work(
+        tokens=tokens, lora_r=cfg.lora.r, held=2 if cfg.model.trained_dtype == "bfloat16" else 4,
+        compute=compute_bytes(cfg, device), checkpointing=cfg.model.gradient_checkpointing, head=method_of(cfg).head,
+        has_reference=has_reference(cfg), others=other_models(cfg, compute_bytes(cfg, device)), optim=cfg.optim.optim,
+        triton=has_triton_head(device), accumulates=steps > 1 or tokens < step_tokens(cfg),
+    )  # fmt: skip
+    shards = shards_of(cfg, s, work, device)
+    return replace(work, shards=shards, copies=world_size() if shards == 1 else 1)
 
 
-def product_bytes(cfg: Any, device_type: str) -> int:
+def method_of(cfg: Any) -> Method:
+    """By the module of its Config, or of one that this is derived from."""
+    names = (kind.__module__.rpartition(".")[2] for kind in type(cfg).__mro__)
+    return next((METHODS[name] for name in names if name in METHODS), ANY)
+
+
+def device_type() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def compute_bytes(cfg: Any, device: str) -> int:
     """Of one number in a matrix product."""
     if cfg.model.dtype == "auto":
-        return 4 if device_type == "cpu" else 2
+        return 4 if device == "cpu" else 2
     return 4 if cfg.model.dtype == "float32" else 2
 
 
+def has_triton_head(device: str) -> bool:
+    """kernels/scaled_exp.py runs on Hopper and Blackwell, which a GPU that is not here is taken for."""
+    import torch
+
+    return device == "cuda" and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10))
+
+
+def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
+    """GPUs that one copy is divided over, by the settings and, for auto, as the trainer decides."""
+    import torch
+
+    from trainer.parallel import room_for_a_copy
+
+    parallel, world = cfg.parallel, world_size()
+    if world == 1 or parallel.mode == "replicate":
+        return 1
+    if parallel.mode == "auto":
+        whole = kept(s, replace(work, held=4, optim="adamw", others=0.0))
+        if sum(whole.values()) <= room_for_a_copy(torch.device(device)):
+            return 1
+    return parallel.shard or world
+
+
+def has_reference(cfg: Any) -> bool:
+    """Whether the run compares with its starting point as it trains; without LoRA that is a second model."""
+    wants, beta = method_of(cfg).reference, cfg.policy_loss.beta if hasattr(cfg, "policy_loss") else 0.0
+    if wants == "always" and hasattr(cfg, "features"):
+        return cfg.features.feature_model is None or beta > 0
+    if wants == "always":
+        is_free = getattr(cfg, "reference_free", False)
+        return not is_free and cfg.reference.ref != "precomputed" and cfg.reference.ref_model is None
+    return wants == "with beta" and beta > 0
+
+
+def other_models(cfg: Any, compute: int) -> float:
+    """Bytes of models named beside --model: a reference is held as trained weights are, a feature network is not."""
+    reference, features = getattr(cfg, "reference", None), getattr(cfg, "features", None)
+    trusts, total = cfg.model.trust_remote_code, 0.0
+    if reference is not None and reference.ref_model is not None and reference.ref != "precomputed":
+        held = 2 if cfg.model.trained_dtype == "bfloat16" else 4
+        total += held * sizes_of(meta_model(reference.ref_model, trust_remote_code=trusts)).params
+    if features is not None and features.feature_model is not None:
+        total += compute * sizes_of(meta_model(features.feature_model, trust_remote_code=trusts)).params
+    return total
+
+
 def micro_batch_tokens(cfg: Any) -> int:
-    """The most one forward holds: what is allowed, or all there is of an accumulation step."""
+    """The most one forward holds: what is allowed, or one long sequence, or all there is of an accumulation step."""
     limit, length = cfg.run.max_tokens_per_micro_batch, longest(cfg)
     if length is None:
         return limit
-    sequences = cfg.run.per_device_train_batch_size * (2 if hasattr(cfg, "response") else 1)  # pairs have two
-    return max(min(limit, sequences * length), min(length, sequences * length))
+    return min(max(limit, length), sequences(cfg) * length)
+
+
+def step_tokens(cfg: Any) -> float:
+    """The most of one accumulation step on this device."""
+    length = longest(cfg)
+    return math.inf if length is None else sequences(cfg) * length
+
+
+def sequences(cfg: Any) -> int:
+    """Of one accumulation step on this device."""
+    return cfg.run.per_device_train_batch_size * method_of(cfg).sequences
 
 
 def longest(cfg: Any) -> int | None:
-    """Tokens of the longest sequence that the settings admit; None where they do not say."""
-    if hasattr(cfg, "max_completion_length"):
+    """Tokens of the longest sequence that the settings admit, prompts as far as bound; None where they do not say."""
+    if getattr(cfg, "mode", None) == "strided":
+        return None  # rows of continuations side by side
+    if hasattr(cfg, "rollout"):
         return (cfg.max_prompt_length or 0) + cfg.max_completion_length
     return cfg.response.max_length if hasattr(cfg, "response") else getattr(cfg, "max_length", None)
 
 
-def copies_reference(cfg: Any) -> bool:
-    """Whether a second model is held to compare with."""
-    if cfg.lora.r:
-        return False
-    if hasattr(cfg, "reference"):
-        return cfg.reference.ref in ("auto", "copy") and not getattr(cfg, "reference_free", False)
-    return hasattr(cfg, "policy_loss") and cfg.policy_loss.beta > 0
+def cached_tokens(cfg: Any) -> int:
+    """Of what the local engine samples at a time, at their longest; 0 where it does not sample."""
+    if not hasattr(cfg, "rollout") or cfg.rollout.engine != "local":
+        return 0
+    return completions(cfg) * (longest(cfg) or 0)
+
+
+def completions(cfg: Any) -> int:
+    """Sampled by the local engine at a time."""
+    return min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)

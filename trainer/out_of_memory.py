@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+GIB = 2**30
 RANK = 16  # of adapters suggested to a run that trains all weights
 
 
@@ -33,13 +34,15 @@ def out_of_memory(error: BaseException, cfg: Any) -> str:
     """The message, one flag per line. Never fails: without an estimate it names the flags alone."""
     lines = [f"out of memory: {asked_for(error)}"]
     try:
-        from trainer.memory import GIB, estimate, sizes_of
+        from trainer.memory import cached_tokens, sizes_for, work_of
+        from trainer.plan_memory import at_peak, cache_bytes
 
-        sizes = sizes_of(cfg.model)
-        parts = estimate(sizes, cfg, _device_type())
-        held = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
+        sizes = sizes_for(cfg)
+        work = work_of(cfg, sizes)
+        parts = at_peak(sizes, work) | {"cache": cache_bytes(sizes, work.compute, cached_tokens(cfg))}
+        held = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
         lines.append(f"  this run holds about, in GiB: {held}")
-        given = advice(sizes, cfg, _device_type())
+        given = advice(sizes, work, cfg)
         width = max(len(one.flag) for one in given)
         lines += [f"  {one.flag:<{width}}  saves about {one.saves / GIB:.3g} GiB{one.remark}" for one in given]
     except Exception as why:  # whatever a strange model or config raises: the first line is the news
@@ -62,46 +65,45 @@ def asked_for(error: BaseException) -> str:
     return " ".join(text.split()).replace("Tried", "tried", 1).rstrip(".")
 
 
-def advice(sizes: Any, cfg: Any, device_type: str) -> list[Advice]:
+def advice(sizes: Any, work: Any, cfg: Any) -> list[Advice]:
     """What can be lowered in this run, the most helpful first."""
-    from trainer.memory import (
-        GIB,
-        activations,
-        cache,
-        copies_reference,
-        estimate,
-        longest,
-        micro_batch_tokens,
-        product_bytes,
-    )
+    from trainer.memory import cached_tokens, completions, longest
+    from trainer.plan_memory import cache_bytes, peak
+
+    def saves(**changed: Any) -> float:
+        return peak(sizes, work) - peak(sizes, replace(work, **changed))
 
     found = []
-    tokens, length = micro_batch_tokens(cfg), longest(cfg)
-    now = activations(sizes, cfg, device_type, tokens)
-    half = tokens // 2
-    less = now - activations(sizes, cfg, device_type, half)
+    length, half = longest(cfg), work.tokens // 2
     if length is None or half >= length:
-        found.append(Advice(f"--max-tokens-per-micro-batch {half}", less, f" of activations ({tokens} tokens now)"))
+        less = saves(tokens=half, accumulates=True)
+        while less <= 0 and half // 2 >= (length or 1):  # a second micro-batch finds the gradients of the first
+            half //= 2
+            less = saves(tokens=half, accumulates=True)
+        found.append(Advice(f"--max-tokens-per-micro-batch {half}", less, f", {work.tokens} tokens now"))
     else:  # one sequence is a micro-batch by itself
-        name = "completion-length" if hasattr(cfg, "max_completion_length") else "length"
-        found.append(Advice(f"--max-{name} {length // 2}", less, f" of activations, one sequence is {length} tokens"))
-    if not cfg.model.gradient_checkpointing:
-        saves = now - activations(sizes, cfg, device_type, tokens, recomputed=True)
-        found.append(Advice("--gradient-checkpointing", saves, " of activations, a third more time"))
-    if cfg.lora.r:
-        saves = (cfg.lora.r - cfg.lora.r // 2) * sizes.adapter_per_rank * 16
-        found.append(Advice(f"--lora.r {max(1, cfg.lora.r // 2)}", saves, ", in a new run"))
+        name = "completion-length" if hasattr(cfg, "rollout") else "length"
+        less = saves(tokens=half)
+        found.append(Advice(f"--max-{name} {length // 2}", less, f", one sequence is {length} tokens"))
+    if not work.checkpointing:
+        found.append(Advice("--gradient-checkpointing", saves(checkpointing=True), ", a third more time"))
+    if work.optim == "adamw":
+        found.append(Advice("--optim adamw_8bit", saves(optim="adamw_8bit"), " of moments (needs torchao)"))
+    if work.lora_r:
+        rank = max(1, work.lora_r // 2)
+        found.append(Advice(f"--lora.r {rank}", saves(lora_r=rank), ", in a new run"))
     else:
-        before = sum(size for name, size in estimate(sizes, cfg, device_type).items() if name != "activations")
-        kept = product_bytes(cfg, device_type) * sizes.parameters + 16 * RANK * sizes.adapter_per_rank
-        saves = before - kept - cache(sizes, cfg, device_type)
-        found.append(Advice(f"--lora.r {RANK}", saves, ", in a new run: only adapters are trained"))
-    if hasattr(cfg, "reference") and copies_reference(cfg):
-        saves = product_bytes(cfg, device_type) * sizes.parameters
-        found.append(Advice("--ref precomputed", saves, ": no second model while training"))
-    if cached := cache(sizes, cfg, device_type):
-        size = min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)
-        found.append(Advice(f"--rollout.max-batch-size {max(1, size // 2)}", cached / 2, " while completions are made"))
+        if work.held == 4 and work.compute == 2:
+            remark = ", in a new run: weights, gradients and moments (needs torchao)"
+            found.append(Advice("--trained-dtype bfloat16", saves(held=2), remark))
+        less = saves(lora_r=RANK)
+        found.append(Advice(f"--lora.r {RANK}", less, ", in a new run: only adapters are trained"))
+    if hasattr(cfg, "reference") and (work.has_reference or work.others):
+        less = saves(has_reference=False, others=0.0)
+        found.append(Advice("--ref precomputed", less, ": no second model while training"))
+    if cached := cache_bytes(sizes, work.compute, cached_tokens(cfg)):
+        size = max(1, completions(cfg) // 2)
+        found.append(Advice(f"--rollout.max-batch-size {size}", cached / 2, " while completions are made"))
     total = _device_bytes()
     if hasattr(cfg, "vllm") and cfg.rollout.engine == "vllm" and not cfg.vllm.url and total:
         share = cfg.vllm.gpu_memory_utilization or 0.35
@@ -109,12 +111,6 @@ def advice(sizes: Any, cfg: Any, device_type: str) -> list[Advice]:
         remark = f" for a server on this GPU, of {total / GIB:.3g} GiB"
         found.append(Advice(f"--vllm.gpu-memory-utilization {lower}", (share - lower) * total, remark))
     return sorted((one for one in found if one.saves > 0), key=lambda one: -one.saves)
-
-
-def _device_type() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _device_bytes() -> int:

@@ -86,9 +86,7 @@ def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
     if policy.reference is not None:
         frozen += sum(p.numel() * p.element_size() for p in policy.reference.parameters())
     needed = 16 * trained + frozen  # weights, gradients and two moments in float32
-    room = SMALL
-    if policy.device.type == "cuda":
-        room = ROOM * torch.cuda.get_device_properties(policy.device).total_memory
+    room = room_for_a_copy(policy.device)
     mode = "replicate" if needed <= room else "fsdp"
     if is_main():
         say(
@@ -96,6 +94,11 @@ def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
             f"{room / 2**30:.2f})"
         )
     return mode
+
+
+def room_for_a_copy(device: torch.device) -> float:
+    """Bytes of weights, gradients and moments up to which a rank holds them whole."""
+    return ROOM * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else SMALL
 
 
 def check_same_weights(model: nn.Module) -> None:

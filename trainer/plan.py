@@ -5,9 +5,10 @@
     python -m trainer.plan --model builtin:tiny --lora.r 16 --max-tokens-per-micro-batch 16384
 
 trainer/plan_memory.py has the formulas. Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor on
-a CPU; the head's buffers and the peak of a checkpointed bfloat16 step, against rows measured on an H200. Not measured,
-so mere estimates: FSDP's buffers, autocast's copies of float32 weights on a GPU, and the two constants below.
-Sequences are packed and attention is flex attention: with sdpa a dense mask and, on some GPUs, scores come on top.
+a CPU; the peak of a step there; the head's buffers and the peak of a checkpointed bfloat16 step, against rows measured
+on an H200; AdamW's moments, against what the optimizers hold. Not measured, so mere estimates: FSDP's buffers,
+autocast's copies of float32 weights on a GPU, and the two constants below. Sequences are packed and attention is flex
+attention: with sdpa a dense mask and, on some GPUs, scores come on top.
 
     tokens/s = GPUs x mfu x peak / FLOPs per token        6 N, 8 N with gradient checkpointing; 4 N and 6 N with LoRA
 """
@@ -17,27 +18,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rollout.model_folder import read_adapter, resolve_model
+from trainer.memory import build, meta_model
 from trainer.plan_memory import (
-    Head,
+    METHODS,
     Sizes,
     Work,
     busiest,
-    cache_bytes,
-    casts,
     flops_per_token,
     head_bytes,
-    in_flight,
     kept,
     logits_bytes,
     peak,
+    sampling,
     sizes_of,
-    update_moment,
 )  # fmt: skip
-from trainer.reasons import why
 
 GIB = 1 << 30
 RESERVE = 2.0  # GiB, assumed: CUDA context, NCCL, cuBLAS workspaces, gaps in the allocator
@@ -64,23 +60,6 @@ CARDS = {
     "4090": Card(23.5, 165, 82.6, False),
 }
 
-
-class Method(NamedTuple):
-    """What a method asks of memory."""
-
-    head: Head
-    reference: Literal["always", "with beta", "never"]
-    samples: bool
-
-
-METHODS = {
-    "sft": Method("one pass", "never", False),
-    **dict.fromkeys(("dpo", "ipo", "kto"), Method("any loss", "always", False)),
-    **dict.fromkeys(("cpo", "simpo", "orpo"), Method("any loss", "never", False)),
-    **dict.fromkeys(("rm", "prm"), Method("none", "never", False)),
-    **dict.fromkeys(("grpo", "gdpo", "rloo"), Method("one pass", "with beta", True)),
-    "ebft": Method("one pass", "always", True),  # its frozen feature network
-}
 
 # hidden_size, intermediate_size, layers, heads, key-value heads, head_dim, vocabulary, tied
 KNOWN = {
@@ -156,8 +135,10 @@ class PlanConfig:
     """The setting that the verdict is about; the table shows both."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the matrix products."""
-    optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
-    """Optimizer, by the dtype of its two moments; the trainer has adamw, the others tell what they would save."""
+    trained_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of trained weights, their gradients and AdamW's moments; adapters are always float32."""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW, or AdamW with its two moments in 8 bit."""
     rollout: Rollout = field(default_factory=Rollout)
     vllm: Vllm = field(default_factory=Vllm)
     mfu: float = 0.35
@@ -180,6 +161,11 @@ class PlanConfig:
         for name, value in (("mfu", self.mfu), ("vllm.gpu_memory_utilization", self.vllm.gpu_memory_utilization)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name}={value}: a share, above 0 and up to 1")
+        if self.trained_dtype == "bfloat16" and (self.lora.r or self.dtype == "float32"):
+            raise ValueError(
+                f"trained_dtype=bfloat16: not with lora.r={self.lora.r}, dtype={self.dtype}; adapters are float32, and "
+                "weights are not held lower than they are multiplied in"
+            )
         if self.beta and METHODS[self.method].reference != "with beta":
             raise ValueError(f"beta={self.beta}: decides nothing about the memory of {self.method}; leave it out")
 
@@ -201,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         cfg = tyro.cli(PlanConfig, prog="python -m trainer.plan", args=argv)
-        model = meta_model(cfg)
+        model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model)
         print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg), notes(model))))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -214,31 +200,6 @@ def known_config(name: str) -> Any:
 
     kind, *values = KNOWN[name]
     return AutoConfig.for_model(kind, **dict(zip(FIELDS, values, strict=True)))
-
-
-def meta_model(cfg: PlanConfig) -> Any:
-    """The model without its numbers."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if cfg.shape is not None:
-        config = known_config(cfg.shape)
-    else:
-        path = resolve_model(cfg.model)
-        if (Path(path) / "adapter_config.json").exists():
-            path = resolve_model(read_adapter(path)["base_model_name_or_path"])
-        try:
-            config = AutoConfig.from_pretrained(path).get_text_config()
-        except Exception as error:  # damaged files make transformers raise anything
-            raise ValueError(f"model={cfg.model}: its config.json cannot be read: {why(error, path)}") from None
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(config, name, None):
-            raise ValueError(f"model={cfg.model}: a mixture of experts, which is not planned for")
-    lacking = [x for x in ("num_attention_heads", "intermediate_size", "num_hidden_layers") if not hasattr(config, x)]
-    if lacking:
-        raise ValueError(f"model={cfg.model}: its config has no {lacking[0]}; only decoder models are planned for")
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def notes(model: Any) -> list[str]:
@@ -267,14 +228,17 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
 def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
     """The settings compared: replicate and, with several GPUs, fsdp, each without and with gradient checkpointing."""
     base = Work(
-        tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, compute=2 if cfg.dtype == "bfloat16" else 4,
-        head=METHODS[cfg.method].head, has_reference=cfg.has_reference, optim=cfg.optim, triton=card.triton_head,
+        tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, held=2 if cfg.trained_dtype == "bfloat16" else 4,
+        compute=2 if cfg.dtype == "bfloat16" else 4, head=METHODS[cfg.method].head, has_reference=cfg.has_reference,
+        optim=cfg.optim, triton=card.triton_head,
     )  # fmt: skip
     made = {}
-    for name, shards in (("replicate", 1), ("fsdp", cfg.gpus)):
-        if name == "replicate" or cfg.gpus > 1:
-            made[name] = replace(base, shards=shards)
-            made[f"{name} + gc"] = replace(base, shards=shards, checkpointing=True)
+    modes = {"replicate": replace(base, copies=cfg.gpus)}
+    if cfg.gpus > 1:
+        modes["fsdp"] = replace(base, shards=cfg.gpus)
+    for name, work in modes.items():
+        made[name] = work
+        made[f"{name} + gc"] = replace(work, checkpointing=True)
     return made
 
 
@@ -297,11 +261,10 @@ def largest(s: Sizes, work: Work, gib: float) -> int:
 
 def sampling_gib(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> float:
     """GiB while completions are made: no gradients or activations, but the engine's share."""
+    if cfg.rollout.engine == "local":
+        return sampling(s, work, cfg.rollout.max_batch_size * cfg.rollout.max_length) / GIB
     held = sum(size for name, size in kept(s, work).items() if name != "gradients") / GIB
-    if cfg.rollout.engine == "vllm":
-        return held + (cfg.vllm.gpu_memory_utilization * card.gib if cfg.shares_with_vllm else 0.0)
-    cache = cache_bytes(s, work.compute, cfg.rollout.max_batch_size * cfg.rollout.max_length)
-    return held + (cache + casts(s, work.precision, work.lora_r) + in_flight(s, work)["forward"]) / GIB
+    return held + (cfg.vllm.gpu_memory_utilization * card.gib if cfg.shares_with_vllm else 0.0)
 
 
 def tokens_per_s(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> float:
@@ -316,8 +279,9 @@ def line(name: str, cells: Sequence[str]) -> str:
 def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card, more: Sequence[str]) -> list[str]:
     works, limit = columns(cfg, card), room(cfg, card)
     num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
+    held = f", weights held in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
     out = [
-        f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; {cfg.method}, {cfg.dtype}, {cfg.optim}",
+        f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; {cfg.method}, {cfg.dtype}, {cfg.optim}{held}",
         f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {limit:.1f} for tensors of the trainer; "
         f"{cfg.max_tokens_per_micro_batch} tokens in a micro-batch; gc = gradient checkpointing",
         "",
@@ -325,22 +289,20 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card, more: Sequence
     ]
     parts = {name: kept(s, work) for name, work in works.items()}
     times = {name: busiest(s, work) for name, work in works.items()}
-    updates = {name: update_moment(s, work) for name, work in works.items()}
     for part in ("weights", "adapters", "gradients", "optimizer state", "reference"):
         if any(x[part] for x in parts.values()):
             out.append(line(part, [f"{x[part] / GIB:.2f}" for x in parts.values()]))
     out.append(line("activations", [f"{x.activations / GIB:.2f}" for x in times.values()]))
     out.append(line("passing buffers beside them", [f"{x.passing / GIB:.2f}" for x in times.values()]))
-    out.append(line("or, without both, AdamW's step", [f"{x.passing / GIB:.2f}" for x in updates.values()]))
     peaks = {name: peak(s, work) / GIB for name, work in works.items()}
     out.append(line("peak", [f"{x:.2f}" for x in peaks.values()]))
     fits = {name: x <= limit for name, x in peaks.items()}
     if METHODS[cfg.method].samples:
-        sampling = {name: sampling_gib(cfg, s, work, card) for name, work in works.items()}
+        made = {name: sampling_gib(cfg, s, work, card) for name, work in works.items()}
         whose = "vLLM's share" if cfg.shares_with_vllm else "servers elsewhere"
         with_what = whose if cfg.rollout.engine == "vllm" else "local cache"
-        out.append(line(f"while sampling, {with_what}", [f"{x:.2f}" for x in sampling.values()]))
-        fits = {name: ok and sampling[name] <= card.gib - RESERVE for name, ok in fits.items()}
+        out.append(line(f"while sampling, {with_what}", [f"{x:.2f}" for x in made.values()]))
+        fits = {name: ok and made[name] <= card.gib - RESERVE for name, ok in fits.items()}
     out.append(line("fits", ["yes" if ok else "no" for ok in fits.values()]))
     best = {name: largest(s, work, limit) for name, work in works.items()}
     out.append(line("largest max-tokens-per-micro-batch", [f"{x:,}" if x else "none" for x in best.values()]))
@@ -353,7 +315,7 @@ def explain(
     cfg: PlanConfig, s: Sizes, works: dict[str, Work], times: dict[str, Any], fits: dict[str, bool]
 ) -> list[str]:
     first = next(iter(works.values()))
-    out = ["Forward and backward are fullest at: " + "; ".join(f"{x}: {y.name}" for x, y in times.items()) + "."]
+    out = ["A step is fullest at: " + "; ".join(f"{x}: {y.name}" for x, y in times.items()) + "."]
     if first.head != "none":
         out.append(
             f"The log-prob head takes {head_bytes(s, first, first.precision) / GIB:.2f} GiB if all tokens train; "

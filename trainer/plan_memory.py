@@ -1,16 +1,24 @@
-"""Bytes that one training step holds, counted from the sizes of a model. trainer/plan.py prints them.
+"""Bytes that one training step holds, counted from the sizes of a model. The only place that counts them.
+
+`python -m trainer.plan` prints them for a run that is thought of, trainer/memory.py gives them for one that runs.
 
 L layers, D width, H query heads, G key-value heads, K head size, I width inside the gated MLP, V vocabulary, N tokens
-of one micro-batch (packed, so all are real), P parameters. w = bytes of a number in the residual stream, c = bytes of
-a number in the matrix products: full fine-tuning holds float32 weights and multiplies in bfloat16 under autocast (w 4,
-c 2); the frozen base of a LoRA run, and blocks that FSDP gathers in bfloat16, have w 2, c 2; --dtype float32 has 4, 4.
+of one micro-batch (packed, so all are real), P parameters. h = bytes of a trained weight, w = of a number in the
+residual stream, c = of one in the matrix products: full fine-tuning holds float32 weights and multiplies in bfloat16
+under autocast (h 4, w 4, c 2); --trained-dtype bfloat16 has 2, 2, 2, and --dtype float32 has 4, 4, 4. The frozen base
+of a LoRA run, and blocks that FSDP gathers in bfloat16, have w 2, c 2.
 
 Kept from start to end:
 
-    weights      4 P trained; with LoRA c P frozen, and 4 per adapter weight;  adapters have r (in + out) per matrix
-    gradients    4 per trained weight (kept over the micro-batches of a step)
-    optimizer    8 per trained weight: two float32 moments of AdamW (2 x 2 in bfloat16, 2 x 1 and its scales in 8 bit)
+    weights      h P trained; with LoRA c P frozen, and 4 per adapter weight;  adapters have r (in + out) per matrix
+    gradients    h per trained weight (4 of an adapter), kept over the micro-batches of a step
+    optimizer    2 h per trained weight, two moments of AdamW; adamw_8bit has 2 x 1 and a float32 scale for each 256,
+                 but for tensors of less than 4096 numbers and those that 256 does not divide
     reference    c P, a frozen copy, where the method has one; with LoRA the base is its own reference
+
+A step of a single micro-batch begins without gradients, and they come up as activations go (`accumulates` False).
+Copies on several GPUs put their gradients into one tensor and add up a copy of it: twice the gradients again, when no
+activations are there. AdamW's step needs nothing more: on a GPU it is one kernel for all weights, or one for each.
 
 What autograd saves of one block, per token, when its weights train (`saved_by_block`):
 
@@ -21,28 +29,31 @@ What autograd saves of one block, per token, when its weights train (`saved_by_b
     attention      c (2 H + 2 G) K + 4 H      q, k, v, output (which o_proj reads), log-sum-exp; no T x T scores
     MLP            4 c I                      gate, silu(gate), up, their product
 
-With LoRA norms keep 4 D + 4 each, every adapted matrix keeps its own cast of its input and r numbers more, and the MLP
-keeps 3 c I beside those. After the blocks: the last norm, the rotary table (2 w K) and the ids (8). Once per weight,
-not per token: the bfloat16 casts of trained float32 matrices that autocast makes, 2 bytes each (`casts`).
+With LoRA norms keep 4 D + 4 each, every adapted matrix keeps its own cast of its input (in float32 those of one input
+share it) and r numbers more, and the MLP keeps 3 c I beside those. After the blocks: the last norm, the rotary table (2
+w K) and the ids (8). Once per weight, not per token: the bfloat16 casts of trained float32 matrices that autocast
+makes, 2 bytes each (`casts`).
 
 Gradient checkpointing keeps w D per block and token, and at one time the above of a single block; but autocast's cache
 holds the casts of all blocks until the forward ends. The backward of a block adds, at its worst in the MLP, gradients
 of product, silu and up in place of the product (2 c I; with LoRA 4 I more, since an adapter takes its input through
 float32), the gradient of the residual stream (w D), and the new gradient of one matrix before it is added to the old.
+The gradient of a head that is tied to the embedding waits for the embedding's, through the backward of all blocks.
 
 The head (kernels/linear_logprob.py; R trained tokens, at most N) stores no logits but one chunk of exponentials, E:
 
     one pass      c V D (cast, if w != c) + 2 min(R, 4096) V (E) + dW + 2 R D (dX) + a part of E @ W in float32
     any loss      the same cast + 2 R columns (E, 2^28 numbers) + 4 D columns + 4 R D + 2 R D + dW
     frozen        E, dX and the part alone
-    torch path    blocks of 2^25 float32 numbers, five at a time, + dX + dW and its summand
+    torch path    blocks of 2^25 float32 numbers, + dX + dW: four at a time, or three and the summand of dW; one more
+                  where a loss has a gradient by entropy
     logits        12 R V: what storing them costs at its peak (logits, float32 copy, log-softmax, gradient)
 
 FSDP over n GPUs divides all that is kept by n. In flight are a block in use, the next one gathered ahead and its gather
 buffer (3 c each), its gradient whole (c) and in float32 for the reduction (4), and embeddings and head, which stay
 whole from forward to backward (c). FSDP casts, so autocast does not.
 
-AdamW's step makes one float32 temporary per trained weight, at a time when no activations are there.
+Not counted: what --compile saves (compiled blocks keep fewer activations), dense masks of sdpa, reward models.
 """
 
 from __future__ import annotations
@@ -52,10 +63,30 @@ from typing import Any, Literal, NamedTuple
 
 CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/scaled_exp.py, which needs triton to import
 TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
-STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256}  # a float32 scale for each 256
-STEP_BYTES = {"adamw": 4.0, "adamw_bf16": 0.0, "adamw_8bit": 0.0}  # torch's foreach; the others go one by one
+SCALED, SMALLEST = 256, 4096  # torchao's 8-bit moments: numbers of a scale, and of the smallest tensor that has them
 
 Head = Literal["one pass", "any loss", "none"]
+
+
+class Method(NamedTuple):
+    """What a method asks of memory."""
+
+    head: Head
+    reference: Literal["always", "with beta", "never"] = "never"
+    samples: bool = False
+    sequences: int = 1  # of one row
+
+
+METHODS = {
+    "sft": Method("one pass"),
+    **dict.fromkeys(("dpo", "ipo"), Method("any loss", "always", sequences=2)),
+    "kto": Method("any loss", "always"),
+    **dict.fromkeys(("cpo", "simpo", "orpo"), Method("any loss", sequences=2)),
+    "rm": Method("none", sequences=2),
+    "prm": Method("none"),
+    **dict.fromkeys(("grpo", "gdpo", "rloo"), Method("one pass", "with beta", samples=True)),
+    "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
+}
 
 
 @dataclass(frozen=True)
@@ -71,22 +102,26 @@ class Sizes:
     vocab: int
     tied: bool
     qk_norm: bool
-    params: int  # all, tied ones once
-    matrices: int  # of them in the linear layers of the blocks
-    ends: int  # sum of in + out over those layers
+    tensors: tuple[int, ...]  # parameters of each, tied ones once
+    matrices: int  # parameters in the linear layers of the blocks
+    ends: tuple[int, ...]  # in and out of each of those layers
+
+    @property
+    def params(self) -> int:
+        return sum(self.tensors)
 
     @property
     def embedding(self) -> int:
         return self.vocab * self.width
 
     def adapter(self, r: int) -> int:
-        return r * self.ends
+        return r * sum(self.ends)
 
 
 class Precision(NamedTuple):
     """Bytes of a number."""
 
-    stream: int  # w: residual stream and trained weights
+    stream: int  # w: residual stream
     compute: int  # c: matrix products
 
 
@@ -96,21 +131,22 @@ class Work:
 
     tokens: int
     lora_r: int = 0
+    held: int = 4  # bytes of a weight when all are trained
     compute: int = 2  # bytes of the matrix products
     checkpointing: bool = False
     head: Head = "one pass"
     has_reference: bool = False
+    others: float = 0.0  # bytes of frozen models of another origin
     optim: str = "adamw"
     shards: int = 1  # GPUs that FSDP divides over; 1 is a whole copy on each
+    copies: int = 1  # GPUs that have a copy each and add up their gradients
     triton: bool = True
     trained_tokens: int | None = None  # None: all of them
     accumulates: bool = True  # gradients of earlier micro-batches are there
-    stream: int | None = None  # bytes of residual stream and trained weights; None: as the trainer holds them
 
     @property
     def precision(self) -> Precision:
-        as_held = 4 if self.lora_r == 0 and self.shards == 1 else self.compute
-        return Precision(as_held if self.stream is None else self.stream, self.compute)
+        return Precision(self.held if self.lora_r == 0 and self.shards == 1 else self.compute, self.compute)
 
     @property
     def rows(self) -> int:
@@ -123,10 +159,11 @@ class Moment(NamedTuple):
     name: str
     activations: float
     passing: float  # buffers that are gone soon
+    gradients: float = 0.0  # those that have come up, where none are kept
 
     @property
     def total(self) -> float:
-        return self.activations + self.passing
+        return self.activations + self.passing + self.gradients
 
 
 def sizes_of(model: Any) -> Sizes:
@@ -142,8 +179,8 @@ def sizes_of(model: Any) -> Sizes:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         inner=config.intermediate_size, vocab=head.weight.shape[0], tied=bool(config.tie_word_embeddings),
         qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-        params=sum(x.numel() for x in model.parameters()), matrices=sum(x.weight.numel() for x in linears),
-        ends=sum(x.in_features + x.out_features for x in linears),
+        tensors=tuple(x.numel() for x in model.parameters()), matrices=sum(x.weight.numel() for x in linears),
+        ends=tuple(end for x in linears for end in (x.in_features, x.out_features)),
     )  # fmt: skip
 
 
@@ -154,7 +191,8 @@ def saved_by_block(s: Sizes, p: Precision, lora_r: int = 0) -> int:
     attention = 2 * c * keys + 4 * s.heads
     if lora_r:
         norms = 2 * (4 * s.width + 4)
-        between = c * (5 * s.width + s.heads * s.head_dim + s.inner + 7 * lora_r)
+        inputs = 2 * s.width + s.inner if c == 4 else 5 * s.width + s.heads * s.head_dim + s.inner
+        between = c * (inputs + 7 * lora_r)
         qk_norms = (4 * keys + 4 * (s.heads + s.kv_heads)) * s.qk_norm
         return norms + between + qk_norms + attention + 3 * c * s.inner
     norms = 2 * ((4 + w) * s.width + 4)
@@ -193,8 +231,10 @@ def head_bytes(s: Sizes, work: Work, p: Precision) -> int:
     rows, d, v, (w, c) = work.rows, s.width, s.vocab, p
     trains, cast, dx = work.lora_r == 0, c * s.embedding * (w != c), c * rows * s.width
     if not work.triton or c == 4:
-        chunk = max(1, TORCH_BLOCK // v)
-        return cast + 5 * 4 * chunk * v + dx + (4 + c) * s.embedding * trains
+        block = 4 * v * min(rows, max(1, TORCH_BLOCK // v))
+        low = 0 if c == 4 else block // 2
+        dw = s.embedding * trains
+        return cast + dx + 4 * dw + max(4 * block, 3 * block + low + c * dw)
     if work.head == "any loss" and trains:
         columns = min(v, max(256, SLICE // max(1, rows) // 256 * 256))
         return cast + 2 * rows * columns + 4 * d * columns + 4 * rows * d + dx + w * s.embedding
@@ -214,21 +254,29 @@ def logits_bytes(s: Sizes, rows: int) -> int:
     return 12 * rows * s.vocab
 
 
-def trained(s: Sizes, lora_r: int) -> int:
-    return s.adapter(lora_r) if lora_r else s.params
+def state_bytes(s: Sizes, work: Work) -> float:
+    """Bytes of AdamW's two moments, over all GPUs."""
+    held = 4 if work.lora_r else work.held
+    tensors = tuple(work.lora_r * end for end in s.ends) if work.lora_r else s.tensors
+    if work.optim != "adamw_8bit":
+        return 2 * held * sum(tensors)
+    parts = [(num, num / work.shards) for num in tensors]
+    small = sum(num for num, own in parts if own >= SMALLEST and own % SCALED == 0)
+    return 2 * (1 + 4 / SCALED) * small + 2 * held * (sum(tensors) - small)
 
 
 def kept(s: Sizes, work: Work) -> dict[str, float]:
     """Bytes per GPU that are there from start to end."""
-    num, c = trained(s, work.lora_r), work.compute
+    full, c = work.lora_r == 0, work.compute
     parts = {
-        "weights": c * s.params if work.lora_r else 4 * s.params,
+        "weights": (work.held if full else c) * s.params,
         "adapters": 4 * s.adapter(work.lora_r),
-        "gradients": 4 * num,
-        "optimizer state": STATE_BYTES[work.optim] * num,
-        "reference": c * s.params * (work.has_reference and work.lora_r == 0),
+        "gradients": work.held * s.params if full else 4 * s.adapter(work.lora_r),
+        "optimizer state": state_bytes(s, work),
+        "reference": c * s.params * (work.has_reference and full),
     }
-    return {name: size / work.shards for name, size in parts.items()}
+    parts = {name: size / work.shards for name, size in parts.items()}
+    return parts | {"reference": parts["reference"] + work.others}
 
 
 def in_flight(s: Sizes, work: Work) -> dict[str, float]:
@@ -241,12 +289,15 @@ def in_flight(s: Sizes, work: Work) -> dict[str, float]:
 
 
 def moments(s: Sizes, work: Work) -> list[Moment]:
-    """When forward and backward may be at their peak; gradients of this micro-batch count where none are there yet."""
+    """When forward and backward may be at their peak; where it is the step's first, its gradients so far are in it."""
     p, r, n = work.precision, work.lora_r, work.tokens
     (w, c), full = p, r == 0
     stays, flight = saved(s, work), in_flight(s, work)
     one_block = n * saved_by_block(s, p, r) + casts(s, p, r) / s.layers
-    new = 0 if work.accumulates or not full else w * s.embedding  # of the head, before the blocks have theirs
+    is_first, is_tied = full and not work.accumulates, full and s.tied and work.head != "none"
+    grad = work.held / work.shards  # bytes of a gradient once it is there
+    head_grad = grad * s.embedding * (work.head != "none")
+    waits, new = (0, head_grad) if is_first else (head_grad * is_tied, 0)  # of the head, before the blocks have theirs
     matrix = s.width * s.inner * ((w + c * (w != c)) if full and work.accumulates else 0)
     wide = 2 * c + (4 if r and c == 2 else 0)  # an adapter takes its input through float32
     worst = n * (wide * s.inner + w * s.width) + matrix + flight["backward"]
@@ -256,22 +307,21 @@ def moments(s: Sizes, work: Work) -> list[Moment]:
     if work.checkpointing:
         made += [
             Moment("forward, casts of all weights", stays, forward + casts(s, p, r)),
-            Moment("backward of a block", stays + one_block, worst + new),
+            Moment("backward of a block", stays + one_block, worst + waits, new),
         ]
     else:
-        made.append(Moment("backward of a block", stays, worst + new))
-    if not work.accumulates and full:
-        # In the first block, when the others have their gradients and it has only that of its last matrix.
+        made.append(Moment("backward of a block", stays, worst + waits, new))
+    if is_first:  # in the first block, the others have their gradients and it has only that of its last matrix
         last = one_block + n * (w * s.width + 2 * p.stream * s.head_dim + 8)
-        others = w * (s.params - s.matrices / s.layers + s.width * s.inner)
-        made.append(Moment("backward of the first block", last, worst + others))
-    else:  # the gradient of an embedding is dense, and added to what is there
-        made.append(Moment("embedding's gradient", n * w * s.width, w * s.embedding * full + flight["forward"]))
+        others = grad * (s.params - s.matrices / s.layers + s.width * s.inner)
+        made.append(Moment("backward of the first block", last, worst, others))
+    # The gradient of an embedding is dense, and added to what is there; that of a tied head has waited for it.
+    again = w * s.embedding * full if work.accumulates or is_tied else 0
+    every = grad * s.params if is_first else 0
+    made.append(Moment("embedding's gradient", n * w * s.width, waits + again + flight["forward"], every))
+    if work.copies > 1:
+        made.append(Moment("sum of gradients over GPUs", 0.0, 2 * kept(s, work)["gradients"], every))
     return made
-
-
-def update_moment(s: Sizes, work: Work) -> Moment:
-    return Moment("AdamW step", 0.0, STEP_BYTES[work.optim] * trained(s, work.lora_r) / work.shards)
 
 
 def busiest(s: Sizes, work: Work) -> Moment:
@@ -279,9 +329,24 @@ def busiest(s: Sizes, work: Work) -> Moment:
     return max(moments(s, work), key=lambda moment: moment.total)
 
 
+def at_peak(s: Sizes, work: Work) -> dict[str, float]:
+    """Bytes of each kind on one GPU when forward and backward are fullest."""
+    parts, fullest = kept(s, work), busiest(s, work)
+    if not work.accumulates and work.lora_r == 0:
+        parts["gradients"] = fullest.gradients
+    return parts | {"activations": fullest.activations, "buffers": fullest.passing}
+
+
 def peak(s: Sizes, work: Work) -> float:
-    """Most bytes that tensors take on one GPU during a step."""
-    return sum(kept(s, work).values()) + max(busiest(s, work).total, update_moment(s, work).total)
+    """Most bytes that tensors take on one GPU during forward, backward and update."""
+    return sum(at_peak(s, work).values())
+
+
+def sampling(s: Sizes, work: Work, cached_tokens: int) -> float:
+    """Bytes while this process makes completions: no gradients or activations, but a cache of keys and values."""
+    held = sum(size for name, size in kept(s, work).items() if name != "gradients")
+    cache = cache_bytes(s, work.compute, cached_tokens)
+    return held + cache + casts(s, work.precision, work.lora_r) + in_flight(s, work)["forward"]
 
 
 def cache_bytes(s: Sizes, compute: int, num_tokens: int) -> int:

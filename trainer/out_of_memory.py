@@ -94,7 +94,7 @@ def advice(sizes: Any, work: Any, cfg: Any) -> list[Advice]:
         found.append(Advice(f"--lora.r {rank}", saves(lora_r=rank), ", in a new run"))
     else:
         if work.held == 4 and work.compute == 2:
-            remark = ", in a new run: weights, gradients and moments (needs torchao)"
+            remark = ", in a new run: weights, gradients and moments"
             found.append(Advice("--trained-dtype bfloat16", saves(held=2), remark))
         less = saves(lora_r=RANK)
         found.append(Advice(f"--lora.r {RANK}", less, ", in a new run: only adapters are trained"))

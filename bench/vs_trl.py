@@ -42,7 +42,7 @@ from trainer.plan import KNOWN, known_config
 
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
-WARMUP = 4  # steps that compile and allocate
+WARMUP = {"dpo": 4, "grpo": 2}  # steps that compile and allocate
 PROMPT, LONGEST = 256, 1024
 OURS = {
     "ours": ["--gradient-checkpointing"],
@@ -88,7 +88,7 @@ def dpo(
         lora: Rank of adapters; 0 trains all weights.
         ways: Which to run, by name; empty: all that make sense.
         pairs: Pairs of a step.
-        steps: Steps of each run, the first four untimed.
+        steps: Steps of each run, the first few untimed.
     """
     with scratch() as folder:
         config = make_model(shape, folder / "model")
@@ -119,7 +119,7 @@ def grpo(
         prompts: Prompts of a step.
         group: Completions of a prompt.
         completion: Tokens of a completion.
-        steps: Steps of each run, the first four untimed.
+        steps: Steps of each run, the first few untimed.
         share: Of the GPU's memory that either engine may take.
     """
     with scratch() as folder:
@@ -149,7 +149,7 @@ def measure(
     mine = [way for way in chosen if way not in TRL]
     flags = [*flags, "--model", str(folder / "model"), "--max-steps", str(job["steps"]), "--save-steps", "0"]
     flags += ["--lora.r", str(job["lora"])] if job["lora"] else []
-    job |= {"folder": str(folder), "warmup": WARMUP}
+    job |= {"folder": str(folder), "warmup": WARMUP[method]}
     with serving(folder, job) if method == "grpo" and mine else no_server() as server:
         # The server starts while TRL's engine does, and sleeps or idles while TRL is timed.
         found = run({way: job | {"way": "trl", "checkpointing": TRL[way], "after": server} for way in theirs})
@@ -164,7 +164,7 @@ def measure(
             extra |= {"planned_gib": made.planned_gib, "planned_over_peak": made.planned_gib / made.peak_gib}
         rows.append(make_row(
             f"vs_trl/{method}", way, timings[way], shape=size, dtype="bfloat16",
-            work=int(sum(made.tokens) / sum(made.seconds) * timings[way].p50 / 1000), unit="tokens",
+            work=int(extra["step_tokens"]), unit="tokens",
             errors={ERRORS[method]: made.error}, against={name: timings[name] for name in theirs if name != way},
             extra=extra,
         ))  # fmt: skip
@@ -186,7 +186,8 @@ def ways_of(method: str, lora: int) -> list[str]:
 def flags_of(way: str, server: str | None) -> list[str]:
     flags = list(OURS[way.removesuffix(ASYNC).removesuffix(AWAKE)])
     if server:
-        flags += ["--vllm.url", server, "--vllm.colocate", str(AWAKE not in way)]
+        flags += ["--vllm.url", server]
+        flags += ["--vllm.colocate", str(AWAKE not in way)] if torch.cuda.is_available() else []
         flags += ["--async-prefetch"] if way.endswith(ASYNC) else []
     return flags
 
@@ -204,8 +205,7 @@ def run(jobs: dict[str, dict[str, Any]]) -> dict[str, Measured]:
             if line.startswith(RESULT):
                 way, made = json.loads(line.removeprefix(RESULT))
                 found[way] = Measured(**made)
-                rate = sum(found[way].tokens) / sum(found[way].seconds)
-                print(f"{way}: {rate:,.0f} tokens/s, {found[way].peak_gib:.1f} GiB", flush=True)
+                print(way, made, flush=True)
     if child.returncode:
         print(f"ended with {child.returncode} before {[way for way in jobs if way not in found]}:", flush=True)
         print("".join(lines[-40:]), flush=True)

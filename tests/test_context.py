@@ -76,6 +76,14 @@ def test_a_run_is_that_of_one_process(method, flags, tmp_path):
     alike(metrics(tmp_path / "two"), metrics(tmp_path / "one"), limit=2e-4)
 
 
+@pytest.mark.gpu
+def test_flex_attention_over_slices_is_as_exact_as_over_rows(tmp_path):
+    (line,) = [x for x in two_ok("tests.ranks.context_gpu", cwd=tmp_path).stdout.splitlines() if x.startswith("{")]
+    found = json.loads(line)
+    for name in ("logp", "gradient"):
+        assert found["two"][name] < 1.2 * found["one"][name] < 0.05, found
+
+
 # Slices, by hand.
 
 

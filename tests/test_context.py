@@ -190,3 +190,7 @@ def test_methods_and_models_that_cannot_share_rows_are_refused(monkeypatch):
     model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="eager"))
     with pytest.raises(ValueError, match=r"^parallel\.context=2: LlamaForCausalLM runs with eager attention"):
         attention.choose_attention(model, "eager", torch.device("cpu"))
+    growing = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=growing))
+    with pytest.raises(ValueError, match=r"^parallel\.context=2: LlamaForCausalLM turns positions by how long the row"):
+        attention.choose_attention(model, "auto", torch.device("cpu"))

@@ -50,15 +50,27 @@ def choose_attention(model: Any, choice: str, device: torch.device) -> None:
 
 def use_slices(model: Any) -> None:
     """Let the model compute slices of rows that ranks share."""
-    kind = model.config._attn_implementation
+    kind, name = model.config._attn_implementation, type(model).__name__
     if kind not in SLICED:
         raise ValueError(
-            f"parallel.context={context_size()}: {type(model).__name__} runs with {kind} attention, and processes "
-            "share rows with flex or sdpa only; leave it out"
+            f"parallel.context={context_size()}: {name} runs with {kind} attention, and processes share rows with "
+            "flex or sdpa only; leave it out"
+        )
+    if turns_by_length(model):
+        raise ValueError(
+            f"parallel.context={context_size()}: {name} turns positions by how long the row is, which a slice of it "
+            "does not show; leave it out"
         )
     _register()
     model.set_attn_implementation(SLICED[kind])
     assert is_sliced(model.config), (type(model).__name__, model.config._attn_implementation)
+
+
+def turns_by_length(model: Any) -> bool:
+    """Whether rotary embeddings look at the highest position at hand to pick their frequencies."""
+    found = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
+    kinds = [kind for each in found for kind in (each.values() if isinstance(each, dict) else [each])]
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 def is_sliced(config: Any) -> bool:

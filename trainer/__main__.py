@@ -27,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
             module, cfg, _ = parse(sys.argv[1:] if argv is None else argv)
             stop.grace_s = cfg.run.stop_grace_s
             parallel = getattr(cfg, "parallel", None)  # a method of a fork may not have the block
-            with process_group(parallel.timeout_s if parallel else TIMEOUT_S):
+            timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
+            with process_group(timeout_s, context):
                 module.train(cfg)
         except Stopped as stopped:
             print(stopped, file=sys.stderr)

@@ -7,6 +7,9 @@ Flex attention is registered with transformers under a name of its own, so model
 tile lists that name is transformers' sdpa: the same model object still generates with its cache, as before.
 
 Whatever flex attention cannot do is refused here or falls back to sdpa in the open, never silently.
+
+Where ranks share rows (trainer/context.py) both kinds go by names of their own, under which a layer first gathers the
+keys and values of the whole row. A model under such a name still does whole rows for whoever brings no mask of ours.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.packing import Batch
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
+from trainer.context import Part, slice_of, whole_row
+from trainer.dist import context_size
 
 NAME = "strop"  # among transformers' attention implementations
+SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # the same where ranks share rows
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # what some architectures ask of their attention function
 
 
@@ -37,6 +43,48 @@ def load_name(choice: str, device: torch.device) -> str:
 
 def choose_attention(model: Any, choice: str, device: torch.device) -> None:
     """Switch a loaded transformers model to flex attention where asked for, or (auto) where it can run."""
+    _choose_kernel(model, choice, device)
+    if context_size() > 1:
+        use_slices(model)
+
+
+def use_slices(model: Any) -> None:
+    """Let the model compute slices of rows that ranks share."""
+    kind, name = model.config._attn_implementation, type(model).__name__
+    if kind not in SLICED:
+        raise ValueError(
+            f"parallel.context={context_size()}: {name} runs with {kind} attention, and processes share rows with "
+            "flex or sdpa only; leave it out"
+        )
+    if turns_by_length(model):
+        raise ValueError(
+            f"parallel.context={context_size()}: {name} turns positions by how long the row is, which a slice of it "
+            "does not show; leave it out"
+        )
+    _register()
+    model.set_attn_implementation(SLICED[kind])
+    assert is_sliced(model.config), (type(model).__name__, model.config._attn_implementation)
+
+
+def turns_by_length(model: Any) -> bool:
+    """Whether rotary embeddings look at the highest position at hand to pick their frequencies."""
+    found = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
+    kinds = [kind for each in found for kind in (each.values() if isinstance(each, dict) else [each])]
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
+def is_sliced(config: Any) -> bool:
+    return config._attn_implementation in SLICED.values()
+
+
+def part_of(config: Any, batch: Batch) -> Part:
+    """What this rank computes of a batch."""
+    if context_size() == 1 or not is_sliced(config):
+        return Part(batch, batch.input_ids.shape[1])
+    return slice_of(batch, multiple=TILE if uses_flex(config) else 2)
+
+
+def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
     if model.config._attn_implementation == "sdpa" and caps_scores(model):  # older transformers do not say so
         name = type(model).__name__
         raise ValueError(
@@ -80,7 +128,7 @@ def use_flex(model: Any) -> None:
 
 
 def uses_flex(config: Any) -> bool:
-    return config._attn_implementation == NAME
+    return config._attn_implementation in (NAME, SLICED[NAME])
 
 
 def row_multiple(config: Any) -> int:
@@ -88,10 +136,10 @@ def row_multiple(config: Any) -> int:
     return TILE if uses_flex(config) else 1
 
 
-def attention_masks(config: Any, batch: Batch) -> Any:
-    """What transformers takes as attention_mask for a batch that is its own keys."""
+def attention_masks(config: Any, batch: Batch, num_keys: int | None = None) -> Any:
+    """What transformers takes as attention_mask for a batch that is its own keys, or a slice of so many keys."""
     spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
-    return span_masks(config, spans, batch.own_start.shape[1])
+    return span_masks(config, spans, num_keys or batch.own_start.shape[1])
 
 
 def span_masks(config: Any, spans: Spans, num_keys: int) -> Any:
@@ -154,12 +202,28 @@ def _flex(
     return flex_attend(query, key, value, mask, scale=scale).transpose(1, 2).contiguous()
 
 
+def attend_slice(
+    module: torch.nn.Module,
+    query: Tensor,  # (R, H, S, K)
+    key: Tensor,  # (R, H_kv, S, K)
+    value: Tensor,  # (R, H_kv, S, K)
+    attention_mask: Tensor | BlockMask | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # (R, S, H, K)
+    """The same where a rank has a slice of the row. Only our masks of slices are wider than the keys at hand."""
+    if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+        assert attention_mask.shape[-1] == key.shape[2] * context_size(), (attention_mask.shape, key.shape)
+        key, value = whole_row(key, value)
+    return attend(module, query, key, value, attention_mask, **kwargs)
+
+
 @functools.cache
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])  # of calls that bring no mask of ours
+    for name, function in {NAME: attend, **dict.fromkeys(SLICED.values(), attend_slice)}.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])  # of calls that bring no mask of ours
 
 
 @functools.cache

@@ -24,7 +24,7 @@ def not_finite(grad_norm: float, sums: MetricSums | None) -> str | None:
         return f"gradient norm {grad_norm}"
     if sums is None or "loss/total" not in sums.pairs:
         return None
-    loss = float(all_sum(sums.pairs["loss/total"][0], "loss"))
+    loss = float(all_sum(sums.pairs["loss/total"][0], "loss", everyone=True))
     return None if math.isfinite(loss) else f"loss {loss}"
 
 

@@ -3,6 +3,10 @@
     with process_group(timeout_s=600):           # joins what torchrun started; nothing at all with one process
         total = all_sum(x, "count of tokens")    # the name is what is shown when a rank does not come
 
+Rows are dealt to data_size() parts. Each is one rank, or with --parallel.context N that many neighbours which hold the
+same rows and compute a slice of them each. Sums and gathers are of parts, so that no row counts twice; `everyone=True`
+takes all ranks, as for gradients.
+
 All ranks must call the same collectives in the same order. A rank that does not come would leave the others waiting
 for ever: each of them watches how long it has waited, and after timeout_s says where every rank is and ends.
 
@@ -19,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,8 +52,11 @@ def pick_device() -> torch.device:
 
 
 @contextlib.contextmanager
-def process_group(timeout_s: float) -> Iterator[None]:
-    """Join the processes that torchrun has started, and leave them at the end, however it comes."""
+def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
+    """Join the processes that torchrun has started, and leave them at the end, however it comes.
+
+    `context` neighbours share their rows.
+    """
     if world_size() == 1:
         yield
         return
@@ -69,15 +76,57 @@ def process_group(timeout_s: float) -> Iterator[None]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=world, timeout=limit, **options)
     watch = Watch(timeout_s)
-    global _watch
-    _watch = watch
+    global _watch, _context
+    _watch, _context = watch, _join_context(context, limit)
     try:
         yield
     finally:
         watch.stop()
-        _watch = None
+        _watch = _context = None
         with contextlib.suppress(Exception):  # another rank may be gone already, which was said elsewhere
             dist.destroy_process_group()
+
+
+class Context(NamedTuple):
+    """Which ranks hold the same rows."""
+
+    size: int
+    same: Any  # process group of this rank and those with the same rows
+    other: Any  # process group of one rank of each part, this one among them
+
+
+_context: Context | None = None
+
+
+def _join_context(size: int, limit: timedelta) -> Context | None:
+    """Neighbours share rows; every rank has to name all groups, in the same order."""
+    if size == 1:
+        return None
+    import torch.distributed as dist
+
+    world = world_size()
+    assert world % size == 0, (world, size)
+    same = [dist.new_group(list(range(first, first + size)), timeout=limit) for first in range(0, world, size)]
+    other = [dist.new_group(list(range(place, world, size)), timeout=limit) for place in range(size)]
+    return Context(size, same[rank() // size], other[rank() % size])
+
+
+def context_size() -> int:
+    """Ranks that share rows; 1: every rank has its own."""
+    return 1 if _context is None or world_size() == 1 else _context.size
+
+
+def context_rank() -> int:
+    return rank() % context_size()
+
+
+def data_size() -> int:
+    """Parts that rows are dealt to."""
+    return world_size() // context_size()
+
+
+def data_rank() -> int:
+    return rank() // context_size()
 
 
 class Watch:
@@ -157,58 +206,67 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def all_sum(x: Tensor, name: str = "sum") -> Tensor:
-    """Sum over all ranks; with one process, the tensor itself."""
-    return _reduce(x, name, "SUM")
+def all_sum(x: Tensor, name: str = "sum", *, everyone: bool = False) -> Tensor:
+    """Sum over all parts of the data, or over all ranks; with one, the tensor itself."""
+    return _reduce(x, name, "SUM", everyone)
 
 
-def all_count(count: int, name: str = "count") -> int:
-    """A number of things, those of all ranks together."""
-    return count if world_size() == 1 else int(all_sum(torch.tensor(count, device=pick_device()), name))
+def all_count(count: int, name: str = "count", *, everyone: bool = False) -> int:
+    """A number of things, those of all parts of the data together, or of all ranks."""
+    if world_size() == 1:
+        return count
+    return int(all_sum(torch.tensor(count, device=pick_device()), name, everyone=everyone))
 
 
 def mean_over_ranks(x: Tensor) -> float:
-    """Mean of all elements that ranks have together."""
+    """Mean of all elements that the parts of the data have together."""
     total, count = all_sum(torch.stack([x.double().sum(), x.new_tensor(x.numel(), dtype=torch.float64)]), "mean")
     return float(total / count.clamp(min=1))
 
 
 def all_max(x: Tensor, name: str = "maximum") -> Tensor:
-    return _reduce(x, name, "MAX")
+    """Over all ranks."""
+    return _reduce(x, name, "MAX", True)
 
 
-def _reduce(x: Tensor, name: str, op: str) -> Tensor:
-    if world_size() == 1:
+def _reduce(x: Tensor, name: str, op: str, everyone: bool) -> Tensor:
+    if (world_size() if everyone else data_size()) == 1:
         return x
     import torch.distributed as dist
 
     result = x.detach().to(pick_device(), copy=True)  # NCCL knows no tensors in main memory
     with inside(name):
-        dist.all_reduce(result, op=getattr(dist.ReduceOp, op))
+        dist.all_reduce(result, op=getattr(dist.ReduceOp, op), group=_group(everyone))
         _wait(result)
     return result.to(x.device)
 
 
-def all_gather(x: Tensor, name: str = "gather") -> list[Tensor]:
-    """The tensors of all ranks, which may differ in their first size."""
-    if world_size() == 1:
+def _group(everyone: bool) -> Any:
+    return None if everyone or _context is None else _context.other
+
+
+def all_gather(x: Tensor, name: str = "gather", *, everyone: bool = False) -> list[Tensor]:
+    """The tensors of all parts of the data, or of all ranks, which may differ in their first size."""
+    own, count = (rank(), world_size()) if everyone else (data_rank(), data_size())
+    if count == 1:
         return [x]
     import torch.distributed as dist
 
-    sizes = all_sum(torch.nn.functional.one_hot(torch.tensor(rank()), world_size()) * len(x), f"{name}: sizes").tolist()
+    size = torch.nn.functional.one_hot(torch.tensor(own), count) * len(x)
+    sizes = all_sum(size, f"{name}: sizes", everyone=everyone).tolist()
     longest = max(sizes)
     padded = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]).to(pick_device()).contiguous()
     found = [torch.empty_like(padded) for _ in sizes]
     with inside(name):
-        dist.all_gather(found, padded)
+        dist.all_gather(found, padded, group=_group(everyone))
         _wait(padded)
     return [part[:size].to(x.device) for part, size in zip(found, sizes, strict=True)]
 
 
 def rows_of_all(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The rows of all ranks in one tensor, and which of them are this rank's."""
+    """The rows of all parts of the data in one tensor, and which of them are this rank's."""
     parts = all_gather(x, name)
-    first = sum(len(part) for part in parts[: rank()])
+    first = sum(len(part) for part in parts[: data_rank()])
     return torch.cat(parts), torch.arange(first, first + len(x), device=x.device)
 
 
@@ -250,13 +308,44 @@ def await_order() -> str:
 
 def barrier(name: str) -> None:
     """Everybody has come this far."""
-    all_sum(torch.zeros((), device=pick_device()), name)
+    all_sum(torch.zeros((), device=pick_device()), name, everyone=True)
+
+
+def context_gather(x: Tensor, name: str) -> Tensor:  # (ranks, *x.shape)
+    """The tensors, of one shape, of all ranks that share rows. Queued on CUDA: it runs within a forward pass."""
+    import torch.distributed as dist
+
+    found = x.new_empty(context_size(), *x.shape)
+    with inside(name):
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(found.view(-1), x.contiguous().view(-1), group=_context.same)
+    return found
+
+
+def context_scatter_sum(x: Tensor, name: str) -> Tensor:  # (ranks, ...) -> (...)
+    """The reverse: what all ranks that share rows have for this one, added up."""
+    import torch.distributed as dist
+
+    own = x.new_empty(x.shape[1:])
+    with inside(name):
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(own.view(-1), x.contiguous().view(-1), group=_context.same)
+    return own
+
+
+def context_sum(x: Tensor, name: str) -> Tensor:
+    """Sum over the ranks that share rows."""
+    import torch.distributed as dist
+
+    total = x.detach().clone()
+    with inside(name):
+        dist.all_reduce(total, group=_context.same)
+    return total
 
 
 def share(rows: Sequence[T], sizes: Sequence[int]) -> list[T]:
-    """This rank's part of the rows of a step, in order; about as many tokens (`sizes`) for each rank, largest first."""
-    parts = shares(sizes, world_size())
-    return [rows[i] for i in parts[rank()]]
+    """This rank's part of the rows of a step, in order; about as many tokens (`sizes`) in each, largest first."""
+    return [rows[i] for i in shares(sizes, data_size())[data_rank()]]
 
 
 def shares(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -280,4 +369,4 @@ def _wait(x: Tensor) -> None:
 
 def any_rank(flag: bool) -> bool:
     """Whether it is true on any rank, so that all of them decide alike; with one process, the flag itself."""
-    return flag if world_size() == 1 else all_count(int(flag), "decision") > 0
+    return flag if world_size() == 1 else all_count(int(flag), "decision", everyone=True) > 0

@@ -199,6 +199,11 @@ class EbftConfig:
 
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
+        if self.parallel.context > 1:
+            raise ValueError(
+                f"parallel.context={self.parallel.context}: features are taken from whole rows, which processes do not "
+                "share here; leave it out"
+            )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
         if self.mode == "strided":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +25,7 @@ from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
 from rollout.model_folder import read_adapter, resolve_model
 from trainer.adapters import attach_adapter
-from trainer.attention import attention_masks, choose_attention, load_name
+from trainer.attention import attention_masks, choose_attention, load_name, part_of
 from trainer.config import LoraConfig, ModelConfig
 from trainer.model import Policy, causal_lm, load_causal_lm, load_tokenizer, pick_dtype, unsupported
 from trainer.reasons import first_line, why
@@ -189,18 +190,21 @@ def add_adapter(scorer: Policy, lora: LoraConfig, kind: Kind) -> None:
 def scores_at(scorer: Policy, batch: Batch) -> Tensor:  # (N, number of labels) float32
     """What the head says at each marked token (not at the one before it), in the batch's order."""
     model = causal_lm(scorer.model)
+    assert batch.num_computed == batch.num_tokens, "behind a shared prompt the next place is not the next token"
+    # index points at the token before the marked one, of the same sequence.
+    part = part_of(model.config, replace(batch, index=batch.index + 1))
+    own = part.batch
     with torch.autocast(scorer.device.type, scorer.compute_dtype, enabled=scorer.autocast_dtype is not None):
         hidden = model.base_model(
-            input_ids=batch.input_ids,
-            attention_mask=attention_masks(model.config, batch),
-            position_ids=batch.position_ids,
+            input_ids=own.input_ids,
+            attention_mask=attention_masks(model.config, own, part.num_keys),
+            position_ids=own.position_ids,
             use_cache=False,
         ).last_hidden_state  # (R, T, D)
     head = head_of(scorer.model)
-    assert batch.num_computed == batch.num_tokens, "behind a shared prompt the next place is not the next token"
-    # index points at the token before the marked one, of the same sequence.
-    selected = hidden.flatten(0, 1)[batch.index + 1]  # (N, D)
-    return head(selected.to(next(head.parameters()).dtype))
+    selected = hidden.flatten(0, 1)[own.index]  # (N, D)
+    (scores,) = part.whole(head(selected.to(next(head.parameters()).dtype)))
+    return scores
 
 
 def marked_last(ids: list[int]) -> Item:

@@ -62,12 +62,12 @@ class Lead:
             sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in batch.groups]
             packed = {
                 "groups": [_packed(group) for group in batch.groups],
-                "dealt": dist.shares(sizes, dist.world_size()),
+                "dealt": dist.shares(sizes, dist.data_size()),
                 "names": batch.names,
                 "weights": batch.weights,
             }
         packed = dist.from_main(packed, "groups of the step")
-        own = [self._unpacked(packed["groups"][i]) for i in packed["dealt"][dist.rank()]]
+        own = [self._unpacked(packed["groups"][i]) for i in packed["dealt"][dist.data_rank()]]
         if batch is not None:
             return replace(batch, groups=own)
         return GroupBatch(own, packed["names"], packed["weights"], {})
@@ -118,7 +118,7 @@ def generate_part(
         made = local.generate(requests[first:stop], sampling) if stop > first else []
     text = json.dumps([as_json(completion) for completion in made]).encode()
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(policy.device)
-    parts = dist.all_gather(own, "completions")
+    parts = dist.all_gather(own, "completions", everyone=True)
     if not dist.is_main():
         return made
     return [completion_of(c) for part in parts for c in json.loads(bytes(part.cpu().numpy().tobytes()))]

@@ -24,7 +24,7 @@ from data.strided import StridedBatch
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from rollout.model_folder import BUILTIN, read_adapter, resolve_model
 from trainer.adapters import add_adapter, attach_adapter, continue_adapter
-from trainer.attention import attention_masks, choose_attention, load_name, row_multiple, uses_flex
+from trainer.attention import attention_masks, choose_attention, is_sliced, load_name, part_of, row_multiple, uses_flex
 from trainer.config import LoraConfig, ModelConfig
 from trainer.reasons import first_line, why
 from trainer.shards import whole
@@ -212,8 +212,14 @@ def token_loss(policy: Policy, batch: Batch, loss_fn: LossFn, *, temperature: fl
 
     `loss_fn(tokens, rows)` gets the log-probs of the trained tokens numbered `rows`, some at a time, and returns a
     scalar and anything else. Gives the sum of the scalars, to call backward() on, and a list of the rest.
+
+    Where ranks share rows, each of them gets the loss of all tokens, and the third is not saved.
     """
     lm = causal_lm(policy.model)
+    if is_sliced(lm.config):
+        tokens = token_logps(policy, batch, temperature=temperature)
+        loss, more = loss_fn(tokens, torch.arange(len(batch.target), device=policy.device))
+        return loss + tokens.logp[:0].sum(), [more]  # also a loss that makes nothing of them has a backward pass
     hidden = predictor_states(policy, lm, batch)
     return linear_logprob_loss(
         hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None, **head_of(lm)
@@ -248,28 +254,34 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
 
 def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: float) -> TokenLogps:
     lm = causal_lm(model)
-    hidden = predictor_states(policy, lm, batch)
-    return linear_logprob(hidden, target=batch.target, temperature=temperature, ignore_index=None, **head_of(lm))
+    part = part_of(lm.config, batch)
+    hidden = predictor_states(policy, lm, part.batch, part.num_keys)
+    own = linear_logprob(hidden, target=part.batch.target, temperature=temperature, ignore_index=None, **head_of(lm))
+    return TokenLogps(*part.whole(*own))
 
 
 @torch.no_grad()
 def token_log_collision(policy: Policy, batch: Batch) -> Tensor:  # (N,)
     """log sum_v p(v)^2 of the distribution that each trained token was drawn from."""
     lm = causal_lm(policy.model)
-    return linear_log_collision(predictor_states(policy, lm, batch), **head_of(lm))
+    part = part_of(lm.config, batch)
+    (found,) = part.whole(linear_log_collision(predictor_states(policy, lm, part.batch, part.num_keys), **head_of(lm)))
+    return found
 
 
-def predictor_states(policy: Policy, lm: Any, batch: Batch) -> Tensor:  # (N, D)
+def predictor_states(policy: Policy, lm: Any, batch: Batch, num_keys: int | None = None) -> Tensor:  # (N, D)
     """Last hidden states at the positions that predict trained tokens."""
-    return as_head_takes(policy, hidden_states(policy, lm, batch)[batch.index])
+    return as_head_takes(policy, hidden_states(policy, lm, batch, num_keys)[batch.index])
 
 
-def hidden_states(policy: Policy, lm: Any, batch: Batch | StridedBatch) -> Tensor:  # (R * T, D)
-    """Last hidden states at all positions of a batch, row by row."""
+def hidden_states(
+    policy: Policy, lm: Any, batch: Batch | StridedBatch, num_keys: int | None = None
+) -> Tensor:  # (R * T, D)
+    """Last hidden states at all positions of a batch, row by row; of a slice, where its rows have more keys."""
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         hidden = lm.base_model(
             input_ids=batch.input_ids,
-            attention_mask=attention_masks(lm.config, batch),
+            attention_mask=attention_masks(lm.config, batch, num_keys),
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state  # (R, T, D)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from data.packing import Batch, empty_batch
-from trainer.dist import TIMEOUT_S, all_max, all_sum, is_main, say, world_size
+from trainer.dist import TIMEOUT_S, all_max, all_sum, context_size, is_main, say, world_size
 from trainer.model import Policy, blocks_of, causal_lm
 from trainer.shards import full, is_dtensor
 
@@ -44,6 +44,8 @@ class ParallelConfig:
     """fsdp: give gathered weights back between forward and backward; less memory, one gather more."""
     cpu_offload: bool = False
     """fsdp: keep shards and optimizer state in main memory."""
+    context: int = 1
+    """Ranks that share every micro-batch, a slice of its rows each, for long sequences; 1: each has rows of its own."""
     timeout_s: float = TIMEOUT_S
     """Seconds that a rank waits for the others before it says where each of them is, and ends."""
 
@@ -57,16 +59,20 @@ class ParallelConfig:
                 raise ValueError(
                     f"parallel.{field.name}={value}: has no effect with one process; start several with torchrun"
                 )
-            if self.mode == "replicate" and field.name not in ("mode", "timeout_s") and value != field.default:
+            of_all = ("mode", "context", "timeout_s")
+            if self.mode == "replicate" and field.name not in of_all and value != field.default:
                 raise ValueError(f"parallel.{field.name}={value}: has no effect with parallel.mode=replicate")
         if self.shard is not None and (self.shard < 1 or world % self.shard):
             raise ValueError(f"parallel.shard={self.shard}: must divide the {world} processes")
+        if self.context < 1 or world % self.context:
+            raise ValueError(f"parallel.context={self.context}: must divide the {world} processes")
 
 
 def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
     """The policy over all processes; with one, the policy as it is."""
     if world_size() == 1:
         return policy
+    assert context_size() == cfg.context, (context_size(), cfg.context)  # process_group has it from the same config
     mode = pick_mode(cfg, policy)
     check_same_weights(policy.model)
     if mode == "fsdp":
@@ -105,7 +111,7 @@ def check_same_weights(model: nn.Module) -> None:
     """Every rank has read the same files; one that has not would train another model."""
     own = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()]).sum()
     device = next(model.parameters()).device
-    total = all_sum(own.to(device), "check of weights").cpu() / world_size()
+    total = all_sum(own.to(device), "check of weights", everyone=True).cpu() / world_size()
     if not torch.isclose(own, total, rtol=1e-12, atol=0):
         raise ValueError("model: ranks have loaded different weights; give all of them the same files")
 
@@ -194,7 +200,7 @@ def sum_gradients(model: nn.Module) -> None:
             p.grad = torch.zeros_like(p)
     for dtype in dict.fromkeys(p.dtype for p in plain):
         grads = [p.grad for p in plain if p.dtype == dtype]
-        total = all_sum(torch.cat([g.flatten() for g in grads]), "gradients")
+        total = all_sum(torch.cat([g.flatten() for g in grads]), "gradients", everyone=True)
         for g, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
             g.copy_(part.view_as(g))
 
@@ -209,7 +215,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     copies = world_size() // next(g for g in grads if is_dtensor(g)).device_mesh.size(-1)
     device = sharded[0].device
     squares = torch.stack([g.double().square().sum() for g in sharded]).sum() / copies
-    total = all_sum(squares.to(device), "gradient norm")
+    total = all_sum(squares.to(device), "gradient norm", everyone=True)
     plain = [g for g in grads if not is_dtensor(g)]
     total = total + sum((g.double().square().sum() for g in plain), start=torch.zeros_like(total))
     norm = float(total.sqrt())

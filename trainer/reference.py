@@ -16,7 +16,7 @@ from torch import Tensor
 from data.packing import Batch, Item, make_batches
 from trainer.checkpoint import sync
 from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
-from trainer.dist import all_count, all_gather, is_main, rank, shares, world_size
+from trainer.dist import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
 from trainer.model import Policy, causal_lm, load_policy, reference_logps, token_logps
 from trainer.parallel import place
 from trainer.shards import full, put
@@ -111,7 +111,7 @@ def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Ite
     """Score every distinct sequence once; found again on disk when model and data are the same."""
     distinct = list({key_of(item): item for item in items}.values())
     path = folder / f"{fingerprint(source, distinct)}.safetensors"
-    if all_count(path.exists(), "precomputed log-probs") == world_size():
+    if all_count(path.exists(), "precomputed log-probs", everyone=True) == world_size():
         flat = load_file(path)["logp"]
     else:
         flat = score_all(run, source, distinct)
@@ -127,8 +127,8 @@ def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Ite
 
 def score_all(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
     """Every rank scores its share, and all get the whole."""
-    dealt = shares([len(item.ids) for item in items], world_size())
-    own = score(run, source, [items[i] for i in dealt[rank()]])
+    dealt = shares([len(item.ids) for item in items], data_size())
+    own = score(run, source, [items[i] for i in dealt[data_rank()]])
     everyone = all_gather(own.to(source.device), "reference log-probs")
     found: dict[int, Tensor] = {}
     for numbers, flat in zip(dealt, everyone, strict=True):

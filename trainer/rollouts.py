@@ -24,7 +24,7 @@ from rollout.types import Completion, Sampling
 from rollout.vllm_engine import VllmEngine, check_start
 from rollout.vllm_gpu import shares_gpu
 from trainer.config import RolloutConfig, RunConfig
-from trainer.dist import all_count, is_main, world_size
+from trainer.dist import all_count, context_size, data_size, is_main
 from trainer.model import Policy
 from trainer.parallel import place
 from trainer.run import Run
@@ -53,10 +53,11 @@ def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
 
 def check_servers(cfg: Any, policy: Policy) -> None:
     """What would keep a server from starting or answering, as far as it shows at once: before there is a run folder."""
-    if cfg.prompts_per_step < world_size():
+    if cfg.prompts_per_step < data_size():
+        those = "processes" if context_size() == 1 else f"times {context_size()} processes that share theirs"
         raise ValueError(
             f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step holds {cfg.prompts_per_step} "
-            f"groups for {world_size()} processes; raise it, or gradient_accumulation_steps, so that each has one"
+            f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, so that each has one"
         )
     if cfg.rollout.engine == "vllm":
         if policy.is_sharded:

@@ -247,3 +247,30 @@ def test_model_over_rows_is_as_exact_as_separate_runs(checkpointing):
         ours, theirs = error(one, true), error(other, true)
         print(f"{quantity}: row with flex {ours:.2e}, separate runs {theirs:.2e}")
         assert ours <= 1.5 * theirs, (quantity, ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["packed", "shared", "shared, window"])
+def test_slices_of_a_row_over_its_whole_keys_are_the_row(name):
+    """As ranks that share rows run it: queries from the front and the back, keys and values views of one tensor."""
+    spans = spans_of(name)
+    rows, length = spans.own_start.shape
+    query, key, value, weight = draw_inputs(rows, length, (4, 2, 64))
+    out = flex_attend(query, key, value, block_mask(spans, length), scale=0.125)
+    whole = with_gradients(out, [query, key, value], weight)
+    piece = -(-length // (2 * TILE)) * TILE // 2
+    sums: dict[str, Tensor] = {"dk": torch.zeros_like(key), "dv": torch.zeros_like(value)}
+    for own in range(2):
+        steps = torch.arange(piece, device=DEVICE)
+        places = torch.cat([own * piece + steps, (3 - own) * piece + steps])
+        at, real = places.clamp(max=length - 1), places < length
+        fill = (0, 0, places, places + 1)
+        cut = Spans(*(torch.where(real, bound[:, at], other) for bound, other in zip(spans, fill, strict=True)))
+        both = torch.nn.functional.pad(torch.cat([key, value], dim=-1), (0, 0, 0, 4 * piece - length))
+        keys, values = both.split([64, 64], dim=-1)
+        part = flex_attend(query[:, :, at], keys, values, block_mask(cut, 4 * piece), scale=0.125)
+        real_weight = weight[:, :, at] * real.view(1, 1, -1, 1)
+        found = with_gradients(part, [query, key, value], real_weight)
+        assert error(part[:, :, real], whole["out"][:, :, at[real]]) < 1e-2
+        assert error(found["dq"][:, :, at[real]], whole["dq"][:, :, at[real]]) < 1e-2
+        sums = {side: total + found[side] for side, total in sums.items()}
+    assert error(sums["dk"], whole["dk"]) < 2e-2 and error(sums["dv"], whole["dv"]) < 2e-2

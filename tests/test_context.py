@@ -1,0 +1,196 @@
+"""Ranks that share rows (--parallel.context) give what one process gives, with a slice of the work each."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.packing import Batch, Item, empty_batch, make_batches
+from kernels.attention import Spans, dense_mask
+from tests.entry import metrics, run_ok
+from tests.test_ranks import alike, two_ok
+from trainer import attention, context
+from trainer.ebft_options import EbftConfig
+from trainer.parallel import ParallelConfig
+
+BOTH = ("replicate", "fsdp")
+
+
+def results(size: int, *names: str, cwd: Path, processes: int = 2) -> list[dict[str, Any]]:
+    launcher = ("--nproc-per-node", str(processes))
+    done = two_ok("tests.ranks.context_worker", size, *names, cwd=cwd, launcher=launcher, timeout=500)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for result in found:
+        assert result["gradient"] < 1e-12 and result["norm"] < 1e-12, result
+        assert result["unlike"] == {}, result
+    return found
+
+
+def test_ranks_that_share_rows_have_the_gradient_of_one_process(tmp_path):
+    """float64: packed and shared prompts, full and LoRA, rows that do not divide, and one too short for all."""
+    names = ("sft", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared", "grpo-lora")
+    words = [*(f"replicate:{name}" for name in names), "fsdp:sft-short", "fsdp:dpo-lora", "fsdp:grpo-shared"]
+    found = results(2, *words, cwd=tmp_path)
+    assert [f"{result['mode']}:{result['case']}" for result in found] == words
+    for result in found:  # half the positions each, but for padding
+        assert result["computed"] <= 0.6 * result["positions"] or result["case"] == "sft-tiny", result
+
+
+@pytest.mark.slow
+def test_every_case_in_both_modes(tmp_path):
+    assert len(results(2, cwd=tmp_path)) == 2 * 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_four_ranks_share_rows_by_twos_and_all_together(size, tmp_path):
+    """By twos there is a pair with nothing to do; all together have rows of fewer tokens than ranks."""
+    names = ("sft-one-row", "sft-tiny", "sft-padded", "sft-windows", "sft-recomputed", "dpo-aot", "kto", "prm",
+             "grpo-shared", "grpo-lora")  # fmt: skip
+    words = [f"{mode}:{name}" for mode in BOTH for name in names]
+    assert len(results(size, *words, cwd=tmp_path, processes=4)) == len(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("dpo", ("--parallel.mode", "fsdp")),
+        ("rm", ("--parallel.mode", "replicate", "--lora.r", "4")),
+        ("grpo", ("--parallel.mode", "fsdp", "--lora.r", "4", "--beta", "0.05")),
+    ],
+)
+def test_a_run_is_that_of_one_process(method, flags, tmp_path):
+    common = ("--method", method, "--max-steps", "2", "--max-eval-rows", "20")
+    alone = [flag for flag in flags if flag not in ("--parallel.mode", *BOTH)]
+    run_ok(*common, *alone, "--per-device-train-batch-size", "32", "--output-dir", tmp_path / "one", cwd=tmp_path)
+    two_ok(
+        "trainer", *common, *flags, "--parallel.context", "2", "--per-device-train-batch-size", "16",
+        "--output-dir", tmp_path / "two", cwd=tmp_path, timeout=500,
+    )  # fmt: skip
+    alike(metrics(tmp_path / "two"), metrics(tmp_path / "one"), limit=2e-4)
+
+
+@pytest.mark.gpu
+def test_flex_attention_over_slices_is_as_exact_as_over_rows(tmp_path):
+    (line,) = [x for x in two_ok("tests.ranks.context_gpu", cwd=tmp_path).stdout.splitlines() if x.startswith("{")]
+    found = json.loads(line)
+    for name in ("logp", "gradient"):
+        assert found["two"][name] < 1.2 * found["one"][name] < 0.05, found
+
+
+# Slices, by hand.
+
+
+def batches() -> list[Batch]:
+    rng = random.Random(0)
+    items = []
+    for prompt, *lengths in ((4, 3, 5, 2), (1, 1), (6, 9, 1)):
+        first = [rng.randrange(50) for _ in range(prompt)]
+        items += [
+            Item(first + [rng.randrange(50) for _ in range(n)], [False] * prompt + [True] * n, prompt) for n in lengths
+        ]
+    packed = {"max_tokens": 26, "share_prompt": True}
+    return [*make_batches(items, **packed), *make_batches(items, max_tokens=60, packing=False), empty_batch()]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("multiple", [2, 128])
+def test_slices_cover_a_batch_and_see_what_it_sees(size, multiple, monkeypatch):
+    monkeypatch.setattr(context, "context_size", lambda: size)
+    for batch in batches():
+        num_rows, length = batch.input_ids.shape
+        whole = dense_mask(
+            Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop), length
+        ).squeeze(1)
+        tokens, covered = [], []
+        for own in range(size):
+            monkeypatch.setattr(context, "context_rank", lambda own=own: own)
+            part = context.slice_of(batch, multiple=multiple)
+            cut, num_queries = part.batch, part.batch.input_ids.shape[1]
+            assert num_queries % multiple == 0 and part.num_keys == size * num_queries
+            mask = dense_mask(Spans(cut.prefix_start, cut.prefix_stop, cut.own_start, cut.own_stop), part.num_keys)
+            assert mask.any(dim=-1).all()  # a softmax over nothing would be NaN
+            # own_stop is the place after a query's own, in a row as in a slice of it
+            place = cut.own_stop - 1
+            covered.append(place)
+            for row in range(num_rows):
+                real = place[row] < length
+                at = place[row][real]
+                assert (
+                    torch.equal(mask[row, 0, real, :length], whole[row, at]) and not mask[row, 0, real, length:].any()
+                )
+                assert torch.equal(cut.input_ids[row, real], batch.input_ids[row, at])
+                assert torch.equal(cut.position_ids[row, real], batch.position_ids[row, at])
+            at = cut.index // num_queries * length + place.flatten()[cut.index]  # back to places in the batch
+            assert torch.equal(at, batch.index[part.tokens]) and torch.equal(cut.target, batch.target[part.tokens])
+            tokens.append(part.tokens)
+        assert torch.equal(torch.cat(tokens).sort().values, torch.arange(len(batch.target)))
+        everywhere = torch.cat(covered, dim=1).sort(dim=1).values
+        assert torch.equal(everywhere, torch.arange(everywhere.shape[1]).expand_as(everywhere))
+
+
+def test_keys_come_back_in_the_order_of_the_row_and_their_gradients_go_home(monkeypatch):
+    """Three ranks played in turns: what each gives away is at its places, what it gets back is the sum for them."""
+    size, length, row = 3, 12, torch.arange(12.0).view(1, 1, 12, 1)
+    monkeypatch.setattr(context, "context_size", lambda: size)
+    owned = []
+    for own in range(size):
+        monkeypatch.setattr(context, "context_rank", lambda own=own: own)
+        (batch,) = make_batches([Item(list(range(length)), [False] + [True] * (length - 1))], max_tokens=length)
+        owned.append(row[:, :, context.slice_of(batch, multiple=2).batch.input_ids[0]])
+    monkeypatch.setattr(context, "context_gather", lambda x, name: torch.stack([x.repeat(1, 1, 1, 2) for x in owned]))
+    monkeypatch.setattr(context, "context_scatter_sum", lambda x, name: x[1])
+    own = owned[1].clone().requires_grad_()
+    found, _ = context.whole_row(own, own)
+    assert torch.equal(found, row)
+    (found * row).sum().backward()
+    assert torch.equal(own.grad, owned[1])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "message"),
+    [
+        ("1", {"context": 2}, "parallel.context=2: has no effect with one process; start several with torchrun"),
+        ("4", {"context": 3}, "parallel.context=3: must divide the 4 processes"),
+        ("4", {"context": 0}, "parallel.context=0: must divide the 4 processes"),
+    ],
+)
+def test_a_context_that_cannot_be_is_refused(world, settings, message, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        ParallelConfig(**settings)
+
+
+def test_methods_and_models_that_cannot_share_rows_are_refused(monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trainer.config import DataConfig, ModelConfig
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ParallelConfig(mode="replicate", context=2).context == 2
+    with pytest.raises(ValueError, match=r"^parallel\.context=2: features are taken from whole rows"):
+        EbftConfig(model=ModelConfig(model="test"), data=DataConfig(data=("x",)), parallel=ParallelConfig(context=2))
+    monkeypatch.setattr(attention, "context_size", lambda: 2)
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="eager"))
+    with pytest.raises(ValueError, match=r"^parallel\.context=2: LlamaForCausalLM runs with eager attention"):
+        attention.choose_attention(model, "eager", torch.device("cpu"))
+    growing = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=growing))
+    with pytest.raises(ValueError, match=r"^parallel\.context=2: LlamaForCausalLM turns positions by how long the row"):
+        attention.choose_attention(model, "auto", torch.device("cpu"))

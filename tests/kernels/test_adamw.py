@@ -33,7 +33,7 @@ def check_against_exact(run, *shape: int, device: str = "cpu") -> None:
         assert ((apart.abs() - float32) / step_at(value)).max() < 1.0  # one of the two neighbours
         if got.numel() > 4000:  # right on average: a rounding has a standard deviation of at most half a step
             steps = (apart / step_at(value))[float32 < 0.01 * step_at(value)]
-            assert abs(steps.mean()) < 5 * 0.5 / len(steps) ** 0.5 and len(steps) > 0.9 * got.numel()
+            assert abs(steps.mean()) < 5 * 0.5 / len(steps) ** 0.5 and len(steps) > 0.7 * got.numel()
             assert steps.abs().mean() > 0.1  # and it is random, not to the nearest and exact by chance
 
 

@@ -46,19 +46,20 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 
 
 @pytest.mark.parametrize("mode", ["replicate", "fsdp"])
-def test_every_offline_method_has_the_gradient_of_one_process(mode, tmp_path):
+def test_every_method_has_the_gradient_of_one_process(mode, tmp_path):
     """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step."""
     done = two_ok("tests.ranks.worker", mode, cwd=tmp_path)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == 15
+    assert len(results) == 20
     for result in results:
         assert result["gradient"] < 1e-12, result
         assert result["norm"] < 1e-12 and result["clipped"] == pytest.approx(1e-3, rel=1e-4), result
         assert result["unlike"] == {}, result
 
 
-def test_copies_of_shards_have_it_too(tmp_path):
-    done = two_ok("tests.ranks.worker", "copies", "sft-untied", "dpo-lora", cwd=tmp_path)
+@pytest.mark.parametrize("mode", ["copies", pytest.param("once", marks=pytest.mark.slow)])
+def test_copies_of_shards_and_gradients_reduced_once_have_it_too(mode, tmp_path):
+    done = two_ok("tests.ranks.worker", mode, "sft-untied", "dpo-lora", cwd=tmp_path)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [result["case"] for result in results] == ["sft-untied", "dpo-lora"]
     assert all(result["gradient"] < 1e-12 and result["norm"] < 1e-12 for result in results), results
@@ -116,6 +117,37 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_waited_for(tmp_path):
     assert done.returncode != 0 and time.monotonic() - started < 45
     assert "rank 0: has waited 4 s in 'count of tokens' (collective 2)" in done.stderr
     assert "rank 1 is busy elsewhere, its last collective was 'first' (collective 1)" in done.stderr
+    assert f"exitcode  : {HUNG}" in done.stderr
+
+
+ASLEEP = """
+import time, torch
+from data.packing import Item, make_batches
+from tests.ranks.worker import make_policy
+from trainer.dist import process_group, rank
+from trainer.model import token_logps
+from trainer.parallel import ParallelConfig, place, spread
+with process_group(4.0):
+    policy = spread(ParallelConfig(mode="fsdp"), make_policy())
+    batches = make_batches([Item([n, 1, 2, 3], [False, True, True, True]) for n in range(3)], max_tokens=4)
+    batches = place(policy, batches)
+    for number, mb in enumerate(batches):
+        time.sleep(7 if number == 0 else 0)  # all of them compute, for longer than the limit
+        token_logps(policy, mb).logp.sum().backward()
+        print("done", number, flush=True)
+        if number == 1 and rank() == 1:
+            time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_begin_a_pass_is_named_and_long_computing_is_not(tmp_path):
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    started = time.monotonic()
+    done = two("asleep", cwd=tmp_path, timeout=280, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.returncode != 0 and time.monotonic() - started < 200
+    assert done.stdout.count("done 1") == 2 and "done 2" not in done.stdout, done.stderr[-3000:]
+    assert "rank 0: has waited 4 s in 'forward and backward of micro-batch 3 of 3'" in done.stderr
     assert f"exitcode  : {HUNG}" in done.stderr
 
 

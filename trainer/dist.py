@@ -4,7 +4,9 @@
         total = all_sum(x, "count of tokens")    # the name is what is shown when a rank does not come
 
 All ranks must call the same collectives in the same order. A rank that does not come would leave the others waiting
-for ever: each of them watches how long it has waited, and after timeout_s says where every rank is and ends.
+for ever: each of them watches how long it has waited, and after timeout_s says where every rank is and ends. Passes of
+a model in shards hold collectives of their own, within `passing`: these may take as long as they take, unless another
+rank has not begun the same pass after timeout_s.
 
 With one process every function here is its own trivial case, and torch.distributed is not even imported.
 """
@@ -15,10 +17,12 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +71,8 @@ def process_group(timeout_s: float) -> Iterator[None]:
     # A launcher keeps its store when it starts processes again: the addresses of those that died must not be found.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl":
+        record_flight()
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=world, timeout=limit, **options)
     watch = Watch(timeout_s)
     global _watch
@@ -80,6 +86,32 @@ def process_group(timeout_s: float) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def record_flight() -> None:
+    """Have torch keep the last collectives of NCCL, and write them down when one does not end; what is set stays."""
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if not {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"} & os.environ.keys():
+        start = f"strop-nccl-{os.environ['MASTER_PORT']}-rank-"  # torch adds the rank
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(Path(tempfile.gettempdir()) / start)
+
+
+def dump_flight() -> str:
+    """Write down NCCL's last collectives, as JSON: this process ends before torch would. Says where they are."""
+    import torch.distributed as dist
+
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None or dist.get_backend() != "nccl":
+        return ""
+    start = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+    path = Path(f"{start}{rank()}.json")
+    try:
+        path.write_bytes(dump(includeCollectives=True, onlyActive=False))
+    except Exception as error:  # what is known is said without it
+        return f"; the last NCCL collectives could not be written to {path} ({error})"
+    return f"; the last NCCL collectives are in {path}"
+
+
 class Watch:
     """Where this rank is, told to the others now and then; a thread, as the one that waits cannot look at a clock."""
 
@@ -91,19 +123,33 @@ class Watch:
         self.store = PrefixStore("strop-watch", _get_default_store())
         self.orders = 0  # given or taken
         self.number = 0  # of the collective this rank is in, or was in last
+        self.passes = 0  # begun since then
         self.name = "start"
-        self.since: float | None = None  # when it was entered; None: not in one
+        self.since: float | None = None  # when it was entered; None: neither in a collective nor in a pass
+        self.in_pass = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dist-watch", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        self.number, self.name, self.since = self.number + 1, name, time.monotonic()
+        around = self.name, self.since, self.in_pass
+        self.number, self.passes, self.in_pass = self.number + 1, 0, False
+        self.name, self.since = name, time.monotonic()
         try:
             yield
         finally:
             self.since = None
+            if around[2]:  # a collective within a pass
+                self.name, self.since, self.in_pass = around
+
+    @contextlib.contextmanager
+    def passing(self, name: str) -> Iterator[None]:
+        self.passes, self.name, self.since, self.in_pass = self.passes + 1, name, time.monotonic(), True
+        try:
+            yield
+        finally:
+            self.since, self.in_pass = None, False
 
     def stop(self) -> None:
         self._stopped.set()
@@ -114,13 +160,29 @@ class Watch:
             with contextlib.suppress(Exception):  # the store goes with rank 0
                 self.store.set(str(rank()), json.dumps(self._where()))
             since = self.since
-            if since is not None and time.monotonic() - since > self.timeout_s:
-                say(self.report())
+            late = since is not None and time.monotonic() - since > self.timeout_s
+            if late and (not self.in_pass or self._is_behind()):
+                say(self.report() + dump_flight())
                 os._exit(HUNG)
 
     def _where(self) -> dict[str, Any]:
-        waited = None if self.since is None else time.monotonic() - self.since
-        return {"number": self.number, "name": self.name, "waited_s": waited, "at": time.time()}
+        since = self.since
+        return {
+            "number": self.number,
+            "passes": self.passes,
+            "name": self.name,
+            "waited_s": None if since is None else time.monotonic() - since,
+            "at": time.time(),
+        }
+
+    def _is_behind(self) -> bool:
+        """Whether some rank has not begun the pass that this one is in: no computing, however long, is waited for."""
+        try:
+            others = [str(other) for other in range(world_size()) if other != rank()]
+            told = [json.loads(self.store.get(key)) for key in others] if self.store.check(others) else None
+        except Exception:  # the store went with rank 0
+            return True
+        return told is None or any((x["number"], x["passes"]) < (self.number, self.passes) for x in told)
 
     def report(self) -> str:
         """Where all ranks are, as far as they have said."""
@@ -149,8 +211,13 @@ _watch: Watch | None = None
 
 
 def inside(name: str) -> contextlib.AbstractContextManager[None]:
-    """For a stretch of work that holds collectives of its own (a sharded forward): it has the limit of one."""
+    """For a stretch of work that is a collective, and has the limit of one."""
     return contextlib.nullcontext() if _watch is None else _watch.inside(name)
+
+
+def passing(name: str) -> contextlib.AbstractContextManager[None]:
+    """For a pass of a model in shards, which every rank makes: a forward, and its backward."""
+    return contextlib.nullcontext() if _watch is None else _watch.passing(name)
 
 
 def say(text: str) -> None:

@@ -31,13 +31,13 @@ from rollout.planner import sample_seed
 from rollout.sampling import signed_64
 from rollout.strided import continue_documents
 from trainer.attention import span_masks
-from trainer.dist import all_max, all_sum, world_size
+from trainer.dist import all_sum, world_size
 from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
 from trainer.metrics import MetricSums
 from trainer.model import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
 from trainer.offline import mine, places_of_mine
 from trainer.optim import total_loss
-from trainer.parallel import gathered_weights, place
+from trainer.parallel import fill_up, gathered_weights, place
 
 EVAL_SEED = -1  # of held-out continuations; a run's own seed is 0 or above
 
@@ -67,30 +67,23 @@ def continue_all(
     or whether the run was broken off in between, or which rank has it, does not change it.
     """
     lm, plan = causal_lm(policy.model), cfg.strided.plan
-    of_document = torch.tensor([signed_64(sample_seed(seed, number)) for number in numbers])
-    rows, behaviour = [], []
+    of_document = [signed_64(sample_seed(seed, number)) for number in numbers]
+    of_document = torch.tensor(of_document, dtype=torch.int64, device=policy.device)
+    of_sample = torch.arange(plan.n_samples_per_prompt, device=policy.device)
     multiple = max(multiple, policy.row_multiple)
     planned = make_strided(documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=multiple)
+    rows, behaviour = fill_up(policy, planned, empty_strided(plan, multiple=multiple)), []
     with gathered_weights(policy):
-        for row in fill_up(policy, planned, empty_strided(plan, multiple=multiple)):
-            own = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + torch.arange(plan.n_samples_per_prompt)
-            seeds = of_document[row.document].unsqueeze(1) + own  # (A, n)
-            row = row.to(policy.device)
+        for number in range(len(rows)):  # these passes are not those of all ranks
+            row = rows[number].to(policy.device)
+            own = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + of_sample
             made = continue_documents(
-                lm, row, partial(span_masks, lm.config), seeds=seeds.to(policy.device), temperature=cfg.temperature,
-                autocast_dtype=policy.autocast_dtype,
+                lm, row, partial(span_masks, lm.config), seeds=of_document[row.document].unsqueeze(1) + own,  # (A, n)
+                temperature=cfg.temperature, autocast_dtype=policy.autocast_dtype,
             )  # fmt: skip
-            rows.append(row.with_generated(made.ids))
+            rows[number] = row.with_generated(made.ids)
             behaviour.append(made.logps)
     return StridedStep(rows, behaviour)
-
-
-def fill_up(policy: Policy, rows: list[StridedBatch], empty: StridedBatch) -> list[StridedBatch]:
-    """As many rows as every other rank has, at least one: ranks run the same passes."""
-    if world_size() == 1:
-        return rows
-    count = int(all_max(torch.tensor(max(1, len(rows)), device=policy.device), "number of rows"))
-    return rows + [empty] * (count - len(rows))
 
 
 def judge(network: FeatureNetwork, step: StridedStep) -> StridedStep:

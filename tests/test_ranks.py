@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.entry import ROOT, environment, metrics, run_ok
-from trainer.dist import HUNG, shares
+from trainer.dist import HUNG, Watch, record_flight, shares
 from trainer.parallel import ParallelConfig
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -178,6 +179,40 @@ def rank_1_of(launcher: int) -> int:
         except OSError:
             continue
     raise AssertionError("rank 1 was not found")
+
+
+def test_long_computing_is_not_waiting_and_a_rank_that_has_not_begun_is(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told: dict[str, str] = {}
+    watch = Watch.__new__(Watch)
+    watch.number, watch.passes, watch.since, watch.in_pass, watch.name = 7, 0, None, False, "tokens"
+    watch.store = SimpleNamespace(get=told.__getitem__, check=lambda keys: all(key in told for key in keys))
+    with watch.passing("micro-batch 1"), watch.inside("a statistic of the step"):
+        assert (watch.number, watch.passes, watch.in_pass) == (8, 0, False)
+    with watch.passing("micro-batch 2"):
+        assert watch._is_behind(), "it has never said anything"
+        for number, passes, behind in ((8, 1, False), (8, 0, True), (7, 3, True), (9, 0, False)):
+            told["1"] = json.dumps({"number": number, "passes": passes})
+            assert watch._is_behind() is behind, (number, passes)
+        with watch.inside("a statistic of the step"):
+            pass
+        assert watch.since is not None and watch.in_pass and watch.name == "micro-batch 2"
+    assert watch.since is None and not watch.in_pass
+
+
+def test_flight_recorder_is_set_up_unless_somebody_has(monkeypatch):
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+             "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # fmt: skip
+    for name in names:
+        monkeypatch.setenv(name, "theirs")
+    record_flight()
+    assert {os.environ[name] for name in names} == {"theirs"}
+    for name in names:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    record_flight()
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000" and os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].endswith("strop-nccl-29500-rank-")
 
 
 def test_shares_are_whole_and_even():

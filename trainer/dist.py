@@ -106,7 +106,7 @@ def dump_flight() -> str:
     start = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     path = Path(f"{start}{rank()}.json")
     try:
-        path.write_bytes(dump(includeCollectives=True, onlyActive=False))
+        path.write_bytes(dump())
     except Exception as error:  # what is known is said without it
         return f"; the last NCCL collectives could not be written to {path} ({error})"
     return f"; the last NCCL collectives are in {path}"

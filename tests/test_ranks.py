@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.entry import ROOT, environment, metrics, run_ok
-from trainer.dist import HUNG, Watch, record_flight, shares
+from trainer.dist import HUNG, Place, Watch, record_flight, shares
 from trainer.parallel import ParallelConfig
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -185,10 +185,10 @@ def test_long_computing_is_not_waiting_and_a_rank_that_has_not_begun_is(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     told: dict[str, str] = {}
     watch = Watch.__new__(Watch)
-    watch.number, watch.passes, watch.since, watch.in_pass, watch.name = 7, 0, None, False, "tokens"
+    watch.number, watch.passes, watch.at = 7, 0, Place("tokens")
     watch.store = SimpleNamespace(get=told.__getitem__, check=lambda keys: all(key in told for key in keys))
     with watch.passing("micro-batch 1"), watch.inside("a statistic of the step"):
-        assert (watch.number, watch.passes, watch.in_pass) == (8, 0, False)
+        assert (watch.number, watch.passes, watch.at.is_pass) == (8, 0, False)
     with watch.passing("micro-batch 2"):
         assert watch._is_behind(), "it has never said anything"
         for number, passes, behind in ((8, 1, False), (8, 0, True), (7, 3, True), (9, 0, False)):
@@ -196,8 +196,8 @@ def test_long_computing_is_not_waiting_and_a_rank_that_has_not_begun_is(monkeypa
             assert watch._is_behind() is behind, (number, passes)
         with watch.inside("a statistic of the step"):
             pass
-        assert watch.since is not None and watch.in_pass and watch.name == "micro-batch 2"
-    assert watch.since is None and not watch.in_pass
+        assert watch.at.since is not None and watch.at.is_pass and watch.at.name == "micro-batch 2"
+    assert watch.at.since is None
 
 
 def test_flight_recorder_is_set_up_unless_somebody_has(monkeypatch):

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,20 +96,27 @@ def record_flight() -> None:
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(Path(tempfile.gettempdir()) / start)
 
 
-def dump_flight() -> str:
-    """Write down NCCL's last collectives, as JSON: this process ends before torch would. Says where they are."""
+def dump_flight() -> None:
+    """Write down NCCL's last collectives, as JSON, and say where: this process ends before torch would do it."""
     import torch.distributed as dist
 
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    if dump is None or dist.get_backend() != "nccl":
-        return ""
+    if dist.get_backend() != "nccl":
+        return
     start = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     path = Path(f"{start}{rank()}.json")
     try:
-        path.write_bytes(dump())
-    except Exception as error:  # what is known is said without it
-        return f"; the last NCCL collectives could not be written to {path} ({error})"
-    return f"; the last NCCL collectives are in {path}"
+        path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace_json())
+        say(f"rank {rank()}: its last NCCL collectives are in {path}")
+    except Exception as error:  # whatever it is, this process is about to end
+        say(f"rank {rank()}: its last NCCL collectives could not be written to {path} ({error})")
+
+
+class Place(NamedTuple):
+    """Where a rank is, or was last."""
+
+    name: str
+    since: float | None = None  # when it was entered; None: it was left
+    is_pass: bool = False  # not a collective of ours
 
 
 class Watch:
@@ -124,32 +131,28 @@ class Watch:
         self.orders = 0  # given or taken
         self.number = 0  # of the collective this rank is in, or was in last
         self.passes = 0  # begun since then
-        self.name = "start"
-        self.since: float | None = None  # when it was entered; None: neither in a collective nor in a pass
-        self.in_pass = False
+        self.at = Place("start")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dist-watch", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        around = self.name, self.since, self.in_pass
-        self.number, self.passes, self.in_pass = self.number + 1, 0, False
-        self.name, self.since = name, time.monotonic()
+        around, self.number, self.passes = self.at, self.number + 1, 0
+        self.at = Place(name, time.monotonic())
         try:
             yield
         finally:
-            self.since = None
-            if around[2]:  # a collective within a pass
-                self.name, self.since, self.in_pass = around
+            self.at = around if around.is_pass else Place(name)  # a pass goes on after a collective within it
 
     @contextlib.contextmanager
     def passing(self, name: str) -> Iterator[None]:
-        self.passes, self.name, self.since, self.in_pass = self.passes + 1, name, time.monotonic(), True
+        self.passes += 1
+        self.at = Place(name, time.monotonic(), is_pass=True)
         try:
             yield
         finally:
-            self.since, self.in_pass = None, False
+            self.at = Place(name)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -159,21 +162,17 @@ class Watch:
         while not self._stopped.wait(BEAT_S):
             with contextlib.suppress(Exception):  # the store goes with rank 0
                 self.store.set(str(rank()), json.dumps(self._where()))
-            since = self.since
-            late = since is not None and time.monotonic() - since > self.timeout_s
-            if late and (not self.in_pass or self._is_behind()):
-                say(self.report() + dump_flight())
+            at = self.at
+            late = at.since is not None and time.monotonic() - at.since > self.timeout_s
+            if late and (not at.is_pass or self._is_behind()):
+                say(self.report())
+                dump_flight()
                 os._exit(HUNG)
 
     def _where(self) -> dict[str, Any]:
-        since = self.since
-        return {
-            "number": self.number,
-            "passes": self.passes,
-            "name": self.name,
-            "waited_s": None if since is None else time.monotonic() - since,
-            "at": time.time(),
-        }
+        at, own = self.at, {"number": self.number, "passes": self.passes}
+        waited = None if at.since is None else time.monotonic() - at.since
+        return {**own, "name": at.name, "waited_s": waited, "at": time.time()}
 
     def _is_behind(self) -> bool:
         """Whether some rank has not begun the pass that this one is in: no computing, however long, is waited for."""
@@ -186,7 +185,7 @@ class Watch:
 
     def report(self) -> str:
         """Where all ranks are, as far as they have said."""
-        places = [f"rank {rank()}: has waited {self.timeout_s:g} s in {self.name!r} (collective {self.number})"]
+        places = [f"rank {rank()}: has waited {self.timeout_s:g} s in {self.at.name!r} (collective {self.number})"]
         for other in range(world_size()):
             if other != rank():
                 places.append(f"rank {other} {self._told(other)}")

@@ -118,11 +118,11 @@ def strided_case(*, lora: bool = False) -> Case:
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         network = FeatureNetwork(cfg.features, cfg.run, policy)
+        held_out = strided_step.evaluate(cfg, policy, network, documents[:3], batch_size=2)  # as after a step
         own = [rows[place] for place in places_of_mine(rows, cfg.strided.plan.size)]
         made = strided_step.continue_all(cfg, policy, own, seed=3, numbers=[numbers[id(row)] for row in own])
         made = strided_step.judge(network, made)
         sums = strided_step.backward(cfg, policy, made)
-        held_out = strided_step.evaluate(cfg, policy, network, documents[:3], batch_size=2)
         return {**sums.means(), **strided_step.step_metrics(network, made), **held_out}
 
     return Case(documents, lambda: make_policy(reference=True, lora=lora), step, all_of_them)

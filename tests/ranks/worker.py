@@ -84,7 +84,8 @@ def make_policy(kind: str = "causal", *, tied: bool = True, lora: bool = False, 
         torch.manual_seed(3)
         head = [] if kind == "causal" else ["score"]  # trained whole
         options = {"exclude_modules": head, "modules_to_save": head} if head else {}
-        adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **options)
+        # As large as the base weights, not more: large ones make float32 and long runs a matter of rounding.
+        adapter = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False, **options)
         model = get_peft_model(model, adapter).double()
     frozen = make_model(kind, 1, tied=tied).eval().requires_grad_(False) if reference and not lora else None
     return Policy(

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +75,8 @@ def faults(scratch: Path) -> tuple[str, bool, str]:
     for fault in found:
         equal = {True: "equal", False: "DIFFER", None: "-"}[fault.equal]
         steps = ["-" if step is None else f"step {step}" for step in (fault.saved, fault.resumed)]
-        said = textwrap.shorten(fault.said.replace("|", "/").replace(f"{scratch}/", ""), 240, placeholder=" ...")
+        said = fault.said.replace("|", "/").replace(f"{scratch}/", "")
+        said = said if len(said) < 260 else f"{said[:100]} ... {said[-120:]}"
         lines.append(f"| {fault.done} | {fault.exit_code} | {said} | {' | '.join(steps)} | {equal} |")
     passed = sum(fault.passed for fault in found)
     return (

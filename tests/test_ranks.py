@@ -185,15 +185,16 @@ def test_long_computing_is_not_waiting_and_a_rank_that_has_not_begun_is(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     told: dict[str, str] = {}
     watch = Watch.__new__(Watch)
-    watch.number, watch.passes, watch.at = 7, 0, Place("tokens")
+    watch.number, watch.passes, watch.at, watch.timeout_s = 7, 0, Place("tokens"), 60.0
     watch.store = SimpleNamespace(get=told.__getitem__, check=lambda keys: all(key in told for key in keys))
     with watch.passing("micro-batch 1"), watch.inside("a statistic of the step"):
         assert (watch.number, watch.passes, watch.at.is_pass) == (8, 0, False)
     with watch.passing("micro-batch 2"):
         assert watch._is_behind(), "it has never said anything"
-        for number, passes, behind in ((8, 1, False), (8, 0, True), (7, 3, True), (9, 0, False)):
-            told["1"] = json.dumps({"number": number, "passes": passes})
-            assert watch._is_behind() is behind, (number, passes)
+        for number, passes, age, behind in ((8, 1, 0, False), (8, 0, 0, True), (7, 3, 0, True), (9, 0, 0, False),
+                                            (8, 0, 20, False), (8, 0, 90, True)):  # fmt: skip
+            told["1"] = json.dumps({"number": number, "passes": passes, "at": time.time() - age})
+            assert watch._is_behind() is behind, (number, passes, age)
         with watch.inside("a statistic of the step"):
             pass
         assert watch.at.since is not None and watch.at.is_pass and watch.at.name == "micro-batch 2"

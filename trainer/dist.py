@@ -175,13 +175,21 @@ class Watch:
         return {**own, "name": at.name, "waited_s": waited, "at": time.time()}
 
     def _is_behind(self) -> bool:
-        """Whether some rank has not begun the pass that this one is in: no computing, however long, is waited for."""
+        """Whether some rank has not begun the pass that this one is in: no computing, however long, is waited for.
+
+        News must be fresh, or have ceased: one that had no time to say so lately may have begun since.
+        """
         try:
             others = [str(other) for other in range(world_size()) if other != rank()]
             told = [json.loads(self.store.get(key)) for key in others] if self.store.check(others) else None
         except Exception:  # the store went with rank 0
             return True
-        return told is None or any((x["number"], x["passes"]) < (self.number, self.passes) for x in told)
+        if told is None:
+            return True
+        ages = [time.time() - x["at"] for x in told]
+        known = [age < 3 * BEAT_S or age > self.timeout_s for age in ages]
+        lower = [(x["number"], x["passes"]) < (self.number, self.passes) for x in told]
+        return any(a and b for a, b in zip(known, lower, strict=True))
 
     def report(self) -> str:
         """Where all ranks are, as far as they have said."""

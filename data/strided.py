@@ -185,6 +185,12 @@ def make_strided(
     return [_build(documents, group, plan, pad_id, multiple) for group in groups]
 
 
+def empty_strided(plan: StridedPlan, *, pad_id: int = 0, multiple: int = 1) -> StridedBatch:
+    """A row without documents: a forward pass for a rank that has nothing to compute."""
+    (row,) = make_strided([Document([pad_id])], plan, max_tokens=1, pad_id=pad_id, multiple=multiple)
+    return replace(row, rows=[], num_computed=0)
+
+
 def _build(
     documents: Sequence[Document], rows: list[int], plan: StridedPlan, pad_id: int, multiple: int
 ) -> StridedBatch:

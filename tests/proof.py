@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests import proof_async, proof_ebft
+from tests import proof_async, proof_ebft, proof_ranks
 from tests.entry import ROOT, metrics, processes_with, repeatable, run_ok
 from tests.test_resume import GRPO, STEPS, start_and_kill
 
@@ -29,6 +29,7 @@ RECIPES = ROOT / "trainer" / "recipes"
 class Outcome:
     figure: str
     passed: bool
+    table: str = ""  # in full, where a line does not hold it
 
 
 def accuracy(rows: list[dict], name: str = "eval/exact_match/mean") -> tuple[float, float]:
@@ -225,6 +226,14 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     "kills": ("`kill -9` at five random steps, `--resume` after each", kills),
     "disk-full": ("file-size limit met while saving, then `--resume`", disk_full),
     "soak": ("soak run", soak),
+    "ranks": (
+        "every method on two gloo processes against one, replicate and fsdp, full and LoRA: 20 steps of SGD in float64",
+        lambda path: Outcome(*proof_ranks.grid(path)),
+    ),
+    "faults": (
+        "killed ranks, SIGTERM, NaN, no space, ranks that sleep",
+        lambda path: Outcome(*proof_ranks.faults(path)),
+    ),
     "async": (
         "`--async-prefetch` on a vLLM server, three seeds: within 0.05 of runs that wait",
         lambda path: Outcome(*proof_async.learns(path)),
@@ -247,6 +256,8 @@ def main(names: list[str]) -> int:
         print(f"{name} ...", flush=True)
         results[name] = PROOFS[name][1](scratch)
         print(f"{name}: {results[name].figure}: {'passed' if results[name].passed else 'FAILED'}", flush=True)
+        if results[name].table:
+            print(results[name].table, flush=True)
         shutil.rmtree(scratch)
     if not names:
         write_table(results)
@@ -264,6 +275,7 @@ def write_table(results: dict[str, Outcome]) -> None:
         "| run | outcome | |",
         "|---|---|---|",
         *(f"| {PROOFS[name][0]} | {o.figure} | {'passed' if o.passed else 'FAILED'} |" for name, o in results.items()),
+        *(f"\n## {name}\n\n{outcome.table}" for name, outcome in results.items() if outcome.table),
     ]
     TABLE.write_text("\n".join(lines) + "\n")
     print(TABLE.read_text())

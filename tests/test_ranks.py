@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.entry import ROOT, environment, metrics, run_ok
-from trainer.dist import HUNG, shares
+from trainer.dist import shares
+from trainer.dist_watch import HUNG, Place, Watch, record_flight
 from trainer.parallel import ParallelConfig
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -46,19 +48,20 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 
 
 @pytest.mark.parametrize("mode", ["replicate", "fsdp"])
-def test_every_offline_method_has_the_gradient_of_one_process(mode, tmp_path):
+def test_every_method_has_the_gradient_of_one_process(mode, tmp_path):
     """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step."""
     done = two_ok("tests.ranks.worker", mode, cwd=tmp_path)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == 15
+    assert len(results) == 20
     for result in results:
         assert result["gradient"] < 1e-12, result
         assert result["norm"] < 1e-12 and result["clipped"] == pytest.approx(1e-3, rel=1e-4), result
         assert result["unlike"] == {}, result
 
 
-def test_copies_of_shards_have_it_too(tmp_path):
-    done = two_ok("tests.ranks.worker", "copies", "sft-untied", "dpo-lora", cwd=tmp_path)
+@pytest.mark.parametrize("mode", ["copies", pytest.param("once", marks=pytest.mark.slow)])
+def test_copies_of_shards_and_gradients_reduced_once_have_it_too(mode, tmp_path):
+    done = two_ok("tests.ranks.worker", mode, "sft-untied", "dpo-lora", cwd=tmp_path)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [result["case"] for result in results] == ["sft-untied", "dpo-lora"]
     assert all(result["gradient"] < 1e-12 and result["norm"] < 1e-12 for result in results), results
@@ -119,6 +122,37 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_waited_for(tmp_path):
     assert f"exitcode  : {HUNG}" in done.stderr
 
 
+ASLEEP = """
+import time, torch
+from data.packing import Item, make_batches
+from tests.ranks.worker import make_policy
+from trainer.dist import process_group, rank
+from trainer.model import token_logps
+from trainer.parallel import ParallelConfig, place, spread
+with process_group(4.0):
+    policy = spread(ParallelConfig(mode="fsdp"), make_policy())
+    batches = make_batches([Item([n, 1, 2, 3], [False, True, True, True]) for n in range(3)], max_tokens=4)
+    batches = place(policy, batches)
+    for number, mb in enumerate(batches):
+        time.sleep(7 if number == 0 else 0)  # all of them compute, for longer than the limit
+        token_logps(policy, mb).logp.sum().backward()
+        print("done", number, flush=True)
+        if number == 1 and rank() == 1:
+            time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_begin_a_pass_is_named_and_long_computing_is_not(tmp_path):
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    started = time.monotonic()
+    done = two("asleep", cwd=tmp_path, timeout=280, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.returncode != 0 and time.monotonic() - started < 200
+    assert done.stdout.count("done 1") == 2 and "done 2" not in done.stdout, done.stderr[-3000:]
+    assert "rank 0: has waited 4 s in 'forward and backward of micro-batch 3 of 3'" in done.stderr
+    assert f"exitcode  : {HUNG}" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     run_ok(*SFT, "--per-device-train-batch-size", "16", "--max-steps", "6", "--output-dir", tmp_path / "whole",
@@ -146,6 +180,41 @@ def rank_1_of(launcher: int) -> int:
         except OSError:
             continue
     raise AssertionError("rank 1 was not found")
+
+
+def test_long_computing_is_not_waiting_and_a_rank_that_has_not_begun_is(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told: dict[str, str] = {}
+    watch = Watch.__new__(Watch)
+    watch.number, watch.passes, watch.at, watch.timeout_s = 7, 0, Place("tokens"), 60.0
+    watch.store = SimpleNamespace(get=told.__getitem__, check=lambda keys: all(key in told for key in keys))
+    with watch.passing("micro-batch 1"), watch.inside("a statistic of the step"):
+        assert (watch.number, watch.passes, watch.at.is_pass) == (8, 0, False)
+    with watch.passing("micro-batch 2"):
+        assert watch._is_behind(), "it has never said anything"
+        for number, passes, age, behind in ((8, 1, 0, False), (8, 0, 0, True), (7, 3, 0, True), (9, 0, 0, False),
+                                            (8, 0, 20, False), (8, 0, 90, True)):  # fmt: skip
+            told["1"] = json.dumps({"number": number, "passes": passes, "at": time.time() - age})
+            assert watch._is_behind() is behind, (number, passes, age)
+        with watch.inside("a statistic of the step"):
+            pass
+        assert watch.at.since is not None and watch.at.is_pass and watch.at.name == "micro-batch 2"
+    assert watch.at.since is None
+
+
+def test_flight_recorder_is_set_up_unless_somebody_has(monkeypatch):
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+             "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # fmt: skip
+    for name in names:
+        monkeypatch.setenv(name, "theirs")
+    record_flight()
+    assert {os.environ[name] for name in names} == {"theirs"}
+    for name in names:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    record_flight()
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000" and os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].endswith("strop-nccl-29500-rank-")
 
 
 def test_shares_are_whole_and_even():

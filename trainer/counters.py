@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from trainer.dist import all_max
+
 
 class Timer:
     """Seconds of one step, part by part."""
@@ -39,7 +41,7 @@ class Timer:
             **{f"time/{name}": seconds for name, seconds in self.parts.items()},
             "time/step_s": self.seconds,
             "perf/tokens_per_s": num_tokens / self.seconds,
-            "mem/peak_gib": peak_gib(),
+            "mem/peak_gib": float(all_max(torch.tensor(peak_gib()), "peak memory")),
         }
 
 

@@ -8,7 +8,9 @@ same rows and compute a slice of them each. Sums and gathers are of parts, so th
 takes all ranks, as for gradients.
 
 All ranks must call the same collectives in the same order. A rank that does not come would leave the others waiting
-for ever: each of them watches how long it has waited, and after timeout_s says where every rank is and ends.
+for ever: each of them watches how long it has waited, and after timeout_s says where every rank is and ends. Passes of
+a model in shards hold collectives of their own, within `passing`: these may take as long as they take, unless another
+rank has not begun the same pass after timeout_s.
 
 With one process every function here is its own trivial case, and torch.distributed is not even imported.
 """
@@ -18,9 +20,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -28,12 +27,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from trainer.dist_watch import Watch, record_flight
 from trainer.ranks import is_main, rank, world_size
 
 T = TypeVar("T")
 TIMEOUT_S = 600.0
-HUNG = 75  # exit code of a process that has waited too long: a launcher may start it again
-BEAT_S = 1.0  # how often a rank says where it is
 SPARE_S = 30.0  # torch's own limit is later than ours, which says more
 
 
@@ -74,6 +72,8 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
     # A launcher keeps its store when it starts processes again: the addresses of those that died must not be found.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl":
+        record_flight()
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=world, timeout=limit, **options)
     watch = Watch(timeout_s)
     global _watch, _context
@@ -129,81 +129,17 @@ def data_rank() -> int:
     return rank() // context_size()
 
 
-class Watch:
-    """Where this rank is, told to the others now and then; a thread, as the one that waits cannot look at a clock."""
-
-    def __init__(self, timeout_s: float) -> None:
-        from torch.distributed import PrefixStore
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        self.timeout_s = timeout_s
-        self.store = PrefixStore("strop-watch", _get_default_store())
-        self.orders = 0  # given or taken
-        self.number = 0  # of the collective this rank is in, or was in last
-        self.name = "start"
-        self.since: float | None = None  # when it was entered; None: not in one
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dist-watch", daemon=True)
-        self._thread.start()
-
-    @contextlib.contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        self.number, self.name, self.since = self.number + 1, name, time.monotonic()
-        try:
-            yield
-        finally:
-            self.since = None
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join(timeout=2 * BEAT_S)
-
-    def _run(self) -> None:
-        while not self._stopped.wait(BEAT_S):
-            with contextlib.suppress(Exception):  # the store goes with rank 0
-                self.store.set(str(rank()), json.dumps(self._where()))
-            since = self.since
-            if since is not None and time.monotonic() - since > self.timeout_s:
-                say(self.report())
-                os._exit(HUNG)
-
-    def _where(self) -> dict[str, Any]:
-        waited = None if self.since is None else time.monotonic() - self.since
-        return {"number": self.number, "name": self.name, "waited_s": waited, "at": time.time()}
-
-    def report(self) -> str:
-        """Where all ranks are, as far as they have said."""
-        places = [f"rank {rank()}: has waited {self.timeout_s:g} s in {self.name!r} (collective {self.number})"]
-        for other in range(world_size()):
-            if other != rank():
-                places.append(f"rank {other} {self._told(other)}")
-        return "; ".join(places) + "; this process ends, start all again with --resume"
-
-    def _told(self, other: int) -> str:
-        try:
-            if not self.store.check([str(other)]):
-                return "never said where it is"
-            found = json.loads(self.store.get(str(other)))
-        except Exception:  # the store is gone with the process that kept it
-            return "cannot be asked"
-        place = f"{found['name']!r} (collective {found['number']})"
-        if time.time() - found["at"] > 5 * BEAT_S + 1:
-            return f"was last heard of {time.time() - found['at']:.0f} s ago, at {place}"
-        if found["waited_s"] is None:
-            return f"is busy elsewhere, its last collective was {place}"
-        return f"has waited {found['waited_s']:.0f} s in {place}"
-
-
 _watch: Watch | None = None
 
 
 def inside(name: str) -> contextlib.AbstractContextManager[None]:
-    """For a stretch of work that holds collectives of its own (a sharded forward): it has the limit of one."""
+    """For a stretch of work that is a collective, and has the limit of one."""
     return contextlib.nullcontext() if _watch is None else _watch.inside(name)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def passing(name: str) -> contextlib.AbstractContextManager[None]:
+    """For a pass of a model in shards, which every rank makes: a forward, and its backward."""
+    return contextlib.nullcontext() if _watch is None else _watch.passing(name)
 
 
 def all_sum(x: Tensor, name: str = "sum", *, everyone: bool = False) -> Tensor:

@@ -31,6 +31,7 @@ from losses import ebft
 from rollout.model_folder import resolve_model
 from rollout.types import Completion
 from trainer.config import LoraConfig, ModelConfig, RunConfig
+from trainer.dist import all_gather
 from trainer.ebft_options import FeatureConfig
 from trainer.model import (
     Policy,
@@ -43,6 +44,7 @@ from trainer.model import (
     load_policy,
     load_tokenizer,
 )
+from trainer.parallel import ParallelConfig, place, spread
 from trainer.reference import check_same_tokens
 
 
@@ -61,8 +63,11 @@ class Measured(NamedTuple):
     cfm_unbiased: Tensor | None  # (P,) less what the spread of G rollouts adds to it; None for one alone
 
 
-def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy) -> Policy:
-    """The policy whose reference is the feature network: that of the run, unless another model is named."""
+def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy, parallel: ParallelConfig) -> Policy:
+    """The policy whose reference is the feature network: that of the run, unless another model is named.
+
+    That one lies in shards over ranks where the policy does.
+    """
     if cfg.feature_model is None:
         return policy
     other = dataclasses.replace(model, model=cfg.feature_model, merge_lora=False)
@@ -74,11 +79,14 @@ def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy) -> Po
     else:
         lm = load_causal_lm(path, other, policy.compute_dtype, policy.device).to(policy.device)
         source = dataclasses.replace(
-            policy, model=lm, tokenizer=load_tokenizer(path, other), source=path, reference=None, reference_adapter=None
-        )
+            policy, model=lm, tokenizer=load_tokenizer(path, other), source=path, reference=None,
+            reference_adapter=None, is_sharded=False,
+        )  # fmt: skip
         check_logps(source)
     check_same_tokens(policy, source, f"feature_model={cfg.feature_model}", model.model)
     frozen = source.model.eval().requires_grad_(False)
+    if policy.is_sharded:
+        source = spread(dataclasses.replace(parallel, mode="fsdp"), source)
     return dataclasses.replace(source, reference=frozen)
 
 
@@ -88,23 +96,34 @@ class FeatureNetwork:
         with as_reference(policy) as model:
             self.layers = ebft.layer_indices(cfg.feature_layers, len(blocks_of(causal_lm(model), policy.source)))
 
-    @torch.no_grad()
     def of_groups(
         self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, num_generations: int
     ) -> Found:
-        """One prompt for each completion, groups side by side. Every distinct sequence is computed once."""
+        """One prompt for each completion, groups side by side."""
+        return self.of_items(self.items_of(prompts, completions, num_generations=num_generations), num_generations)
+
+    def items_of(
+        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, num_generations: int
+    ) -> list[list[Item]]:
+        """For each group its rollouts, and behind them the truth."""
         assert len(prompts) == len(completions) and len(prompts) % num_generations == 0, (len(prompts), num_generations)
-        items = []
+        groups = []
         for first in range(0, len(prompts), num_generations):
-            items += [self._item(c.prompt_ids, c.ids, c.mask) for c in completions[first : first + num_generations]]
-            prompt = prompts[first]
-            items.append(self._item(prompt.ids, prompt.truth_ids, prompt.truth_mask))
+            made, prompt = completions[first : first + num_generations], prompts[first]
+            truth = self._item(prompt.ids, prompt.truth_ids, prompt.truth_mask)
+            groups.append([*(self._item(c.prompt_ids, c.ids, c.mask) for c in made), truth])
+        return groups
+
+    @torch.no_grad()
+    def of_items(self, groups: Sequence[Sequence[Item]], num_generations: int) -> Found:
+        """Every distinct sequence is computed once. Ranks call this together, each with groups of its own or none."""
+        items = [item for group in groups for item in group]
         # The tokens and which of them are wanted make the feature; where the prompt ends does not by itself.
-        place: dict[tuple[int, ...], int] = {}
-        rows = [place.setdefault((*item.ids, *item.mask), len(place)) for item in items]
+        number: dict[tuple[int, ...], int] = {}
+        rows = [number.setdefault((*item.ids, *item.mask), len(number)) for item in items]
         distinct = dict(zip(rows, items, strict=True))
-        features = self._of_items([distinct[number] for number in range(len(distinct))])[rows]  # (P * (G + 1), D)
-        features = features.view(-1, num_generations + 1, features.shape[1])
+        features = self._of_items([distinct[row] for row in range(len(distinct))])[rows]  # (P * (G + 1), D)
+        features = features.view(len(groups), num_generations + 1, features.shape[1])
         return Found(features[:, :-1], features[:, -1])
 
     @torch.no_grad()
@@ -157,13 +176,13 @@ class FeatureNetwork:
         )
         parts: dict[int, Tensor] = {}
         last = (self.policy.context_length or sys.maxsize) - 1
-        for batch in batches:
+        for batch in place(self.policy, batches):
             # What nobody reads may lie one behind the context, and position embeddings end there.
-            batch = dataclasses.replace(batch, position_ids=batch.position_ids.clamp(max=last)).to(self.policy.device)
+            batch = dataclasses.replace(batch, position_ids=batch.position_ids.clamp(max=last))
             states = self._states(batch, batch.index)
             for row, own in zip(batch.rows, states.split([sum(items[row].mask) for row in batch.rows]), strict=True):
                 parts[row] = self._pool(own, torch.ones_like(own[:, 0], dtype=torch.bool))
-        return torch.stack([parts[row] for row in range(len(items))])
+        return torch.stack([parts[row] for row in range(len(items))]) if items else states
 
     def _pool(self, features: Tensor, mask: Tensor) -> Tensor:
         """(..., T, D) to (..., D): whatever the method leaves out has been left out already."""
@@ -177,6 +196,15 @@ class FeatureNetwork:
             with states_of([blocks[number - 1] for number in self.layers], places) as states:
                 hidden_states(self.policy, lm, batch)
         return ebft.token_features(states, normalize=self.cfg.feature_norm)
+
+
+def of_all_ranks(measured: Sequence[Measured]) -> Measured:
+    """What ranks have measured, in the order of ranks. One that has nothing brings that: a Measured of no prompts."""
+    columns = [[*found.reward, *(x.unsqueeze(1) for x in found[1:] if x is not None)] for found in measured]
+    sizes = [column.shape[1] for column in columns[0]]
+    table = torch.cat(all_gather(torch.cat([torch.cat(row, dim=1) for row in columns]), "rewards"))  # (P, 2 * G + 2)
+    alignment, diversity, cfm, *unbiased = table.split(sizes, dim=1)
+    return Measured(ebft.Reward(alignment, diversity), cfm[:, 0], unbiased[0][:, 0] if unbiased else None)
 
 
 def measured_metrics(measured: Sequence[Measured], area: str) -> dict[str, float]:

@@ -7,6 +7,7 @@
 Within `run` rank 0 may ask its engine for completions at any time: those of the engine in process are then made by all
 ranks, each a part of the requests. The others wait for orders without a limit, since a reward function or a server may
 take its time. What they get at the end is different prompts for each rank: nobody repeats what another trains on.
+Whatever else rank 0 may ask for within is an entry of `lead.orders`: its word, and what the others do at it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Lead:
         self.policy, self.local, self.prompts = policy, engine, prompts
         spreads = dist.world_size() > 1 and dist.is_main() and isinstance(engine, LocalEngine)
         self.engine: Engine = SpreadEngine(policy, engine) if spreads else engine
+        self.orders: dict[str, Callable[[], Any]] = {"generate": self._generate_part, "score": self._lend_weights}
 
     def run(self, work: Callable[[], T]) -> T | None:
         """What rank 0 does, and its result there; None elsewhere."""
@@ -49,7 +51,7 @@ class Lead:
             dist.give_order("done")
             return result
         while (order := dist.await_order()) != "done":
-            {"generate": self._generate_part, "score": self._lend_weights}[order]()
+            self.orders[order]()
         return None
 
     def share(self, batch: GroupBatch | None) -> GroupBatch:

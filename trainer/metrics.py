@@ -109,7 +109,7 @@ GLOSSARY: dict[str, str] = {
     "time/train_s": "Time spent in forward, backward and optimizer in this step, in seconds.",
     "time/wall_s": "Seconds since training began, evaluation and checkpoints included; summed over resumes.",
     "perf/tokens_per_s": "Tokens trained on in this step (prompts and completions, no padding) / time/step_s.",
-    "mem/peak_gib": "Peak memory of the process so far in GiB: allocated on the accelerator, resident on a CPU.",
+    "mem/peak_gib": "Peak memory of a process so far in GiB, of several the largest: of its accelerator, or resident.",
     "data/epoch": "Passes over the training rows so far.",
     "data/tokens_total": "Tokens trained on since the run began, prompts and completions.",
     "data/shared_frac": "Tokens trained on that were not computed, as a shared prompt stands for them / all of them.",

@@ -43,6 +43,7 @@ class Policy:
     reference_adapter: str | None = None  # a frozen adapter beside the trained one (continuing a LoRA run)
     is_sharded: bool = False  # weights lie in shards over ranks, which must run the same forward passes
     reshard_after_forward: bool = True  # of sharded blocks
+    reduce_once: bool = False  # gradients of sharded weights are added up over ranks after the last micro-batch alone
 
     @property
     def context_length(self) -> int | None:

@@ -25,16 +25,34 @@ from trainer.run import Run
 Evaluate = Callable[[], dict[str, float]]
 
 
+def num_tokens(row: Any) -> int:
+    """About as many as it has: what a row costs, beside others."""
+    return sum(len(value) for value in vars(row).values() if isinstance(value, list))
+
+
+def places_of_mine(rows: Sequence[Any], size: Callable[[Any], int] = num_tokens) -> list[int]:
+    """Which of some rows are this rank's, so that all ranks have about as many tokens."""
+    return share(range(len(rows)), [size(row) for row in rows])
+
+
 def mine(rows: Sequence[Any]) -> list[Any]:
-    """This rank's part of some rows, about as many tokens as the others have."""
-    return share(rows, [sum(len(v) for v in vars(row).values() if isinstance(v, list)) for row in rows])
+    return [rows[place] for place in places_of_mine(rows)]
 
 
 class Offline:
     """State of one run; `step` counts optimizer steps done."""
 
-    def __init__(self, run: Run, cfg: Any, policy: Policy, rows: Sequence[Any], *, extra: dict[str, Any] | None = None):
-        self.run, self.cfg, self.policy = run, cfg, policy
+    def __init__(
+        self,
+        run: Run,
+        cfg: Any,
+        policy: Policy,
+        rows: Sequence[Any],
+        *,
+        extra: dict[str, Any] | None = None,
+        size: Callable[[Any], int] = num_tokens,  # of a row, where ranks get about as much each
+    ) -> None:
+        self.run, self.cfg, self.policy, self.size = run, cfg, policy, size
         self.loader: Loader[Any] = Loader(rows, batch_size=cfg.run.sequences_per_step, seed=cfg.run.seed)
         self.total_steps = cfg.run.total_steps(self.loader.rows_per_epoch, cfg.run.sequences_per_step)
         self.optimizer, self.schedule = build_optimizer(policy.model, cfg.optim, self.total_steps)
@@ -57,7 +75,8 @@ class Offline:
             self.timer = Timer()
             rows = self.loader.next()
             self.num_rows = len(rows)
-            self.batch = mine(rows)
+            self.places = places_of_mine(rows, self.size)  # of this rank's, among the rows of the step
+            self.batch = [rows[place] for place in self.places]
             yield self.batch
 
     def take_step(self, sums: MetricSums | None = None) -> None:

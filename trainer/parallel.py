@@ -18,16 +18,17 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from data.packing import Batch, empty_batch
-from trainer.dist import TIMEOUT_S, all_max, all_sum, context_size, is_main, say, world_size
+from trainer.dist import TIMEOUT_S, all_max, all_sum, context_size, is_main, passing, say, world_size
 from trainer.model import Policy, blocks_of, causal_lm
 from trainer.shards import full, is_dtensor
 
+T = TypeVar("T", bound=Any)
 SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments that each CPU rank may hold whole
 ROOM = 0.4  # of a GPU's memory, for the same
 
@@ -42,6 +43,8 @@ class ParallelConfig:
     """fsdp: ranks that one copy is sharded over, those of a node for example; None: all of them."""
     reshard_after_forward: bool = True
     """fsdp: give gathered weights back between forward and backward; less memory, one gather more."""
+    reduce_once: bool = False
+    """fsdp: add up gradients over ranks once a step, not after each micro-batch; less traffic, all gradients whole."""
     cpu_offload: bool = False
     """fsdp: keep shards and optimizer state in main memory."""
     context: int = 1
@@ -81,6 +84,7 @@ def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
             if model is not None:
                 shard_model(causal_lm(model), mesh, cfg, policy)
         policy.is_sharded, policy.reshard_after_forward = True, cfg.reshard_after_forward
+        policy.reduce_once = cfg.reduce_once
     return policy
 
 
@@ -183,11 +187,32 @@ def gathered_weights(policy: Policy) -> Iterator[None]:
 
 def place(policy: Policy, batches: Sequence[Batch]) -> list[Batch]:
     """On the device, and as many as every other rank has, at least one: empty ones fill up."""
-    placed = [batch.to(policy.device) for batch in batches]
+    return fill_up(policy, [batch.to(policy.device) for batch in batches], empty_batch(policy.row_multiple))
+
+
+def fill_up(policy: Policy, rows: list[T], empty: T) -> list[T]:
+    """What this rank passes through the model, and as often `empty` as another rank has more; at least one."""
     if world_size() == 1:
-        return placed
-    count = int(all_max(torch.tensor(max(1, len(placed)), device=policy.device), "number of micro-batches"))
-    return placed + [empty_batch(policy.row_multiple).to(policy.device) for _ in range(count - len(placed))]
+        return rows
+    count = int(all_max(torch.tensor(max(1, len(rows)), device=policy.device), "number of micro-batches"))
+    rows = rows + [empty.to(policy.device) for _ in range(count - len(rows))]
+    return Passes(policy, rows) if policy.is_sharded else rows
+
+
+class Passes(list[T]):
+    """Micro-batches of a model in shards. Each is under the watch while a loop works on it (dist.passing)."""
+
+    def __init__(self, policy: Policy, rows: Iterable[T]) -> None:
+        super().__init__(rows)
+        self.policy = policy
+
+    def __iter__(self) -> Iterator[T]:
+        trunk = causal_lm(self.policy.model).base_model
+        for number, row in enumerate(super().__iter__(), start=1):
+            if self.policy.reduce_once:
+                trunk.set_requires_gradient_sync(number == len(self))
+            with passing(f"forward and backward of micro-batch {number} of {len(self)}"):
+                yield row
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -1,12 +1,13 @@
 """One optimizer step of strided energy-based fine-tuning: documents, continued from their anchors, to gradients.
 
-    step = continue_all(cfg, policy, documents, number=...)         # rows of documents, with continuations in them
+    step = continue_all(cfg, policy, documents, numbers=...)        # rows of documents, with continuations in them
     step = judge(network, step)                                     # rewards and advantages
     sums = backward(cfg, policy, step)                              # gradients; the caller clips and steps
 
 The tokens were sampled by the very weights that are trained, once: the ratio is 1 and there is nothing to clip. The
 gradient is the same however documents are dealt to rows: generated tokens are averaged over all of the step, and so are
-those of the cross-entropy.
+those of the cross-entropy. Over several ranks each has documents of its own, or none, and as many rows as the others:
+empty ones fill up. Continuations are made with whole weights, since how many passes they take differs.
 
 Shapes: of a row, A anchors, n continuations of each, G tokens of a continuation.
 """
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Item, make_batches
-from data.strided import Document, StridedBatch, make_strided
+from data.strided import Document, StridedBatch, empty_strided, make_strided
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
 from losses import ebft
 from losses.importance import log_difference
@@ -30,11 +31,13 @@ from rollout.planner import sample_seed
 from rollout.sampling import signed_64
 from rollout.strided import continue_documents
 from trainer.attention import span_masks
-from trainer.dist import all_sum
-from trainer.features import FeatureNetwork, Measured, measured_metrics
+from trainer.dist import all_sum, world_size
+from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
 from trainer.metrics import MetricSums
 from trainer.model import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
+from trainer.offline import mine, places_of_mine
 from trainer.optim import total_loss
+from trainer.parallel import fill_up, gathered_weights, place
 
 EVAL_SEED = -1  # of held-out continuations; a run's own seed is 0 or above
 
@@ -52,35 +55,34 @@ class StridedStep:
     def num_computed(self) -> int:
         return sum(row.num_computed for row in self.rows)
 
-    @property
-    def num_anchors(self) -> int:
-        return sum(len(row.anchor) for row in self.rows)
-
 
 def continue_all(
-    cfg: Any, policy: Policy, documents: Sequence[Document], *, seed: int, number: int, multiple: int = 1
+    cfg: Any, policy: Policy, documents: Sequence[Document], *, seed: int, numbers: Sequence[int], multiple: int = 1
 ) -> StridedStep:
-    """Rows of documents, each continued from all its anchors. `number` is that of the first document in the run.
+    """Rows of documents, each continued from all its anchors. `numbers` are those of the documents in the run.
 
     `multiple` is what else rows must be filled up to: the feature network may attend by other code than the policy.
 
     The seed of a continuation follows from the number of its document, its anchor and its own: what else is in the row,
-    or whether the run was broken off in between, does not change it.
+    or whether the run was broken off in between, or which rank has it, does not change it.
     """
     lm, plan = causal_lm(policy.model), cfg.strided.plan
-    of_document = torch.tensor([signed_64(sample_seed(seed, number + i)) for i in range(len(documents))])
-    rows, behaviour = [], []
+    of_document = [signed_64(sample_seed(seed, number)) for number in numbers]
+    of_document = torch.tensor(of_document, dtype=torch.int64, device=policy.device)
+    of_sample = torch.arange(plan.n_samples_per_prompt, device=policy.device)
     multiple = max(multiple, policy.row_multiple)
-    for row in make_strided(documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=multiple):
-        own = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + torch.arange(plan.n_samples_per_prompt)  # (A, n)
-        seeds = of_document[row.document].unsqueeze(1) + own
-        row = row.to(policy.device)
-        made = continue_documents(
-            lm, row, partial(span_masks, lm.config), seeds=seeds.to(policy.device), temperature=cfg.temperature,
-            autocast_dtype=policy.autocast_dtype,
-        )  # fmt: skip
-        rows.append(row.with_generated(made.ids))
-        behaviour.append(made.logps)
+    planned = make_strided(documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=multiple)
+    rows, behaviour = fill_up(policy, planned, empty_strided(plan, multiple=multiple)), []
+    with gathered_weights(policy):
+        for number in range(len(rows)):  # these passes are not those of all ranks
+            row = rows[number].to(policy.device)
+            own = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + of_sample
+            made = continue_documents(
+                lm, row, partial(span_masks, lm.config), seeds=of_document[row.document].unsqueeze(1) + own,  # (A, n)
+                temperature=cfg.temperature, autocast_dtype=policy.autocast_dtype,
+            )  # fmt: skip
+            rows[number] = row.with_generated(made.ids)
+            behaviour.append(made.logps)
     return StridedStep(rows, behaviour)
 
 
@@ -122,19 +124,19 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
     for row, behaviour, advantage in zip(step.rows, step.behaviour, step.advantage, strict=True):
         losses = []
         hidden = hidden_states(policy, lm, row)  # (T, D)
-        place, predictor, of_token = (x.flatten() for x in (row.place, row.predictor, row.per_token(advantage)))
-        if len(place) and features.rl_coef:
+        made, predictor, of_token = (x.flatten() for x in (row.place, row.predictor, row.per_token(advantage)))
+        if features.rl_coef:
             losses.append(
                 linear_logprob_loss(
                     as_head_takes(policy, hidden[predictor]),
-                    target=row.input_ids[0, place],
+                    target=row.input_ids[0, made],
                     loss_fn=partial(policy_loss, advantage=of_token, behaviour=behaviour.flatten()),
                     temperature=cfg.temperature,
                     ignore_index=None,
                     **head_of(lm),
                 )  # fmt: skip
             )
-        if len(row.ce_target) and features.ce_coef:
+        if features.ce_coef:
             losses.append(
                 linear_logprob_loss(
                     as_head_takes(policy, hidden[row.ce_index]),
@@ -144,14 +146,14 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
                     **head_of(lm),
                 )  # fmt: skip
             )
-        total = sum((loss for loss, _ in losses), start=torch.zeros((), device=policy.device))
-        if losses:
-            total.backward()
+        total = torch.stack([loss for loss, _ in losses]).sum()
+        total.backward()
         for _, parts in losses:
             for metrics in parts:
                 sums.add(metrics)
         sums.add({"loss/total": (total.detach(), 0.0)})
-    sums.add({"loss/total": (torch.zeros((), device=policy.device), 1.0)})
+    share = 1 / world_size()  # adds up to 1 over ranks
+    sums.add({"loss/total": (torch.zeros((), device=policy.device), share)})
     return sums
 
 
@@ -196,16 +198,17 @@ def sample_rows(policy: Policy, documents: Sequence[Document], step: StridedStep
     ]
 
 
-def step_metrics(step: StridedStep) -> dict[str, float]:
-    """What the continuations of a step came to; nothing where there was none."""
-    if not step.num_anchors:
+def step_metrics(network: FeatureNetwork, step: StridedStep) -> dict[str, float]:
+    """What the continuations of a step came to, those of all ranks; nothing where there was none."""
+    measured = of_all_ranks(step.measured)
+    if not len(measured.cfm):
         return {"rollout/anchors": 0.0}
-    advantage = torch.cat(step.advantage)
+    advantage = ebft.advantage_of(measured.reward, advantage_estimator=network.cfg.advantage_estimator)
     return {
-        **measured_metrics(step.measured, "reward"),
+        **measured_metrics([measured], "reward"),
         "policy/advantage_std": advantage.std(correction=0).item(),
         "reward/zero_std_frac": (advantage.abs().amax(dim=1) < 1e-6).float().mean().item(),
-        "rollout/anchors": float(step.num_anchors),
+        "rollout/anchors": float(len(measured.cfm)),
     }
 
 
@@ -213,7 +216,10 @@ def step_metrics(step: StridedStep) -> dict[str, float]:
 def evaluate(
     cfg: Any, policy: Policy, network: FeatureNetwork, documents: Sequence[Document], *, batch_size: int
 ) -> dict[str, float]:
-    """Held-out documents, continued always by the same seeds, and the cross-entropy of their own tokens."""
+    """Held-out documents, continued always by the same seeds, and the cross-entropy of their own tokens.
+
+    Every rank is given all of them, and takes its part.
+    """
     if not documents:
         return {}
     measured, sums, multiple = [], MetricSums(), network.policy.row_multiple
@@ -221,15 +227,19 @@ def evaluate(
     policy.model.eval()
     for first in range(0, len(documents), batch_size):
         part = documents[first : first + batch_size]
-        step = continue_all(cfg, policy, part, seed=EVAL_SEED, number=first, multiple=multiple)
+        places = places_of_mine(part, cfg.strided.plan.size)
+        step = continue_all(
+            cfg, policy, [part[i] for i in places], seed=EVAL_SEED,
+            numbers=[first + i for i in places], multiple=multiple,
+        )  # fmt: skip
         measured += judge(network, step).measured
-    items = [Item(document.ids, trained_mask(document)) for document in documents]
+    items = [Item(document.ids, trained_mask(document)) for document in mine(documents)]
     batches = make_batches(items, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=policy.row_multiple)
-    for batch in batches:
-        logp = token_logps(policy, batch.to(policy.device)).logp
+    for batch in place(policy, batches):
+        logp = token_logps(policy, batch).logp
         sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=policy.device))})
     policy.model.train(was_training)
-    return {**measured_metrics(measured, "eval"), **sums.means(), "eval/rows": len(documents)}
+    return {**measured_metrics([of_all_ranks(measured)], "eval"), **sums.means(), "eval/rows": len(documents)}
 
 
 def trained_mask(document: Document) -> list[bool]:

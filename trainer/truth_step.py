@@ -8,6 +8,8 @@
 
 Alignment and diversity are two rewards, the second with weight -1, so that everything that looks at groups (replay,
 dynamic sampling, samples.jsonl) sees them apart and their sum as the reward.
+
+Over several processes rank 0 asks for rewards, and all ranks measure a part of the groups (trainer/lead.py).
 """
 
 from __future__ import annotations
@@ -23,21 +25,25 @@ from data.packing import Batch, Item, make_batches
 from data.types import TruthPrompt
 from kernels.linear_logprob import TokenLogps
 from losses import ebft
-from rollout.engine import Engine
 from rollout.rewards import RewardTable
 from rollout.source import Job, Source, run_groups
 from rollout.types import Completion
+from trainer import dist
 from trainer.dist import all_sum
-from trainer.features import FeatureNetwork, Measured, measured_metrics
+from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
 from trainer.groups import GroupBatch
+from trainer.lead import Lead
 from trainer.metrics import MetricSums
 from trainer.model import Policy, token_logps, token_loss
+from trainer.offline import mine
 from trainer.optim import total_loss
 from trainer.parallel import place
 
+ORDER = "measure"  # what rank 0 says when it wants rewards
+
 
 class FeatureRewards:
-    """Rewards as trainer/groups.py asks for them, made by the feature network of this process."""
+    """Rewards as trainer/groups.py asks for them, made by the feature networks of all processes."""
 
     names = ["alignment", "diversity"]
     weights = [1.0, -1.0]
@@ -59,8 +65,26 @@ class FeatureRewards:
         return future
 
     def measure(self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion]) -> Measured:
-        found = self.network.of_groups(prompts, completions, num_generations=self.num_generations)
-        return self.network.measure(found)
+        """Of whole groups, one prompt for each completion; on rank 0, where the others await orders."""
+        groups = self.network.items_of(prompts, completions, num_generations=self.num_generations)
+        if dist.world_size() == 1:
+            return self.network.measure(self.network.of_items(groups, self.num_generations))
+        dist.give_order(ORDER)
+        return self._measure_part([[list(vars(item).values()) for item in group] for group in groups])
+
+    def follow(self) -> None:
+        """What another rank does at the order."""
+        self._measure_part(None)
+
+    def _measure_part(self, told: list[list[list[Any]]] | None) -> Measured:
+        """This rank's part of the groups that rank 0 tells; all of them together, in their order."""
+        groups = [[Item(*item) for item in group] for group in dist.from_main(told, "groups to measure")]
+        dealt = dist.shares([sum(len(item.ids) for item in group) for group in groups], dist.world_size())
+        own = [groups[number] for number in dealt[dist.rank()]]
+        found = of_all_ranks([self.network.measure(self.network.of_items(own, self.num_generations))])
+        order = torch.tensor([number for part in dealt for number in part]).argsort().to(found.cfm.device)
+        unbiased = None if found.cfm_unbiased is None else found.cfm_unbiased[order]
+        return Measured(ebft.Reward(*(part[order] for part in found.reward)), found.cfm[order], unbiased)
 
     def metrics(self) -> dict[str, float]:
         """Of all that was sampled since the last call; what is trained on may be less, or older."""
@@ -69,11 +93,11 @@ class FeatureRewards:
         return {name: value for name, value in metrics.items() if "cfm" in name}
 
 
-def feature_metrics(
-    rewards: FeatureRewards,
-    advantage: Tensor,  # (P, G)
-) -> dict[str, float]:
-    """Of the batch, for every step that is taken on it."""
+def feature_metrics(cfg: Any, rewards: FeatureRewards, batch: GroupBatch | None) -> dict[str, float]:
+    """Of the whole batch, for every step that is taken on it; rank 0 has it, and is the one to write them down."""
+    if batch is None:
+        return {}
+    advantage = advantages(cfg, batch)
     return {
         **rewards.metrics(),
         "policy/advantage_std": advantage.std(correction=0).item(),
@@ -131,7 +155,7 @@ def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: Me
 def evaluate(
     cfg: Any,
     policy: Policy,
-    engine: Engine,
+    lead: Lead,
     source: Source,
     rewards: FeatureRewards,
     prompts: Sequence[TruthPrompt],
@@ -139,23 +163,24 @@ def evaluate(
     version: int,
 ) -> dict[str, float]:
     """Groups of held-out prompts by the weights as they are, always with the same seeds; and the truth's likelihood."""
-    engine.load(version)
-    size = rewards.num_generations
-    jobs = [[Job(prompt, row * size + i) for i in range(size)] for row, prompt in enumerate(prompts)]
-    groups = run_groups(source, jobs, engine.tend)
-    engine.sleep()
-    completions = [completion for group in groups for completion in group]
-    measured = rewards.measure([prompt for prompt in prompts for _ in range(size)], completions)
+    size, engine = rewards.num_generations, lead.engine
+
+    def of_groups() -> dict[str, float]:
+        engine.load(version)
+        jobs = [[Job(prompt, row * size + i) for i in range(size)] for row, prompt in enumerate(prompts)]
+        groups = run_groups(source, jobs, engine.tend)
+        engine.sleep()
+        completions = [completion for group in groups for completion in group]
+        measured = rewards.measure([prompt for prompt in prompts for _ in range(size)], completions)
+        length = sum(len(c.ids) for c in completions) / len(completions)
+        return {**measured_metrics([measured], "eval"), "eval/len_mean": length}
+
+    metrics = lead.run(of_groups) or {}
     was_training = policy.model.training
     policy.model.eval()
     sums = MetricSums()
-    for mb in truth_batches(cfg, policy, prompts, accumulation=1):
+    for mb in truth_batches(cfg, policy, mine(prompts), accumulation=1):
         logp = token_logps(policy, mb).logp
         sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=logp.device))})
     policy.model.train(was_training)
-    return {
-        **measured_metrics([measured], "eval"),
-        **sums.means(),
-        "eval/len_mean": sum(len(c.ids) for c in completions) / len(completions),
-        "eval/rows": len(prompts),
-    }
+    return {**metrics, **sums.means(), "eval/rows": len(prompts)}

@@ -24,6 +24,7 @@ from trainer.config import LoraConfig, ModelConfig, RunConfig
 from trainer.ebft_options import FeatureConfig
 from trainer.features import FeatureNetwork, blocks_of, feature_policy, states_of
 from trainer.model import Policy, hidden_states, load_policy
+from trainer.parallel import ParallelConfig
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(model="builtin:tiny")
@@ -393,12 +394,12 @@ def test_another_model_may_give_the_features(tiny, tmp_path):
     train_a_little(other)
     cfg = FeatureConfig(feature_model=saved(other, tmp_path / "other"))
     policy = load_policy(TINY, LoraConfig(), CPU, with_reference=False)
-    source = feature_policy(cfg, TINY, policy)
+    source = feature_policy(cfg, TINY, policy, ParallelConfig())
     assert policy.reference is None and not source.reference.training
     assert not any(p.requires_grad for p in source.reference.parameters())
     close(of_tiny(policy, source), of_model(other.model.eval()), 1e-5)
     assert (of_tiny(policy, source) - of_model(tiny)).abs().max() > 1e-2
-    assert feature_policy(FeatureConfig(), TINY, policy) is policy
+    assert feature_policy(FeatureConfig(), TINY, policy, ParallelConfig()) is policy
 
 
 def test_another_model_with_other_tokens_is_refused(tmp_path):
@@ -410,7 +411,7 @@ def test_another_model_with_other_tokens_is_refused(tmp_path):
     assert text.count('"+": ') == 1 and text.count('"-": ') == 1
     path.write_text(text.replace('"+": ', '"@@": ').replace('"-": ', '"+": ').replace('"@@": ', '"-": '))
     with pytest.raises(ValueError, match=r"^feature_model=.*other: its tokenizer gives tokens other ids than model="):
-        feature_policy(FeatureConfig(feature_model=folder), TINY, policy)
+        feature_policy(FeatureConfig(feature_model=folder), TINY, policy, ParallelConfig())
 
 
 def test_two_layers_is_the_network_of_these_tests():

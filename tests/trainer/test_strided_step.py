@@ -69,7 +69,7 @@ def make_cfg(
 def run_step(cfg: Any, policy: Policy, documents: list[Document]) -> Any:
     network = FeatureNetwork(cfg.features, cfg.run, policy)
     assert network.layers == [1, 2]
-    return judge(network, continue_all(cfg, policy, documents, seed=3, number=0))
+    return judge(network, continue_all(cfg, policy, documents, seed=3, numbers=range(len(documents))))
 
 
 def gradients(model: Any) -> torch.Tensor:
@@ -140,13 +140,13 @@ def test_the_gradient_is_the_same_however_documents_are_dealt_to_rows(max_tokens
 def test_one_document_is_continued_alike_wherever_it_lies():
     cfg, policy = make_cfg(), make_policy()
     documents = make_documents(16, 23, 11)
-    together = blocks_of(continue_all(cfg, policy, documents, seed=3, number=10), documents)
+    together = blocks_of(continue_all(cfg, policy, documents, seed=3, numbers=[10, 11, 12]), documents)
     alone = {}
     for place, document in enumerate(documents):
-        step = continue_all(cfg, policy, [document], seed=3, number=10 + place)
+        step = continue_all(cfg, policy, [document], seed=3, numbers=[10 + place])
         alone |= {(place, anchor): ids for (_, anchor), ids in blocks_of(step, [document]).items()}
     assert together == alone
-    other = blocks_of(continue_all(cfg, policy, documents, seed=4, number=10), documents)
+    other = blocks_of(continue_all(cfg, policy, documents, seed=4, numbers=[10, 11, 12]), documents)
     assert other != together
     samples = [tuple(ids) for rows in together.values() for ids in rows]
     assert len(set(samples)) > len(samples) // 2
@@ -157,7 +157,7 @@ def test_equal_samples_have_equal_features_and_whitening_counts_them_as_one():
     cfg, policy = make_cfg(use_whitening=True), make_policy()
     documents = make_documents(16, 23)
     network = FeatureNetwork(cfg.features, cfg.run, policy)
-    step = continue_all(cfg, policy, documents, seed=3, number=0)
+    step = continue_all(cfg, policy, documents, seed=3, numbers=range(len(documents)))
     (row,) = step.rows
     ids = row.input_ids[0, row.place]
     same = row.with_generated(ids[:, :1].expand_as(ids))
@@ -178,7 +178,7 @@ def test_a_continuation_equal_to_the_truth_has_its_features():
     cfg, policy = make_cfg(), make_policy()
     documents = make_documents(16, 23)
     network = FeatureNetwork(cfg.features, cfg.run, policy)
-    (row,) = continue_all(cfg, policy, documents, seed=3, number=0).rows
+    (row,) = continue_all(cfg, policy, documents, seed=3, numbers=range(len(documents))).rows
     true = row.input_ids[0, row.truth]  # (A, G)
     found = network.of_blocks(row.with_generated(true.unsqueeze(1).expand(row.place.shape)))
     torch.testing.assert_close(found.rollout, found.truth.unsqueeze(1).expand_as(found.rollout), rtol=0, atol=1e-12)
@@ -191,7 +191,7 @@ def test_documents_without_anchors_train_by_cross_entropy_alone():
     cfg, policy = make_cfg(ce_coef=1.0), make_policy()
     documents = make_documents(5, 6)
     step = run_step(cfg, policy, documents)
-    assert step.num_anchors == 0 and step_metrics(step) == {"rollout/anchors": 0.0}
+    assert step_metrics(FeatureNetwork(cfg.features, cfg.run, policy), step) == {"rollout/anchors": 0.0}
     assert sample_rows(policy, documents, step) == []
     sums = backward(cfg, policy, step).means()
     slow = make_policy().model

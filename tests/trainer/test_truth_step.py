@@ -28,6 +28,7 @@ from trainer.ebft_options import FeatureConfig
 from trainer.features import FeatureNetwork
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch
+from trainer.lead import Lead
 from trainer.model import Policy, load_policy
 from trainer.policy_options import CorrectionConfig, PolicyLossConfig
 from trainer.truth_step import FeatureRewards, add_truth, advantages, evaluate
@@ -311,7 +312,7 @@ def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
     cfg, policy = make_cfg(use_whitening=True, max_tokens=max_tokens), make_policy()
     prompts, _ = make_groups(policy)
     writer = Writer(policy)
-    logged = evaluate(cfg, policy, writer, writer, rewards_of(cfg, policy), prompts, version=7)
+    logged = evaluate(cfg, policy, Lead(policy, writer, prompts), writer, rewards_of(cfg, policy), prompts, version=7)
     assert writer.calls == ["load 7", "sleep"] and policy.model.training
     assert [job.seed for job in writer.jobs] == list(range(len(prompts) * SIZE))
     aligned, spread, distances, total, count = [], [], [], 0.0, 0
@@ -349,7 +350,7 @@ def test_held_out_groups_are_sampled_alike_every_time_and_follow_the_weights():
     rewards = rewards_of(cfg, policy)
 
     def look() -> dict[str, float]:
-        return evaluate(cfg, policy, engine, source, rewards, prompts, version=0)
+        return evaluate(cfg, policy, Lead(policy, engine, prompts), source, rewards, prompts, version=0)
 
     first = look()
     assert look() == first and policy.model.training

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from data.documents import load_documents
 from data.loader import Loader
@@ -28,11 +29,12 @@ from rollout.truth_episode import TruthEpisode
 from trainer import rollouts, strided_step, truth_step
 from trainer.bad_steps import BadSteps
 from trainer.counters import Counters, Timer
-from trainer.dist import pick_device, world_size
+from trainer.dist import all_count, is_main, pick_device, rank
 from trainer.ebft_options import EbftConfig
 from trainer.features import FeatureNetwork, feature_policy
 from trainer.group_step import backward, prepare
-from trainer.groups import Groups
+from trainer.groups import GroupBatch, Groups
+from trainer.lead import Lead
 from trainer.model import Policy, load_policy
 from trainer.offline import Offline
 from trainer.optim import build_optimizer, clip_and_step
@@ -48,12 +50,10 @@ class Config(EbftConfig):
 
 def train(cfg: Config) -> None:
     overlap = cfg.overlap
-    if world_size() > 1:
-        raise ValueError(f"WORLD_SIZE={world_size()}: ebft over several processes is not built yet; start one process")
     with open_run(cfg, cfg.run.method) as run:
         with_reference = cfg.features.feature_model is None or cfg.policy_loss.beta > 0
         policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference))
-        network = FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy))
+        network = FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy, cfg.parallel))
         if cfg.mode == "strided":
             return train_strided(cfg, run, policy, network)
 
@@ -78,7 +78,8 @@ def train(cfg: Config) -> None:
         bad_steps = BadSteps(cfg.optim, counters, run.note)
         state = {"planner": planner, "counters": counters, "replay": replay}
         run.begin(total_steps, f"{cfg.run.method} {cfg.model.model}")
-        engine = rollouts.start_engine(cfg, policy, run, prompts + held_out)
+        lead = Lead(policy, rollouts.start_engine(cfg, policy, run, prompts + held_out), prompts)
+        engine = lead.engine
         step = run.restore(policy, optimizer, schedule, state)
         multiplier = cfg.gt_length_multiplier if cfg.adaptive_max_tokens else None
         episode = TruthEpisode(policy.tokenizer, gt_length_multiplier=multiplier)
@@ -96,16 +97,24 @@ def train(cfg: Config) -> None:
             )
         )
         rewards = truth_step.FeatureRewards(network, num_generations=cfg.num_generations)
+        lead.orders[truth_step.ORDER] = rewards.follow
         groups = Groups(cfg, producer, rewards, replay, truth_step.advantages)
-        if step == 0 and held_out:
-            run.log(0, truth_step.evaluate(cfg, policy, engine, evaluation, rewards, held_out, version=0))
 
-        while step < total_steps:
-            timer = Timer()
+        def sample(step: int) -> GroupBatch:
             rollouts.sync(engine, step, overlap.vllm_sync_interval)
             batch = groups.next(step, engine.version)
             if not overlap.async_prefetch:
                 engine.sleep()
+            return batch
+
+        if step == 0 and held_out:
+            run.log(0, truth_step.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=0))
+
+        while step < total_steps:
+            timer = Timer()
+            whole = lead.run(partial(sample, step))  # on rank 0
+            feature_metrics = truth_step.feature_metrics(cfg, rewards, whole)
+            batch = lead.share(whole)  # whole groups, different ones on every rank
             timer.lap("rollout_s")
             timer.move("rollout_s", "reward_s", batch.reward_s)
             advantage = truth_step.advantages(cfg, batch).flatten()  # (B,)
@@ -117,23 +126,24 @@ def train(cfg: Config) -> None:
             run.sample(
                 step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
             )
-            counters.prompts = planner.consumed + len(batch.sampled.groups)
-            feature_metrics = truth_step.feature_metrics(rewards, advantage.view(-1, cfg.num_generations))
+            sampled = batch.sampled or batch  # all there was, on rank 0
+            counters.prompts = planner.consumed + len(sampled.groups)
 
             for iteration in range(min(cfg.num_iterations, total_steps - step)):
                 step += 1
                 learning_rate = float(schedule.get_last_lr()[0])
                 sums = backward(cfg, policy, rollout, first=iteration == 0)
                 num_truth = truth_step.add_truth(cfg, policy, truths, sums)
-                where = f"step {step}, rank 0, prompts {', '.join(dict.fromkeys(p.source for p in batch.prompts))}"
-                limit = cfg.optim.max_grad_norm
+                sources = ", ".join(dict.fromkeys(prompt.source for prompt in batch.prompts))
+                where, limit = f"step {step}, rank {rank()}, prompts {sources}", cfg.optim.max_grad_norm
                 grad_norm = clip_and_step(policy.model, optimizer, schedule, limit, where, sums, bad_steps)
                 num_tokens = num_truth + sum(mb.num_tokens for mb in rollout.micro_batches)
+                num_tokens = all_count(num_tokens, "tokens of the step")
                 timer.lap("train_s")
                 counters.tokens += num_tokens
                 metrics = {
-                    **rollouts.reward_metrics(batch.sampled.table, batch.sampled.reward),
-                    **rollouts.completion_metrics(batch.sampled.completions),
+                    **rollouts.reward_metrics(sampled.table, sampled.reward),
+                    **rollouts.completion_metrics(sampled.completions),
                     **rollouts.packing_metrics(rollout.micro_batches),
                     **batch.metrics,
                     **feature_metrics,
@@ -146,13 +156,15 @@ def train(cfg: Config) -> None:
                     **timer.metrics(num_tokens),
                 }
                 if held_out and cfg.run.eval_due(step, total_steps):
-                    metrics |= truth_step.evaluate(cfg, policy, engine, evaluation, rewards, held_out, version=step)
+                    metrics |= truth_step.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=step)
                 run.log(step, metrics | engine.metrics())
                 timer = Timer()
-                if overlap.async_prefetch and iteration + 1 < cfg.num_iterations:  # what runs ahead goes on with these
+                ahead = is_main() and overlap.async_prefetch
+                if ahead and iteration + 1 < cfg.num_iterations:  # what runs ahead goes on with these
                     rollouts.sync(engine, step, overlap.vllm_sync_interval)
                     producer.top_up(engine.version)
-            producer.done()
+            if is_main():
+                producer.done()
             run.maybe_save(step, policy, optimizer, schedule, state)
         run.finish(policy)
 
@@ -162,15 +174,16 @@ def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork
     documents = documents_of(cfg, policy, network, cfg.data.data)
     held_out = documents_of(cfg, policy, network, cfg.data.eval_data, limit=cfg.data.max_eval_rows)
     multiple = network.policy.row_multiple
-    offline = Offline(run, cfg, policy, documents)
+    offline = Offline(run, cfg, policy, documents, size=cfg.strided.plan.size)
 
     def evaluate() -> dict[str, float]:
         return strided_step.evaluate(cfg, policy, network, held_out, batch_size=size)
 
     offline.begin(evaluate)
     for batch in offline.steps():
-        number = (offline.step - 1) * size  # of the first document: the seeds of a resumed run are those of an unbroken
-        step = strided_step.continue_all(cfg, policy, batch, seed=cfg.run.seed, number=number, multiple=multiple)
+        # Of each document in the run: its seeds are those of a run that was not broken off, on any number of ranks.
+        numbers = [(offline.step - 1) * size + place for place in offline.places]
+        step = strided_step.continue_all(cfg, policy, batch, seed=cfg.run.seed, numbers=numbers, multiple=multiple)
         offline.timer.lap("rollout_s")
         step = strided_step.judge(network, step)
         run.sample(offline.step, strided_step.sample_rows(policy, batch, step))
@@ -179,7 +192,7 @@ def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork
         if offline.step == run.start_step + 1:  # once: it is about the model's code, and waits for the device
             strided_step.check_gap(cfg, policy, sums, offline.step)
         offline.take_step(sums)
-        offline.log_and_save(sums, step.num_computed, evaluate, strided_step.step_metrics(step))
+        offline.log_and_save(sums, step.num_computed, evaluate, strided_step.step_metrics(network, step))
     run.finish(policy)
 
 

@@ -163,7 +163,7 @@ def pack(cfg: Config, policy: Policy, rows: list[Labelled], partner: dict[int, I
         )
         return place(policy, made)
 
-    label = torch.tensor([row.label for row in rows], device=policy.device)
+    label = torch.tensor([row.label for row in rows], dtype=torch.bool, device=policy.device)
     return Rows(label, [*matched, *mismatched], batches(matched), batches(mismatched))
 
 
@@ -200,7 +200,7 @@ def run_rows(
     rewards = torch.zeros(len(rows.label), dtype=torch.float64, device=policy.device)
     for batch in rows.batches:
         logp, ref_logp, entropy = log_ratios(policy, reference, batch, rows.items)
-        numbers = torch.tensor(batch.rows, device=policy.device)
+        numbers = torch.tensor(batch.rows, dtype=torch.int64, device=policy.device)
         out = loss(cfg, logp, ref_logp, rows.label[numbers], z0)
         total = total_loss(out, {cfg.loss_type: num_rows})
         if train:

@@ -109,7 +109,7 @@ def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int)
 def labels_of(mb: Batch, solutions: list[Steps]) -> Tensor:  # (N,)
     """Labels of the marked tokens, in the batch's order."""
     labels = [label for row in mb.rows for label in solutions[row].labels if label != UNLABELLED]
-    return torch.tensor(labels, device=mb.index.device)
+    return torch.tensor(labels, dtype=torch.int64, device=mb.index.device)
 
 
 def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps]) -> MetricSums:

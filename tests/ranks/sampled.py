@@ -1,0 +1,137 @@
+"""Cases of tests/ranks/worker.py for the methods that sample: what their loops do with completions that are there.
+
+Groups go through trainer/lead.py, which deals them; rewards of EBFT are measured by all ranks at an order of rank 0.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from data.strided import Document
+from data.types import Prompt, TruthPrompt
+from rollout.planner import Planned
+from rollout.replay import Group
+from rollout.types import Completion
+from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
+from trainer import strided_step, truth_step
+from trainer.config import DataConfig, ModelConfig, PromptConfig, RunConfig
+from trainer.ebft_options import FeatureConfig, StridedConfig
+from trainer.features import FeatureNetwork
+from trainer.group_step import backward, prepare
+from trainer.groups import GroupBatch, advantages, sequence_kl
+from trainer.lead import Lead
+from trainer.model import Policy
+from trainer.offline import places_of_mine
+from trainer.policy_options import PolicyLossConfig
+
+SIZE = 4  # completions of a group
+RUN = RunConfig(max_tokens_per_micro_batch=48, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+
+
+def make_groups(truth: bool) -> list[Group]:
+    """Five, of uneven lengths; the completions of one have equal rewards, so it is skipped where there is no KL."""
+    rng = random.Random(6)
+    groups = []
+    for row in range(5):
+        prompt = Prompt(source=f"row {row}", prompt="", ids=ids(rng, rng.randrange(2, 9)))
+        if truth:
+            prompt = TruthPrompt(**vars(prompt), truth_ids=ids(rng, rng.randrange(1, 9)))
+        completions = []
+        for _ in range(SIZE):
+            made = ids(rng, rng.randrange(1, 12))
+            logps = [-math.log(VOCAB) - 0.2 * rng.random() for _ in made]  # about as likely as tokens are here
+            completions.append(
+                Completion(prompt_ids=prompt.ids, ids=made, logps=logps, finish_reason="stop", text="", versions=[])
+            )
+        values = [[float(row != 2 and rng.random() < 0.5), float(row != 2) * rng.random()] for _ in range(SIZE)]
+        groups.append(Group(planned=Planned(row, prompt, row, "fresh"), completions=completions, values=values))
+    return groups
+
+
+def group_case(method: str, *, lora: bool = False, beta: float = 0.1) -> Case:
+    loss = {} if method == "rloo" else {"policy_loss": PolicyLossConfig(beta=beta)}
+    cfg = import_module(f"trainer.methods.{method}").Config(
+        model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=RUN, num_generations=SIZE, **loss
+    )
+    groups = make_groups(truth=False)
+    prompts = [group.planned.prompt for group in groups]
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        lead = Lead(policy, None, prompts)
+        batch = lead.share(lead.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
+        kl = sequence_kl(cfg, policy, batch.completions) if cfg.advantage.kl_in_reward else None
+        advantage = advantages(cfg, batch, kl).flatten()
+        return backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True).means()
+
+    return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
+
+
+def structured_case(*, lora: bool = False) -> Case:
+    module = import_module("trainer.methods.ebft")
+    cfg = module.Config(
+        model=ModelConfig(model="test"), data=DataConfig(data=("rows",)), run=RUN, num_generations=SIZE,
+        features=FeatureConfig(ce_coef=0.1, use_whitening=True),
+    )  # fmt: skip
+    groups = make_groups(truth=True)
+    prompts = [group.planned.prompt for group in groups]
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        rewards = truth_step.FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
+        lead = Lead(policy, None, prompts)
+        lead.orders[truth_step.ORDER] = rewards.follow
+
+        def rewarded() -> GroupBatch:
+            completions = [completion for group in rows for completion in group.completions]
+            of_each = [group.planned.prompt for group in rows for _ in range(SIZE)]
+            table = rewards.submit(of_each, completions, step=0).result()
+            values = [table.values[first : first + SIZE] for first in range(0, len(completions), SIZE)]
+            scored = [replace(group, values=own) for group, own in zip(rows, values, strict=True)]
+            return GroupBatch(scored, table.names, table.weights, {})
+
+        whole = lead.run(rewarded)
+        logged = truth_step.feature_metrics(cfg, rewards, whole)
+        batch = lead.share(whole)
+        advantage = truth_step.advantages(cfg, batch).flatten()
+        sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True)
+        truth_step.add_truth(cfg, policy, [group.planned.prompt for group in batch.groups], sums)
+        return {**logged, **sums.means()}
+
+    return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
+
+
+def strided_case(*, lora: bool = False) -> Case:
+    module = import_module("trainer.methods.ebft")
+    cfg = module.Config(
+        model=ModelConfig(model="test"), data=DataConfig(data=("rows",)), run=RUN, mode="strided",
+        features=FeatureConfig(ce_coef=0.1),
+        strided=StridedConfig(stride=4, context_length=3, generate_max_len=3, n_samples_per_prompt=3),
+    )  # fmt: skip
+    rng = random.Random(8)
+    documents = [
+        Document(ids(rng, length), source=f"row {length}") for length in (21, 4, 9, 16, 2, 12)
+    ]  # two are short
+    numbers = {id(document): number for number, document in enumerate(documents)}
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        network = FeatureNetwork(cfg.features, cfg.run, policy)
+        held_out = strided_step.evaluate(cfg, policy, network, documents[:3], batch_size=2)  # as after a step
+        own = [rows[place] for place in places_of_mine(rows, cfg.strided.plan.size)]
+        made = strided_step.continue_all(cfg, policy, own, seed=3, numbers=[numbers[id(row)] for row in own])
+        made = strided_step.judge(network, made)
+        sums = strided_step.backward(cfg, policy, made)
+        return {**sums.means(), **strided_step.step_metrics(network, made), **held_out}
+
+    return Case(documents, lambda: make_policy(reference=True, lora=lora), step, all_of_them)
+
+
+CASES = {
+    "grpo": lambda: group_case("grpo"),
+    "grpo-skips": lambda: group_case("grpo", beta=0.0),
+    "ebft-structured-lora": lambda: structured_case(lora=True),
+    "ebft-strided": strided_case,
+    "ebft-strided-lora": lambda: strided_case(lora=True),
+}

@@ -90,6 +90,7 @@ class Watch:
         self.timeout_s = timeout_s
         self.store = PrefixStore("strop-watch", _get_default_store())
         self.orders = 0  # given or taken
+        self.leading = False  # the others wait for orders
         self.number = 0  # of the collective this rank is in, or was in last
         self.name = "start"
         self.since: float | None = None  # when it was entered; None: not in one
@@ -231,9 +232,22 @@ def from_main(value: T | None, name: str) -> T:
     return json.loads(bytes(buffer.cpu().numpy().tobytes()))
 
 
+@contextlib.contextmanager
+def leading() -> Iterator[None]:
+    """For rank 0, while it does something alone and the others wait for its orders."""
+    assert _watch is not None and is_main(), "orders are rank 0's, to several processes"
+    _watch.leading = True
+    try:
+        yield
+    finally:
+        _watch.leading = False
+
+
 def give_order(order: str) -> None:
-    """A word to all other ranks, which wait for it in await_order."""
+    """A word to all other ranks, which wait for it in await_order. From the thread that trains: collectives follow."""
     assert _watch is not None, "orders are for several processes"
+    assert _watch.leading, f"{order}: nobody waits for it, the others are at work of their own"
+    assert threading.current_thread() is threading.main_thread(), f"{order}: only the main thread may give it"
     _watch.orders += 1
     _watch.store.set(f"order/{_watch.orders}", order)
     _watch.store.delete_key(f"order/{_watch.orders - 64}")  # everybody is past that

@@ -30,6 +30,7 @@ T = TypeVar("T")
 TIMEOUT_S = 600.0
 HUNG = 75  # exit code of a process that has waited too long: a launcher may start it again
 BEAT_S = 1.0  # how often a rank says where it is
+LONGEST_LOOK_S = 0.02  # between two looks for an order
 SPARE_S = 30.0  # torch's own limit is later than ours, which says more
 
 
@@ -258,7 +259,11 @@ def await_order() -> str:
     assert _watch is not None, "orders are for several processes"
     _watch.orders += 1
     key = f"order/{_watch.orders}"
-    _watch.store.wait([key], timedelta(days=365))
+    pause = 0.001
+    # store.wait would hold the connection, which the watch needs, and keep a signal's handler from running.
+    while not _watch.store.check([key]):
+        time.sleep(pause)
+        pause = min(1.2 * pause, LONGEST_LOOK_S)
     return _watch.store.get(key).decode()
 
 

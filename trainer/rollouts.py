@@ -95,7 +95,7 @@ def check_places(cfg: Any, policy: Policy) -> None:
         check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
     backend = "lora" if cfg.overlap.vllm_lora_sync else cfg.sync.backend
     if policy.is_sharded and (backend == "process_group" or (backend == "auto" and not policy.is_lora)):
-        size = sum(p.numel() for p in policy.model.parameters()) * policy.compute_dtype.itemsize
+        size = sum(p.numel() for p in policy.model.parameters()) * getattr(torch, serving_dtype(cfg, policy)).itemsize
         if cfg.parallel.timeout_s < (longest := time_limit(size)):
             raise ValueError(
                 f"parallel.timeout_s={cfg.parallel.timeout_s:g}: processes wait for each other while weights go to "
@@ -134,16 +134,14 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     if not is_main():
         await_order()  # servers take minutes to start, and the next collective has a limit
         return local
-    dtype = str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
+    dtype = serving_dtype(cfg, policy)
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
     longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + unseen
-    dtype_of = getattr(torch, dtype)
-    source = LentWeights(policy, dtype_of) if policy.is_sharded else PolicyWeights(policy, dtype_of)
     engine = VllmEngine.start(
         cfg.vllm,
         sync,
         model=policy.source,
-        source=source,
+        source=(LentWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
         own=LentScores(policy, local) if policy.is_sharded else local,
         device=policy.device,
         own_gpus=local_world_size(),
@@ -159,6 +157,10 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         with leading():
             give_order("started")
     return run.keep(engine)
+
+
+def serving_dtype(cfg: Any, policy: Policy) -> str:
+    return str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
 
 
 def training_sampling(cfg: Any, policy: Policy) -> Sampling:

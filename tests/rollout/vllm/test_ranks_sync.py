@@ -31,8 +31,9 @@ def sync(server: Server, num_syncs: int, *cases: str, cwd: Path, timeout: float 
     done = two_ok(*argv, cwd=cwd, timeout=timeout, **{TOKEN: server.token})
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [result["case"] for result in results] == list(cases)
+    print(*(line for line in done.stderr.splitlines() if line.startswith("server ")), sep="\n")
     for result in results:
-        print(result)
+        print(json.dumps(result))
         assert result["gap"] < 1e-5, result  # of log-probs, after the first sync, the last and some between
         assert result["moved"] > 0.1, result  # what the first and the last version differ by
     return results
@@ -40,11 +41,8 @@ def sync(server: Server, num_syncs: int, *cases: str, cwd: Path, timeout: float 
 
 def test_weights_of_two_processes_reach_a_server_each_way(tied_server, monkeypatch, tmp_path):
     own_weights(tied_server, monkeypatch)
-    results = sync(
-        tied_server, 4, "fsdp:lora+lora", "fsdp:filesystem", "fsdp:process_group+lora", "fsdp:process_group+broken",
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert [result["servers_out"] > 0 for result in results] == [False, False, False, True]
+    results = sync(tied_server, 4, "fsdp:lora+lora", "fsdp:filesystem", "fsdp:process_group+lora+broken", cwd=tmp_path)
+    assert results[-1]["servers_out"] > 0
 
 
 @pytest.mark.slow
@@ -79,8 +77,10 @@ def test_a_run_of_two_processes_is_that_of_one(flags, tied_server, monkeypatch, 
     together = [*RUN, *server, *flags, "--per-device-train-batch-size", 16, "--output-dir", tmp_path / "two"]
     two_ok("trainer", *together, cwd=tmp_path, **{TOKEN: tied_server.token})
     ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [0, 1, 2, 3]
     for row in ours[1:]:
-        assert row["policy/sync_gap"] < 1e-5 and row["policy/behaviour_gap"] < 1e-4, row
-        assert row["rollout/server_out"] == 0 and row["rollout/staleness_max"] <= 2
-    if "--async-prefetch" not in flags:  # else what a completion was made by depends on the clock
+        assert row["policy/sync_gap"] < 1e-5 and row["rollout/server_out"] == 0, row
+    if "--async-prefetch" in flags:  # what a completion was made by depends on the clock
+        assert max(row["rollout/staleness_max"] for row in ours) > 0
+    else:
         alike(ours, theirs, limit=2e-4)

@@ -5,9 +5,9 @@
     batch = lead.share(batch)                                    # whole groups, each of them on one rank
 
 Within `run` rank 0 may ask its engine for completions at any time: those of the engine in process are then made by all
-ranks, each a part of the requests; servers are rank 0's to speak with, and get weights in shards from all ranks
-(lend.py). The others wait for orders without a limit, since a reward function or a server may
-take its time. What they get at the end is different prompts for each rank: nobody repeats what another trains on.
+ranks, each a part of the requests. Servers are rank 0's to speak with, and get weights in shards from all (lend.py).
+The others wait for orders without a limit, since a reward function or a server may take its time. What they get at the
+end is different prompts for each rank: nobody repeats what another trains on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Lead:
         self.policy, self.local, self.prompts = policy, engine, prompts
         spreads = dist.world_size() > 1 and dist.is_main() and isinstance(engine, LocalEngine)
         self.engine: Engine = SpreadEngine(policy, engine) if spreads else engine
-        self.lender = None if dist.is_main() else Lender(policy, engine)
+        self.orders: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
+        if isinstance(engine, LocalEngine):  # on rank 0 it may be that of servers, which lends nothing
+            self.orders |= Lender(policy, engine).orders
 
     def run(self, work: Callable[[], T]) -> T | None:
         """What rank 0 does, and its result there; None elsewhere."""
@@ -52,12 +54,9 @@ class Lead:
                 result = work()
                 dist.give_order("done")
             return result
-        lender = self.lender
-        does = {"generate": self._generate_part, "score": lender.score, "weights": lender.weights,
-                "adapter": lender.adapter}  # fmt: skip
         while (order := dist.await_order()) != "done":
             name, *words = order.split()
-            does[name](*words)
+            self.orders[name](*words)
         return None
 
     def share(self, batch: GroupBatch | None) -> GroupBatch:

@@ -66,6 +66,7 @@ class Lender:
     def __init__(self, policy: Policy, local: LocalEngine) -> None:
         self.policy, self.local = policy, local
         self._weights: PolicyWeights | None = None
+        self.orders = {"score": self.score, "weights": self.weights, "adapter": self.adapter}
 
     def weights(self, dtype: str) -> None:
         for _ in self._source(dtype).tensors():

@@ -33,7 +33,7 @@ def text(run: Path) -> str:
     return (run.parent / "log").read_text()
 
 
-def wait_for(process: subprocess.Popen[bytes], run: Path, step: int, timeout: float = 400) -> None:
+def wait_for(process: subprocess.Popen[bytes], run: Path, step: int, timeout: float = 900) -> None:
     deadline = time.monotonic() + timeout
     while not ((run / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(run))):
         assert process.poll() is None and time.monotonic() < deadline, text(run)[-3000:]
@@ -74,7 +74,7 @@ def test_server_and_trainer_killed_together_lose_nothing_that_was_saved(flags, t
         assert repeatable(metrics(run))[: len(kept)] == kept
         argv = ("--resume", run)
     process = start(run, *argv)
-    assert process.wait(timeout=600) == 0, text(run)[-3000:]
+    assert process.wait(timeout=900) == 0, text(run)[-3000:]
     assert f"going on after step {newest} of {STEPS}" in text(run)
     assert repeatable(metrics(run))[: len(kept)] == kept
     assert [row["step"] for row in metrics(run)] == list(range(STEPS + 1))

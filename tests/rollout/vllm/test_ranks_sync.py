@@ -81,6 +81,6 @@ def test_a_run_of_two_processes_is_that_of_one(flags, tied_server, monkeypatch, 
     for row in ours[1:]:
         assert row["policy/sync_gap"] < 1e-5 and row["rollout/server_out"] == 0, row
     if "--async-prefetch" in flags:  # what a completion was made by depends on the clock
-        assert max(row["rollout/staleness_max"] for row in ours) > 0
+        assert max(row["rollout/staleness_max"] for row in ours[1:]) > 0
     else:
         alike(ours, theirs, limit=2e-4)

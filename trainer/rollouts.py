@@ -92,7 +92,8 @@ def check_places(cfg: Any, policy: Policy) -> None:
                 f"sync.backend=ipc: is for a server on the trainer's GPU, and {world_size()} processes have one each; "
                 "use --sync.backend process_group"
             )
-        check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
+        if is_main():  # servers of ours run on its machine
+            check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
     backend = "lora" if cfg.overlap.vllm_lora_sync else cfg.sync.backend
     if policy.is_sharded and (backend == "process_group" or (backend == "auto" and not policy.is_lora)):
         size = sum(p.numel() for p in policy.model.parameters()) * getattr(torch, serving_dtype(cfg, policy)).itemsize
@@ -153,10 +154,11 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         vocab_size=policy.model.config.get_text_config().vocab_size,
         say=run.note,
     )
+    run.keep(engine)
     if world_size() > 1:
         with leading():
             give_order("started")
-    return run.keep(engine)
+    return engine
 
 
 def serving_dtype(cfg: Any, policy: Policy) -> str:

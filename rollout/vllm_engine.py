@@ -106,6 +106,7 @@ class VllmEngine:
         source: WeightSource,
         own: LocalEngine,
         device: torch.device,
+        own_gpus: int = 1,  # of this machine, that processes train on
         dtype: str,
         lora_rank: int,
         log_dir: Path,
@@ -119,12 +120,11 @@ class VllmEngine:
         launched: list[Launched] = []
         try:
             for replica in range(0 if cfg.url else cfg.replicas):
-                server = launch(
+                launched.append(launch(
                     cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
-                    dtype=dtype, colocate=colocate, first_gpu=0 if colocate else 1, max_model_len=max_model_len,
+                    dtype=dtype, colocate=colocate, first_gpu=0 if colocate else own_gpus, max_model_len=max_model_len,
                     trust_remote_code=trust_remote_code, say=say,
-                )  # fmt: skip
-                launched.append(server)
+                ))  # fmt: skip
             wait_ready(launched, cfg.startup_timeout, say)
             token = os.environ.get(TOKEN)
             places = [(s.url, s.token) for s in launched] or [(url, token) for url in cfg.url]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
 
 import pytest
 
+from rollout.serve import parse as parse_server
 from tests.entry import ROOT
 from trainer.cli import flag_table, load_method, method_names, parse
 from trainer.plan import PlanConfig
 
 TEXT = (ROOT / "README.md").read_text()
+RENDEZVOUS = ("--rdzv-id", "--rdzv-backend", "--rdzv-endpoint")
 COMMANDS = re.findall(r"python -m trainer (--[^\n#`]*)", TEXT.replace("\\\n", " "))
 
 
@@ -47,6 +50,22 @@ def test_flags_named_in_text_exist():
     known |= {"--config", "--help", "--check"}
     known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PlanConfig)}
     known |= {"--enable-auto-tool-choice", "--tool-call-parser"}  # vLLM's own, for --vllm.extra-args
-    known |= {"--nproc-per-node", "--max-restarts"}  # of torchrun
+    known |= {"--nproc-per-node", "--max-restarts", "--nnodes", *RENDEZVOUS}  # of torchrun
     mentioned = set(re.findall(r"(--[a-z][a-z0-9.-]+)", re.sub(r"--\w+\.\*", "", TEXT)))  # --format.* is a block
     assert not mentioned - known, sorted(mentioned - known)
+
+
+def test_the_slurm_job_is_bash_with_flags_that_exist():
+    script = ROOT / "docs" / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text().replace("\\\n", " ")
+    assert "NOT RUN BY US" in text
+    (serve,) = re.findall(r"-m rollout\.serve (--[^\n']*)", text)
+    words = ["--model", "M", *serve.replace('"$SLURMD_NODENAME"', "node").split()]
+    words.remove("--config"), words.remove("run.yaml")
+    cfg = parse_server(words)
+    assert cfg.vllm.replicas == len(cfg.vllm.devices) == 4
+    (train,) = re.findall(r"-m trainer (.*)", text)
+    assert set(re.findall(r"--[a-z.-]+", train)) <= {
+        flag.name for flag in flag_table(load_method("grpo").Config).values()
+    }

@@ -20,6 +20,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +34,7 @@ from trainer.ranks import is_main, rank, world_size
 
 T = TypeVar("T")
 TIMEOUT_S = 600.0
+LONGEST_LOOK_S = 0.02  # between two looks for an order
 SPARE_S = 30.0  # torch's own limit is later than ours, which says more
 
 
@@ -225,9 +228,22 @@ def from_main(value: T | None, name: str) -> T:
     return json.loads(bytes(buffer.cpu().numpy().tobytes()))
 
 
+@contextlib.contextmanager
+def leading() -> Iterator[None]:
+    """For rank 0, while it does something alone and the others wait for its orders."""
+    assert _watch is not None and is_main(), "orders are rank 0's, to several processes"
+    _watch.leading = True
+    try:
+        yield
+    finally:
+        _watch.leading = False
+
+
 def give_order(order: str) -> None:
-    """A word to all other ranks, which wait for it in await_order."""
+    """A word to all other ranks, which wait for it in await_order. From the thread that trains: collectives follow."""
     assert _watch is not None, "orders are for several processes"
+    assert _watch.leading, f"{order}: nobody waits for it, the others are at work of their own"
+    assert threading.current_thread() is threading.main_thread(), f"{order}: only the main thread may give it"
     _watch.orders += 1
     _watch.store.set(f"order/{_watch.orders}", order)
     _watch.store.delete_key(f"order/{_watch.orders - 64}")  # everybody is past that
@@ -238,7 +254,11 @@ def await_order() -> str:
     assert _watch is not None, "orders are for several processes"
     _watch.orders += 1
     key = f"order/{_watch.orders}"
-    _watch.store.wait([key], timedelta(days=365))
+    pause = 0.001
+    # store.wait would hold the connection, which the watch needs, and keep a signal's handler from running.
+    while not _watch.store.check([key]):
+        time.sleep(pause)
+        pause = min(1.2 * pause, LONGEST_LOOK_S)
     return _watch.store.get(key).decode()
 
 

@@ -67,6 +67,7 @@ class Watch:
         self.timeout_s = timeout_s
         self.store = PrefixStore("strop-watch", _get_default_store())
         self.orders = 0  # given or taken
+        self.leading = False  # the others wait for orders
         self.number = 0  # of the collective this rank is in, or was in last
         self.passes = 0  # begun since then
         self.at = Place("start")

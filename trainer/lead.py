@@ -5,8 +5,9 @@
     batch = lead.share(batch)                                    # whole groups, each of them on one rank
 
 Within `run` rank 0 may ask its engine for completions at any time: those of the engine in process are then made by all
-ranks, each a part of the requests. The others wait for orders without a limit, since a reward function or a server may
-take its time. What they get at the end is different prompts for each rank: nobody repeats what another trains on.
+ranks, each a part of the requests. Servers are rank 0's to speak with, and get weights in shards from all (lend.py).
+The others wait for orders without a limit, since a reward function or a server may take its time. What they get at the
+end is different prompts for each rank: nobody repeats what another trains on.
 Whatever else rank 0 may ask for within is an entry of `lead.orders`: its word, and what the others do at it.
 """
 
@@ -27,6 +28,7 @@ from rollout.replay import Group, as_json, completion_of
 from rollout.types import Completion, Request, Sampling
 from trainer import dist
 from trainer.groups import GroupBatch
+from trainer.lend import Lender, LentScores
 from trainer.model import Policy
 from trainer.parallel import gathered_weights
 
@@ -40,18 +42,22 @@ class Lead:
         self.policy, self.local, self.prompts = policy, engine, prompts
         spreads = dist.world_size() > 1 and dist.is_main() and isinstance(engine, LocalEngine)
         self.engine: Engine = SpreadEngine(policy, engine) if spreads else engine
-        self.orders: dict[str, Callable[[], Any]] = {"generate": self._generate_part, "score": self._lend_weights}
+        self.orders: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
+        if isinstance(engine, LocalEngine):  # on rank 0 it may be that of servers, which lends nothing
+            self.orders |= Lender(policy, engine).orders
 
     def run(self, work: Callable[[], T]) -> T | None:
         """What rank 0 does, and its result there; None elsewhere."""
         if dist.world_size() == 1:
             return work()
         if dist.is_main():
-            result = work()
-            dist.give_order("done")
+            with dist.leading():
+                result = work()
+                dist.give_order("done")
             return result
         while (order := dist.await_order()) != "done":
-            self.orders[order]()
+            name, *words = order.split()
+            self.orders[name](*words)
         return None
 
     def share(self, batch: GroupBatch | None) -> GroupBatch:
@@ -84,30 +90,15 @@ class Lead:
         self.local.version = version
         generate_part(self.policy, self.local, [Request(**r) for r in requests], _sampling(sampling))
 
-    def _lend_weights(self) -> None:
-        with gathered_weights(self.policy):
-            pass
 
-
-class SpreadEngine(LocalEngine):
+class SpreadEngine(LentScores):
     """The engine in process over several ranks: rank 0 asks, all make their part."""
-
-    def __init__(self, policy: Policy, local: LocalEngine) -> None:
-        super().__init__(
-            local.model, local.tokenizer, max_batch_size=local.max_batch_size, autocast_dtype=local.autocast_dtype
-        )
-        self.policy, self.local = policy, local
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         dist.give_order("generate")
         dist.from_main([[asdict(request) for request in requests], asdict(sampling), self.version], "requests")
         self.local.version = self.version
         return generate_part(self.policy, self.local, requests, sampling)
-
-    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        dist.give_order("score")
-        with gathered_weights(self.policy):
-            return self.local.score(sequences, temperature)
 
 
 def generate_part(

@@ -12,6 +12,11 @@ def world_size() -> int:
     return int(value)
 
 
+def local_world_size() -> int:
+    """Processes of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
+
+
 def rank() -> int:
     return int(os.environ.get("RANK") or "0")
 

@@ -17,16 +17,20 @@ from data.types import Prompt
 from losses.advantage import nan_std, zero_std_frac
 from rollout.engine import Engine
 from rollout.local import LocalEngine
-from rollout.producer import sync_due
+from rollout.options import VllmConfig
+from rollout.producer import Producer, sync_due
 from rollout.rewards import Rewards, RewardTable
 from rollout.source import Job, Source, run_groups
+from rollout.sync.base import time_limit
 from rollout.types import Completion, Sampling
 from rollout.vllm_engine import VllmEngine, check_start
 from rollout.vllm_gpu import shares_gpu
 from trainer.config import RolloutConfig, RunConfig
-from trainer.dist import all_count, context_size, data_size, is_main
+from trainer.dist import all_count, await_order, context_size, data_size, give_order, is_main, leading, world_size
+from trainer.lend import LentScores, LentWeights
 from trainer.model import Policy
 from trainer.parallel import place
+from trainer.ranks import local_world_size
 from trainer.run import Run
 from trainer.weights import PolicyWeights
 
@@ -60,11 +64,8 @@ def check_servers(cfg: Any, policy: Policy) -> None:
             f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, so that each has one"
         )
     if cfg.rollout.engine == "vllm":
-        if policy.is_sharded:
-            raise ValueError(
-                "rollout.engine=vllm: weights in shards cannot be sent to servers yet; use --parallel.mode replicate, "
-                "or sample in process"
-            )
+        if world_size() > 1:
+            check_places(cfg, policy)
         if is_main():
             check_start(cfg.vllm, policy.device)
         if cfg.overlap.vllm_sync_interval > 1 and shares_gpu(cfg.vllm, policy.device):
@@ -79,6 +80,49 @@ def check_servers(cfg: Any, policy: Policy) -> None:
             )
 
 
+def check_places(cfg: Any, policy: Policy) -> None:
+    """Servers beside several processes: they have GPUs of their own, and may be as slow as the others can wait."""
+    if policy.device.type == "cuda":
+        if shares_gpu(cfg.vllm, policy.device):
+            raise ValueError(
+                f"vllm.colocate={cfg.vllm.colocate}: a server shares the GPU of one process, and {world_size()} train "
+                "on one each; give servers GPUs of their own by --vllm.devices or --vllm.url"
+            )
+        if cfg.sync.backend == "ipc":
+            raise ValueError(
+                f"sync.backend=ipc: is for a server on the trainer's GPU, and {world_size()} processes have one each; "
+                "use --sync.backend process_group"
+            )
+        if is_main():  # servers of ours run on its machine
+            check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
+    backend = "lora" if cfg.overlap.vllm_lora_sync else cfg.sync.backend
+    if policy.is_sharded and (backend == "process_group" or (backend == "auto" and not policy.is_lora)):
+        size = sum(p.numel() for p in policy.model.parameters()) * getattr(torch, serving_dtype(cfg, policy)).itemsize
+        if cfg.parallel.timeout_s < (longest := time_limit(size)):
+            raise ValueError(
+                f"parallel.timeout_s={cfg.parallel.timeout_s:g}: processes wait for each other while weights go to "
+                f"servers, which may take {longest:.0f} s when one hangs; raise it, or use --sync.backend filesystem"
+            )
+
+
+def check_gpus(vllm: VllmConfig, ours: int, there_are: int) -> None:
+    """Servers of our own on this machine: on GPUs that no process trains on."""
+    if vllm.url:
+        return
+    taken = [number for number in vllm.devices if number < ours]
+    if taken:
+        raise ValueError(
+            f"vllm.devices={' '.join(map(str, vllm.devices))}: GPU {taken[0]} is that of a process that trains here, "
+            f"as are all below {ours}; name others"
+        )
+    needed = vllm.replicas * vllm.tensor_parallel_size
+    if not vllm.devices and ours + needed > there_are:
+        raise ValueError(
+            f"vllm.replicas={vllm.replicas}: {needed} GPUs for servers beside {ours} that train, and this machine has "
+            f"{there_are}; start fewer processes, or servers elsewhere, and name them by --vllm.url"
+        )
+
+
 def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], *, unseen: int = 0) -> Engine:
     """The engine of a method that samples, ended with the run; `prompts` are all it will be asked about.
 
@@ -87,18 +131,22 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     local = LocalEngine(
         policy.model, policy.tokenizer, max_batch_size=cfg.rollout.max_batch_size, autocast_dtype=policy.autocast_dtype
     )
-    if cfg.rollout.engine == "local" or not is_main():
+    if cfg.rollout.engine == "local":
         return local
-    dtype = str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
+    if not is_main():
+        await_order()  # servers take minutes to start, and the next collective has a limit
+        return local
+    dtype = serving_dtype(cfg, policy)
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
     longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + unseen
     engine = VllmEngine.start(
         cfg.vllm,
         sync,
         model=policy.source,
-        source=PolicyWeights(policy, getattr(torch, dtype)),
-        own=local,
+        source=(LentWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
+        own=LentScores(policy, local) if policy.is_sharded else local,
         device=policy.device,
+        own_gpus=local_world_size(),
         dtype=dtype,
         lora_rank=cfg.lora.r if sync.backend in ("auto", "lora") else 0,
         log_dir=run.dir / "logs",
@@ -107,7 +155,15 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         vocab_size=policy.model.config.get_text_config().vocab_size,
         say=run.note,
     )
-    return run.keep(engine)
+    run.keep(engine)
+    if world_size() > 1:
+        with leading():
+            give_order("started")
+    return engine
+
+
+def serving_dtype(cfg: Any, policy: Policy) -> str:
+    return str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
 
 
 def training_sampling(cfg: Any, policy: Policy) -> Sampling:
@@ -197,6 +253,12 @@ def packing_metrics(micro_batches: Sequence[Batch]) -> dict[str, float]:
     num_tokens = all_count(sum(mb.num_tokens for mb in micro_batches), "tokens")
     num_computed = all_count(sum(mb.num_computed for mb in micro_batches), "computed tokens")
     return {"data/shared_frac": 1 - num_computed / num_tokens} if num_tokens else {}
+
+
+def go_on(engine: Engine, producer: Producer, step: int, interval: int) -> None:
+    """Between two steps on one batch: what runs ahead goes on with the weights of today."""
+    sync(engine, step, interval)
+    producer.top_up(engine.version)
 
 
 def sync(engine: Engine, step: int, interval: int) -> None:

@@ -5,23 +5,27 @@
     source.save_adapter(Path("v000012"))          # for vLLM's LoRA, if the policy has an adapter
 
 An adapter is merged into new tensors, W + scaling B A in float32 and rounded once; the policy itself is never touched.
+Weights in shards are gathered a tensor at a time, and every rank must read them together: trainer/lend.py sees to that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollout.sync.base import TensorSpec
+from rollout.sync.base import TensorSpec, synchronize
 from trainer.checkpoint import ADAPTER
+from trainer.dist import inside
 from trainer.model import Policy, causal_lm
+from trainer.shards import full, is_dtensor, settle
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")  # model.layers.12
 
@@ -37,27 +41,31 @@ class PolicyWeights:
         if self.is_lora:
             refuse_unmergeable(policy.model.peft_config[ADAPTER])
         lm = causal_lm(policy.model)
-        plain = {name: tensor.to("meta") for name, tensor in self._plain()}
+        plain = dict(self._shapes())
         # Some models are laid out otherwise in memory than in checkpoints (fused experts); most are not.
         self._converts = list(as_in_checkpoint(lm, dict(plain))) != list(plain)
 
     def specs(self) -> list[TensorSpec]:
-        named = self._in_checkpoint((name, tensor.to("meta")) for name, tensor in self._plain())
+        named = self._in_checkpoint(self._shapes())
         return [TensorSpec(name, tuple(tensor.shape), self._serving(tensor)) for name, tensor in named]
 
     @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         # A generator may be left half-way: no_grad as a decorator holds for each step of it, and only there.
         for name, tensor in self._in_checkpoint(self._merged()):
             yield name, tensor.to(self._serving(tensor))
 
     def save_adapter(self, folder: Path) -> None:
         """The folder that peft's save_pretrained writes, several times faster: once per optimizer step is often."""
-        assert self.is_lora, "save_adapter is for a policy with an adapter"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.adapter.write(folder)
+
+    @property
+    def adapter(self) -> AdapterFile:
+        assert self.is_lora, "an adapter file is for a policy with an adapter"
         if self._adapter is None:
             self._adapter = AdapterFile(self.policy, self.dtype)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._adapter.write(folder)
+        return self._adapter
 
     def _serving(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if tensor.is_floating_point() else tensor.dtype
@@ -74,15 +82,21 @@ class PolicyWeights:
             seen.add(id(tensor))
             yield name, tensor.detach()
 
+    def _shapes(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._plain():
+            yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # whole, also of a shard
+
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         layers = lora_layers(causal_lm(self.policy.model))
         for name, tensor in self._plain():
-            if hasattr(tensor, "full_tensor"):  # sharded: every rank takes part, in this same order
-                tensor = tensor.full_tensor()
             layer = layers.get(name)
-            if layer is not None:
-                assert not layer.merged, f"{name}: an adapter is merged in place"
-                tensor = tensor.float() + layer.get_delta_weight(ADAPTER).float()
+            if layer is None:
+                yield name, gather(tensor.to(self._serving(tensor)), self.policy, name)  # half the bytes in bfloat16
+                continue
+            assert not layer.merged, f"{name}: an adapter is merged in place"
+            tensor = gather(tensor, self.policy, name).float()
+            with gathered_factors(layer, self.policy, name):
+                tensor = tensor + layer.get_delta_weight(ADAPTER).float()
             yield name, tensor
 
     def _in_checkpoint(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -111,6 +125,8 @@ class AdapterFile:
     def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
         config = policy.model.peft_config[ADAPTER]
         refuse_unservable(config)
+        settle(policy.model)  # its parameters are the shards, which stay what they are
+        self.policy = policy
         named = policy.model.named_parameters()
         state = {name.replace(f".{ADAPTER}", ""): p for name, p in named if ".lora_" in name and f".{ADAPTER}" in name}
         self.parameters, self.dtype = list(state.values()), dtype
@@ -123,13 +139,42 @@ class AdapterFile:
         self.config = json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
     @torch.no_grad()
+    def read(self) -> Tensor:  # (size,)
+        """All values one after the other; of shards, every rank takes part."""
+        return torch.cat([gather(p.detach().to(self.dtype), self.policy, "adapter").flatten() for p in self.parameters])
+
     def write(self, folder: Path) -> None:
         # The server rounds to its own dtype in any case.
-        self.values.copy_(torch.cat([p.detach().to(self.dtype).flatten() for p in self.parameters]))
+        self.values.copy_(self.read())
         with (folder / "adapter_model.safetensors").open("wb") as file:
             file.write(self.header)
             file.write(self.values.view(torch.uint8).numpy())
         (folder / "adapter_config.json").write_text(self.config, encoding="utf-8")
+
+
+def gather(tensor: Tensor, policy: Policy, name: str) -> Tensor:
+    """All of a weight on this rank's device. Of shards, every rank takes part: it waits here for the slowest."""
+    if not is_dtensor(tensor):
+        return tensor
+    with inside(f"weights for servers: {name}"):
+        whole = full(tensor.to(policy.device))  # shards that lie in main memory travel by way of the device
+        synchronize(policy.device)
+    return whole
+
+
+@contextlib.contextmanager
+def gathered_factors(layer: Any, policy: Policy, name: str) -> Iterator[None]:
+    """An adapted layer whose A and B are whole, for peft's own maths; then shards again."""
+    linear = [(factor[ADAPTER], "weight") for factor in (layer.lora_A, layer.lora_B) if ADAPTER in factor]
+    embedding = [(f, ADAPTER) for f in (layer.lora_embedding_A, layer.lora_embedding_B) if ADAPTER in f]
+    kept = [(module, key, p) for module, key in linear + embedding if is_dtensor(p := getattr(module, key))]
+    for module, key, p in kept:
+        setattr(module, key, nn.Parameter(gather(p.detach(), policy, name), requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, key, p in kept:
+            setattr(module, key, p)
 
 
 def safetensors_header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:

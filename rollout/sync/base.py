@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +55,9 @@ class WeightSource(Protocol):
     def specs(self) -> list[TensorSpec]:
         """All weights in one fixed order, layer after layer, a tied one once."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The same in the same order; valid until the next one is asked for."""
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
+        """The same in the same order; valid until the next one is asked for. Closed by whoever leaves it half-way:
+        other ranks may be in the middle of it."""
 
     def save_adapter(self, folder: Path) -> None:
         """A peft adapter folder that vLLM can load; only with is_lora."""

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,8 @@ class FilesystemSync:
                     shutil.rmtree(old, ignore_errors=True)
                 partial.mkdir()
                 self._rooms = [make_room(partial, i, bucket) for i, bucket in enumerate(self.buckets)]
-            write_rooms(self._rooms, self.source.tensors(), self._staged())
+            with closing(self.source.tensors()) as tensors:
+                write_rooms(self._rooms, tensors, self._staged())
             fsync_folder(partial)
         partial.rename(path)
         return path

@@ -67,8 +67,8 @@ class IpcSync:
         plan = {"version": version, "buckets": link.buckets, "timeout": link.limit, "turn": turn}
         calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
         try:
-            with link.blaming(calls):
-                self._send(turn, calls, joined + link.limit)
+            with link.blaming(calls), contextlib.closing(link.source.tensors()) as tensors:
+                self._send(tensors, turn, calls, joined + link.limit)
                 results = calls.results()
             check_loaded(results, version, link.num_bytes)
         except BaseException:
@@ -82,9 +82,8 @@ class IpcSync:
         self.link.close()
         self._drop()
 
-    def _send(self, turn: str, calls: Calls, deadline: float) -> None:
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], turn: str, calls: Calls, deadline: float) -> None:
         link = self.link
-        tensors = link.source.tensors()
         workers = range(1, self.world)
         for i, bucket in enumerate(link.buckets):
             if i >= 2 and workers:

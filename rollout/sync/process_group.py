@@ -7,10 +7,12 @@ made here and bucket i - 1 loaded there. Without servers the group has one rank:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from rollout.sync.base import (
     MIB,
@@ -62,8 +64,8 @@ class ProcessGroupSync:
         plan = {"version": version, "buckets": link.buckets, "timeout": link.limit}
         calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
         try:
-            with link.blaming(calls):
-                self._send(calls, joined + link.limit)
+            with link.blaming(calls), closing(link.source.tensors()) as tensors:
+                self._send(tensors, calls, joined + link.limit)
                 results = calls.results()
             check_loaded(results, version, link.num_bytes)
         except BaseException:
@@ -77,9 +79,8 @@ class ProcessGroupSync:
         self.link.close()
         self._drop()
 
-    def _send(self, calls: Calls, deadline: float) -> None:
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], calls: Calls, deadline: float) -> None:
         link = self.link
-        tensors = link.source.tensors()
         size = buffer_size(link.buckets)
         buffers = [torch.empty(size, dtype=torch.uint8, device=link.device) for _ in range(2)]
         works: list[Any] = []

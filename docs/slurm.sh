@@ -1,0 +1,50 @@
+#!/bin/bash
+# GRPO on 2 nodes of 8 GPUs: on each node four processes train on GPUs 0-3 and four vLLM servers run on GPUs 4-7.
+#
+#     sbatch docs/slurm.sh
+#
+# NOT RUN BY US: written from the flags and from what two processes on one machine do. The clone with its .venv, the run
+# folder and run.yaml (model, data, rewards) must lie on a file system that both nodes have.
+#SBATCH --job-name=strop
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@180
+#SBATCH --requeue
+set -euo pipefail
+
+cd "$SLURM_SUBMIT_DIR"
+. .venv/bin/activate
+export RUN="runs/slurm-$SLURM_JOB_ID"
+STROP_VLLM_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
+export STROP_VLLM_TOKEN  # whoever has it may replace weights; both steps inherit it
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+urls=()
+for node in "${nodes[@]}"; do
+    for port in 8000 8001 8002 8003; do urls+=("http://$node:$port"); done
+done
+
+# model, dtype, lora.r and sync.backend of run.yaml are read by both sides.
+srun --overlap --gpus-per-task=8 bash -c \
+    'exec python -m rollout.serve --config run.yaml --vllm.host "$SLURMD_NODENAME" --vllm.port 8000 --vllm.replicas 4 --vllm.devices 4 5 6 7' &
+servers=$!
+trap 'kill "$servers" 2>/dev/null || true' EXIT
+for url in "${urls[@]}"; do
+    until curl -sf -o /dev/null -H "Authorization: Bearer $STROP_VLLM_TOKEN" "$url/health"; do
+        kill -0 "$servers"  # a server that could not start has said why
+        sleep 5
+    done
+done
+
+# A job that was requeued goes on from its last checkpoint.
+if [ -f "$RUN/config.yaml" ]; then start=(--resume "$RUN"); else start=(--config run.yaml --output-dir "$RUN"); fi
+srun --overlap --gpus-per-task=8 torchrun \
+    --nnodes 2 --nproc-per-node 4 --max-restarts 3 \
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:29500" \
+    -m trainer "${start[@]}" \
+    --parallel.mode fsdp --parallel.shard 4 \
+    --rollout.engine vllm --vllm.url "${urls[@]}" --sync.backend process_group

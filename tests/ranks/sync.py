@@ -1,0 +1,167 @@
+"""Run by torchrun: weights that lie on ranks go to a real vLLM server again and again, and log-probs must agree.
+
+    torchrun --nproc-per-node 2 -m tests.ranks.sync URL MODEL_FOLDER NUM_SYNCS CASE ...
+
+A case is MODE:BACKEND, with +lora for an adapter and +broken for a transfer that breaks off in the middle of the third
+sync. Prints one JSON line per case on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from data.types import Prompt
+from rollout.sync import process_group as transfer
+from rollout.types import Request, Sampling
+from rollout.worker.strop_wire import PeerError
+from trainer import rollouts
+from trainer.cli import parse
+from trainer.dist import is_main, pick_device, process_group
+from trainer.lead import Lead
+from trainer.model import Policy, load_policy
+from trainer.parallel import spread
+
+PROBE_EVERY = 20
+MODES = {
+    "replicate": ("--parallel.mode", "replicate"),
+    "fsdp": ("--parallel.mode", "fsdp"),
+    "copies": ("--parallel.mode", "fsdp", "--parallel.shard", 1),  # of shards over one rank: several machines' mesh
+}
+
+
+def make(url: str, folder: str, mode: str, backend: str, *, lora: bool) -> tuple[Any, Policy]:
+    argv = [
+        "--method", "grpo", "--model", folder, "--rollout.engine", "vllm", "--vllm.url", url, "--sync.backend", backend,
+        "--sync.probe-every", PROBE_EVERY, *MODES[mode], "--max-completion-length", 8, "--data", "task:addition",
+        "--reward-funcs", "exact_match",
+    ]  # fmt: skip
+    argv += [] if backend == "lora" else ["--sync.bucket-mb", 1]
+    argv += ["--lora.r", 8, "--lora.alpha", 16] if lora else []
+    _, cfg, _ = parse([str(word) for word in argv])
+    torch.manual_seed(0)
+    policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    return cfg, spread(cfg.parallel, policy)
+
+
+@torch.no_grad()
+def change(policy: Policy, first: list[torch.Tensor], version: int) -> None:
+    """Every trained weight, by a few per cent of what it was: each rank its own shards."""
+    for i, ((_, parameter), begun) in enumerate(zip(trained(policy), first, strict=True)):
+        parameter.copy_(begun * (1 + 0.05 * math.sin(1.7 * version + i)))
+
+
+def trained(policy: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, p) for name, p in policy.model.named_parameters() if p.requires_grad)
+
+
+def break_once(at_bucket: int) -> None:
+    real, calls = transfer.fill, [0]
+
+    def fill(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == at_bucket:
+            raise PeerError("broken by the test")
+        real(*args)
+
+    transfer.fill = fill
+
+
+class Case:
+    """One engine, synced again and again; `seconds` and `gaps` are rank 0's."""
+
+    def __init__(self, lead: Lead, policy: Policy) -> None:
+        self.lead, self.policy, self.engine = lead, policy, lead.engine
+        self.first = [p.detach().clone() for _, p in trained(policy)]
+        self.seconds: list[float] = []
+        self.gaps: list[float] = []
+        self.scores: list[list[float]] = []  # of the first and the last version
+
+    def sync(self, version: int) -> None:
+        started = time.perf_counter()
+        self.engine.load(version)
+        self.seconds.append(time.perf_counter() - started)
+        self.gaps.append(self.engine.metrics()["policy/sync_gap"])
+
+    def look(self) -> None:
+        """The server makes tokens by this version, and agrees about log-probs."""
+        engine = self.engine
+        (made,) = engine.generate([Request(prompt_ids=[5, 17, 33], seed=1)], Sampling(max_tokens=4))
+        assert made.versions == [(engine.version, len(made.ids))], made.versions
+        assert engine.probe(engine._ready())
+        self.gaps.append(engine.metrics()["policy/sync_gap"])
+        self.scores.append(engine._probe.score(engine._probe.sequences(32))[0])
+
+    def give_back(self, version: int) -> None:
+        """The server's own weights: adapters of later cases need the base they were made for."""
+        with torch.no_grad():
+            for (name, parameter), begun in zip(trained(self.policy), self.first, strict=True):
+                parameter.copy_(begun * 0 if "lora_B" in name else begun)
+        self.lead.run(partial(self.sync, version))
+
+    def run(self, num_syncs: int) -> dict[str, Any]:
+        for version in range(num_syncs):
+            change(self.policy, self.first, version)
+            self.lead.run(partial(self.sync, version))
+            if version in (0, num_syncs - 1):
+                self.lead.run(self.look)
+        self.give_back(num_syncs)
+        if not is_main():
+            return {}
+        metrics = self.engine.metrics()
+        return {
+            "gap": max(self.gaps),
+            "moved": max(abs(a - b) for a, b in zip(*self.scores, strict=True)),
+            "mb": metrics["rollout/sync_mb"],
+            "servers_out": metrics["rollout/server_out"],
+            "first_s": self.seconds[0],
+            "median_s": statistics.median(self.seconds[1:]),
+            "max_s": max(self.seconds[1:]),
+        }
+
+
+def run_case(url: str, folder: str, num_syncs: int, case: str) -> dict[str, Any]:
+    place, *options = case.split("+")
+    mode, backend = place.split(":")
+    cfg, policy = make(url, folder, mode, backend, lora="lora" in options)
+    prompt = Prompt(source="row 1", prompt="x", ids=[5, 17, 33])
+    with tempfile.TemporaryDirectory() as logs:
+        run = SimpleNamespace(dir=Path(logs), note=lambda text: print(text, file=sys.stderr), keep=lambda kept: kept)
+        rollouts.check_servers(cfg, policy)
+        lead = Lead(policy, rollouts.start_engine(cfg, policy, run, [prompt]), [prompt])
+        if "broken" in options and is_main():
+            buckets = len(lead.engine.weights.sync.link.buckets)
+            break_once(2 * buckets + buckets // 2 + 1)
+        try:
+            return Case(lead, policy).run(num_syncs)
+        finally:
+            lead.engine.close()
+
+
+def main(url: str, folder: str, num_syncs: str, *cases: str) -> None:
+    with process_group(120.0):
+        for case in cases:
+            started = time.perf_counter()
+            result = run_case(url, folder, int(num_syncs), case)
+            if is_main():
+                seconds = time.perf_counter() - started
+                print(json.dumps({"case": case, "syncs": int(num_syncs), **result, "all_s": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""What rank 0 reads for its servers, the others read with it; and servers that several processes cannot have."""
+
+from __future__ import annotations
+
+import re
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollout.options import SyncConfig, VllmConfig
+from tests.trainer.test_weights import make_model, policy_of, with_lora
+from trainer import dist, lend, rollouts, weights
+from trainer.lend import Lender, LentWeights
+from trainer.parallel import ParallelConfig
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[str]:
+    """Orders given and tensors gathered, in order; on one rank, whose gathers are as real as they get there."""
+    done: list[str] = []
+    real = weights.gather
+    monkeypatch.setattr(lend.dist, "give_order", lambda order: done.append(f"order {order}"))
+    monkeypatch.setattr(
+        weights, "gather", lambda tensor, policy, name: (done.append(name), real(tensor, policy, name))[1]
+    )
+    return done
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3-moe"])  # as they are, and converted a layer at a time
+@pytest.mark.parametrize("left_after", [1, 5, None])
+def test_a_transfer_that_breaks_off_is_read_to_the_end(kind, left_after, read):
+    policy = policy_of(make_model(kind))
+    Lender(policy, None).weights("bfloat16")
+    others = list(read)
+    read.clear()
+    tensors = LentWeights(policy, torch.bfloat16).tensors()
+    assert read == [], "nothing is read, and nobody told, before the first tensor is asked for"
+    for _ in range(left_after or len(LentWeights(policy, torch.bfloat16).specs())):
+        next(tensors)
+    tensors.close()
+    assert read == ["order weights bfloat16", *others]
+
+
+def test_an_adapter_is_read_by_all_once_it_is_known_to_be_servable(read, tmp_path):
+    policy = policy_of(with_lora(make_model("llama")))
+    Lender(policy, None).adapter("float32")
+    others = list(read)
+    assert set(others) == {"adapter"} and len(others) == 2 * 7 * 2  # A and B of seven matrices in two layers
+    read.clear()
+    LentWeights(policy, torch.float32).save_adapter(tmp_path)
+    assert read == ["order adapter float32", *others]
+    read.clear()
+    odd = policy_of(with_lora(make_model("llama"), rank_pattern={"q_proj": 2}))
+    with pytest.raises(ValueError, match="rank_pattern="):
+        LentWeights(odd, torch.float32).save_adapter(tmp_path)
+    assert read == [], "the others would wait for ever"
+
+
+def test_orders_come_from_the_main_thread_while_the_others_wait(monkeypatch):
+    store = SimpleNamespace(set=lambda *_: None, delete_key=lambda *_: None)
+    monkeypatch.setattr(dist, "_watch", SimpleNamespace(orders=0, leading=False, store=store))
+    with pytest.raises(AssertionError, match="nobody waits"):
+        dist.give_order("weights")
+    failed: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            dist.give_order("weights")
+        except AssertionError as error:
+            failed.append(str(error))
+
+    with dist.leading():
+        dist.give_order("weights")
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert failed == ["weights: only the main thread may give it"] and dist._watch.orders == 1
+
+
+def settings(*, vllm: VllmConfig, sync: SyncConfig | None = None, timeout_s: float = 600.0) -> Any:
+    return SimpleNamespace(
+        vllm=vllm, sync=sync or SyncConfig(), overlap=SimpleNamespace(vllm_lora_sync=False),
+        parallel=ParallelConfig(timeout_s=timeout_s),
+    )  # fmt: skip
+
+
+def policy_on(device: str, *, is_lora: bool = False) -> Any:
+    return SimpleNamespace(
+        device=torch.device(device), model=nn.Linear(1000, 1000), compute_dtype=torch.bfloat16, is_sharded=True,
+        is_lora=is_lora,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "vllm", "sync", "message"),
+    [
+        ("cuda", {"colocate": True}, {}, "vllm.colocate=True: a server shares the GPU of one process, and 4 train on "
+         "one each; give servers GPUs of their own by --vllm.devices or --vllm.url"),
+        ("cuda", {"colocate": False}, {"backend": "ipc"}, "sync.backend=ipc: is for a server on the trainer's GPU, and "
+         "4 processes have one each; use --sync.backend process_group"),
+        ("cpu", {}, {"backend": "process_group"}, "parallel.timeout_s=30: processes wait for each other while weights "
+         "go to servers, which may take 60 s when one hangs; raise it, or use --sync.backend filesystem"),
+    ],
+)  # fmt: skip
+def test_servers_that_do_not_go_with_several_processes_are_refused(device, vllm, sync, message, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    cfg = settings(vllm=VllmConfig(**vllm), sync=SyncConfig(**sync), timeout_s=30.0)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        rollouts.check_places(cfg, policy_on(device))
+
+
+def test_a_short_limit_is_no_matter_where_nobody_waits_for_a_server(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    rollouts.check_places(settings(vllm=VllmConfig(), timeout_s=30.0), policy_on("cpu", is_lora=True))
+    filesystem = SyncConfig(backend="filesystem")
+    rollouts.check_places(settings(vllm=VllmConfig(), sync=filesystem, timeout_s=30.0), policy_on("cpu"))
+
+
+def test_servers_get_gpus_that_nobody_trains_on():
+    rollouts.check_gpus(VllmConfig(replicas=2, devices=(6, 7)), 6, 8)
+    rollouts.check_gpus(VllmConfig(replicas=2), 6, 8)
+    rollouts.check_gpus(VllmConfig(url=("http://127.0.0.1:8000",)), 8, 8)
+    with pytest.raises(
+        ValueError, match=r"^vllm.devices=5 7: GPU 5 is that of a process that trains here, as are all "
+    ):
+        rollouts.check_gpus(VllmConfig(replicas=2, devices=(5, 7)), 6, 8)
+    with pytest.raises(
+        ValueError, match=r"^vllm.replicas=2: 4 GPUs for servers beside 6 that train, and this machine "
+    ):
+        rollouts.check_gpus(VllmConfig(replicas=2, tensor_parallel_size=2), 6, 8)

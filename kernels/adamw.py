@@ -29,6 +29,15 @@ except ImportError:  # a CPU build of torch brings none; there the twin runs
 BLOCK = 1024
 
 
+class Held(NamedTuple):
+    """What belongs to one parameter, all of its shape."""
+
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
 class Rates(NamedTuple):
     """Of one step; t counts from 1."""
 
@@ -44,37 +53,37 @@ class Rates(NamedTuple):
         return 1.0 - self.beta1**self.t, 1.0 - self.beta2**self.t
 
 
-def step_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: Rates, seed: int) -> None:
-    """Update weight and both moments in place. All of one shape; bfloat16, or float32, which is not rounded."""
-    tensors = (weight, grad, exp_avg, exp_avg_sq)
-    fits = all(x.is_cuda and x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
-    (kernel_step if fits and triton is not None else reference_step)(*tensors, rates, seed)
+def step_(held: Held, rates: Rates, seed: int) -> None:
+    """Update weight and moments in place. bfloat16, or float32, which is not rounded."""
+    fits = all(x.is_cuda and x.dtype == torch.bfloat16 and x.is_contiguous() for x in held)
+    (kernel_step if fits and triton is not None else reference_step)(held, rates, seed)
 
 
-def kernel_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: Rates, seed: int) -> None:
+def kernel_step(held: Held, rates: Rates, seed: int) -> None:
     """bfloat16, contiguous."""
-    if weight.numel() == 0:  # a rank without a part of it
+    num = held.weight.numel()
+    if num == 0:  # a rank without a part of it
         return
     correction1, correction2 = rates.corrections
-    _step[triton.cdiv(weight.numel(), BLOCK),](
-        weight, grad, exp_avg, exp_avg_sq, weight.numel(), seed, rates.lr, rates.beta1, rates.beta2, rates.eps,
-        1.0 - rates.lr * rates.decay, 1.0 / correction1, 1.0 / correction2, BLOCK=BLOCK,
+    _step[triton.cdiv(num, BLOCK),](
+        *held, num, seed, rates.lr, rates.beta1, rates.beta2, rates.eps, 1.0 - rates.lr * rates.decay,
+        1.0 / correction1, 1.0 / correction2, BLOCK=BLOCK,
     )  # fmt: skip
 
 
 @torch.no_grad()
-def reference_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: Rates, seed: int) -> None:
+def reference_step(held: Held, rates: Rates, seed: int) -> None:
     """The same in plain torch; its random bits are others."""
-    generator = torch.Generator(weight.device).manual_seed(seed)
-    exact = exact_step(weight, grad, exp_avg, exp_avg_sq, rates)
-    for target, value in zip((weight, exp_avg, exp_avg_sq), exact, strict=True):
+    generator = torch.Generator(held.weight.device).manual_seed(seed)
+    exact = exact_step(held, rates)
+    for target, value in zip((held.weight, held.exp_avg, held.exp_avg_sq), exact, strict=True):
         target.copy_(round_at_random(value, generator) if target.dtype == torch.bfloat16 else value)
 
 
-def exact_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rates: Rates) -> tuple[Tensor, ...]:
+def exact_step(held: Held, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
     """Weight and moments after the step in float32 or wider, before they are rounded."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    weight, grad, exp_avg, exp_avg_sq = (x.to(wide) for x in (weight, grad, exp_avg, exp_avg_sq))
+    wide = torch.promote_types(held.weight.dtype, torch.float32)
+    weight, grad, exp_avg, exp_avg_sq = (x.to(wide) for x in held)
     correction1, correction2 = rates.corrections
     exp_avg = rates.beta1 * exp_avg + (1.0 - rates.beta1) * grad
     exp_avg_sq = rates.beta2 * exp_avg_sq + (1.0 - rates.beta2) * grad.square()
@@ -83,8 +92,11 @@ def exact_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     return weight, exp_avg, exp_avg_sq
 
 
-def round_at_random(x: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 to bfloat16: the neighbour towards zero or the one away from it, by the distance to both."""
+def round_at_random(
+    x: Tensor,  # (*) float32, of any shape
+    generator: torch.Generator,
+) -> Tensor:  # (*) bfloat16
+    """The neighbour towards zero or the one away from it, by the distance to both."""
     noise = torch.randint(1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
     bits = x.float().view(torch.int32) + noise  # carries into the upper half as often as the lower half is large
     return (bits & -65536).view(torch.float32).to(torch.bfloat16)  # exact

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kernels.adamw import Rates, step_
+from kernels.adamw import Held, Rates, step_
 from trainer.config import OptimConfig
 from trainer.shards import is_dtensor
 
@@ -55,7 +55,8 @@ class RoundedAdamW(Optimizer):
                 t = int(state["step"])
                 rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], t)
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                step_(*(_own(tensor) for tensor in tensors), rates, seed=(t << 16 ^ number) % 2**31)
+                held = Held(*(_own(tensor) for tensor in tensors))
+                step_(held, rates, seed=(t << 16 ^ number) % 2**31)
 
 
 def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,18 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.adamw import BLOCK, Rates, exact_step, kernel_step, reference_step, round_at_random, step_
+from kernels.adamw import BLOCK, Held, Rates, exact_step, kernel_step, reference_step, round_at_random, step_
 from tests.kernels.interpreter import interpreted
 
 RATES = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, t=3)
 
 
-def problem(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> list[torch.Tensor]:
+def problem(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Held:
     """Weight, gradient, moments: values of many sizes, zeros among them."""
     torch.manual_seed(len(shape))
     weight, grad, exp_avg = (torch.randn(shape) * 10.0 ** torch.randint(-4, 1, shape) for _ in range(3))
     grad.view(-1)[::7] = 0.0
-    return [x.to(device, dtype) for x in (weight, grad, exp_avg, grad.square() * 0.5)]
+    return Held(*(x.to(device, dtype) for x in (weight, grad, exp_avg, grad.square() * 0.5)))
 
 
 def step_at(exact: torch.Tensor) -> torch.Tensor:
@@ -24,9 +24,9 @@ def step_at(exact: torch.Tensor) -> torch.Tensor:
 
 def check_against_exact(run, *shape: int, device: str = "cpu") -> None:
     tensors = problem(*shape, device=device)
-    before = [x.double() for x in tensors]
-    exact = exact_step(*before, RATES)
-    run(*tensors, RATES, 5)
+    before = Held(*(x.double() for x in tensors))
+    exact = exact_step(before, RATES)
+    run(tensors, RATES, 5)
     for got, value, held in zip((tensors[0], tensors[2], tensors[3]), exact, (before[0], *before[2:]), strict=True):
         apart = got.double() - value
         float32 = 1e-6 * (held.abs() + before[1].abs() + before[1].square())  # terms may cancel, and their errors stay
@@ -53,7 +53,7 @@ def test_same_seed_same_weights_another_seed_others():
     made = []
     for seed in (5, 5, 6):
         tensors = problem(65, 129)
-        kernel_step(*tensors, RATES, seed)
+        kernel_step(tensors, RATES, seed)
         made.append(tensors[0])
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
 
@@ -61,8 +61,7 @@ def test_same_seed_same_weights_another_seed_others():
 @interpreted
 def test_kernel_leaves_what_lies_behind_a_tensor_alone():
     held = torch.full((4, 200), 3.0, dtype=torch.bfloat16)
-    tensors = [row[:130] for row in held]
-    kernel_step(*tensors, RATES, 1)
+    kernel_step(Held(*(row[:130] for row in held)), RATES, 1)
     assert (held[:, 130:] == 3.0).all() and (held[0, :130] != 3.0).any()
 
 
@@ -74,7 +73,7 @@ def test_float32_is_adamw_itself():
     state = {"step": torch.tensor(2.0), "exp_avg": exp_avg.clone(), "exp_avg_sq": exp_avg_sq.clone()}
     optimizer.state[parameter] = state
     optimizer.step()
-    step_(weight, grad, exp_avg, exp_avg_sq, RATES, 0)
+    step_(Held(weight, grad, exp_avg, exp_avg_sq), RATES, 0)
     for got, expected in ((weight, parameter), (exp_avg, state["exp_avg"]), (exp_avg_sq, state["exp_avg_sq"])):
         torch.testing.assert_close(got, expected.detach(), rtol=2e-6, atol=0)
 
@@ -90,10 +89,10 @@ def test_rounding_is_right_on_average_at_every_distance():
 
 def test_second_moment_moves_though_every_change_is_under_half_a_step():
     """To the nearest it would stay at 1 for ever: 1e-3 of it is a quarter of a step."""
-    tensors = [torch.ones(4096, dtype=torch.bfloat16) for _ in range(4)]
-    tensors[1].zero_()
+    tensors = Held(*(torch.ones(4096, dtype=torch.bfloat16) for _ in range(4)))
+    tensors.grad.zero_()
     for t in range(1, 201):
-        reference_step(*tensors, RATES._replace(t=t, lr=0.0), t)
+        reference_step(tensors, RATES._replace(t=t, lr=0.0), t)
     assert tensors[3].float().mean().item() == pytest.approx(0.999**200, rel=0.02)
 
 

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from data.packing import Batch, empty_batch
-from trainer.dist import TIMEOUT_S, all_max, all_sum, context_size, is_main, passing, say, world_size
+from trainer.dist import TIMEOUT_S, all_max, all_sum, context_size, is_main, passing, world_size
+from trainer.dist_watch import say
 from trainer.model import Policy, blocks_of, causal_lm
 from trainer.shards import full, is_dtensor
 

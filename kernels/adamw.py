@@ -93,9 +93,9 @@ def exact_step(held: Held, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def round_at_random(
-    x: Tensor,  # (*) float32, of any shape
+    x: Tensor,  # (...) float32
     generator: torch.Generator,
-) -> Tensor:  # (*) bfloat16
+) -> Tensor:  # (...) bfloat16
     """The neighbour towards zero or the one away from it, by the distance to both."""
     noise = torch.randint(1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
     bits = x.float().view(torch.int32) + noise  # carries into the upper half as often as the lower half is large

@@ -231,6 +231,14 @@ def from_main(value: T | None, name: str) -> T:
     return json.loads(bytes(buffer.cpu().numpy().tobytes()))
 
 
+def of_all(value: Any, name: str) -> list[Any]:
+    """What each rank has, on every rank, in their order. JSON."""
+    if world_size() == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(pick_device())
+    return [json.loads(bytes(part.cpu().numpy().tobytes())) for part in all_gather(data, name)]
+
+
 def give_order(order: str) -> None:
     """A word to all other ranks, which wait for it in await_order."""
     assert _watch is not None, "orders are for several processes"

@@ -6,7 +6,7 @@ import array
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
-from trainer.checkpoint import sync
 from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
 from trainer.dist import all_count, all_gather, is_main, rank, shares, world_size
+from trainer.folders import sync
 from trainer.model import Policy, causal_lm, load_policy, reference_logps, token_logps
 from trainer.parallel import place
 from trainer.shards import full, put
@@ -65,7 +65,7 @@ class MovingReference:
         return dict(self.policy.reference.named_parameters())
 
     @torch.no_grad()
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self.policy.reference.named_parameters():
             put(parameter, tensors[name])
 

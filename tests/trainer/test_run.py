@@ -166,7 +166,7 @@ def test_health_findings_are_in_the_metrics_and_on_the_console(tmp_path, capsys)
 @pytest.mark.parametrize("stop", [1, 3, 5, 8])
 def test_killed_run_resumes_to_the_same_numbers(tmp_path, stop):
     """kill -9 before the first checkpoint, just before a save, and between saves."""
-    unbroken = train(config(tmp_path / "unbroken"))
+    unbroken = train(config(tmp_path / "unbroken", save_async=False))
     folder = tmp_path / "killed"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, str(folder), str(stop)]
@@ -174,7 +174,7 @@ def test_killed_run_resumes_to_the_same_numbers(tmp_path, stop):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert steps(folder) == list(range(stop + 1))
     random.seed(1234)
-    run = train(resumed(folder))
+    run = train(resumed(folder, save_async=False))
     assert run.start_step == (stop - 1) // 3 * 3
     for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
         ours, theirs = ((d / name).read_text().replace(str(d), "DIR") for d in (run.dir, unbroken.dir))
@@ -390,4 +390,4 @@ def test_finish_exports_reports_and_says_where(tmp_path, capsys):
 
 if __name__ == "__main__":
     trainer.run.describe_model = lambda *args, **options: None
-    train(config(sys.argv[1]), kill_at=int(sys.argv[2]))
+    train(config(sys.argv[1], save_async=False), kill_at=int(sys.argv[2]))

@@ -135,7 +135,13 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Under autocast norms and rotations may leave query and key in float32; sdpa would round them likewise.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return flex_attend(query, key, value, attention_mask, scale=scale).transpose(1, 2).contiguous(), None
+    return _flex(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable(recursive=False)
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """Out of the graph of a compiled block, which would be compiled again for every mask; a graph of its own."""
+    return flex_attend(query, key, value, mask, scale=scale)
 
 
 @functools.cache

@@ -41,6 +41,7 @@ from trainer.dist import is_main
 from trainer.folders import remove_folder, sync
 from trainer.saver import INDEX, MANIFEST, Saver, Shard, Snapshot, sha256_of
 from trainer.shards import is_dtensor, is_first_copy, local, local_slices, settle
+from trainer.small_state import SCALE, as_held, as_saved
 from trainer.tensor_files import Record, TensorFiles, records_from_json, records_of_file
 
 FORMAT = 1
@@ -251,7 +252,7 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, 
     for parameter, slots in optimizer.state.items():
         assert parameter in names, f"the optimizer holds an untrained parameter of shape {tuple(parameter.shape)}"
         assert all(isinstance(value, Tensor) for value in slots.values()), f"{names[parameter]}: {slots.keys()}"
-        rows.append((names[parameter], slots))
+        rows.append((names[parameter], as_saved(slots)))
     return rows
 
 
@@ -261,13 +262,15 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
     for name, record in moments.records.items():
         owner, _, key = name.rpartition(".")
         parameter = trained[owner]
-        if is_dtensor(parameter) and record.shape == tuple(parameter.shape):
+        if is_dtensor(parameter) and key != "step" and not key.endswith(SCALE):
             slot = torch.zeros_like(parameter, dtype=record.dtype, requires_grad=False)
             local(slot).copy_(moments.read(name, local_slices(parameter)))
         else:  # AdamW counts steps on the CPU unless told otherwise
             slot = moments.read(name)
             slot = slot.to(parameter.device) if key != "step" or parameter in on_device else slot
         optimizer.state[parameter][key] = slot
+    for parameter, slots in optimizer.state.items():
+        optimizer.state[parameter] = as_held(optimizer, parameter, slots)
 
 
 def _schedule_state(schedule: LambdaLR) -> dict[str, int]:
@@ -280,8 +283,12 @@ def _restore_schedule(schedule: LambdaLR, state: dict[str, int]) -> None:
     schedule._step_count = state["step_count"]
     groups = schedule.optimizer.param_groups
     for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        group["lr"] = base * factor(schedule.last_epoch)
-    schedule._last_lr = [group["lr"] for group in groups]
+        rate = base * factor(schedule.last_epoch)
+        if isinstance(group["lr"], Tensor):  # torchao's optimizers hold on to it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    schedule._last_lr = [float(group["lr"]) for group in groups]
 
 
 def _python_rng() -> dict[str, Any]:

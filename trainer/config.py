@@ -59,7 +59,12 @@ class ModelConfig:
         "built-in tiny model (trainer/recipes/METHOD_tiny.yaml) fills in whatever is not set."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the matrix products; trained weights are always kept in float32. auto: float32 on CPU, else bfloat16."""
+    """Dtype of the matrix products. auto: float32 on CPU, else bfloat16."""
+    trained_dtype: Literal["float32", "bfloat16"] = "float32"
+    (
+        "Dtype that trained weights, their gradients and AdamW's moments are kept in. bfloat16: half the memory; an "
+        "update is rounded up or down at random, so that small ones are not lost (needs torchao). LoRA: always float32."
+    )
     attn_implementation: Literal["auto", "flex", "sdpa", "eager"] = "auto"
     (
         "Attention code. flex: compiled kernels that skip what a token does not see, CUDA only; sdpa and eager: those "
@@ -78,7 +83,12 @@ class ModelConfig:
     merge_lora: bool = False
     """Export merged weights rather than an adapter."""
 
+    compile: bool = False
+    """Compile the model's blocks with torch.compile: a minute at the start, faster steps on a GPU."""
+
     def __post_init__(self) -> None:
+        if self.trained_dtype == "bfloat16" and self.dtype == "float32":
+            raise ValueError("trained_dtype=bfloat16: holds less than dtype=float32 multiplies; leave one of them out")
         if self.load_in_4bit:
             raise ValueError(
                 "load_in_4bit=True: a 4-bit base is not supported, its products would not match the engine's; "
@@ -144,8 +154,8 @@ class OptimConfig:
     """Decay of the second moment."""
     adam_epsilon: float = 1e-8
     """Added to the root of the second moment."""
-    optim: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw, or adamw_8bit: its two moments in 8 bit with a scale for each 256, a quarter of the memory (torchao)."""
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm; 0 does not clip."""
     nan_policy: Literal["stop", "skip"] = "stop"

@@ -1,8 +1,9 @@
 """Load a policy and take token log-probs from it.
 
-Trained weights are float32; matrix products run in `compute_dtype` (autocast when that is bfloat16). Frozen weights
-(the base of a LoRA run, a reference copy) are held in `compute_dtype`. Dropout of the base model is switched off, so
-that the log-probs of the same weights are the same numbers in the trainer and in the rollout engine.
+Trained weights are float32, or bfloat16 where asked for; matrix products run in `compute_dtype` (autocast when that is
+bfloat16). Frozen weights (the base of a LoRA run, a reference copy) are held in `compute_dtype`. Dropout of the base
+model is switched off, so that the log-probs of the same weights are the same numbers in the trainer and in the rollout
+engine.
 """
 
 from __future__ import annotations
@@ -68,12 +69,14 @@ class Policy:
 def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool) -> Policy:
     if cfg.merge_lora and lora.r == 0:
         raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
+    if cfg.trained_dtype != "float32" and lora.r > 0:
+        raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
     compute_dtype = pick_dtype(cfg.dtype, device)
     path = resolve_model(cfg.model)
     adapter = path if (Path(path) / "adapter_config.json").exists() else None
     base = read_adapter(path)["base_model_name_or_path"] if adapter else path
     trains_base = lora.r == 0
-    base_dtype = torch.float32 if trains_base else compute_dtype
+    base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     model = load_causal_lm(base, cfg, base_dtype, device)
     policy = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
@@ -97,7 +100,18 @@ def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, wit
         causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.model.train()
     check_logps(policy)
+    if cfg.compile:
+        for model in (policy.model, policy.reference):
+            if model is not None:
+                compile_blocks(causal_lm(model), base)
     return policy
+
+
+def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """Of weights that train."""
+    if cfg.trained_dtype == "bfloat16" and compute_dtype != torch.bfloat16:
+        raise ValueError("trained_dtype=bfloat16: products would be in float32 on this device; add --dtype bfloat16")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.trained_dtype]
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -180,6 +194,12 @@ def blocks_of(lm: Any, source: str) -> nn.ModuleList:
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
             return child
     raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
+
+
+def compile_blocks(lm: Any, source: str) -> None:
+    """In place, so that names and hooks stay. Rows differ in length: sizes are compiled as unknowns."""
+    for block in blocks_of(lm, source):
+        block.compile(dynamic=True)
 
 
 def token_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> TokenLogps:

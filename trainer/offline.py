@@ -62,7 +62,7 @@ class Offline:
 
     def take_step(self, sums: MetricSums | None = None) -> None:
         """Clip, check and apply the gradients that have been accumulated."""
-        self.learning_rate = self.schedule.get_last_lr()[0]
+        self.learning_rate = float(self.schedule.get_last_lr()[0])
         where = f"step {self.step}, rank {rank()}, rows {', '.join(row.source for row in self.batch)}"
         limit = self.cfg.optim.max_grad_norm
         self.grad_norm = clip_and_step(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from losses.types import LossOut
@@ -16,20 +16,23 @@ from trainer.bad_steps import BadSteps, not_finite
 from trainer.config import OptimConfig
 from trainer.metrics import MetricSums
 from trainer.parallel import clip_gradients, sum_gradients
+from trainer.small_state import small_adamw
 
 
-def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[AdamW, LambdaLR]:
+def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = AdamW(
-        [g for g in groups if g["params"]],
-        lr=cfg.learning_rate,
-        betas=(cfg.adam_beta1, cfg.adam_beta2),
-        eps=cfg.adam_epsilon,
-    )
+    groups = [g for g in groups if g["params"]]
+    if cfg.optim == "adamw_8bit" or any(p.dtype == torch.bfloat16 for p in trained):
+        optimizer = small_adamw(groups, cfg)
+    else:
+        # One kernel for all weights on a GPU: torch's other way makes a temporary as large as all of them.
+        fused = all(p.device.type == "cuda" for p in trained)
+        betas = (cfg.adam_beta1, cfg.adam_beta2)
+        optimizer = AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=fused)
     return optimizer, LambdaLR(optimizer, lr_factor(cfg.lr_scheduler_type, cfg.warmup_ratio, total_steps))
 
 
@@ -62,7 +65,7 @@ def term_metrics(out: LossOut) -> dict[str, tuple[Tensor, Tensor]]:
 
 def clip_and_step(
     model: nn.Module,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     schedule: LambdaLR,
     max_grad_norm: float,
     where: str,

@@ -122,7 +122,7 @@ def train(cfg: Config) -> None:
 
             for iteration in range(min(cfg.num_iterations, total_steps - step)):
                 step += 1
-                learning_rate = schedule.get_last_lr()[0]
+                learning_rate = float(schedule.get_last_lr()[0])
                 sums = backward(cfg, policy, rollout, first=iteration == 0)
                 num_truth = truth_step.add_truth(cfg, policy, truths, sums)
                 where = f"step {step}, rank 0, prompts {', '.join(dict.fromkeys(p.source for p in batch.prompts))}"

@@ -213,7 +213,7 @@ def train(cfg: Config) -> None:
 
             for iteration in range(min(cfg.num_iterations, total_steps - step)):
                 step += 1
-                learning_rate = schedule.get_last_lr()[0]
+                learning_rate = float(schedule.get_last_lr()[0])
                 sums = backward(cfg, policy, rollout, first=iteration == 0)
                 sources = ", ".join(dict.fromkeys(prompt.source for prompt in batch.prompts))
                 where, limit = f"step {step}, rank {rank()}, prompts {sources}", cfg.optim.max_grad_norm

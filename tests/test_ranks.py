@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.entry import ROOT, environment, metrics, run_ok
+from tests.entry import ROOT, environment, metrics, repeatable, run_ok
+from trainer.checkpoint import find_problem, list_checkpoints
 from trainer.dist import HUNG, shares
 from trainer.parallel import ParallelConfig
 
@@ -175,6 +176,24 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_its_checkpoint(
         assert process.wait(timeout=180) == 0, (tmp_path / "log").read_text()[-3000:]
     assert "going on after step" in (tmp_path / "log").read_text()
     alike(metrics(tmp_path / "run"), metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "full"])
+def test_rank_that_cannot_finish_its_shard_leaves_the_checkpoint_before(fault, tmp_path):
+    """kill -9 and a full disk (a limit on file sizes) on rank 1 of two, in the middle of a save."""
+    flags = (*SFT, "--per-device-train-batch-size", "8", "--parallel.mode", "fsdp", "--max-steps", "6")
+    two_ok("trainer", *flags, "--output-dir", tmp_path / "whole", cwd=tmp_path)
+    failed = two("tests.ranks.faults", fault, *flags, "--output-dir", tmp_path / "run", cwd=tmp_path)
+    assert failed.returncode != 0
+    if fault == "full":
+        assert "step-00000004: could not be written (rank 1: File too large)" in failed.stderr
+        assert failed.stderr.count("Traceback") == 1, "that of torchrun"
+    found = [(at, find_problem(path)) for at, path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert found == [(2, None)]
+    two_ok("trainer", "--resume", tmp_path / "run", cwd=tmp_path)
+    assert repeatable(metrics(tmp_path / "run")) == repeatable(metrics(tmp_path / "whole"))
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
 
 
 def rank_1_of(launcher: int) -> int:

@@ -90,7 +90,7 @@ def build_reference(
     source = policy
     if cfg.ref_model:
         other = dataclasses.replace(model, model=cfg.ref_model, merge_lora=False)
-        source = load_policy(other, LoraConfig(), policy.device, with_reference=False)
+        source = load_policy(other, LoraConfig(), policy.device, with_reference=False, whole=True)
         check_same_tokens(policy, source, f"ref_model={cfg.ref_model}", model.model)
         source.model.eval().requires_grad_(False)
         if cfg.ref != "precomputed":

@@ -266,6 +266,7 @@ class Run:
         self._sinks, self._kept = [], []
 
     def _load(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
+        assert policy.files is None, "spread() comes after load_policy(): the model has no numbers yet"
         check_state(states_of(state))  # found out now, not at the first save
         if self.checkpoint is not None:
             loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)

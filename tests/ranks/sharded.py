@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.ranks.loading import check_loading
 from tests.ranks.worker import MODES, VOCAB, make_policy, one_process
 from trainer import saver as saving
 from trainer.checkpoint import find_problem, list_checkpoints, load_checkpoint, save_checkpoint
@@ -159,6 +160,7 @@ def main(folder: Path) -> None:
             check_saving(folder, mode)
         check_old_files(folder)
         check_full_disk(folder)
+        check_loading(folder)
         if is_main():
             print("all well", flush=True)
 

@@ -4,6 +4,7 @@
     for mb in place(policy, micro_batches): ...         # as many on every rank
     sum_gradients(policy.model)                         # after the last backward
 
+load_policy has left the numbers in their files: each rank reads what it holds of them here, once that is known.
 `replicate`: every rank holds everything, and gradients are added up after the backward pass. `fsdp`: each block's
 weights lie in shards, are gathered for its forward and its backward, and its gradients are added up and scattered. The
 output head is used outside of any module's forward, by the log-prob kernels, so it is gathered by hand (shards.whole).

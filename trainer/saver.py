@@ -186,6 +186,8 @@ class Save:
             stop.save_ends()
 
     def _write(self) -> None:
+        if not is_main() and not self.snapshot.shards:
+            return
         if not self.tmp.is_dir():
             raise OSError(f"it does not see {self.tmp}; all ranks need one file system for the run folder")
         sums = {name: self._write_file(name, specs_of(parts), parts) for name, parts in self.snapshot.files.items()}
@@ -199,7 +201,7 @@ class Save:
                 records[key] = Record(shard.shape, shard.tensor.dtype, [part])
         if is_main():
             self._finish(sums, records)
-        elif self.snapshot.shards:
+        else:
             note = self._note(rank())
             scratch = note.with_suffix(".part")
             scratch.write_text(json.dumps({"files": sums, "tensors": records_to_json(records)}))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollout.model_folder import resolve_model
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from tests.ranks.worker import make_policy
 from tests.test_ranks import two_ok
@@ -53,6 +54,11 @@ def test_damaged_shard_is_named(saved, tmp_path, name):
     shutil.copytree(saved / "fsdp" / "step-00000002", tmp_path / "step-00000001")
     said = []
     assert latest_valid(tmp_path, said.append) == tmp_path / "step-00000001" and name in said[0]
+
+
+def test_shards_are_no_model_and_the_error_says_how_to_make_one(saved):
+    with pytest.raises(ValueError, match=r"checkpoint in shards; make it a model by python -m trainer\.export .* OUT"):
+        resolve_model(str(saved / "fsdp" / "step-00000002"))
 
 
 def test_index_says_where_each_part_is(saved):

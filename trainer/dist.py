@@ -235,8 +235,19 @@ def of_all(value: Any, name: str) -> list[Any]:
     """What each rank has, on every rank, in their order. JSON."""
     if world_size() == 1:
         return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(pick_device())
-    return [json.loads(bytes(part.cpu().numpy().tobytes())) for part in all_gather(data, name)]
+    import torch.distributed as dist
+
+    data = json.dumps(value).encode()
+    size = torch.tensor(len(data), device=pick_device())
+    with inside(f"{name}: size"):
+        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        _wait(size)
+    own = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(pick_device())
+    found = [torch.empty_like(own) for _ in range(world_size())]
+    with inside(name):
+        dist.all_gather(found, own)
+        _wait(own)
+    return [json.loads(bytes(part.cpu().numpy().tobytes())) for part in found]
 
 
 def give_order(order: str) -> None:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer import stop
-from trainer.dist import barrier, is_main, of_all, rank, say, world_size
+from trainer.dist import is_main, of_all, rank, say, world_size
 from trainer.folders import TMP, remove_folder, sync
 from trainer.tensor_files import (
     Part,
@@ -104,7 +104,7 @@ class Saver:
             self._save = None
             save.cancelled.set()
             save.thread.join()
-            barrier("end of a failed save")  # nobody writes there any more
+            of_all(None, "end of a failed save")  # nobody writes there any more
             if is_main():
                 shutil.rmtree(save.tmp, ignore_errors=True)
             if save.error is not None and not isinstance(save.error, OSError | SafetensorError):

@@ -20,6 +20,10 @@ def resolve_model(name: str) -> str:
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists():
             raise ValueError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
         return name
+    if (folder / "shards.json").exists():
+        raise ValueError(
+            f"model={name}: a checkpoint in shards; make it a model by python -m trainer.export {name} OUT"
+        )
     if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
         return str(folder)
     if (folder / "final").is_dir():

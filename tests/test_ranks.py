@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.entry import ROOT, environment, metrics, run_ok
+from tests.entry import ROOT, environment, metrics, repeatable, run_ok
+from trainer.checkpoint import find_problem, list_checkpoints
 from trainer.dist import shares
 from trainer.dist_watch import HUNG, Place, Watch, record_flight
 from trainer.parallel import ParallelConfig
@@ -73,7 +74,8 @@ def test_sft_saved_by_two_goes_on_with_one_and_the_reverse(mode, tmp_path):
     spread = ("--parallel.mode", mode)
     run_ok(*SFT, *one_batch, "--max-steps", "4", "--output-dir", tmp_path / "whole", cwd=tmp_path)
     two_ok("trainer", *SFT, *two_batch, *spread, "--max-steps", "2", "--output-dir", tmp_path / "a", cwd=tmp_path)
-    run_ok("--resume", tmp_path / "a", *one_batch, "--parallel.mode", "auto", "--max-steps", "4", cwd=tmp_path)
+    exported_again(tmp_path / "a", tmp_path / "out")
+    run_ok("--resume", tmp_path / "a", *one_batch, "--max-steps", "4", cwd=tmp_path)
     alike(metrics(tmp_path / "a"), metrics(tmp_path / "whole"))
     exported = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("a", "whole")]
     assert exported[0].keys() == exported[1].keys()
@@ -83,6 +85,45 @@ def test_sft_saved_by_two_goes_on_with_one_and_the_reverse(mode, tmp_path):
     run_ok(*SFT, *one_batch, "--max-steps", "2", "--output-dir", tmp_path / "b", cwd=tmp_path)
     two_ok("trainer", "--resume", tmp_path / "b", *two_batch, *spread, "--max-steps", "4", cwd=tmp_path)
     alike(metrics(tmp_path / "b"), metrics(tmp_path / "whole"))
+
+
+def exported_again(run: Path, out: Path) -> None:
+    """The last checkpoint, exported by one process, is what all ranks together wrote as final/, byte for byte."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.export", str(run), str(out)], cwd=run.parent, env=environment(),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = sorted(path.name for path in (run / "final").iterdir())
+    assert names == sorted(path.name for path in out.iterdir())
+    weights = [name for name in names if name.endswith(".safetensors")]
+    assert weights
+    for name in names:
+        if name in weights:
+            ours, theirs = load_file(out / name), load_file(run / "final" / name)
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+        else:
+            assert (out / name).read_text() == (run / "final" / name).read_text(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--lora.r", "4"), ("--lora.r", "4", "--merge-lora")])
+def test_adapter_in_shards_is_exported_as_it_is_and_merged(flags, tmp_path):
+    two_ok("trainer", *SFT, "--max-steps", "2", "--parallel.mode", "fsdp", *flags, "--output-dir", tmp_path / "run",
+           cwd=tmp_path)  # fmt: skip
+    exported_again(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_config.json").exists() == ("--merge-lora" not in flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rm", "prm"])
+def test_scorer_in_shards_is_exported(method, tmp_path):
+    for name, flags in (("all", ()), ("lora", ("--lora.r", "4"))):
+        two_ok("trainer", "--method", method, "--max-steps", "2", "--max-eval-rows", "5", "--parallel.mode", "fsdp",
+               *flags, "--output-dir", tmp_path / name, cwd=tmp_path)  # fmt: skip
+        config = json.loads((tmp_path / name / "final" / "config.json").read_text())
+        assert config["architectures"] == [f"LlamaFor{'Sequence' if method == 'rm' else 'Token'}Classification"]
+    exported_again(tmp_path / "all", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +210,24 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_its_checkpoint(
         assert process.wait(timeout=180) == 0, (tmp_path / "log").read_text()[-3000:]
     assert "going on after step" in (tmp_path / "log").read_text()
     alike(metrics(tmp_path / "run"), metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "full"])
+def test_rank_that_cannot_finish_its_shard_leaves_the_checkpoint_before(fault, tmp_path):
+    """kill -9 and a full disk (a limit on file sizes) on rank 1 of two, in the middle of a save."""
+    flags = (*SFT, "--per-device-train-batch-size", "8", "--parallel.mode", "fsdp", "--max-steps", "6")
+    two_ok("trainer", *flags, "--output-dir", tmp_path / "whole", cwd=tmp_path)
+    failed = two("tests.ranks.faults", fault, *flags, "--output-dir", tmp_path / "run", cwd=tmp_path)
+    assert failed.returncode != 0
+    if fault == "full":
+        assert "step-00000004: could not be written (rank 1: File too large)" in failed.stderr
+        assert failed.stderr.count("Traceback") == 1, "that of torchrun"
+    found = [(at, find_problem(path)) for at, path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert found == [(2, None)]
+    two_ok("trainer", "--resume", tmp_path / "run", cwd=tmp_path)
+    assert repeatable(metrics(tmp_path / "run")) == repeatable(metrics(tmp_path / "whole"))
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
 
 
 def rank_1_of(launcher: int) -> int:

@@ -47,6 +47,7 @@ def test_commands_parse(command, monkeypatch):
 
 def test_flags_named_in_text_exist():
     known = {flag.name for name in method_names() for flag in flag_table(load_method(name).Config).values()}
+    known |= {name.replace("--", "--no-", 1) for name in known}  # what switches a flag off
     known |= {"--config", "--help", "--check"}
     known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PlanConfig)}
     known |= {"--enable-auto-tool-choice", "--tool-call-parser"}  # vLLM's own, for --vllm.extra-args

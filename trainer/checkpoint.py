@@ -9,41 +9,46 @@
         state.json              step, schedule, Python and numpy generators, state of loader, rewards, counters
         manifest.json           size and sha256 of every other file
 
-A checkpoint is written beside its place, brought to disk, and renamed: it is whole or it is not there. Reading checks
-every byte against the manifest first. Hyperparameters (rates, betas, schedule shape) are not in it: they come from the
-config, so a flag changed at --resume takes effect.
+Of a model in shards every rank writes what it has, in place of model, optimizer and extra.safetensors:
+
+        shard-00000-of-00002.safetensors    parts of weights/NAME, moments/NAME.exp_avg, extra/NAME
+        shards.json                         shape of each tensor, and which file holds which part of it
+
+Either kind is read by any number of processes, whole or in shards, each reading the parts it needs. A checkpoint is
+written beside its place, brought to disk, and renamed (trainer/saver.py): it is whole or it is not there. Reading
+checks every byte against the manifest first. Hyperparameters (rates, betas, schedule shape) are not in it: they come
+from the config, so a flag changed at --resume takes effect.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.dist import barrier, is_main, world_size
-from trainer.shards import full, is_dtensor, put, settle
+from trainer.dist import is_main
+from trainer.folders import remove_folder, sync
+from trainer.saver import INDEX, MANIFEST, Saver, Shard, Snapshot, sha256_of
+from trainer.shards import is_dtensor, is_first_copy, local, local_slices, settle
 from trainer.small_state import SCALE, as_held, as_saved
+from trainer.tensor_files import Record, TensorFiles, records_from_json, records_of_file
 
 FORMAT = 1
-FILES = {"optimizer.safetensors", "rng.safetensors", "state.json"}  # beside the weights
+FILES = {"rng.safetensors", "state.json"}  # beside the tensors
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
 ADAPTER = "default"  # peft's name for the adapter under training
-TMP = ".tmp-"  # what a crash may leave behind starts with this
+HASHERS = 8  # files read at the same time when a checkpoint is checked
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -58,48 +63,55 @@ def save_checkpoint(
     keep: int,
     describe: Callable[[Path], None] = lambda folder: None,
     tensors: dict[str, Tensor] | None = None,
+    saver: Saver | None = None,
 ) -> Path:
     """Write checkpoints/step-NNNNNNNN, then remove all but the newest `keep`. `state` is JSON: loader, counters, ...
 
-    `describe` adds the files that make the folder loadable by transformers or peft.
+    `describe` adds the files that make the folder loadable by transformers or peft. A `saver` writes it behind what
+    follows, from a copy; without one it is in place at the end.
     """
     target = checkpoints / f"step-{step:08d}"
     check_state(state)
     settle(model)
-    moments = {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()}
-    weights = {_name_on_disk(model, name): p.detach() for name, p in _trained(model)}
-    extra = {name: value.detach() for name, value in (tensors or {}).items()}
-    weights, moments, extra = on_main(weights), on_main(moments), on_main(extra)
-    if not is_main():
-        barrier("checkpoint")
-        return target
     record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
-    with atomic_folder(target, "checkpoint") as folder:
-        describe(folder)
-        _save_tensors(folder / WEIGHTS[_is_lora(model)], weights)
-        _save_tensors(folder / "optimizer.safetensors", moments)
-        if extra:
-            _save_tensors(folder / "extra.safetensors", extra)
-        _save_tensors(folder / "rng.safetensors", _torch_rng())
-        (folder / "state.json").write_text(json.dumps(record))
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-        sums = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-        (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": sums}, indent=1))
-    older = [folder for at, folder in list_checkpoints(checkpoints) if at <= step]
-    for folder in older[:-keep]:
-        remove_folder(folder)
-    barrier("checkpoint")
+    groups = {
+        "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},
+        "moments": {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()},
+        "extra": {name: value.detach() for name, value in (tensors or {}).items()},
+    }
+    snapshot = _snapshot(groups, WEIGHTS[_is_lora(model)], copy=saver is not None)
+    if is_main():
+        snapshot.files["rng.safetensors"] = _torch_rng()
+        snapshot.texts["state.json"] = json.dumps(record)
+
+    def remove_older() -> None:
+        older = [folder for at, folder in list_checkpoints(checkpoints) if at <= step]
+        for folder in older[:-keep]:
+            remove_folder(folder)
+
+    (saver or Saver()).begin(target, snapshot, describe, remove_older, in_background=saver is not None)
     return target
 
 
-def on_main(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors in main memory on rank 0, one after the other; nothing elsewhere, but every rank takes part."""
-    gathered = {}
-    for name, tensor in tensors.items():
-        whole = full(tensor)
-        if is_main():
-            gathered[name] = whole.cpu() if world_size() > 1 else whole
-    return gathered
+def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, *, copy: bool) -> Snapshot:
+    """What this rank writes: its shards where there are any, else rank 0 everything, in the files of a model folder."""
+
+    def held(tensor: Tensor) -> Tensor:  # training goes on and changes the tensor itself
+        return local(tensor).to("cpu", copy=True) if copy else local(tensor)
+
+    snapshot = Snapshot()
+    if not any(is_dtensor(tensor) for group in groups.values() for tensor in group.values()):
+        names = {"weights": weights_file, "moments": "optimizer.safetensors", "extra": "extra.safetensors"}
+        for group, tensors in groups.items():
+            if is_main() and (tensors or group != "extra"):
+                snapshot.files[names[group]] = {name: held(tensor) for name, tensor in tensors.items()}
+        return snapshot
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            if is_first_copy(tensor) if is_dtensor(tensor) else is_main():
+                start = tuple(piece.start for piece in local_slices(tensor))
+                snapshot.shards[f"{group}/{name}"] = Shard(held(tensor), start, tuple(tensor.shape))
+    return snapshot
 
 
 def load_checkpoint(
@@ -114,22 +126,33 @@ def load_checkpoint(
         raise ValueError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
     settle(model)
     trained = dict(_trained(model))
-    on_disk = load_file(folder / next(name for name in WEIGHTS if (folder / name).exists()))
+    stored = stored_tensors(folder)
+    weights, moments = stored.below("weights/"), stored.below("moments/")
     names = {_name_on_disk(model, name): name for name in trained}
-    weights = {names.get(name, name): value for name, value in on_disk.items()}
-    _check_fit(folder, trained, weights)
-    moments = load_file(folder / "optimizer.safetensors")
+    _check_fit(folder, trained, {names.get(name, name): found for name, found in weights.records.items()})
     record = json.loads((folder / "state.json").read_text())
     assert {name.rpartition(".")[0] for name in moments} <= trained.keys(), f"{folder}: moments of unknown parameters"
 
     with torch.no_grad():
-        for name, parameter in trained.items():
-            put(parameter, weights[name])
+        for name, own in names.items():
+            local(trained[own]).copy_(weights.read(name, local_slices(trained[own])))
     _restore_slots(optimizer, trained, moments)
     _restore_schedule(schedule, record["schedule"])
     restore_rng(folder)
-    tensors = load_file(folder / "extra.safetensors") if (folder / "extra.safetensors").exists() else {}
-    return {"step": record["step"], "run": record["run"], "tensors": tensors}
+    return {"step": record["step"], "run": record["run"], "tensors": stored.below("extra/")}
+
+
+def stored_tensors(folder: Path) -> TensorFiles:
+    """The tensors of a checkpoint by group and name: weights/..., moments/..., extra/...; none is read yet."""
+    if (folder / INDEX).exists():
+        return TensorFiles(folder, records_from_json(json.loads((folder / INDEX).read_text())))
+    names = {name: "weights/" for name in WEIGHTS}
+    names |= {"optimizer.safetensors": "moments/", "extra.safetensors": "extra/"}
+    records: dict[str, Record] = {}
+    for name, group in names.items():
+        if (folder / name).exists():
+            records |= records_of_file(folder, name, group)
+    return TensorFiles(folder, records)
 
 
 def latest_valid(checkpoints: Path, say: Callable[[str], None], *, at_most: int | None = None) -> Path | None:
@@ -162,18 +185,23 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
 def find_problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint on disk, or None."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             return f"manifest.json is not of format {FORMAT}"
         sums = manifest.get("files")
-        if not isinstance(sums, dict) or not sums.keys() >= FILES or not sums.keys() & set(WEIGHTS):
+        if not isinstance(sums, dict) or not _lists_a_checkpoint(sums):
             return "manifest.json does not list the files of a checkpoint"
         for name in sums:
             size = (folder / name).stat().st_size
             if not isinstance(sums[name], dict) or size != sums[name].get("size"):
                 return f"{name} has {size} bytes, not what manifest.json says"
-            if _sha256(folder / name) != sums[name].get("sha256"):
+        with ThreadPoolExecutor(HASHERS) as threads:
+            found = dict(zip(sums, threads.map(lambda name: sha256_of(folder / name), sums), strict=True))
+        for name, sha256 in found.items():
+            if sha256 != sums[name].get("sha256"):
                 return f"{name} has changed since it was written"
+        if INDEX in sums and {p.file for r in stored_tensors(folder).records.values() for p in r.parts} - sums.keys():
+            return "manifest.json does not list the files of a checkpoint"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
@@ -181,6 +209,11 @@ def find_problem(folder: Path) -> str | None:
     except ValueError:  # not JSON, or not even UTF-8
         return "manifest.json is not JSON"
     return None
+
+
+def _lists_a_checkpoint(names: dict[str, Any]) -> bool:
+    whole = "optimizer.safetensors" in names and bool(names.keys() & set(WEIGHTS))
+    return names.keys() >= FILES and (whole or INDEX in names)
 
 
 def set_aside_after(checkpoints: Path, step: int, say: Callable[[str], None]) -> None:
@@ -196,70 +229,6 @@ def set_aside_after(checkpoints: Path, step: int, say: Callable[[str], None]) ->
             say(f"checkpoint {folder.name} is later than step {step}, where this run goes on; kept as {aside}")
     if checkpoints.is_dir():
         sync(checkpoints)
-
-
-@contextmanager
-def atomic_folder(target: Path, what: str) -> Iterator[Path]:
-    """A folder to write into; on leaving, its files are brought to disk and it takes the place of `target`.
-
-    When writing fails, `target` stays as it was and what was written is removed.
-    """
-    tmp = target.with_name(f"{TMP}{target.name}-{os.getpid()}")
-    try:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-        yield tmp
-        for path in sorted(tmp.rglob("*"), reverse=True):  # files and inner folders before the folder they are in
-            if path.is_file():  # safetensors lets only the owner read; the folder was made as the user's umask wants
-                path.chmod(tmp.stat().st_mode & 0o666)
-            sync(path)
-        sync(tmp)
-        remove_folder(target)
-        tmp.rename(target)
-        sync(target.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(tmp, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"{what}={target}: could not be written ({reason}); free space or permit writing there, then use --resume: "
-            "earlier checkpoints are as they were"
-        ) from None
-    except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
-        raise
-
-
-def remove_folder(folder: Path) -> None:
-    """Delete a folder if it is there; renamed first, so that a crash never leaves half of one under its name."""
-    if folder.exists():
-        doomed = folder.with_name(f"{TMP}{folder.name}-{os.getpid()}-removed")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Delete what an interrupted write left in `parent`. Only for the process that owns the run folder."""
-    for path in parent.glob(f"{TMP}*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to disk: a rename or a new file is safe only after this."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _is_lora(model: nn.Module) -> bool:
@@ -287,20 +256,19 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, 
     return rows
 
 
-def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], moments: dict[str, Tensor]) -> None:
+def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], moments: TensorFiles) -> None:
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     optimizer.state.clear()
-    for name, value in moments.items():
+    for name, record in moments.records.items():
         owner, _, key = name.rpartition(".")
         parameter = trained[owner]
-        # AdamW counts steps on the CPU unless told otherwise. Clones, because load_file's tensors lie on the file.
-        device = parameter.device if key != "step" or parameter in on_device else torch.device("cpu")
-        value = value.clone().to(device)
-        if key != "step" and not key.endswith(SCALE) and is_dtensor(parameter):
-            slot = torch.zeros_like(parameter)
-            put(slot, value)
-            value = slot
-        optimizer.state[parameter][key] = value
+        if is_dtensor(parameter) and key != "step" and not key.endswith(SCALE):
+            slot = torch.zeros_like(parameter, dtype=record.dtype, requires_grad=False)
+            local(slot).copy_(moments.read(name, local_slices(parameter)))
+        else:  # AdamW counts steps on the CPU unless told otherwise
+            slot = moments.read(name)
+            slot = slot.to(parameter.device) if key != "step" or parameter in on_device else slot
+        optimizer.state[parameter][key] = slot
     for parameter, slots in optimizer.state.items():
         optimizer.state[parameter] = as_held(optimizer, parameter, slots)
 
@@ -373,7 +341,7 @@ def _json_problem(value: Any) -> str | None:
     return f"a {type(value).__name__}"
 
 
-def _check_fit(folder: Path, trained: dict[str, nn.Parameter], weights: dict[str, Tensor]) -> None:
+def _check_fit(folder: Path, trained: dict[str, nn.Parameter], weights: dict[str, Record]) -> None:
     differences = [f"it lacks {name}" for name in trained.keys() - weights.keys()]
     differences += [f"{name} is not trained here" for name in weights.keys() - trained.keys()]
     for name in trained.keys() & weights.keys():
@@ -386,5 +354,5 @@ def _check_fit(folder: Path, trained: dict[str, nn.Parameter], weights: dict[str
         )
 
 
-def _describe(tensor: Tensor) -> str:
+def _describe(tensor: Tensor | Record) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -26,6 +26,7 @@ import yaml
 from data.user_code import import_beside, is_missing
 from trainer.config import RunConfig
 from trainer.flags import Values, build, config_to_tree, flag_table, looks_like_flag, nearest, read_argv, read_tree
+from trainer.ranks import world_size
 
 __all__ = ["config_to_tree", "load_config", "method_names", "method_summary", "parse", "save_config"]
 
@@ -261,7 +262,19 @@ def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | 
         raise ValueError(f"--method={method}: the run in {run_dir} used {saved.get('method')}; leave it out to resume")
     if "method" not in saved:
         raise ValueError(f"{run_dir}/config.yaml: names no method, so it is not the config of a run; name another run")
-    return ResumePoint(run_dir, checkpoint, {**saved, "resume": None, "overwrite_output_dir": False})
+    return ResumePoint(run_dir, checkpoint, {**_as_launched(saved), "resume": None, "overwrite_output_dir": False})
+
+
+def _as_launched(saved: dict[str, Any]) -> dict[str, Any]:
+    """How a model is spread belongs to the processes there are: what cannot take effect with them is left out."""
+    parallel = saved.get("parallel")
+    if not isinstance(parallel, dict):
+        return saved
+    world, shard = world_size(), parallel.get("shard")
+    kept = {} if world == 1 else parallel
+    if isinstance(shard, int) and shard > 0 and world % shard:
+        kept = {name: value for name, value in kept.items() if name != "shard"}
+    return {**saved, "parallel": kept}
 
 
 def _run_of(path: Path) -> Path:

@@ -212,6 +212,8 @@ class RunConfig:
     """Steps between checkpoints; 0 saves only the final model."""
     save_total_limit: int = 3
     """Checkpoints kept, newest first."""
+    save_async: bool = True
+    """Write checkpoints while training goes on, from a copy in main memory; --no-save-async waits and needs no copy."""
     stop_grace_s: float = 60.0
     """Seconds that SIGTERM leaves for the step under way and its checkpoint; then the process ends as it is."""
     logging_steps: int = 1

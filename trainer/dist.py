@@ -228,6 +228,25 @@ def from_main(value: T | None, name: str) -> T:
     return json.loads(bytes(buffer.cpu().numpy().tobytes()))
 
 
+def of_all(value: Any, name: str) -> list[Any]:
+    """What each rank has, on every rank, in their order. JSON."""
+    if world_size() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    data = json.dumps(value).encode()
+    size = torch.tensor(len(data), device=pick_device())
+    with inside(f"{name}: size"):
+        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        _wait(size)
+    own = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(pick_device())
+    found = [torch.empty_like(own) for _ in range(world_size())]
+    with inside(name):
+        dist.all_gather(found, own)
+        _wait(own)
+    return [json.loads(bytes(part.cpu().numpy().tobytes())) for part in found]
+
+
 @contextlib.contextmanager
 def leading() -> Iterator[None]:
     """For rank 0, while it does something alone and the others wait for its orders."""

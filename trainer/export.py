@@ -5,27 +5,40 @@ are stored in the dtype the base model has on disk: float32 stays exact, a bfloa
 LoRA: a peft adapter folder in the dtype it was trained in (float32) that names its base; a local base by absolute path,
 so that the adapter may be loaded from any folder, but its base may not move. Either way the folder holds the tokenizer,
 its chat template, and a generation_config.json with every stop id.
+
+    python -m trainer.export runs/dpo-20261115-093000 out          # the newest checkpoint of a run, in shards or not
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor, nn
 
 from data.chat import stop_ids
-from trainer.checkpoint import ADAPTER, atomic_folder
-from trainer.dist import is_main
-from trainer.model import resolve_model
+from rollout.model_folder import read_adapter, resolve_model
+from trainer.checkpoint import ADAPTER, find_problem, latest_valid, stored_tensors
+from trainer.cli import load_config
+from trainer.dist import is_main, say
+from trainer.folders import atomic_folder
+from trainer.meta_load import model_tensors
+from trainer.model_files import WholeModel, write_model
+from trainer.saver import INDEX, MANIFEST
 from trainer.shards import full, is_dtensor, settle
+from trainer.tensor_files import Spec, TensorFiles, aligned, write_tensors
 
 SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's words for the models of trainer/heads.py
+OF_TRAINING = ("state.json", INDEX, MANIFEST)  # of a checkpoint, no part of a model folder
 
 
 def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: bool, base: str) -> None:
@@ -35,13 +48,14 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
     """
     base = loadable_base(base)
     is_lora = hasattr(model, "peft_config")
-    settle(model)
-    if any(is_dtensor(p) for p in model.parameters()):
-        model = gathered(model)  # every rank takes part
-    if not is_main():
-        return
     # A scorer is merged always: an adapter folder has no place for what its head needs (labels, padding token).
     is_scorer = is_lora and model.peft_config[ADAPTER].task_type in SCORER_TASKS
+    settle(model)
+    if any(is_dtensor(p) for p in model.parameters()):
+        export_shards(model, tokenizer, folder, as_adapter=is_lora and not merge_lora and not is_scorer, base=base)
+        return
+    if not is_main():
+        return
     generation = generation_config(model, tokenizer)
     if is_lora and not merge_lora and not is_scorer:
         with atomic_folder(folder, "export") as tmp:
@@ -56,6 +70,54 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
     with atomic_folder(folder, "export") as tmp, _no_progress_bar():
         full.save_pretrained(tmp)
         tokenizer.save_pretrained(tmp)
+
+
+def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool, base: str) -> None:
+    """The same from a model in shards: every rank takes part, one tensor at a time is whole, and rank 0 writes it."""
+    lm = model.get_base_model() if hasattr(model, "peft_config") else model
+    own = (model if as_adapter else lm).state_dict(keep_vars=True)
+
+    def get(name: str) -> Tensor:
+        return full(own[name].detach()).cpu()
+
+    if as_adapter:
+        names = {adapter_name(name): name for name in own if ".lora_" in name and f".{ADAPTER}." in name}
+        specs = {name: Spec(tuple(own[names[name]].shape), own[names[name]].dtype) for name in names}
+        tensors = (get(name) for name in names.values())
+    else:
+        whole = WholeModel(lm, dtype_on_disk(base) or lm.dtype, get)
+        specs, tensors = whole.specs(), whole.tensors()
+    if not is_main():
+        for _ in tensors:
+            continue
+        return
+    with atomic_folder(folder, "export") as tmp:
+        if as_adapter:
+            write_tensors(tmp / "adapter_model.safetensors", specs, tensors)
+            describe_model(model, tokenizer, tmp, base=base)
+            change_json(tmp / "adapter_config.json", inference_mode=True)
+        else:
+            write_model(tmp, specs, tensors)
+            _save_config(lm, tmp)
+            finish_config(tmp, whole.dtype)
+            generation_config(lm, tokenizer).save_pretrained(tmp)
+            tokenizer.save_pretrained(tmp)
+
+
+def adapter_name(name: str) -> str:
+    """peft leaves its name for the adapter out of the files."""
+    return name.replace(f".{ADAPTER}.", ".")
+
+
+def finish_config(folder: Path, dtype: torch.dtype) -> None:
+    """What an export's config.json says otherwise than that of a model under training."""
+    change_json(folder / "config.json", dtype=str(dtype).removeprefix("torch."), use_cache=True)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    """Some settings of a file of transformers or peft, written as they write it."""
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager
@@ -111,24 +173,24 @@ def describe_model(model: Any, tokenizer: Any, folder: Path, *, base: str) -> No
     """Everything of an export but the weights: beside a checkpoint's weights it makes that folder loadable too."""
     if hasattr(model, "peft_config"):
         model.peft_config[ADAPTER].save_pretrained(folder)
-        _name_base(folder, loadable_base(base))
+        change_json(folder / "adapter_config.json", base_model_name_or_path=loadable_base(base))
     else:
-        model.config.save_pretrained(folder)
+        _save_config(model, folder)
     generation_config(model, tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _save_config(model: Any, folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]  # a scorer's config still names what its trunk was taken from
+    config.save_pretrained(folder)
 
 
 def _save_adapter(model: Any, folder: Path, base: str) -> None:
     # No base embeddings in the adapter: we never resize them, and peft would ask the hub whether we did.
     model.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # peft's unfilled model card
-    _name_base(folder, base)
-
-
-def _name_base(folder: Path, base: str) -> None:
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = base
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    change_json(folder / "adapter_config.json", base_model_name_or_path=base)
 
 
 def _full_model(model: Any, dtype: torch.dtype | None) -> Any:
@@ -140,29 +202,6 @@ def _full_model(model: Any, dtype: torch.dtype | None) -> Any:
     return copy.copy(model) if dtype in (None, model.dtype) else _cpu_copy(model, dtype)
 
 
-def gathered(model: Any) -> Any:
-    """A model like a sharded one, its weights whole and in main memory; on rank 0 only, but every rank takes part."""
-    known: dict[int, Tensor] = {}  # tied weights are gathered once
-    state = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in known:
-            value = full(tensor.detach())
-            known[id(tensor)] = value.cpu() if is_main() else value[:0]
-        state[name] = known[id(tensor)]
-    if not is_main():
-        return None
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    with torch.device("meta"):
-        plain = type(base)(copy.deepcopy(base.config))
-        if hasattr(model, "peft_config"):
-            from peft import get_peft_model
-
-            plain = get_peft_model(plain, copy.deepcopy(model.peft_config[ADAPTER]))
-    plain.load_state_dict({name: state[name] for name in plain.state_dict()}, assign=True)  # no frozen second adapter
-    (plain.get_base_model() if hasattr(model, "peft_config") else plain).tie_weights()
-    return plain
-
-
 def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy whose tensors lie in host memory, so that an accelerator filled by training is enough; ties stay ties."""
     memo: dict[int, Any] = {}
@@ -172,3 +211,118 @@ def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
     return copy.deepcopy(model, memo)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write the model of a checkpoint, in shards or not, as a folder that other tools load. Needs no GPU."""
+
+    source: tyro.conf.Positional[str]
+    """A run folder, whose newest checkpoint is taken, or a checkpoint in one."""
+    out: tyro.conf.Positional[str]
+    """Folder to write; must not exist."""
+    merge_lora: bool = False
+    """Write merged weights rather than an adapter, as a run with --merge-lora does in any case."""
+
+
+def export_checkpoint(cfg: ExportConfig) -> Path:
+    """Tensor by tensor: neither a GPU nor memory for the whole model is needed."""
+    out = Path(cfg.out).expanduser()
+    if out.exists():
+        raise ValueError(f"out={cfg.out}: exists already; name a new folder")
+    run, checkpoint = find_checkpoint(cfg.source)
+    settings = load_config(run / "config.yaml")
+    base = resolve_model(str(settings["model"]))
+    weights = stored_tensors(checkpoint).below("weights/")
+    if (Path(base) / "adapter_config.json").exists():
+        base = read_adapter(base)["base_model_name_or_path"]
+    adapter = checkpoint / "adapter_config.json"
+    merge = cfg.merge_lora or bool(settings.get("merge_lora"))
+    if adapter.exists() and json.loads(adapter.read_text())["task_type"] in SCORER_TASKS:
+        raise ValueError(f"source={cfg.source}: an adapter of a reward model; finish the run, its final/ is merged")
+    with atomic_folder(out, "out") as tmp:
+        for path in checkpoint.iterdir():
+            if path.is_file() and path.suffix != ".safetensors" and path.name not in OF_TRAINING:
+                shutil.copy(path, tmp / path.name)
+        if adapter.exists() and not merge:
+            specs = aligned({name: Spec(found.shape, found.dtype) for name, found in weights.records.items()})
+            write_tensors(tmp / "adapter_model.safetensors", specs, (weights.read(name) for name in specs))
+            change_json(tmp / "adapter_config.json", inference_mode=True)
+            return checkpoint
+        (tmp / "adapter_config.json").unlink(missing_ok=True)
+        lm = skeleton(checkpoint, base, trust_remote_code=bool(settings.get("trust_remote_code")))
+        whole = WholeModel(lm, dtype_on_disk(base) or _trained_dtype(weights), getter(lm, weights, base))
+        write_model(tmp, whole.specs(), whole.tensors())
+        _save_config(lm, tmp)
+        finish_config(tmp, whole.dtype)
+    return checkpoint
+
+
+def find_checkpoint(source: str) -> tuple[Path, Path]:
+    """(run folder, undamaged checkpoint in it)."""
+    folder = Path(source).expanduser().resolve()
+    if (folder / MANIFEST).exists():
+        if problem := find_problem(folder):
+            raise ValueError(f"source={source}: damaged, {problem}; name another checkpoint")
+        run, checkpoint = folder.parents[1], folder
+    else:
+        run, checkpoint = folder, latest_valid(folder / "checkpoints", say)
+    if checkpoint is None or not (run / "config.yaml").is_file():
+        raise ValueError(f"source={source}: not a run folder with a checkpoint, nor a checkpoint in a run folder")
+    return run, checkpoint
+
+
+def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
+    """The model of a checkpoint without its numbers, adapters in their places."""
+    import transformers
+
+    adapter = checkpoint / "adapter_config.json"
+    source = base if adapter.exists() else checkpoint
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if kind is None:
+            lm = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        else:
+            lm = kind(config)
+        if adapter.exists():
+            from peft import PeftConfig, get_peft_model
+
+            lm = get_peft_model(lm, PeftConfig.from_pretrained(checkpoint)).get_base_model()
+    return lm
+
+
+def getter(lm: Any, weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
+    """Tensors of a skeleton: those that were trained from the checkpoint, what was not from the base model's files."""
+    files: list[TensorFiles] = []
+
+    def get(name: str) -> Tensor:
+        for known in (name, f"base_model.model.{adapter_name(name)}"):
+            if known in weights.records:
+                return weights.read(known)
+        files[:] = files or [model_tensors(base)]
+        plain = name.replace(".base_layer.", ".")
+        if plain not in files[0].records:
+            raise ValueError(f"model={base}: its files hold no {plain}; export the adapter, and merge it by peft")
+        return files[0].read(plain)
+
+    return get
+
+
+def _trained_dtype(weights: TensorFiles) -> torch.dtype:
+    return next(record.dtype for record in weights.records.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 after one sentence about what is wrong."""
+    try:
+        cfg = tyro.cli(ExportConfig, prog="python -m trainer.export", args=argv)
+        print(f"{export_checkpoint(cfg)} -> {cfg.out}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,8 +26,12 @@ from rollout.model_folder import BUILTIN, read_adapter, resolve_model
 from trainer.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.attention import attention_masks, choose_attention, is_sliced, load_name, part_of, row_multiple, uses_flex
 from trainer.config import LoraConfig, ModelConfig
+from trainer.dist import is_main, world_size
+from trainer.dist_watch import say
+from trainer.meta_load import files_of, make_hollow
 from trainer.reasons import first_line, why
 from trainer.shards import whole
+from trainer.tensor_files import TensorFiles
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Policy:
     is_sharded: bool = False  # weights lie in shards over ranks, which must run the same forward passes
     reshard_after_forward: bool = True  # of sharded blocks
     reduce_once: bool = False  # gradients of sharded weights are added up over ranks after the last micro-batch alone
+    files: TensorFiles | None = None  # of a model without numbers: spread() reads what each rank holds of it
 
     @property
     def context_length(self) -> int | None:
@@ -67,7 +72,10 @@ class Policy:
         return hasattr(self.model, "peft_config")
 
 
-def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool) -> Policy:
+def load_policy(
+    cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, whole: bool = False
+) -> Policy:
+    """With several processes the numbers stay in their files, for spread() to read; `whole` reads them at once."""
     if cfg.merge_lora and lora.r == 0:
         raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
     if cfg.trained_dtype != "float32" and lora.r > 0:
@@ -79,8 +87,13 @@ def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, wit
     trains_base = lora.r == 0
     base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    model = load_causal_lm(base, cfg, base_dtype, device)
-    policy = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
+    later = world_size() > 1 and not whole and not (adapter and trains_base)  # which merges numbers
+    model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
+    if files is None:
+        model = load_causal_lm(base, cfg, base_dtype, device)
+    policy = Policy(
+        model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype, files=files
+    )
     if adapter and trains_base:
         # peft froze the base to attach the adapter, and leaves it frozen.
         policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
@@ -91,16 +104,23 @@ def load_policy(cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, wit
             policy.reference_adapter = "reference"
     elif not trains_base:
         policy.model = add_adapter(model, lora)
-    policy.model.to(device)
     if with_reference and trains_base:
-        policy.reference = load_causal_lm(base, cfg, compute_dtype, device)
+        if files is None:
+            policy.reference = load_causal_lm(base, cfg, compute_dtype, device)
+        else:
+            policy.reference, _ = load_hollow(base, cfg, compute_dtype, device)
         if adapter:
             policy.reference.load_state_dict(policy.model.state_dict())
-        policy.reference.to(device).eval().requires_grad_(False)
+        policy.reference.eval().requires_grad_(False)
+    if files is None:
+        for model in (policy.model, policy.reference):
+            if model is not None:
+                model.to(device)
     if cfg.gradient_checkpointing:
         causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.model.train()
-    check_logps(policy)
+    if files is None:
+        check_logps(policy)
     if cfg.compile:
         for model in (policy.model, policy.reference):
             if model is not None:
@@ -147,8 +167,24 @@ def refuse_quantised(path: str, cfg: ModelConfig) -> None:
         )
 
 
-def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Weights in main memory, attention as `device` will run it."""
+def load_hollow(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, TensorFiles | None]:
+    """The model without its numbers, and the files to read them from; None where they can only be loaded whole."""
+    model = load_causal_lm(path, cfg, dtype, device, on_meta=True)
+    files = files_of(model, path)
+    if files is None:
+        if is_main():
+            say(f"model={cfg.model}: laid out otherwise in its files than in memory; every process loads all of it")
+        return None, None
+    make_hollow(model)
+    return model, files
+
+
+def load_causal_lm(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
+) -> nn.Module:
+    """Weights in main memory, or none (on_meta); attention as `device` will run it."""
     import transformers
     from transformers import AutoModelForCausalLM
 
@@ -165,6 +201,7 @@ def load_causal_lm(path: str, cfg: ModelConfig, dtype: torch.dtype, device: torc
             use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
+            **({"device_map": "meta"} if on_meta else {}),
         )
     except Exception as error:  # damaged files and their own code make transformers raise anything
         raise ValueError(f"model={cfg.model}: could not be loaded: {why(error, path)}") from None

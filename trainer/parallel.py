@@ -4,6 +4,7 @@
     for mb in place(policy, micro_batches): ...         # as many on every rank
     sum_gradients(policy.model)                         # after the last backward
 
+load_policy has left the numbers in their files: each rank reads what it holds of them here, once that is known.
 `replicate`: every rank holds everything, and gradients are added up after the backward pass. `fsdp`: each block's
 weights lie in shards, are gathered for its forward and its backward, and its gradients are added up and scattered. The
 output head is used outside of any module's forward, by the log-prob kernels, so it is gathered by hand (shards.whole).
@@ -15,6 +16,8 @@ same number of forward passes, or a gather would wait for ever: who has fewer mi
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -24,10 +27,12 @@ import torch
 from torch import nn
 
 from data.packing import Batch, empty_batch
-from trainer.dist import TIMEOUT_S, all_max, all_sum, context_size, is_main, passing, world_size
+from trainer.dist import TIMEOUT_S, all_max, all_sum, context_size, is_main, of_all, passing, world_size
 from trainer.dist_watch import say
-from trainer.model import Policy, blocks_of, causal_lm
-from trainer.shards import full, is_dtensor
+from trainer.meta_load import fill, to_meta
+from trainer.model import Policy, blocks_of, causal_lm, check_logps
+from trainer.shards import full, is_dtensor, settle
+from trainer.tensor_files import TensorFiles
 
 T = TypeVar("T", bound=Any)
 SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments that each CPU rank may hold whole
@@ -78,14 +83,30 @@ def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
         return policy
     assert context_size() == cfg.context, (context_size(), cfg.context)  # process_group has it from the same config
     mode = pick_mode(cfg, policy)
-    check_same_weights(policy.model)
+    models = [causal_lm(model) for model in (policy.model, policy.reference) if model is not None]
+    files, policy.files = policy.files, None
+    # Offloaded shards are made in main memory, and ours would be on the device.
+    in_parts = files is not None and mode == "fsdp" and not cfg.cpu_offload
+    for model in models if files is not None else []:
+        to_meta(model, files)
+        if not in_parts:
+            fill(model, files, policy.device)
+    if in_parts:
+        check_same_files(files)
+    else:
+        check_same_weights(policy.model)
     if mode == "fsdp":
         mesh = make_mesh(cfg, policy.device)
-        for model in (policy.model, policy.reference):
-            if model is not None:
-                shard_model(causal_lm(model), mesh, cfg, policy)
+        for model in models:
+            shard_model(model, mesh, cfg, policy)
+            if in_parts:
+                fill(model, files, policy.device)
         policy.is_sharded, policy.reshard_after_forward = True, cfg.reshard_after_forward
         policy.reduce_once = cfg.reduce_once
+    if files is not None:  # load_policy could not
+        with whole_head(policy):
+            check_logps(policy)
+        settle(policy.model)
     return policy
 
 
@@ -119,6 +140,28 @@ def check_same_weights(model: nn.Module) -> None:
     total = all_sum(own.to(device), "check of weights", everyone=True).cpu() / world_size()
     if not torch.isclose(own, total, rtol=1e-12, atol=0):
         raise ValueError("model: ranks have loaded different weights; give all of them the same files")
+
+
+def check_same_files(files: TensorFiles) -> None:
+    """The same for files of which each rank reads its part."""
+    own = {name: [list(record.shape), str(record.dtype)] for name, record in files.records.items()}
+    sizes = {part.file: (files.folder / part.file).stat().st_size for r in files.records.values() for part in r.parts}
+    digest = hashlib.sha256(json.dumps([own, sizes], sort_keys=True).encode()).hexdigest()
+    if len(set(of_all(digest, "check of files"))) > 1:
+        raise ValueError("model: ranks have found different files; give all of them the same ones")
+
+
+@contextlib.contextmanager
+def whole_head(policy: Policy) -> Iterator[None]:
+    """The output head whole on every rank, for the model's own forward; every rank takes part in gathering."""
+    head = causal_lm(policy.model).get_output_embeddings()
+    kept = head.weight
+    if is_dtensor(kept):
+        head.weight = nn.Parameter(full(kept.detach()), requires_grad=False)
+    try:
+        yield
+    finally:
+        head.weight = kept
 
 
 def make_mesh(cfg: ParallelConfig, device: torch.device) -> Any:

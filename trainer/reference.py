@@ -6,7 +6,7 @@ import array
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
-from trainer.checkpoint import sync
 from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
 from trainer.dist import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
+from trainer.folders import sync
 from trainer.model import Policy, causal_lm, load_policy, reference_logps, token_logps
 from trainer.parallel import place
 from trainer.shards import full, put
@@ -65,7 +65,7 @@ class MovingReference:
         return dict(self.policy.reference.named_parameters())
 
     @torch.no_grad()
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self.policy.reference.named_parameters():
             put(parameter, tensors[name])
 
@@ -90,7 +90,7 @@ def build_reference(
     source = policy
     if cfg.ref_model:
         other = dataclasses.replace(model, model=cfg.ref_model, merge_lora=False)
-        source = load_policy(other, LoraConfig(), policy.device, with_reference=False)
+        source = load_policy(other, LoraConfig(), policy.device, with_reference=False, whole=True)
         check_same_tokens(policy, source, f"ref_model={cfg.ref_model}", model.model)
         source.model.eval().requires_grad_(False)
         if cfg.ref != "precomputed":

@@ -34,8 +34,6 @@ from trainer.checkpoint import (
     check_state,
     latest_valid,
     load_checkpoint,
-    remove_folder,
-    remove_leftovers,
     restore_rng,
     save_checkpoint,
     set_aside_after,
@@ -45,6 +43,7 @@ from trainer.config import RunConfig
 from trainer.console import Console, evaluation_lines
 from trainer.dist import from_main, is_main
 from trainer.export import describe_model, export_model
+from trainer.folders import remove_folder, remove_leftovers
 from trainer.health import Watch, replay
 from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy
@@ -58,6 +57,7 @@ from trainer.run_folder import (
     step_of,
 )
 from trainer.run_state import State, load_states, states_of, tensors_of
+from trainer.saver import Saver
 
 # Everything a run writes into its folder, so that overwriting deletes this and nothing else.
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "wandb_run_id")
@@ -112,7 +112,8 @@ class Run:
         self._title = method
         self._lock = lock
         self._resumed = lock is not None
-        self._saved_step = self.start_step
+        self._save_step = self.start_step  # of the last save, which may be under way
+        self._saver = Saver()
         self._last_step = -1
         self._watch = Watch()
         self._console: Console | None = None
@@ -124,8 +125,11 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self._saver.wait() if kind is None else self._saver.end()
+        finally:
+            self.close()
 
     @stop.whole()
     def begin(self, total_steps: int, title: str) -> None:
@@ -210,33 +214,38 @@ class Run:
     def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         """Save once a multiple of save_steps has been reached since the last save, and at the last step, so that a
         finished run can be extended. A method with several steps per rollout calls this between rollouts only.
-        After SIGTERM it saves whatever save_steps says, and ends the run."""
+        After SIGTERM it saves whatever save_steps says, and ends the run. A save that failed is an error here."""
+        self._saver.poll()
         every = self.cfg.run.save_steps
-        if every and (step // every > self._saved_step // every or step == self.total_steps):
+        if every and (step // every > self._save_step // every or step == self.total_steps):
             self.save(step, policy, optimizer, schedule, state)
         if stop.asked():
-            if self._saved_step < step:
+            if self._save_step < step:
                 self.save(step, policy, optimizer, schedule, state)
+            self._saver.wait()
             raise stop.Stopped(f"stopped by SIGTERM after step {step}, saved; continue with --resume {self.dir}")
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
-        """Write checkpoints/step-N. Log the step first: a resumed run does not come back to it."""
+        """Write checkpoints/step-N, in the background unless told otherwise. Log the step first: a resumed run does
+        not come back to it."""
         assert step == self._last_step, f"checkpoint of step {step}, but the last step logged is {self._last_step}"
         self._flush()
-        keep = self.cfg.run.save_total_limit
-        with stop.saving():
-            save_checkpoint(
-                self.dir / "checkpoints", step, policy.model, optimizer, schedule, states_of(state), keep=keep,
-                describe=lambda folder: describe_model(policy.model, policy.tokenizer, folder, base=policy.source),
-                tensors=tensors_of(state),
-            )  # fmt: skip
-        self._saved_step = step
+        settings = self.cfg.run
+        save_checkpoint(
+            self.dir / "checkpoints", step, policy.model, optimizer, schedule, states_of(state),
+            keep=settings.save_total_limit,
+            describe=lambda folder: describe_model(policy.model, policy.tokenizer, folder, base=policy.source),
+            tensors=tensors_of(state),
+            saver=self._saver if settings.save_async else None,
+        )  # fmt: skip
+        self._save_step = step
 
     def finish(self, policy: Policy) -> None:
         """Export the model to final/, write the report, and say where things are and what the training did."""
         from trainer.report import write_report  # matplotlib is slow to import
 
         assert self._console is not None, "restore() comes before finish()"
+        self._saver.wait()
         self._console.stop()
         self._flush()
         final, merge_lora = self.dir / "final", self.cfg.model.merge_lora
@@ -257,6 +266,7 @@ class Run:
         self._sinks, self._kept = [], []
 
     def _load(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
+        assert policy.files is None, "spread() comes after load_policy(): the model has no numbers yet"
         check_state(states_of(state))  # found out now, not at the first save
         if self.checkpoint is not None:
             loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)
@@ -327,6 +337,7 @@ class OtherRank(Run):
         pass
 
     def finish(self, policy: Policy) -> None:
+        self._saver.wait()
         export_model(
             policy.model, policy.tokenizer, self.dir / "final", merge_lora=self.cfg.model.merge_lora, base=policy.source
         )

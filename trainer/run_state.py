@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from trainer.tensor_files import TensorFiles
+
 
 class Stateful(Protocol):
     """Something whose state is part of a checkpoint; a plain dict will do as well.
 
-    What holds tensors has tensors() and load_tensors(dict) besides: state_dict is JSON.
+    What holds tensors has tensors() and load_tensors(mapping) besides: state_dict is JSON.
     """
 
     def state_dict(self) -> Any: ...
@@ -32,7 +34,7 @@ def tensors_of(state: State) -> dict[str, Tensor]:
     return {f"{name}/{key}": value for name, item in holders.items() for key, value in item.tensors().items()}
 
 
-def load_states(state: State, saved: dict[str, Any], tensors: dict[str, Tensor], checkpoint: Path) -> None:
+def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, checkpoint: Path) -> None:
     if state.keys() != saved.keys():
         raise ValueError(
             f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
@@ -45,6 +47,4 @@ def load_states(state: State, saved: dict[str, Any], tensors: dict[str, Tensor],
         else:
             item.load_state_dict(saved[name])
         if hasattr(item, "load_tensors"):
-            item.load_tensors(
-                {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
-            )
+            item.load_tensors(tensors.below(f"{name}/"))

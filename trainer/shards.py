@@ -32,12 +32,27 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole that is."""
+    if not is_dtensor(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(first, shape, strict=True))
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Whether no rank before this one holds the same part of a sharded tensor."""
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    return all(at == 0 or placement.is_shard() for at, placement in places)
+
+
 def put(target: Tensor, value: Tensor) -> None:
     """Write a whole tensor into one that may be sharded: each rank takes its part, nothing is sent."""
-    if not is_dtensor(target):
-        target.copy_(value)
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    part = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-    target.to_local().copy_(part.to_local())
+    local(target).copy_(value[local_slices(target)])

@@ -116,14 +116,13 @@ def whole() -> Iterator[None]:
         raise Stopped("stopped by SIGTERM before the first step; continue with --resume")
 
 
-@contextlib.contextmanager
-def saving() -> Iterator[None]:
-    """A save that has begun is let finish."""
+def save_begins() -> None:
+    """A save that has begun is let finish, in whatever thread."""
     STOP.not_saving.clear()
-    try:
-        yield
-    finally:
-        STOP.not_saving.set()
+
+
+def save_ends() -> None:
+    STOP.not_saving.set()
 
 
 def _leave_to_parent() -> None:

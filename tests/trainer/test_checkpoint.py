@@ -16,16 +16,16 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer import checkpoint
+from trainer import saver
 from trainer.checkpoint import (
     find_problem,
     latest_valid,
     list_checkpoints,
     load_checkpoint,
-    remove_leftovers,
     save_checkpoint,
     set_aside_after,
 )
+from trainer.folders import remove_leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -294,15 +294,16 @@ def test_state_json_cannot_give_back_is_refused(tmp_path, state, words):
 def test_disk_full_leaves_earlier_checkpoints_and_no_litter(tmp_path, monkeypatch):
     good = save(tmp_path, 20)
 
-    def full(path, tensors):
+    def full(path, *args):
         path.write_bytes(b"half of it")
         if path.name == "optimizer.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
+        return len(b"half of it"), "its sha256"
 
-    monkeypatch.setattr(checkpoint, "_save_tensors", full)
+    monkeypatch.setattr(saver, "write_tensors", full)
     with pytest.raises(ValueError, match=r"step-00000040: could not be written \(No space left on device\)") as caught:
         save(tmp_path, 40)
-    assert "\n" not in str(caught.value) and caught.value.__suppress_context__
+    assert "\n" not in str(caught.value) and caught.value.__context__ is None
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000020"]
     assert find_problem(good) is None
 

@@ -472,3 +472,13 @@ def test_exit_code_and_traceback(fork, argv, code, last_line, traceback):
 def test_debug_variable_shows_the_traceback(fork):
     done = run(*BASE, "--gamma", "5", cwd=fork, STROP_DEBUG="1")
     assert done.returncode == 1 and "Traceback" in done.stderr and "refused by the loop" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("world", "kept"),
+    [("1", {}), ("2", {"mode": "fsdp", "timeout_s": 9.0}), ("6", {"mode": "fsdp", "shard": 3, "timeout_s": 9.0})],
+)
+def test_resumed_run_is_spread_as_its_processes_allow(world, kept, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    saved = {"method": "sft", "parallel": {"mode": "fsdp", "shard": 3, "timeout_s": 9.0}}
+    assert cli._as_launched(saved) == {"method": "sft", "parallel": kept}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -19,7 +20,9 @@ from transformers import (
 )
 
 from trainer import export
-from trainer.export import dtype_on_disk, export_model, loadable_base
+from trainer.checkpoint import save_checkpoint
+from trainer.export import ExportConfig, describe_model, dtype_on_disk, export_checkpoint, export_model, loadable_base
+from trainer.model_files import WholeModel, write_model
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -232,3 +235,58 @@ def test_base_names_load_from_anywhere(tmp_path, monkeypatch, base):
     assert loadable_base("base") == base
     assert loadable_base("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert loadable_base("builtin:tiny") == str(Path(export.__file__).parent / "tiny")
+
+
+def checkpoint_of(run: Path, model: Any, base: str) -> None:
+    """A run folder as far as an export looks at it."""
+    run.mkdir()
+    (run / "config.yaml").write_text(f"method: sft\nmodel: {base}\n")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    save_checkpoint(
+        run / "checkpoints", 3, model, optimizer, schedule, {}, keep=1,
+        describe=lambda folder: describe_model(model, byte_tokenizer(), folder, base=base),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter", "merged"])
+def test_checkpoint_is_exported_as_the_live_model_is(tmp_path, kind):
+    tiny_llama(tied=kind == "full").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    dtype = torch.float32 if kind == "full" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    if kind == "full":
+        model.model.norm.weight.data.add_(1e-3)
+    else:
+        model = with_lora(model)
+    checkpoint_of(tmp_path / "run", model, base)
+    export_model(model, byte_tokenizer(), tmp_path / "live", merge_lora=kind == "merged", base=base)
+    out = ExportConfig(source=str(tmp_path / "run"), out=str(tmp_path / "out"), merge_lora=kind == "merged")
+    export_checkpoint(out)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in (tmp_path / "live").iterdir())
+    for path in (tmp_path / "live").iterdir():
+        if path.suffix == ".safetensors":
+            ours, theirs = load_file(tmp_path / "out" / path.name), load_file(path)
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        else:
+            assert (tmp_path / "out" / path.name).read_text() == path.read_text(), path.name
+    with pytest.raises(ValueError, match="exists already"):
+        export_checkpoint(out)
+
+
+def test_large_model_is_written_in_several_files(tmp_path):
+    model = tiny_llama(tied=False)
+    whole = WholeModel(model, torch.float32, model.state_dict().__getitem__)
+    write_model(tmp_path, whole.specs(), whole.tensors(), limit=10_000)
+    model.config.save_pretrained(tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(len(load_file(tmp_path / name)) == 1 or (tmp_path / name).stat().st_size < 12_000 for name in files)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a run folder with a checkpoint"):
+        export_checkpoint(ExportConfig(source=str(tmp_path), out=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()

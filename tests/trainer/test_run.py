@@ -5,12 +5,14 @@ Run as a script, this file trains once and kills itself where told to: see test_
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import trainer.run
+from trainer import saver
 from trainer.config import Flat, ModelConfig, RunConfig
 from trainer.console import evaluation_lines
 from trainer.model import Policy
@@ -80,7 +83,7 @@ def make_policy(width: int = 4) -> Policy:
     return Policy(model=model, tokenizer=None, source="none", device=torch.device("cpu"), compute_dtype=torch.float32)
 
 
-def train(cfg: Config, *, width: int = 4, kill_at: int = -1, method: str = "sft") -> Run:
+def train(cfg: Config, *, width: int = 4, kill_at: int = -1, interrupt_at: int = -1, method: str = "sft") -> Run:
     """A loop of the shape that methods have; everything random in it comes from the global generators."""
     with open_run(cfg, method) as run:
         policy = make_policy(width)
@@ -106,6 +109,8 @@ def train(cfg: Config, *, width: int = 4, kill_at: int = -1, method: str = "sft"
             run.sample(step, [{"prompt": "1+1=", "completion": str(step), "rewards": {"exact_match": 1.0}}])
             if step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step == interrupt_at:
+                raise KeyboardInterrupt
             run.maybe_save(step, policy, optimizer, schedule, state)
     return run
 
@@ -166,7 +171,7 @@ def test_health_findings_are_in_the_metrics_and_on_the_console(tmp_path, capsys)
 @pytest.mark.parametrize("stop", [1, 3, 5, 8])
 def test_killed_run_resumes_to_the_same_numbers(tmp_path, stop):
     """kill -9 before the first checkpoint, just before a save, and between saves."""
-    unbroken = train(config(tmp_path / "unbroken"))
+    unbroken = train(config(tmp_path / "unbroken", save_async=False))
     folder = tmp_path / "killed"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, str(folder), str(stop)]
@@ -174,7 +179,7 @@ def test_killed_run_resumes_to_the_same_numbers(tmp_path, stop):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert steps(folder) == list(range(stop + 1))
     random.seed(1234)
-    run = train(resumed(folder))
+    run = train(resumed(folder, save_async=False))
     assert run.start_step == (stop - 1) // 3 * 3
     for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
         ours, theirs = ((d / name).read_text().replace(str(d), "DIR") for d in (run.dir, unbroken.dir))
@@ -182,6 +187,64 @@ def test_killed_run_resumes_to_the_same_numbers(tmp_path, stop):
     for name in checkpoint_names(unbroken.dir):
         for file in sorted((unbroken.dir / "checkpoints" / name).iterdir()):
             assert (folder / "checkpoints" / name / file.name).read_bytes() == file.read_bytes(), f"{name}/{file.name}"
+
+
+def checkpoint_files(folder: Path, name: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "checkpoints" / name).iterdir()}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """Writing waits until step 5 has been taken; what is written is the state of step 3."""
+    unbroken = train(config(tmp_path / "unbroken", save_async=False, save_total_limit=9))
+    five, write, began = threading.Event(), saver.write_tensors, []
+
+    def late(path, *args):
+        began.append(five.is_set())
+        assert five.wait(60)
+        return write(path, *args)
+
+    log = Run.log
+
+    def logged(self, step, metrics):
+        log(self, step, metrics)
+        five.set() if step == 5 else None
+
+    monkeypatch.setattr(saver, "write_tensors", late)
+    monkeypatch.setattr(Run, "log", logged)
+    run = train(config(tmp_path / "a", save_total_limit=9))
+    assert began[0] is False
+    assert checkpoint_names(run.dir) == checkpoint_names(unbroken.dir)
+    for name in checkpoint_names(run.dir):
+        assert checkpoint_files(run.dir, name) == checkpoint_files(unbroken.dir, name)
+
+
+def test_failed_write_in_the_background_is_told_and_the_run_goes_on_from_the_checkpoint_before(tmp_path, monkeypatch):
+    unbroken = train(config(tmp_path / "unbroken"))
+    write = saver.write_tensors
+
+    def full(path, *args):
+        if "step-00000003" not in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *args)
+
+    monkeypatch.setattr(saver, "write_tensors", full)
+    with pytest.raises(ValueError, match=r"step-00000006: could not be written \(No space left on device\)"):
+        train(config(tmp_path / "a"))
+    assert steps(tmp_path / "a")[-1] in (6, 7, 8, 9)  # at the latest at the next save
+    assert checkpoint_names(tmp_path / "a") == ["step-00000003"]
+    monkeypatch.setattr(saver, "write_tensors", write)
+    run = train(resumed(tmp_path / "a"))
+    assert run.start_step == 3
+    assert (run.dir / "metrics.jsonl").read_bytes() == (unbroken.dir / "metrics.jsonl").read_bytes()
+
+
+def test_error_lets_the_save_under_way_finish(tmp_path, monkeypatch):
+    write = saver.write_tensors
+    monkeypatch.setattr(saver, "write_tensors", lambda *args: (time.sleep(0.1), write(*args))[1])
+    with pytest.raises(KeyboardInterrupt):
+        train(config(tmp_path / "a"), interrupt_at=4)
+    assert checkpoint_names(tmp_path / "a") == ["step-00000003"]
+    assert train(resumed(tmp_path / "a")).start_step == 3
 
 
 def test_resume_without_a_checkpoint_starts_again_in_the_same_folder(tmp_path, capsys):
@@ -390,4 +453,4 @@ def test_finish_exports_reports_and_says_where(tmp_path, capsys):
 
 if __name__ == "__main__":
     trainer.run.describe_model = lambda *args, **options: None
-    train(config(sys.argv[1]), kill_at=int(sys.argv[2]))
+    train(config(sys.argv[1], save_async=False), kill_at=int(sys.argv[2]))

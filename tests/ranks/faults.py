@@ -1,0 +1,37 @@
+"""`torchrun -m tests.ranks.faults kill|full [trainer flags]`: the trainer, with a fault on rank 1 in its second save.
+
+kill: the process is gone in the middle of its shard, as by kill -9. full: its files may not grow any more.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer import __main__ as entry
+from trainer import saver
+from trainer.dist import rank
+
+
+def break_second_save(fault: str) -> None:
+    write = saver.write_tensors
+
+    def broken(path: Path, *args: Any) -> Any:
+        if "step-00000004" in str(path) and path.name.startswith("shard-"):
+            if fault == "kill":
+                path.write_bytes(b"half of it")
+                os.kill(os.getpid(), signal.SIGKILL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        return write(path, *args)
+
+    if rank() == 1:
+        saver.write_tensors = broken
+
+
+if __name__ == "__main__":
+    break_second_save(sys.argv.pop(1))
+    sys.exit(entry.main())

@@ -1,0 +1,169 @@
+"""Run by torchrun: checkpoints of a model in shards, saved by two processes and read by any.
+
+    torchrun --nproc-per-node 2 -m tests.ranks.sharded FOLDER
+
+Leaves FOLDER/fsdp and FOLDER/copies behind, with the whole tensors that rank 0 had gathered, for the process that
+started it to read. What needs two processes is asserted here.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.ranks.loading import check_loading
+from tests.ranks.worker import MODES, VOCAB, make_policy, one_process
+from trainer import saver as saving
+from trainer.checkpoint import find_problem, list_checkpoints, load_checkpoint, save_checkpoint
+from trainer.dist import all_sum, barrier, is_main, process_group, rank, world_size
+from trainer.model import Policy
+from trainer.parallel import ParallelConfig, clip_gradients, spread, sum_gradients
+from trainer.saver import Saver
+from trainer.shards import full, whole
+from trainer.tensor_files import TensorFiles
+
+
+def optimizer_of(policy: Policy) -> tuple[AdamW, LambdaLR]:
+    optimizer = AdamW([p for p in policy.model.parameters() if p.requires_grad], lr=1e-2)
+    return optimizer, LambdaLR(optimizer, lambda step: 1.0)
+
+
+def take_step(policy: Policy, optimizer: AdamW, seed: int) -> float:
+    """The same rows on every rank: gradients are added up, so each rank has its part of the loss."""
+    ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(seed))
+    hidden = policy.model.model(input_ids=ids).last_hidden_state
+    logits = hidden @ whole(policy.model.lm_head.weight).T
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) / world_size()
+    loss.backward()
+    sum_gradients(policy.model)
+    clip_gradients(policy.model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(all_sum(loss.detach(), "loss"))
+
+
+def everything(policy: Policy, optimizer: AdamW) -> dict[str, Tensor]:
+    """Whole tensors on every rank."""
+    found = {f"weights/{name}": full(p.detach()).clone() for name, p in policy.model.named_parameters()}
+    names = {p: name for name, p in policy.model.named_parameters()}
+    for p, slots in optimizer.state.items():
+        found |= {f"moments/{names[p]}.{key}": full(value).clone() for key, value in slots.items()}
+    return found
+
+
+def trained(mode: str) -> tuple[Policy, AdamW, LambdaLR]:
+    policy = spread(ParallelConfig(**MODES[mode]), make_policy(tied=False))
+    optimizer, schedule = optimizer_of(policy)
+    for seed in (1, 2):
+        take_step(policy, optimizer, seed)
+    return policy, optimizer, schedule
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+
+
+def check_saving(folder: Path, mode: str) -> None:
+    """What is on disk is what was there when the save began, however training goes on."""
+    policy, optimizer, schedule = trained(mode)
+    before, saver = everything(policy, optimizer), Saver()
+    target = save_checkpoint(folder / mode, 2, policy.model, optimizer, schedule, {}, keep=2, saver=saver)
+    loss = take_step(policy, optimizer, 3)
+    saver.wait()
+    assert find_problem(target) is None
+    shards = sorted(path.name for path in target.glob("shard-*"))
+    assert len(shards) == (2 if mode == "fsdp" else 1), shards  # of copies the first alone writes
+    assert not list(target.glob(".*"))
+    if is_main():
+        save_file(before | {"loss": torch.tensor(loss, dtype=torch.float64)}, folder / f"{mode}.safetensors")
+
+    other, other_optimizer, other_schedule = trained(mode)
+    counted = count_reads()
+    load_checkpoint(target, other.model, other_optimizer, other_schedule)
+    same(everything(other, other_optimizer), before)
+    assert take_step(other, other_optimizer, 3) == loss
+    total = sum(value.numel() * value.element_size() for value in before.values())
+    assert counted[0] < (0.6 if mode == "fsdp" else 1.1) * total, (counted, total)
+
+
+def count_reads() -> list[int]:
+    """Bytes that this rank takes out of files."""
+    counted, block = [0], TensorFiles._block
+
+    def counting(self: TensorFiles, *args: Any) -> Tensor:
+        found = block(self, *args)
+        counted[0] += found.numel() * found.element_size()
+        return found
+
+    TensorFiles._block = counting
+    return counted
+
+
+def check_old_files(folder: Path) -> None:
+    """One process saves as it always did; two go on with it in shards, or with a copy each."""
+    target = folder / f"alone-{rank()}"
+    with one_process():
+        alone = make_policy(tied=False)
+        optimizer, schedule = optimizer_of(alone)
+        take_step(alone, optimizer, 5)
+        target = save_checkpoint(target, 1, alone.model, optimizer, schedule, {}, keep=1)
+        expected = everything(alone, optimizer)
+    assert (target / "model.safetensors").exists() and not list(target.glob("shard*"))
+    for mode in ("fsdp", "replicate"):
+        policy, optimizer, schedule = trained(mode)
+        load_checkpoint(target, policy.model, optimizer, schedule)
+        same(everything(policy, optimizer), expected)
+    policy, optimizer, schedule = trained("replicate")
+    load_checkpoint(folder / "fsdp" / "step-00000002", policy.model, optimizer, schedule)  # from shards to copies
+    assert not any(hasattr(p, "full_tensor") for p in policy.model.parameters())
+
+
+def check_full_disk(folder: Path) -> None:
+    """One rank of two cannot write: an error on both, and what was there before stays."""
+    policy, optimizer, schedule = trained("fsdp")
+    write, saver = saving.write_tensors, Saver()
+
+    def fail(path: Path, *args: Any) -> Any:
+        path.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saving.write_tensors = fail if rank() == 1 else write
+    save_checkpoint(folder / "fsdp", 4, policy.model, optimizer, schedule, {}, keep=1, saver=saver)
+    try:
+        save_checkpoint(folder / "fsdp", 6, policy.model, optimizer, schedule, {}, keep=1, saver=saver)
+    except ValueError as error:
+        assert "step-00000004: could not be written (rank 1: No space left on device)" in str(error), error
+    else:
+        raise AssertionError("the failed save was not told")
+    barrier("look")
+    assert [path.name for path in (folder / "fsdp").iterdir()] == ["step-00000002"]
+    assert [(at, find_problem(path)) for at, path in list_checkpoints(folder / "fsdp")] == [(2, None)]
+    barrier("looked")
+    saving.write_tensors = write
+    save_checkpoint(folder / "fsdp", 6, policy.model, optimizer, schedule, {}, keep=2)
+    assert [at for at, _ in list_checkpoints(folder / "fsdp")] == [2, 6]
+
+
+def main(folder: Path) -> None:
+    with process_group(60.0):
+        for mode in ("fsdp", "copies"):
+            check_saving(folder, mode)
+        check_old_files(folder)
+        check_full_disk(folder)
+        check_loading(folder)
+        if is_main():
+            print("all well", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

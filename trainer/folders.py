@@ -1,0 +1,68 @@
+"""Folders that are whole or not there: written beside their place, brought to disk, renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+TMP = ".tmp-"  # what a crash may leave behind starts with this
+
+
+@contextmanager
+def atomic_folder(target: Path, what: str) -> Iterator[Path]:
+    """A folder to write into; on leaving, its files are brought to disk and it takes the place of `target`.
+
+    When writing fails, `target` stays as it was and what was written is removed.
+    """
+    tmp = target.with_name(f"{TMP}{target.name}-{os.getpid()}")
+    try:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+        yield tmp
+        for path in sorted(tmp.rglob("*"), reverse=True):  # files and inner folders before the folder they are in
+            if path.is_file():  # safetensors lets only the owner read; the folder was made as the user's umask wants
+                path.chmod(tmp.stat().st_mode & 0o666)
+            sync(path)
+        sync(tmp)
+        remove_folder(target)
+        tmp.rename(target)
+        sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(tmp, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"{what}={target}: could not be written ({reason}); free space or permit writing there, then use --resume: "
+            "earlier checkpoints are as they were"
+        ) from None
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder if it is there; renamed first, so that a crash never leaves half of one under its name."""
+    if folder.exists():
+        doomed = folder.with_name(f"{TMP}{folder.name}-{os.getpid()}-removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Delete what an interrupted write left in `parent`. Only for the process that owns the run folder."""
+    for path in parent.glob(f"{TMP}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to disk: a rename or a new file is safe only after this."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,195 @@
+"""Tensors in safetensors files: written one after the other, and read by the slice.
+
+    size, sha256 = write_tensors(path, specs_of(tensors), tensors.values())    # one tensor after the other
+    stored = TensorFiles(folder, records)
+    stored.read("model.norm.weight", (slice(0, 8),))                           # that part of the file, and no more
+
+A tensor may lie in several parts in several files, as ranks write their shards; reading puts together what is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 16 << 20  # bytes written and hashed at once
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+Slices = tuple[slice, ...]
+
+
+class Spec(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def write_tensors(
+    path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tensor], check: Callable[[], None] = lambda: None
+) -> tuple[int, str]:
+    """A safetensors file of `tensors`, which come in the order of `specs`; its size and sha256.
+
+    One pass: bytes are hashed as they are written, and both let other threads run. `check` is called now and then.
+    """
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def put(data: Any) -> None:
+            check()
+            digest.update(data)
+            file.write(data)
+
+        put(_header(specs))
+        for (name, spec), tensor in zip(specs.items(), tensors, strict=True):
+            assert (tuple(tensor.shape), tensor.dtype) == spec, f"{name}: {tensor.shape} {tensor.dtype}, not {spec}"
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+            for start in range(0, len(data), CHUNK):
+                put(data[start : start + CHUNK])
+        size = file.tell()
+    return size, digest.hexdigest()
+
+
+def aligned(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """In the order that a file wants: wide numbers first, so that each starts at a multiple of its own size."""
+    return dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+
+
+def _header(specs: Mapping[str, Spec]) -> bytes:
+    """The front of a file: length, JSON, spaces up to a multiple of 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, spec in specs.items():
+        stop = start + spec.num_bytes
+        header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Part(NamedTuple):
+    """A block of a tensor: where it lies, and which block it is."""
+
+    file: str
+    name: str  # in that file
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Record:
+    """A tensor that lies in one part or several."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parts are all of it. They never overlap: each is written by the one rank that has it first."""
+        return sum(math.prod(part.shape) for part in self.parts) == math.prod(self.shape)
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """Named tensors in the files of a folder; as a mapping it reads whole ones, each when it is asked for."""
+
+    def __init__(self, folder: Path, records: dict[str, Record]) -> None:
+        self.folder, self.records = folder, records
+        self._open: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def __iter__(self) -> Any:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def below(self, prefix: str) -> TensorFiles:
+        """Those whose names start with the prefix, by the rest of their names."""
+        found = {name: record for name, record in self.records.items() if name.startswith(prefix)}
+        return TensorFiles(self.folder, {name.removeprefix(prefix): record for name, record in found.items()})
+
+    def read(self, name: str, at: Slices | None = None) -> Tensor:
+        """A tensor in memory of its own, or a block of it; only what is asked for is read."""
+        record = self.records[name]
+        at = at or tuple(slice(0, size) for size in record.shape)
+        result = torch.empty([piece.stop - piece.start for piece in at], dtype=record.dtype)
+        for part in record.parts:
+            low = [max(piece.start, first) for piece, first in zip(at, part.start, strict=True)]
+            high = [
+                min(piece.stop, first + size)
+                for piece, first, size in zip(at, part.start, part.shape, strict=True)
+            ]  # fmt: skip
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                there = tuple(slice(a - first, b - first) for a, b, first in zip(low, high, part.start, strict=True))
+                here = tuple(slice(a - piece.start, b - piece.start) for a, b, piece in zip(low, high, at, strict=True))
+                result[here] = self._block(part, there)
+        return result
+
+    def _block(self, part: Part, at: Slices) -> Tensor:
+        file = self._file(part.file)
+        return file.get_slice(part.name)[at] if at else file.get_tensor(part.name)
+
+    def _file(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, "pt")
+        return self._open[name]
+
+
+def records_of_file(folder: Path, file: str, prefix: str = "") -> dict[str, Record]:
+    """The tensors of one file, each whole; names get the prefix."""
+    from safetensors import safe_open
+
+    records = {}
+    with safe_open(folder / file, "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118  it is not a mapping
+            found = opened.get_slice(name)
+            shape = tuple(found.get_shape())
+            whole = Part(file, name, (0,) * len(shape), shape)
+            records[f"{prefix}{name}"] = Record(shape, DTYPES[found.get_dtype()], [whole])
+    return records
+
+
+def records_to_json(records: Mapping[str, Record]) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": NAMES[record.dtype],
+            "shape": list(record.shape),
+            "parts": [{"file": p.file, "start": list(p.start), "shape": list(p.shape)} for p in record.parts],
+        }
+        for name, record in records.items()
+    }
+
+
+def records_from_json(saved: Mapping[str, Any]) -> dict[str, Record]:
+    records = {}
+    for name, found in saved.items():
+        parts = [Part(p["file"], name, tuple(p["start"]), tuple(p["shape"])) for p in found["parts"]]
+        records[name] = Record(tuple(found["shape"]), DTYPES[found["dtype"]], parts)
+    return records

@@ -29,7 +29,8 @@ from data.chat import stop_ids
 from rollout.model_folder import read_adapter, resolve_model
 from trainer.checkpoint import ADAPTER, find_problem, latest_valid, stored_tensors
 from trainer.cli import load_config
-from trainer.dist import is_main, say
+from trainer.dist import is_main
+from trainer.dist_watch import say
 from trainer.folders import atomic_folder
 from trainer.meta_load import model_tensors
 from trainer.model_files import WholeModel, write_model

@@ -26,7 +26,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer import stop
-from trainer.dist import is_main, of_all, rank, say, world_size
+from trainer.dist import is_main, of_all, rank, world_size
+from trainer.dist_watch import say
 from trainer.folders import TMP, remove_folder, sync
 from trainer.tensor_files import (
     Part,

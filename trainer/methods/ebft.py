@@ -159,10 +159,8 @@ def train(cfg: Config) -> None:
                     metrics |= truth_step.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=step)
                 run.log(step, metrics | engine.metrics())
                 timer = Timer()
-                ahead = is_main() and overlap.async_prefetch
-                if ahead and iteration + 1 < cfg.num_iterations:  # what runs ahead goes on with these
-                    rollouts.sync(engine, step, overlap.vllm_sync_interval)
-                    producer.top_up(engine.version)
+                if overlap.async_prefetch and iteration + 1 < cfg.num_iterations:
+                    lead.run(partial(rollouts.go_on, engine, producer, step, overlap.vllm_sync_interval))
             if is_main():
                 producer.done()
             run.maybe_save(step, policy, optimizer, schedule, state)

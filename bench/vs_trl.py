@@ -120,7 +120,8 @@ def grpo(
         group: Completions of a prompt.
         completion: Tokens of a completion.
         steps: Steps of each run, the first few untimed.
-        share: Of the GPU's memory that either engine may take.
+        share: Of the GPU's memory that TRL's engine takes; 0.3 is its default. Ours has room for the keys and values
+            of all completions of a step.
     """
     with scratch() as folder:
         config = make_model(shape, folder / "model")
@@ -130,7 +131,8 @@ def grpo(
         flags += ["--max-completion-length", str(completion), "--reward-funcs", "bench.vs_trl.reward"]
         flags += ["--max-tokens-per-micro-batch", "65536"]
         job = {"method": "grpo", "rows": prompts * group, "group": group, "completion": completion, "steps": steps}
-        job |= {"share": share, "lora": 0}
+        pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * LONGEST * job["rows"]
+        job |= {"share": share, "lora": 0, "pool_bytes": pool_bytes}
         size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion}
         size |= {"layers": config.num_hidden_layers, "D": config.hidden_size}
         measure("grpo", folder, ways, flags, job, size, out)
@@ -222,7 +224,9 @@ def serving(folder: Path, job: dict[str, Any]) -> Iterator[str]:
     """A server of ours that can sleep, on its way up."""
     os.environ.setdefault("STROP_VLLM_TOKEN", secrets.token_hex(8))
     url = "http://127.0.0.1:8123"
-    on_gpu = ["--vllm.colocate", "True"] if torch.cuda.is_available() else []
+    on_gpu = []
+    if torch.cuda.is_available():
+        on_gpu = ["--vllm.colocate", "True", f"--vllm.extra-args=--kv-cache-memory-bytes {job['pool_bytes']}"]
     command = [
         sys.executable, "-m", "rollout.serve", "--model", str(folder / "model"), "--vllm.port", "8123",
         "--vllm.max-model-len", str(LONGEST), "--vllm.gpu-memory-utilization", str(job["share"]), *on_gpu,

@@ -95,7 +95,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
         "disable_tqdm": True, "bf16": on_cuda, "use_cpu": not on_cuda, "include_num_input_tokens_seen": "no",
     }  # fmt: skip
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(str(folder / "model"), dtype=dtype)
     rows = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "cache"))
     shared = {"model": model, "train_dataset": rows, "callbacks": [Clock()]}
     shared["processing_class"] = AutoTokenizer.from_pretrained(folder / "model")

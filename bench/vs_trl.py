@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import tyro
 
-from bench.common import ROOT, Timing, emit, make_row
+from bench.common import ROOT, Row, Timing, emit, make_row
 from trainer.plan import KNOWN, known_config
 
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -69,6 +69,7 @@ class Measured:
     tokens: list[float]
     peak_gib: float
     error: float
+    parts: dict[str, float]  # seconds of the parts of the last step, where they are known
     planned_gib: float | None = None
 
 
@@ -142,7 +143,7 @@ def measure(
     method: str, folder: Path, ways: tuple[str, ...], flags: list[str], job: dict[str, Any], size: dict[str, int],
     out: Path | None,
 ) -> None:  # fmt: skip
-    """Every way in turn; a row for each that did not fail, with its ratio to TRL."""
+    """Every way in turn, and a row as soon as one has ended."""
     chosen = list(ways or ways_of(method, job["lora"]))
     for way in chosen:
         if way not in TRL and way.removesuffix(ASYNC).removesuffix(AWAKE) not in OURS:
@@ -152,25 +153,30 @@ def measure(
     flags = [*flags, "--model", str(folder / "model"), "--max-steps", str(job["steps"]), "--save-steps", "0"]
     flags += ["--lora.r", str(job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
+    timings: dict[str, Timing] = {}
     with serving(folder, job) if method == "grpo" and mine else no_server() as server:
-        # The server starts while TRL's engine does, and sleeps or idles while TRL is timed.
-        found = run({way: job | {"way": "trl", "checkpointing": TRL[way], "after": server} for way in theirs})
+        # The server starts while TRL's engine does, and idles while TRL is timed.
+        trl = {way: job | {"way": "trl", "checkpointing": TRL[way], "after": server} for way in theirs}
+        for way, made in run(trl):
+            timings[way] = Timing([1000 * s for s in made.seconds], made.peak_gib)
+            emit([row_of(method, way, made, timings, size)], out)
         wait_for(server)
         ours = {way: [*flags, *flags_of(way, server), "--output-dir", str(folder / "run")] for way in mine}
-        found |= run({way: job | {"way": "ours", "flags": [*line, OVERWRITE]} for way, line in ours.items()})
-    timings = {way: Timing([1000 * s for s in made.seconds], made.peak_gib) for way, made in found.items()}
-    rows = []
-    for way, made in found.items():
-        extra = {"step_tokens": sum(made.tokens) / len(made.tokens)}
-        if made.planned_gib is not None:
-            extra |= {"planned_gib": made.planned_gib, "planned_over_peak": made.planned_gib / made.peak_gib}
-        rows.append(make_row(
-            f"vs_trl/{method}", way, timings[way], shape=size, dtype="bfloat16",
-            work=int(extra["step_tokens"]), unit="tokens",
-            errors={ERRORS[method]: made.error}, against={name: timings[name] for name in theirs if name != way},
-            extra=extra,
-        ))  # fmt: skip
-    emit(rows, out)
+        for way, made in run({way: job | {"way": "ours", "flags": [*line, OVERWRITE]} for way, line in ours.items()}):
+            emit([row_of(method, way, made, timings, size)], out)
+
+
+def row_of(method: str, way: str, made: Measured, trl: dict[str, Timing], size: dict[str, int]) -> Row:
+    """Its ratios are to TRL's ways."""
+    timing = Timing([1000 * s for s in made.seconds], made.peak_gib)
+    step_tokens = sum(made.tokens) / len(made.tokens)
+    extra = {"step_tokens": step_tokens, **made.parts}
+    if made.planned_gib is not None:
+        extra |= {"planned_gib": made.planned_gib, "planned_over_peak": made.planned_gib / made.peak_gib}
+    return make_row(
+        f"vs_trl/{method}", way, timing, shape=size, dtype="bfloat16", work=int(step_tokens), unit="tokens",
+        errors={ERRORS[method]: made.error}, against={name: trl[name] for name in trl if name != way}, extra=extra,
+    )  # fmt: skip
 
 
 OVERWRITE = "--overwrite-output-dir"
@@ -194,11 +200,11 @@ def flags_of(way: str, server: str | None) -> list[str]:
     return flags
 
 
-def run(jobs: dict[str, dict[str, Any]]) -> dict[str, Measured]:
+def run(jobs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Measured]]:
     """One process for all, one after the other: what is imported and compiled once serves the next."""
     if not jobs:
-        return {}
-    found = {}
+        return
+    left = list(jobs)
     lines: list[str] = []
     command = [sys.executable, "-m", "bench.vs_trl_run", json.dumps(jobs)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
@@ -206,12 +212,10 @@ def run(jobs: dict[str, dict[str, Any]]) -> dict[str, Measured]:
             lines.append(line)
             if line.startswith(RESULT):
                 way, made = json.loads(line.removeprefix(RESULT))
-                found[way] = Measured(**made)
-                print(way, made, flush=True)
+                left.remove(way)
+                yield way, Measured(**made)
     if child.returncode:
-        print(f"ended with {child.returncode} before {[way for way in jobs if way not in found]}:", flush=True)
-        print("".join(lines[-40:]), flush=True)
-    return found
+        print(f"ended with {child.returncode} before {', '.join(left)}:", "".join(lines[-40:]), sep="\n", flush=True)
 
 
 @contextmanager

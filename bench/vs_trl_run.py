@@ -37,9 +37,10 @@ def run_ours(job: dict[str, Any]) -> Measured:
     seconds = [b["time/wall_s"] - a["time/wall_s"] for a, b in pairwise(records)]
     tokens = [step_tokens(job, a, b) for a, b in pairwise(records)]
     last = records[-1]
-    print({name: last.get(name) for name in ("time/rollout_s", "time/train_s", "time/sync_s", "policy/behaviour_gap")})
+    names = ("rollout_s", "reward_s", "train_s", "sync_s", "wait_s")
+    parts = {name: last[f"time/{name}"] for name in names if f"time/{name}" in last}
     timed = slice(job["warmup"] - 1, None)
-    made = Measured(seconds[timed], tokens[timed], last["mem/peak_gib"], error=0.0)
+    made = Measured(seconds[timed], tokens[timed], last["mem/peak_gib"], 0.0, parts)
     if job["method"] == "grpo":
         return replace(made, error=last["policy/behaviour_gap"])
     return replace(made, error=first_loss_error(records[0]["loss/total"]), planned_gib=planned(job, max(tokens)))
@@ -128,7 +129,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
         error = shown[-1]["sampling/sampling_logp_difference/mean"]
     else:
         error = first_loss_error(shown[0]["loss"])
-    return Measured(seconds[timed], tokens[timed], peak, error)
+    return Measured(seconds[timed], tokens[timed], peak, error, {})
 
 
 @contextmanager

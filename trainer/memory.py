@@ -74,8 +74,7 @@ def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
         has_reference=has_reference(cfg), others=other_models(cfg, compute_bytes(cfg, device)), optim=cfg.optim.optim,
         triton=has_triton_head(device), accumulates=steps > 1 or tokens < step_tokens(cfg),
     )  # fmt: skip
-    shards = shards_of(cfg, s, work, device)
-    return replace(work, shards=shards, copies=world_size() if shards == 1 else 1)
+    return replace(work, shards=shards_of(cfg, s, work, device))
 
 
 def method_of(cfg: Any) -> Method:

@@ -37,6 +37,7 @@ from trainer.tensor_files import TensorFiles
 T = TypeVar("T", bound=Any)
 SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments that each CPU rank may hold whole
 ROOM = 0.4  # of a GPU's memory, for the same
+BUCKET = 64 << 20  # bytes of gradients that copies add up at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,10 +269,22 @@ def sum_gradients(model: nn.Module) -> None:
         if p.grad is None:  # no micro-batch of this rank reached it
             p.grad = torch.zeros_like(p)
     for dtype in dict.fromkeys(p.dtype for p in plain):
-        grads = [p.grad for p in plain if p.dtype == dtype]
-        total = all_sum(torch.cat([g.flatten() for g in grads]), "gradients", everyone=True)
-        for g, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-            g.copy_(part.view_as(g))
+        for grads in buckets([p.grad for p in plain if p.dtype == dtype]):
+            total = all_sum(torch.cat([g.flatten() for g in grads]), "gradients", everyone=True)
+            for g, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+                g.copy_(part.view_as(g))
+
+
+def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """In their order, some at a time: few enough calls, and small buffers beside them."""
+    held: list[torch.Tensor] = []
+    for tensor in tensors:
+        if held and sum(x.nbytes for x in held) + tensor.nbytes > BUCKET:
+            yield held
+            held = []
+        held.append(tensor)
+    if held:
+        yield held
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:

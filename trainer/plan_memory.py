@@ -17,8 +17,8 @@ Kept from start to end:
     reference    c P, a frozen copy, where the method has one; with LoRA the base is its own reference
 
 A step of a single micro-batch begins without gradients, and they come up as activations go (`accumulates` False).
-Copies on several GPUs put their gradients into one tensor and add up a copy of it: twice the gradients again, when no
-activations are there. AdamW's step needs nothing more: on a GPU it is one kernel for all weights, or one for each.
+Copies on several GPUs add up a few gradients at a time, when no activations are there, and AdamW's step needs nothing
+more: on a GPU it is one kernel for all weights, or one for each.
 
 What autograd saves of one block, per token, when its weights train (`saved_by_block`):
 
@@ -139,7 +139,6 @@ class Work:
     others: float = 0.0  # bytes of frozen models of another origin
     optim: str = "adamw"
     shards: int = 1  # GPUs that FSDP divides over; 1 is a whole copy on each
-    copies: int = 1  # GPUs that have a copy each and add up their gradients
     triton: bool = True
     trained_tokens: int | None = None  # None: all of them
     accumulates: bool = True  # gradients of earlier micro-batches are there
@@ -319,8 +318,6 @@ def moments(s: Sizes, work: Work) -> list[Moment]:
     again = w * s.embedding * full if work.accumulates or is_tied else 0
     every = grad * s.params if is_first else 0
     made.append(Moment("embedding's gradient", n * w * s.width, waits + again + flight["forward"], every))
-    if work.copies > 1:
-        made.append(Moment("sum of gradients over GPUs", 0.0, 2 * kept(s, work)["gradients"], every))
     return made
 
 

@@ -137,8 +137,8 @@ def test_shards_follow_the_processes(monkeypatch, tmp_path):
     found = {}
     for name, options in (("auto", {}), ("replicate", {}), ("fsdp", {}), ("fsdp", {"shard": 2})):
         work = work_of(replace(cfg, parallel=ParallelConfig(mode=name, **options)), s, "cpu")
-        found[name, *options.values()] = (work.shards, work.copies)
-    assert found == {("auto",): (1, 4), ("replicate",): (1, 4), ("fsdp",): (4, 1), ("fsdp", 2): (2, 1)}
+        found[name, *options.values()] = work.shards
+    assert found == {("auto",): 1, ("replicate",): 1, ("fsdp",): 4, ("fsdp", 2): 2}
     monkeypatch.setattr(parallel, "SMALL", 16 * s.params)  # no room for the reference beside it
     assert work_of(cfg, s, "cpu").shards == 4
 

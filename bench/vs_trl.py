@@ -44,6 +44,7 @@ TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "n
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
 WARMUP = {"dpo": 4, "grpo": 2}  # steps that compile and allocate
 PROMPT, LONGEST = 256, 1024
+PORT = 8123  # of the first server
 OURS = {
     "ours": ["--gradient-checkpointing"],
     "ours, no checkpointing": [],
@@ -110,6 +111,7 @@ def grpo(
     completion: int = 512,
     steps: int = 12,
     share: float = 0.3,
+    servers: int = 1,
 ) -> None:
     """Sampling, rewards, one update, weights to the engine; a new policy samples each step.
 
@@ -123,6 +125,7 @@ def grpo(
         steps: Steps of each run, the first few untimed.
         share: Of the GPU's memory that TRL's engine takes; 0.3 is its default. Ours has room for the keys and values
             of all completions of a step.
+        servers: Of ours, on the same GPU: those of a small model wait for their own Python, and two wait side by side.
     """
     with scratch() as folder:
         config = make_model(shape, folder / "model")
@@ -133,9 +136,9 @@ def grpo(
         flags += ["--max-tokens-per-micro-batch", "65536"]
         job = {"method": "grpo", "rows": prompts * group, "group": group, "completion": completion, "steps": steps}
         pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * LONGEST * job["rows"]
-        job |= {"share": share, "lora": 0, "pool_bytes": pool_bytes}
+        job |= {"share": share, "lora": 0, "pool_bytes": pool_bytes // servers, "servers": servers}
         size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion}
-        size |= {"layers": config.num_hidden_layers, "D": config.hidden_size}
+        size |= {"layers": config.num_hidden_layers, "D": config.hidden_size, "servers": servers}
         measure("grpo", folder, ways, flags, job, size, out)
 
 
@@ -154,14 +157,14 @@ def measure(
     flags += ["--lora.r", str(job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
     timings: dict[str, Timing] = {}
-    with serving(folder, job) if method == "grpo" and mine else no_server() as server:
-        # The server starts while TRL's engine does, and idles while TRL is timed.
-        trl = {way: job | {"way": "trl", "checkpointing": TRL[way], "after": server} for way in theirs}
+    with serving(folder, job) if method == "grpo" and mine else no_servers() as urls:
+        # Servers start while TRL's engine does, and idle while TRL is timed.
+        trl = {way: job | {"way": "trl", "checkpointing": TRL[way], "after": urls} for way in theirs}
         for way, made in run(trl):
             timings[way] = Timing([1000 * s for s in made.seconds], made.peak_gib)
             emit([row_of(method, way, made, timings, size)], out)
-        wait_for(server)
-        ours = {way: [*flags, *flags_of(way, server), "--output-dir", str(folder / "run")] for way in mine}
+        wait_for(urls)
+        ours = {way: [*flags, *flags_of(way, urls), "--output-dir", str(folder / "run")] for way in mine}
         for way, made in run({way: job | {"way": "ours", "flags": [*line, OVERWRITE]} for way, line in ours.items()}):
             emit([row_of(method, way, made, timings, size)], out)
 
@@ -191,10 +194,10 @@ def ways_of(method: str, lora: int) -> list[str]:
     return ["TRL", "TRL, no checkpointing", *(way for way in OURS if "bf16" in way or "compile" not in way)]
 
 
-def flags_of(way: str, server: str | None) -> list[str]:
+def flags_of(way: str, urls: list[str]) -> list[str]:
     flags = list(OURS[way.removesuffix(ASYNC).removesuffix(AWAKE)])
-    if server:
-        flags += ["--vllm.url", server]
+    if urls:
+        flags += ["--vllm.url", *urls]
         flags += ["--vllm.colocate", str(AWAKE not in way)] if torch.cuda.is_available() else []
         flags += ["--async-prefetch"] if way.endswith(ASYNC) else []
     return flags
@@ -219,41 +222,42 @@ def run(jobs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Measured]]:
 
 
 @contextmanager
-def no_server() -> Iterator[None]:
-    yield None
+def no_servers() -> Iterator[list[str]]:
+    yield []
 
 
 @contextmanager
-def serving(folder: Path, job: dict[str, Any]) -> Iterator[str]:
-    """A server of ours that can sleep, on its way up."""
+def serving(folder: Path, job: dict[str, Any]) -> Iterator[list[str]]:
+    """Servers of ours that can sleep, on their way up."""
     os.environ.setdefault("STROP_VLLM_TOKEN", secrets.token_hex(8))
-    url = "http://127.0.0.1:8123"
+    count = job["servers"]
     on_gpu = []
     if torch.cuda.is_available():
-        on_gpu = ["--vllm.colocate", "True", f"--vllm.extra-args=--kv-cache-memory-bytes {job['pool_bytes']}"]
+        on_gpu = ["--vllm.colocate", "True", "--vllm.devices", *["0"] * count]
+        on_gpu += [f"--vllm.extra-args=--kv-cache-memory-bytes {job['pool_bytes']}"]
     command = [
-        sys.executable, "-m", "rollout.serve", "--model", str(folder / "model"), "--vllm.port", "8123",
-        "--vllm.max-model-len", str(LONGEST), "--vllm.gpu-memory-utilization", str(job["share"]), *on_gpu,
+        sys.executable, "-m", "rollout.serve", "--model", str(folder / "model"), "--vllm.port", str(PORT),
+        "--vllm.replicas", str(count), "--vllm.max-model-len", str(LONGEST),
+        "--vllm.gpu-memory-utilization", str(job["share"] / count), *on_gpu,
     ]  # fmt: skip
-    with (folder / "serve.log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as server:
+    with (folder / "serve.log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as serve:
         try:
-            yield url
+            yield [f"http://127.0.0.1:{PORT + number}" for number in range(count)]
         finally:
-            server.terminate()
-            if server.wait() > 0:
+            serve.terminate()
+            if serve.wait() > 0:
                 print((folder / "serve.log").read_text()[-3000:], flush=True)
 
 
-def wait_for(url: str | None) -> None:
-    """Until the server answers; it has ten minutes."""
-    if url is None:
-        return
-    headers = {"Authorization": f"Bearer {os.environ['STROP_VLLM_TOKEN']}"}
+def wait_for(urls: list[str]) -> None:
+    """Until the servers answer; they have ten minutes."""
     deadline = time.monotonic() + 600
-    while not answers(urllib.request.Request(f"{url}/health", headers=headers)):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{url}: does not answer")
-        time.sleep(0.5)
+    for url in urls:
+        headers = {"Authorization": f"Bearer {os.environ['STROP_VLLM_TOKEN']}"}
+        while not answers(urllib.request.Request(f"{url}/health", headers=headers)):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{url}: does not answer")
+            time.sleep(0.5)
 
 
 def answers(request: urllib.request.Request) -> bool:

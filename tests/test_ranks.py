@@ -48,7 +48,7 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
             assert a[name] == pytest.approx(b[name], rel=limit, abs=limit), (a["step"], name)
 
 
-@pytest.mark.parametrize("mode", ["replicate", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])
 def test_every_method_has_the_gradient_of_one_process(mode, tmp_path):
     """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step."""
     done = two_ok("tests.ranks.worker", mode, cwd=tmp_path)

@@ -25,8 +25,14 @@ def stages(tmp_path: Path, first: list[str], second: list[str]) -> tuple[list[di
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [([], []), (["--lora.r", "8", "--learning-rate", "5e-3"], ["--lora.r", "8", "--beta", "0.01"])],
-    ids=["full", "lora goes on with its adapter"],
+    [
+        pytest.param([], [], marks=pytest.mark.slow, id="full"),
+        pytest.param(
+            ["--lora.r", "8", "--learning-rate", "5e-3"],
+            ["--lora.r", "8", "--beta", "0.01"],
+            id="lora goes on with its adapter",
+        ),
+    ],
 )
 def test_second_stage_starts_where_the_first_ended(first, second, tmp_path):
     a, b = stages(tmp_path, [*first, "--max-steps", "15"], [*second, "--max-steps", "2"])

@@ -34,11 +34,12 @@ def sync(server: Server, num_syncs: int, *cases: str, cwd: Path, timeout: float 
     print(*(line for line in done.stderr.splitlines() if line.startswith("server ")), sep="\n")
     for result in results:
         print(json.dumps(result))
-        assert result["gap"] < 1e-5, result  # of log-probs, after the first sync, the last and some between
+        assert result["gap"] < 1e-3, result  # of log-probs, after the first sync, the last and some between
         assert result["moved"] > 0.1, result  # what the first and the last version differ by
     return results
 
 
+@pytest.mark.slow
 def test_weights_of_two_processes_reach_a_server_each_way(tied_server, monkeypatch, tmp_path):
     own_weights(tied_server, monkeypatch)
     results = sync(tied_server, 4, "fsdp:lora+lora", "fsdp:filesystem", "fsdp:process_group+lora+broken", cwd=tmp_path)

@@ -80,7 +80,7 @@ def test_a_run_of_two_processes_is_that_of_one(flags, tied_server, monkeypatch, 
     ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [0, 1, 2, 3]
     for row in ours[1:]:
-        assert row["policy/sync_gap"] < 1e-5 and row["rollout/server_out"] == 0, row
+        assert row["policy/sync_gap"] < 1e-3 and row["rollout/server_out"] == 0, row
     if "--async-prefetch" in flags:  # what a completion was made by depends on the clock
         assert max(row["rollout/staleness_max"] for row in ours[1:]) > 0
     else:

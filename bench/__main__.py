@@ -6,13 +6,14 @@ from pathlib import Path
 
 import tyro
 
-from bench import attention, ebft, linear_logprob, tiny_step, train_step
+from bench import adamw, attention, ebft, linear_logprob, tiny_step, train_step
 
 
 def main(out: Path | None = None) -> None:
     """Print all tables; append every row as JSON to `out`."""
     linear_logprob.main(out)
     attention.main(out)
+    adamw.main(out)
     tiny_step.main(out)
     train_step.main(out)
     ebft.main(out)

@@ -1,0 +1,103 @@
+"""One AdamW step on bfloat16 weights and moments: our kernel, torch's fused one, and torchao's.
+
+    python -m bench.adamw [--out rows.jsonl] [--shape qwen3-1.7b]
+
+All parameters of the model, random. Ours and torchao's round at random, torch's to the nearest. The error is that of
+the mean over all weights of what the step adds to them, against the exact step: to the nearest most of it is lost.
+Rates count weights; a step reads and writes seven numbers of two bytes for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from bench.common import Row, alternate, emit, make_row
+from trainer.config import OptimConfig
+from trainer.dist import pick_device
+from trainer.plan import known_config
+from trainer.small_state import RoundedAdamW
+
+RATE = 1e-6
+BETAS = (0.9, 0.999)
+
+
+def parameters_of(shape: str, device: torch.device) -> list[nn.Parameter]:
+    """Random weights, and gradients of one sign, so that all weights move the same way."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from bench.train_step import TINY
+
+    config = Qwen3Config(**TINY) if shape == "tiny" else known_config(shape)
+    with torch.device("meta"):
+        sizes = [p.shape for p in AutoModelForCausalLM.from_config(config).parameters()]
+    torch.manual_seed(0)
+    made = []
+    for size in sizes:
+        parameter = nn.Parameter(torch.randn(size, device=device).mul_(0.02).to(torch.bfloat16))
+        parameter.grad = torch.rand(size, device=device).add_(0.5).to(torch.bfloat16)
+        made.append(parameter)
+    return made
+
+
+def optimizers(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+    groups = [{"params": parameters, "weight_decay": 0.0}]
+    fused = parameters[0].is_cuda
+    made: dict[str, torch.optim.Optimizer] = {
+        "ours": RoundedAdamW(groups, lr=RATE, betas=BETAS, eps=OptimConfig.adam_epsilon),
+        "torch, to the nearest": torch.optim.AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0.0, fused=fused),
+    }
+    try:
+        from torchao.optim import _AdamW
+    except ImportError:
+        print("torchao: not installed", flush=True)
+        return made
+    return made | {"torchao": _AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0.0, bf16_stochastic_round=True)}
+
+
+@torch.no_grad()
+def lost(step: Callable[[], object], parameters: list[nn.Parameter]) -> float:
+    """How far the mean change of all weights is from that of an exact first step, which is the rate for each."""
+    before = [p.clone() for p in parameters]
+    step()
+    moved = sum((p.double() - old.double()).sum() for p, old in zip(parameters, before, strict=True))
+    for p, old in zip(parameters, before, strict=True):
+        p.copy_(old)
+    assert isinstance(moved, Tensor)
+    return abs(moved.item() / sum(p.numel() for p in parameters) / -RATE - 1.0)
+
+
+def measure(shape: str, seconds: float) -> list[Row]:
+    parameters = parameters_of(shape, pick_device())
+    num = sum(p.numel() for p in parameters)
+    made = optimizers(parameters)
+    errors = {name: lost(optimizer.step, parameters) for name, optimizer in made.items()}
+    timings = alternate({name: partial(optimizer.step) for name, optimizer in made.items()}, seconds=seconds)
+    return [
+        make_row(
+            "adamw", name, timing, shape={"weights": num, "tensors": len(parameters)}, dtype="bfloat16", work=num,
+            unit="weights", errors={"mean change": errors[name]},
+            against={other: timings[other] for other in timings if other != name},
+        )
+        for name, timing in timings.items()
+    ]  # fmt: skip
+
+
+def main(out: Path | None = None, shape: str | None = None, seconds: float = 3.0) -> None:
+    """Print the table; append every row as JSON to `out`.
+
+    Args:
+        out: File to append the rows to.
+        shape: One of trainer.plan's, or tiny; None means qwen3-1.7b on a GPU and tiny elsewhere.
+        seconds: Time for the loop, more where 15 rounds (3 on a CPU) take longer.
+    """
+    emit(measure(shape or ("qwen3-1.7b" if torch.cuda.is_available() else "tiny"), seconds), out)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

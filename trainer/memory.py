@@ -113,7 +113,7 @@ def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
     if world == 1 or parallel.mode == "replicate":
         return 1
     if parallel.mode == "auto":
-        whole = kept(s, replace(work, held=4, optim="adamw", others=0.0))
+        whole = kept(s, replace(work, optim="adamw", others=0.0))
         if sum(whole.values()) <= room_for_a_copy(torch.device(device)):
             return 1
     return parallel.shard or world

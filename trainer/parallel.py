@@ -114,11 +114,12 @@ def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
 def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
     if cfg.mode != "auto":
         return cfg.mode
-    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    # Weights, gradients and two moments, all of one dtype; 8-bit moments take less.
+    trained = 4 * sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
     frozen = sum(p.numel() * p.element_size() for p in policy.model.parameters() if not p.requires_grad)
     if policy.reference is not None:
         frozen += sum(p.numel() * p.element_size() for p in policy.reference.parameters())
-    needed = 16 * trained + frozen  # weights, gradients and two moments in float32
+    needed = trained + frozen
     room = room_for_a_copy(policy.device)
     mode = "replicate" if needed <= room else "fsdp"
     if is_main():

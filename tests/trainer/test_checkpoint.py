@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer import saver
+from trainer import checkpoint, saver
 from trainer.checkpoint import (
     find_problem,
     latest_valid,
@@ -164,6 +165,21 @@ def test_only_the_newest_are_kept(tmp_path):
         save(tmp_path, step, keep=2)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [30, 4000]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00004000"]
+
+
+def test_a_save_is_copied_only_when_the_one_before_is_written(tmp_path, monkeypatch):
+    """Else there would be two copies of everything in main memory."""
+    model, behind = nn.Linear(2, 3), saver.Saver()
+    optimizer, schedule = optimizer_of(model)
+    write, copy, may_write, under_way = saver.write_tensors, checkpoint._snapshot, threading.Event(), []
+    monkeypatch.setattr(saver, "write_tensors", lambda *args: may_write.wait(9) and write(*args))
+    monkeypatch.setattr(checkpoint, "_snapshot", lambda *a, **b: under_way.append(behind._save) or copy(*a, **b))
+    save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=2, saver=behind)
+    assert behind._save is not None
+    threading.Timer(0.05, may_write.set).start()
+    save_checkpoint(tmp_path, 2, model, optimizer, schedule, {}, keep=2, saver=behind)
+    behind.wait()
+    assert under_way == [None, None] and [step for step, _ in list_checkpoints(tmp_path)] == [1, 2]
 
 
 def test_later_leftovers_do_not_push_out_what_was_just_saved(tmp_path):

@@ -182,6 +182,22 @@ def test_a_save_is_copied_only_when_the_one_before_is_written(tmp_path, monkeypa
     assert under_way == [None, None] and [step for step, _ in list_checkpoints(tmp_path)] == [1, 2]
 
 
+def test_parts_of_two_dtypes_are_read_in_the_wider_one(tmp_path):
+    """As moments are, of which one shard is in 8 bit and the other too small for that."""
+    exact = torch.tensor([[1.0], [1 / 3]])
+    first = saver.Shard(exact[:1].bfloat16(), (0, 0), (2, 1))
+    save = saver.Save(tmp_path / "step-00000001", saver.Snapshot(shards={"moments/x": first}), lambda: None)
+    assert save.prepare(lambda folder: None) is None
+    save.writers = [0, 1]
+    other, part = "shard-00001-of-00002.safetensors", {"moments/x": exact[1:]}
+    sums = save._write_file(other, saver.specs_of(part), part)
+    record = saver.Record((2, 1), torch.float32, [saver.Part(other, "moments/x", (1, 0), (1, 1))])
+    told = {"files": {other: sums}, "tensors": saver.records_to_json({"moments/x": record})}
+    save._note(1).write_text(json.dumps(told))
+    save._write()
+    assert torch.equal(checkpoint.stored_tensors(save.target).read("moments/x"), exact)
+
+
 def test_later_leftovers_do_not_push_out_what_was_just_saved(tmp_path):
     save(tmp_path, 40)
     save(tmp_path, 30, keep=1)

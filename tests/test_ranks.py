@@ -116,6 +116,24 @@ def test_adapter_in_shards_is_exported_as_it_is_and_merged(flags, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--ref-model", "builtin:tiny"),  # in shards too
+        ("--ref-model", "builtin:tiny", "--ref", "precomputed", "--ref-cache", "cache"),
+        ("--sync-ref-model", "--ref-model-sync-steps", "1"),
+    ],
+)
+def test_references_in_shards_are_those_of_one_process(flags, tmp_path):
+    common = ("--method", "dpo", "--max-steps", "3", "--data", "task:addition:split=train,size=64", "--max-eval-rows",
+              "5", "--save-steps", "2", *flags)  # fmt: skip
+    run_ok(*common, "--per-device-train-batch-size", "6", "--output-dir", tmp_path / "one", cwd=tmp_path)
+    two_ok("trainer", *common, "--parallel.mode", "fsdp", "--per-device-train-batch-size", "3", "--output-dir",
+           tmp_path / "two", cwd=tmp_path)  # fmt: skip
+    alike(metrics(tmp_path / "two"), metrics(tmp_path / "one"), limit=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rm", "prm"])
 def test_scorer_in_shards_is_exported(method, tmp_path):
     for name, flags in (("all", ()), ("lora", ("--lora.r", "4"))):

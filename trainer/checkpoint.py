@@ -73,6 +73,8 @@ def save_checkpoint(
     target = checkpoints / f"step-{step:08d}"
     check_state(state)
     settle(model)
+    if saver is not None:
+        saver.wait()  # before there is a second copy beside that of the save under way
     record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
     groups = {
         "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},

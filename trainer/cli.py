@@ -270,10 +270,12 @@ def _as_launched(saved: dict[str, Any]) -> dict[str, Any]:
     parallel = saved.get("parallel")
     if not isinstance(parallel, dict):
         return saved
-    world, shard = world_size(), parallel.get("shard")
-    kept = {} if world == 1 else parallel
-    if isinstance(shard, int) and shard > 0 and world % shard:
-        kept = {name: value for name, value in kept.items() if name != "shard"}
+    world = world_size()
+
+    def fits(name: str, value: Any) -> bool:
+        return name not in ("shard", "context") or not isinstance(value, int) or value < 1 or world % value == 0
+
+    kept = {} if world == 1 else {name: value for name, value in parallel.items() if fits(name, value)}
     return {**saved, "parallel": kept}
 
 

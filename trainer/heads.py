@@ -27,7 +27,17 @@ from rollout.model_folder import read_adapter, resolve_model
 from trainer.adapters import attach_adapter
 from trainer.attention import attention_masks, choose_attention, load_name, part_of
 from trainer.config import LoraConfig, ModelConfig
-from trainer.model import Policy, causal_lm, load_causal_lm, load_tokenizer, pick_dtype, unsupported
+from trainer.model import (
+    Policy,
+    causal_lm,
+    check_adapters,
+    compile_blocks,
+    held_dtype,
+    load_causal_lm,
+    load_tokenizer,
+    pick_dtype,
+    unsupported,
+)
 from trainer.reasons import first_line, why
 
 
@@ -49,13 +59,12 @@ def load_scorer(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, kind: Literal["sequence", "token"]
 ) -> Policy:
     """A model with a head of its own. A folder that already holds such a head keeps it, else it starts afresh."""
-    if cfg.merge_lora and lora.r == 0:
-        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
+    check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path = resolve_model(cfg.model)
     adapter = path if (Path(path) / "adapter_config.json").exists() else None
     base = read_adapter(path)["base_model_name_or_path"] if adapter else path
-    dtype = torch.float32 if lora.r == 0 else compute_dtype
+    dtype = held_dtype(cfg, compute_dtype) if lora.r == 0 else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     model = load_classifier(base, cfg, dtype, KINDS[kind], device)
     if adapter:  # of a language model: merged into the trunk, as its export would be
@@ -71,6 +80,8 @@ def load_scorer(
         causal_lm(scorer.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scorer.model.train()
     check_scores(scorer)
+    if cfg.compile:
+        compile_blocks(causal_lm(scorer.model), base)
     return scorer
 
 

@@ -68,9 +68,11 @@ def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
     """This run as plan_memory takes it, at the most tokens that its settings admit, on cuda or cpu; None: as here."""
     device = device or device_type()
     tokens, steps = micro_batch_tokens(cfg), cfg.run.gradient_accumulation_steps
+    head, context = method_of(cfg).head, cfg.parallel.context
     work = Work(
         tokens=tokens, lora_r=cfg.lora.r, held=2 if cfg.model.trained_dtype == "bfloat16" else 4,
-        compute=compute_bytes(cfg, device), checkpointing=cfg.model.gradient_checkpointing, head=method_of(cfg).head,
+        compute=compute_bytes(cfg, device), checkpointing=cfg.model.gradient_checkpointing, context=context,
+        head="any loss" if context > 1 and head == "one pass" else head,  # model.token_loss
         has_reference=has_reference(cfg), others=other_models(cfg, compute_bytes(cfg, device)), optim=cfg.optim.optim,
         triton=has_triton_head(device), accumulates=steps > 1 or tokens < step_tokens(cfg),
     )  # fmt: skip
@@ -151,14 +153,14 @@ def micro_batch_tokens(cfg: Any) -> int:
 
 
 def step_tokens(cfg: Any) -> float:
-    """The most of one accumulation step on this device."""
+    """The most of one accumulation step on this device, or on those that share it."""
     length = longest(cfg)
     return math.inf if length is None else sequences(cfg) * length
 
 
 def sequences(cfg: Any) -> int:
-    """Of one accumulation step on this device."""
-    return cfg.run.per_device_train_batch_size * method_of(cfg).sequences
+    """Of one accumulation step on this device, or on those that share it."""
+    return cfg.run.per_device_train_batch_size * method_of(cfg).sequences * cfg.parallel.context
 
 
 def longest(cfg: Any) -> int | None:

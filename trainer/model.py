@@ -76,10 +76,7 @@ def load_policy(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, whole: bool = False
 ) -> Policy:
     """With several processes the numbers stay in their files, for spread() to read; `whole` reads them at once."""
-    if cfg.merge_lora and lora.r == 0:
-        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
-    if cfg.trained_dtype != "float32" and lora.r > 0:
-        raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
+    check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path = resolve_model(cfg.model)
     adapter = path if (Path(path) / "adapter_config.json").exists() else None
@@ -126,6 +123,14 @@ def load_policy(
             if model is not None:
                 compile_blocks(causal_lm(model), base)
     return policy
+
+
+def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
+    """Refuse settings that have no effect with adapters, or without."""
+    if cfg.merge_lora and lora.r == 0:
+        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
+    if cfg.trained_dtype != "float32" and lora.r > 0:
+        raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
 
 
 def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:

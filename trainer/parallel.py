@@ -291,9 +291,13 @@ def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Global norm of all gradients, which are then scaled down to `limit`."""
     parameters = list(parameters)
-    if not any(is_dtensor(p) for p in parameters):
-        return float(nn.utils.clip_grad_norm_(parameters, limit))
     grads = [p.grad for p in parameters if p.grad is not None]
+    if not any(is_dtensor(p) for p in parameters):
+        if not any(g.dtype == torch.bfloat16 for g in grads):
+            return float(nn.utils.clip_grad_norm_(parameters, limit))
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]  # torch would round it to bfloat16
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm := torch.stack(norms).norm())
+        return float(norm)
     sharded = [g.to_local() for g in grads if is_dtensor(g)]
     copies = world_size() // next(g for g in grads if is_dtensor(g)).device_mesh.size(-1)
     device = sharded[0].device

@@ -49,6 +49,7 @@ The head (kernels/linear_logprob.py; R trained tokens, at most N) stores no logi
                   where a loss has a gradient by entropy
     logits        12 R V: what storing them costs at its peak (logits, float32 copy, log-softmax, gradient)
 
+With --parallel.context a GPU has its part of all this, keys and values apart: those are of the whole row.
 FSDP over n GPUs divides all that is kept by n. In flight are a block in use, the next one gathered ahead and its gather
 buffer (3 c each), its gradient whole (c) and in float32 for the reduction (4), and embeddings and head, which stay
 whole from forward to backward (c). FSDP casts, so autocast does not.
@@ -142,6 +143,12 @@ class Work:
     triton: bool = True
     trained_tokens: int | None = None  # None: all of them
     accumulates: bool = True  # gradients of earlier micro-batches are there
+    context: int = 1  # GPUs that share the micro-batch
+
+    @property
+    def own(self) -> int:
+        """Tokens that one GPU computes."""
+        return -(-self.tokens // self.context)
 
     @property
     def precision(self) -> Precision:
@@ -149,7 +156,7 @@ class Work:
 
     @property
     def rows(self) -> int:
-        return self.tokens if self.trained_tokens is None else self.trained_tokens
+        return self.own if self.trained_tokens is None else -(-self.trained_tokens // self.context)
 
 
 class Moment(NamedTuple):
@@ -216,11 +223,17 @@ def casts(s: Sizes, p: Precision, lora_r: int = 0) -> int:
 def saved(s: Sizes, work: Work) -> int:
     """Bytes of activations that are kept between forward and backward, casts included."""
     p, r = work.precision, work.lora_r
-    outside = work.tokens * saved_outside(s, p, r)
+    outside = work.own * saved_outside(s, p, r)
     if work.checkpointing:
-        return outside + work.tokens * s.layers * p.stream * s.width
-    first = work.tokens * (4 * s.width + 4) if r else 0  # embeddings do not train: the first norm saves nothing
-    return outside - first + work.tokens * s.layers * saved_by_block(s, p, r) + casts(s, p, r)
+        return outside + work.own * s.layers * p.stream * s.width
+    first = work.own * (4 * s.width + 4) if r else 0  # embeddings do not train: the first norm saves nothing
+    return outside - first + s.layers * saved_by_slice(s, work) + casts(s, p, r)
+
+
+def saved_by_slice(s: Sizes, work: Work) -> int:
+    """What autograd saves of one block on this GPU: of its own tokens, and the keys and values of the others."""
+    others = 2 * work.compute * s.kv_heads * s.head_dim * (work.tokens - work.own)
+    return work.own * saved_by_block(s, work.precision, work.lora_r) + others
 
 
 def head_bytes(s: Sizes, work: Work, p: Precision) -> int:
@@ -272,10 +285,9 @@ def kept(s: Sizes, work: Work) -> dict[str, float]:
         "adapters": 4 * s.adapter(work.lora_r),
         "gradients": work.held * s.params if full else 4 * s.adapter(work.lora_r),
         "optimizer state": state_bytes(s, work),
-        "reference": c * s.params * (work.has_reference and full),
+        "reference": c * s.params * (work.has_reference and full) + work.others,
     }
-    parts = {name: size / work.shards for name, size in parts.items()}
-    return parts | {"reference": parts["reference"] + work.others}
+    return {name: size / work.shards for name, size in parts.items()}
 
 
 def in_flight(s: Sizes, work: Work) -> dict[str, float]:
@@ -289,10 +301,10 @@ def in_flight(s: Sizes, work: Work) -> dict[str, float]:
 
 def moments(s: Sizes, work: Work) -> list[Moment]:
     """When forward and backward may be at their peak; where it is the step's first, its gradients so far are in it."""
-    p, r, n = work.precision, work.lora_r, work.tokens
+    p, r, n = work.precision, work.lora_r, work.own
     (w, c), full = p, r == 0
     stays, flight = saved(s, work), in_flight(s, work)
-    one_block = n * saved_by_block(s, p, r) + casts(s, p, r) / s.layers
+    one_block = saved_by_slice(s, work) + casts(s, p, r) / s.layers
     is_first, is_tied = full and not work.accumulates, full and s.tied and work.head != "none"
     grad = work.held / work.shards  # bytes of a gradient once it is there
     head_grad = grad * s.embedding * (work.head != "none")

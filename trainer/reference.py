@@ -18,8 +18,8 @@ from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
 from trainer.dist import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
 from trainer.folders import sync
 from trainer.model import Policy, causal_lm, load_policy, reference_logps, token_logps
-from trainer.parallel import place
-from trainer.shards import full, put
+from trainer.parallel import ParallelConfig, place, spread
+from trainer.shards import full, put, settle
 
 
 class Reference:
@@ -51,8 +51,9 @@ class MovingReference:
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         if step % self.every == 0:
+            settle(self.policy.model)
             ours = dict(self.policy.model.named_parameters())
-            for name, parameter in self.policy.reference.named_parameters():
+            for name, parameter in self.tensors().items():
                 parameter.lerp_(ours[name].to(parameter.dtype), self.alpha)
 
     def state_dict(self) -> dict[str, float]:
@@ -62,11 +63,12 @@ class MovingReference:
         """Both numbers come from the config; nothing to restore but the tensors."""
 
     def tensors(self) -> dict[str, Tensor]:
+        settle(self.policy.reference)  # no backward pass has done so
         return dict(self.policy.reference.named_parameters())
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.policy.reference.named_parameters():
+        for name, parameter in self.tensors().items():
             put(parameter, tensors[name])
 
 
@@ -84,15 +86,26 @@ def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
 
 
 def build_reference(
-    cfg: ReferenceConfig, model: ModelConfig, run: RunConfig, policy: Policy, items: Sequence[Item]
+    cfg: ReferenceConfig,
+    model: ModelConfig,
+    run: RunConfig,
+    policy: Policy,
+    items: Sequence[Item],
+    parallel: ParallelConfig | None = None,
 ) -> Reference:
-    """To be called before a checkpoint is restored: until then the policy still is its own reference."""
+    """To be called before a checkpoint is restored: until then the policy still is its own reference.
+
+    Another model lies in shards where the policy does, which is spread as `parallel` says.
+    """
     source = policy
     if cfg.ref_model:
         other = dataclasses.replace(model, model=cfg.ref_model, merge_lora=False)
-        source = load_policy(other, LoraConfig(), policy.device, with_reference=False, whole=True)
+        source = load_policy(other, LoraConfig(), policy.device, with_reference=False, whole=not policy.is_sharded)
         check_same_tokens(policy, source, f"ref_model={cfg.ref_model}", model.model)
-        source.model.eval().requires_grad_(False)
+        source.model.requires_grad_(False)
+        if policy.is_sharded:
+            source = spread(dataclasses.replace(parallel, mode="fsdp"), source)
+        source.model.eval()  # check_logps leaves it in training
         if cfg.ref != "precomputed":
             return Reference(dataclasses.replace(source, reference=source.model))
     if cfg.ref == "precomputed":

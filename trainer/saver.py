@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -232,7 +233,10 @@ class Save:
             told = json.loads(note.read_text())
             sums |= told["files"]
             for name, record in records_from_json(told["tensors"]).items():
-                records.setdefault(name, Record(record.shape, record.dtype)).parts.extend(record.parts)
+                whole = records.setdefault(name, Record(record.shape, record.dtype))
+                # 8-bit moments are written in float32, and those of a shard that is too small for them as they are.
+                whole.dtype = torch.promote_types(whole.dtype, record.dtype)
+                whole.parts.extend(record.parts)
             note.unlink()
         assert all(record.is_whole for record in records.values()), f"{self.target}: some part belongs to no rank"
         if records:

@@ -26,6 +26,7 @@ from trainer.checkpoint import find_problem, list_checkpoints, load_checkpoint, 
 from trainer.dist import all_sum, barrier, is_main, process_group, rank, world_size
 from trainer.model import Policy
 from trainer.parallel import ParallelConfig, clip_gradients, spread, sum_gradients
+from trainer.reference import MovingReference
 from trainer.saver import Saver
 from trainer.shards import full, whole
 from trainer.tensor_files import TensorFiles
@@ -154,8 +155,32 @@ def check_full_disk(folder: Path) -> None:
     assert [at for at, _ in list_checkpoints(folder / "fsdp")] == [2, 6]
 
 
+def check_moving() -> None:
+    """A reference in shards moves as a whole one does, also when it has just been asked: embeddings stay gathered."""
+    policy = spread(ParallelConfig(mode="fsdp"), make_policy(reference=True))
+    moving = MovingReference(policy, alpha=0.6, every=1)
+    before = {name: full(p).clone() for name, p in moving.tensors().items()}
+    ours = {name: full(p.detach()) for name, p in policy.model.named_parameters()}
+    ids = torch.arange(8)[None]
+
+    def asked() -> Tensor:
+        with torch.no_grad():
+            return policy.reference.model(input_ids=ids).last_hidden_state
+
+    first = asked()
+    moving.after_step(1)
+    asked()
+    moved = {name: full(p).clone() for name, p in moving.tensors().items()}
+    for name, value in moved.items():
+        torch.testing.assert_close(value, 0.4 * before[name] + 0.6 * ours[name])
+    moving.load_tensors(before)
+    same({name: full(p) for name, p in moving.tensors().items()}, before)
+    assert torch.equal(asked(), first)
+
+
 def main(folder: Path) -> None:
     with process_group(60.0):
+        check_moving()
         for mode in ("fsdp", "copies"):
             check_saving(folder, mode)
         check_old_files(folder)

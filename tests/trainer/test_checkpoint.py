@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer import saver
+from trainer import checkpoint, saver
 from trainer.checkpoint import (
     find_problem,
     latest_valid,
@@ -164,6 +165,37 @@ def test_only_the_newest_are_kept(tmp_path):
         save(tmp_path, step, keep=2)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [30, 4000]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00004000"]
+
+
+def test_a_save_is_copied_only_when_the_one_before_is_written(tmp_path, monkeypatch):
+    """Else there would be two copies of everything in main memory."""
+    model, behind = nn.Linear(2, 3), saver.Saver()
+    optimizer, schedule = optimizer_of(model)
+    write, copy, may_write, under_way = saver.write_tensors, checkpoint._snapshot, threading.Event(), []
+    monkeypatch.setattr(saver, "write_tensors", lambda *args: may_write.wait(9) and write(*args))
+    monkeypatch.setattr(checkpoint, "_snapshot", lambda *a, **b: under_way.append(behind._save) or copy(*a, **b))
+    save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=2, saver=behind)
+    assert behind._save is not None
+    threading.Timer(0.05, may_write.set).start()
+    save_checkpoint(tmp_path, 2, model, optimizer, schedule, {}, keep=2, saver=behind)
+    behind.wait()
+    assert under_way == [None, None] and [step for step, _ in list_checkpoints(tmp_path)] == [1, 2]
+
+
+def test_parts_of_two_dtypes_are_read_in_the_wider_one(tmp_path):
+    """As moments are, of which one shard is in 8 bit and the other too small for that."""
+    exact = torch.tensor([[1.0], [1 / 3]])
+    first = saver.Shard(exact[:1].bfloat16(), (0, 0), (2, 1))
+    save = saver.Save(tmp_path / "step-00000001", saver.Snapshot(shards={"moments/x": first}), lambda: None)
+    assert save.prepare(lambda folder: None) is None
+    save.writers = [0, 1]
+    other, part = "shard-00001-of-00002.safetensors", {"moments/x": exact[1:]}
+    sums = save._write_file(other, saver.specs_of(part), part)
+    record = saver.Record((2, 1), torch.float32, [saver.Part(other, "moments/x", (1, 0), (1, 1))])
+    told = {"files": {other: sums}, "tensors": saver.records_to_json({"moments/x": record})}
+    save._note(1).write_text(json.dumps(told))
+    save._write()
+    assert torch.equal(checkpoint.stored_tensors(save.target).read("moments/x"), exact)
 
 
 def test_later_leftovers_do_not_push_out_what_was_just_saved(tmp_path):

@@ -476,9 +476,14 @@ def test_debug_variable_shows_the_traceback(fork):
 
 @pytest.mark.parametrize(
     ("world", "kept"),
-    [("1", {}), ("2", {"mode": "fsdp", "timeout_s": 9.0}), ("6", {"mode": "fsdp", "shard": 3, "timeout_s": 9.0})],
+    [
+        ("1", {}),
+        ("2", {"mode": "fsdp", "context": 2, "timeout_s": 9.0}),
+        ("3", {"mode": "fsdp", "shard": 3, "timeout_s": 9.0}),
+        ("6", {"mode": "fsdp", "shard": 3, "context": 2, "timeout_s": 9.0}),
+    ],
 )
 def test_resumed_run_is_spread_as_its_processes_allow(world, kept, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", world)
-    saved = {"method": "sft", "parallel": {"mode": "fsdp", "shard": 3, "timeout_s": 9.0}}
+    saved = {"method": "sft", "parallel": {"mode": "fsdp", "shard": 3, "context": 2, "timeout_s": 9.0}}
     assert cli._as_launched(saved) == {"method": "sft", "parallel": kept}

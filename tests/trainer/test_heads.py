@@ -179,6 +179,15 @@ def test_bfloat16_leaves_the_head_in_float32(folder_of):
     assert 0 < (rounded - packed_scores(exact, items)).abs().max() < 0.3
 
 
+def test_bfloat16_weights_and_compiled_blocks_are_those_of_the_trunk(folder_of):
+    scorer = load(folder_of("llama"), "sequence", dtype="bfloat16", trained_dtype="bfloat16", compile=True)
+    assert {p.dtype for p in scorer.model.base_model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in head_of(scorer.model).parameters()} == {torch.float32}
+    assert all(block._compiled_call_impl is not None for block in scorer.model.base_model.layers)
+    with pytest.raises(ValueError, match=r"trained_dtype=bfloat16: adapters are always float32"):
+        load(folder_of("llama"), "sequence", LoraConfig(r=2), dtype="bfloat16", trained_dtype="bfloat16")
+
+
 def test_an_adapter_of_a_language_model_is_merged_into_the_trunk(folder_of, tmp_path):
     from peft import LoraConfig as PeftLora
     from peft import get_peft_model

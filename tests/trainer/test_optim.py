@@ -9,6 +9,7 @@ from torch import nn
 from losses.types import LossOut, Term
 from trainer.config import OptimConfig
 from trainer.optim import build_optimizer, clip_and_step, lr_factor, term_metrics, total_loss
+from trainer.parallel import clip_gradients
 
 
 def make_model() -> nn.Module:
@@ -159,3 +160,13 @@ def test_term_metrics_are_unweighted_and_detached():
     metrics = term_metrics(LossOut({"kl": Term(0.1, total, torch.tensor(4))}, {}))
     (value, count) = metrics["loss/kl"]
     assert list(metrics) == ["loss/kl"] and (value.item(), count.item()) == (8.0, 4) and not value.requires_grad
+
+
+def test_norm_of_bfloat16_gradients_is_not_rounded():
+    model = make_model().bfloat16()
+    set_gradients(model, 0.5)
+    norm = 0.5 * math.sqrt(sum(p.numel() for p in model.parameters()))
+    assert clip_gradients(model.parameters(), math.inf) == pytest.approx(norm, rel=1e-6)
+    assert float(torch.tensor(norm).bfloat16()) != pytest.approx(norm, rel=1e-4)  # as torch gives it
+    assert clip_gradients(model.parameters(), 1.0) == pytest.approx(norm, rel=1e-6)
+    assert clip_gradients(model.parameters(), 1.0) == pytest.approx(1.0, rel=1e-2)

@@ -143,6 +143,18 @@ def test_shards_follow_the_processes(monkeypatch, tmp_path):
     assert work_of(cfg, s, "cpu").shards == 4
 
 
+def test_processes_that_share_rows_hold_a_part_each_and_all_keys(monkeypatch, tmp_path):
+    run = RunConfig(max_tokens_per_micro_batch=4096, per_device_train_batch_size=1)
+    cfg = sft.Config(model=ModelConfig(model=folder_of(tmp_path, "llama")), data=DATA, run=run, max_length=2048)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    s = sizes_for(cfg)
+    copies = [ParallelConfig(mode="replicate", context=size) for size in (1, 2)]
+    alone, ours = (work_of(replace(cfg, parallel=parallel), s, "cuda") for parallel in copies)
+    assert (alone.tokens, ours.tokens, ours.own, ours.rows) == (2048, 4096, 2048, 2048)  # two rows, a half of each
+    assert (alone.head, ours.head) == ("one pass", "any loss")
+    assert saved(s, ours) - saved(s, alone) == 6 * 2048 * 2 * 2 * 16 * 2  # keys and values in bfloat16
+
+
 def test_advice_says_what_the_planner_says(tmp_path):
     model = ModelConfig(model=folder_of(tmp_path, "llama"))
     cfg = dpo.Config(model=model, data=DATA, run=RunConfig(max_tokens_per_micro_batch=4096))

@@ -160,9 +160,9 @@ def train(cfg: Config) -> None:
         policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
         pairs = pairs_of(cfg, policy, cfg.data.data)
         held_out = pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
-        reference = Reference(None)
+        reference, items = Reference(None), pair_items([*pairs, *held_out])
         if not cfg.reference_free:
-            reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, pair_items([*pairs, *held_out]))
+            reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
         evaluate = partial(evaluate_pairs, cfg, policy, reference, mine(held_out))
         moving = MovingReference(policy, cfg.ref_model_mixup_alpha, cfg.ref_model_sync_steps)
         offline = Offline(run, cfg, policy, pairs, extra={"reference": moving} if cfg.sync_ref_model else {})

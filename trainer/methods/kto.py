@@ -98,7 +98,7 @@ def train(cfg: Config) -> None:
         held_out = rows_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         partner = {**mismatches(cfg, policy, rows), **mismatches(cfg, policy, held_out)}
         items = [item_of(row) for row in [*rows, *held_out]] + list(partner.values())
-        reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items)
+        reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
         evaluate = partial(evaluate_rows, cfg, policy, reference, partner, mine(held_out))
         offline = Offline(run, cfg, policy, rows)
         offline.begin(evaluate)

@@ -42,7 +42,7 @@ done
 
 # A job that was requeued goes on from its last checkpoint.
 if [ -f "$RUN/config.yaml" ]; then start=(--resume "$RUN"); else start=(--config run.yaml --output-dir "$RUN"); fi
-srun --overlap --gpus-per-task=8 torchrun \
+srun --overlap --gpus-per-task=8 torchrun --shutdown-timeout 150 \
     --nnodes 2 --nproc-per-node 4 --max-restarts 3 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:29500" \
     -m trainer "${start[@]}" \

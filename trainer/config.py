@@ -71,7 +71,7 @@ class ModelConfig:
         "of transformers, with a dense mask. auto: flex on CUDA where the architecture allows it, else sdpa."
     )
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, a fifth to a third more time."""
     load_in_4bit: bool = False
     """Refused: a 4-bit base is not supported."""
     chat_template: str = "tokenizer_default"
@@ -84,7 +84,7 @@ class ModelConfig:
     """Export merged weights rather than an adapter."""
 
     compile: bool = False
-    """Compile the model's blocks with torch.compile: a minute at the start, faster steps on a GPU."""
+    """Compile the model's blocks with torch.compile: half a minute at the start, faster steps on a GPU."""
 
     def __post_init__(self) -> None:
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":

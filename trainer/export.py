@@ -315,13 +315,13 @@ def _trained_dtype(weights: TensorFiles) -> torch.dtype:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after one sentence about what is wrong."""
+    """Exit status: 0, or 2 after one sentence about what is wrong."""
     try:
         cfg = tyro.cli(ExportConfig, prog="python -m trainer.export", args=argv)
         print(f"{export_checkpoint(cfg)} -> {cfg.out}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

@@ -112,21 +112,21 @@ def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
 
 
 def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
-    if cfg.mode != "auto":
-        return cfg.mode
-    # Weights, gradients and two moments, all of one dtype; 8-bit moments take less.
-    trained = 4 * sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() * p.element_size() for p in policy.model.parameters() if not p.requires_grad)
-    if policy.reference is not None:
-        frozen += sum(p.numel() * p.element_size() for p in policy.reference.parameters())
-    needed = trained + frozen
-    room = room_for_a_copy(policy.device)
-    mode = "replicate" if needed <= room else "fsdp"
+    mode, why = cfg.mode, ""
+    if mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
+        mode = "fsdp"
+    elif mode == "auto":
+        # Weights, gradients and two moments, all of one dtype; 8-bit moments take less.
+        trained = 4 * sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
+        frozen = sum(p.numel() * p.element_size() for p in policy.model.parameters() if not p.requires_grad)
+        if policy.reference is not None:
+            frozen += sum(p.numel() * p.element_size() for p in policy.reference.parameters())
+        needed, room = trained + frozen, room_for_a_copy(policy.device)
+        mode = "replicate" if needed <= room else "fsdp"
+        why = f" (a copy takes {needed / 2**30:.2f} GiB, and may take {room / 2**30:.2f})"
     if is_main():
-        say(
-            f"parallel: {mode} over {world_size()} processes (a copy takes {needed / 2**30:.2f} GiB, room for "
-            f"{room / 2**30:.2f})"
-        )
+        sharing = f", {cfg.context} of them share their rows" if cfg.context > 1 else ""
+        say(f"parallel: {mode} over {world_size()} processes{sharing}{why}")
     return mode
 
 

@@ -182,7 +182,7 @@ class PlanConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after one sentence about what is wrong."""
+    """Exit status: 0, or 2 after one sentence about what is wrong."""
     import tyro
 
     try:
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg), notes(model))))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 
@@ -297,14 +297,16 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card, more: Sequence
     peaks = {name: peak(s, work) / GIB for name, work in works.items()}
     out.append(line("peak", [f"{x:.2f}" for x in peaks.values()]))
     fits = {name: x <= limit for name, x in peaks.items()}
+    can_sample = dict.fromkeys(works, True)
     if METHODS[cfg.method].samples:
         made = {name: sampling_gib(cfg, s, work, card) for name, work in works.items()}
         whose = "vLLM's share" if cfg.shares_with_vllm else "servers elsewhere"
         with_what = whose if cfg.rollout.engine == "vllm" else "local cache"
         out.append(line(f"while sampling, {with_what}", [f"{x:.2f}" for x in made.values()]))
-        fits = {name: ok and made[name] <= card.gib - RESERVE for name, ok in fits.items()}
+        can_sample = {name: x <= card.gib - RESERVE for name, x in made.items()}
+        fits = {name: ok and can_sample[name] for name, ok in fits.items()}
     out.append(line("fits", ["yes" if ok else "no" for ok in fits.values()]))
-    best = {name: largest(s, work, limit) for name, work in works.items()}
+    best = {name: largest(s, work, limit) if can_sample[name] else 0 for name, work in works.items()}
     out.append(line("largest max-tokens-per-micro-batch", [f"{x:,}" if x else "none" for x in best.values()]))
     rates = [tokens_per_s(cfg, s, work, card) for work in works.values()]
     out.append(line("tokens/s, all GPUs, rough", [f"{x:,.0f}" for x in rates]))

@@ -27,7 +27,7 @@ def small_adamw(groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
         from torchao.optim import AdamW8bit
     except ImportError:
         raise ValueError(
-            f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install torchao"
+            f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install -e '.[small]'"
         ) from None
     return AdamW8bit(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, bf16_stochastic_round=True)
 

@@ -326,7 +326,7 @@ def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
 
 
 def test_command_refuses_in_one_sentence(capsys, tmp_path):
-    assert main(["--model", str(tmp_path)]) == 1
+    assert main(["--model", str(tmp_path)]) == 2
     assert "holds neither config.json" in capsys.readouterr().err
     for wrong, said in (
         ({"model": "a", "shape": "b"}, "one of --model and --shape"),

@@ -125,7 +125,7 @@ def test_a_run_may_go_on_with_another_kind_of_state(torchao, tmp_path, before, a
 def test_without_torchao_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(ValueError, match=r"optim=adamw_8bit.*pip install torchao"):
+    with pytest.raises(ValueError, match=r"optim=adamw_8bit.*pip install -e"):
         build_optimizer(network(), OptimConfig(optim="adamw_8bit"), 1)
 
 

@@ -277,8 +277,8 @@ class Run:
         """Bring the folder back to the state it had at the checkpoint."""
         if self.start_step > self.total_steps:
             raise ValueError(
-                f"resume={self.dir}: step {self.start_step} is done, and the settings ask for {self.total_steps}; raise "
-                "--max-steps or --num-train-epochs, or leave them out"
+                f"resume={self.dir}: step {self.start_step} is done, and the settings ask for {self.total_steps}; "
+                "raise --max-steps or --num-train-epochs, or leave them out"
             )
         set_aside_after(self.dir / "checkpoints", self.start_step, _say)
         kept = self.start_step if self.checkpoint is not None else -1

@@ -51,7 +51,7 @@ def test_flags_named_in_text_exist():
     known |= {"--config", "--help", "--check"}
     known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PlanConfig)}
     known |= {"--enable-auto-tool-choice", "--tool-call-parser"}  # vLLM's own, for --vllm.extra-args
-    known |= {"--nproc-per-node", "--max-restarts", "--nnodes", *RENDEZVOUS}  # of torchrun
+    known |= {"--nproc-per-node", "--max-restarts", "--nnodes", "--shutdown-timeout", *RENDEZVOUS}  # of torchrun
     mentioned = set(re.findall(r"(--[a-z][a-z0-9.-]+)", re.sub(r"--\w+\.\*", "", TEXT)))  # --format.* is a block
     assert not mentioned - known, sorted(mentioned - known)
 

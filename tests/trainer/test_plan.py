@@ -161,7 +161,7 @@ def test_what_is_kept_by_hand(sizes):
     lora = kept(s, Work(tokens=1, lora_r=16, has_reference=True))
     assert list(lora.values()) == [2 * s.params, *(x * s.adapter(16) for x in (4, 4, 8)), 0]
     assert list(kept(s, Work(tokens=1, held=2)).values()) == [x * s.params for x in (2, 0, 2, 4, 0)]
-    assert kept(s, Work(tokens=1, others=7.0, shards=8))["reference"] == 7.0  # not in shards
+    assert kept(s, Work(tokens=1, others=7.0, shards=8))["reference"] == 7.0 / 8
 
 
 def test_8_bit_moments_by_hand(sizes):

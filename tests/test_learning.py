@@ -8,6 +8,7 @@ from tests.entry import metrics, run_ok
 from trainer.tiny.build import make_model, make_tokenizer
 
 
+@pytest.mark.slow
 def test_reward_for_brevity_leads_to_an_immediate_end(tmp_path):
     """reward = -length, from random weights: completions shrink from the limit to almost nothing but the end token."""
     tokenizer = make_tokenizer()

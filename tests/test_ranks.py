@@ -148,7 +148,7 @@ def test_scorer_in_shards_is_exported(method, tmp_path):
     "flags",
     [
         pytest.param(("--parallel.mode", "replicate"), marks=pytest.mark.slow),
-        ("--parallel.mode", "fsdp", "--lora.r", "4", "--beta", "0.05"),
+        pytest.param(("--parallel.mode", "fsdp", "--lora.r", "4", "--beta", "0.05"), marks=pytest.mark.slow),
     ],
 )
 def test_grpo_deals_different_groups_to_ranks_and_learns_as_one_process_does(flags, tmp_path):

@@ -50,7 +50,7 @@ EBFT = {
 }  # fmt: skip
 VARIANTS |= {f"ebft, {mode}": argv for mode, argv in EBFT.items()}
 # Those of ebft are below, without the starts of processes; the loop of sft is that of the offline methods' own tests.
-SLOW = [*(f"ebft, {mode}" for mode in EBFT), "sft", "replay, re-rolls, resamples, gdpo"]
+SLOW = [*(f"ebft, {mode}" for mode in EBFT), "full", "sft", "replay, re-rolls, resamples, gdpo"]
 
 
 def start_and_kill(argv: list, folder: Path, at_step: int) -> None:

@@ -112,6 +112,7 @@ def test_sigterm_during_a_save_lets_it_finish(tmp_path):
     assert steps_saved(tmp_path / "run") == [2]
 
 
+@pytest.mark.slow
 def test_step_that_does_not_end_is_cut_off_after_the_grace(tmp_path):
     argv = [*SFT, "--output-dir", tmp_path / "run", "--stop-grace-s", 0.5]
     process = start(argv, tmp_path, PATCHES["hang"])

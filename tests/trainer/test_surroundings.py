@@ -87,6 +87,7 @@ def test_a_run_with_a_function_of_trl_s_kind(folder):
     assert last["reward/env/mean"] == 0.25 and last["policy/behaviour_gap"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_with_a_function_that_returns_texts(folder):
     last, samples = run(folder, "--rollout-func", "mine.texts")
     assert last["rollout/retokenised_frac"] == 1.0 and last["policy/behaviour_gap"] < 1e-4

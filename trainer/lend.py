@@ -10,17 +10,16 @@ whole at a time, never the model.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollout.local import LocalEngine
 from trainer import dist
-from trainer.model import Policy, causal_lm
-from trainer.shards import full, settle
+from trainer.model import Policy
+from trainer.parallel import whole_head
 from trainer.weights import PolicyWeights
 
 Sequences = Sequence[tuple[list[int], list[int]]]
@@ -88,25 +87,8 @@ class Lender:
 
 def score_together(policy: Policy, local: LocalEngine, sequences: Sequences, temperature: float) -> list[list[float]]:
     """Log-probs by all ranks at once; the model stays in shards, but for the block at work and the head."""
-    with dist.inside("log-probs to compare"), gathered_head(policy):
+    with dist.inside("log-probs to compare"), whole_head(policy):
         return local.score(sequences, temperature)
-
-
-@contextlib.contextmanager
-def gathered_head(policy: Policy) -> Iterator[None]:
-    """The output head is no block of its own, so nothing gathers it for a forward pass."""
-    if not policy.is_sharded:
-        yield
-        return
-    settle(policy.model)
-    head = causal_lm(policy.model).get_output_embeddings()
-    kept = head.weight
-    head.weight = nn.Parameter(full(kept.detach()), requires_grad=False)
-    try:
-        yield
-    finally:
-        head.weight = kept
-        settle(policy.model)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.checkpoint import ADAPTER
 from trainer.meta_load import INDEX, ONE_FILE, same_layout
 from trainer.tensor_files import Spec, write_tensors
-from trainer.weights import LAYER, as_in_checkpoint, lora_layers, refuse_unmergeable
+from trainer.weights import block_by_block, lora_layers, refuse_unmergeable
 
 LIMIT = 5 * 10**9  # bytes of one file
 
@@ -78,20 +78,7 @@ class WholeModel:
 
     def _in_checkpoint(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Some models are laid out otherwise in files than in memory (fused experts): those a block at a time."""
-        if same_layout(self.lm, self.meta):
-            yield from named
-            return
-        group: dict[str, Tensor] = {}
-        current: str | None = None
-        for name, tensor in named:
-            found = LAYER.match(name)
-            layer = found.group(1) if found else None
-            if group and layer != current:
-                yield from as_in_checkpoint(self.lm, group).items()
-                group = {}
-            current = layer
-            group[name] = tensor
-        yield from as_in_checkpoint(self.lm, group).items()
+        return named if same_layout(self.lm, self.meta) else block_by_block(self.lm, named)
 
 
 def refuse_others(config: Any) -> None:

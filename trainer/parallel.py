@@ -107,7 +107,6 @@ def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
     if files is not None:  # load_policy could not
         with whole_head(policy):
             check_logps(policy)
-        settle(policy.model)
     return policy
 
 
@@ -155,15 +154,19 @@ def check_same_files(files: TensorFiles) -> None:
 
 @contextlib.contextmanager
 def whole_head(policy: Policy) -> Iterator[None]:
-    """The output head whole on every rank, for the model's own forward; every rank takes part in gathering."""
+    """The output head whole on every rank, for the model's own forward: it is no block, so nothing else gathers it."""
+    if not policy.is_sharded:
+        yield
+        return
+    settle(policy.model)
     head = causal_lm(policy.model).get_output_embeddings()
     kept = head.weight
-    if is_dtensor(kept):
-        head.weight = nn.Parameter(full(kept.detach()), requires_grad=False)
+    head.weight = nn.Parameter(full(kept.detach()), requires_grad=False)
     try:
         yield
     finally:
         head.weight = kept
+        settle(policy.model)
 
 
 def make_mesh(cfg: ParallelConfig, device: torch.device) -> Any:

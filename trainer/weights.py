@@ -14,7 +14,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,21 +101,7 @@ class PolicyWeights:
 
     def _in_checkpoint(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Names and layout of a checkpoint, one decoder layer at a time."""
-        if not self._converts:
-            yield from named
-            return
-        lm = causal_lm(self.policy.model)
-        group: dict[str, Tensor] = {}
-        current: str | None = None
-        for name, tensor in named:
-            found = LAYER.match(name)
-            layer = found.group(1) if found else None
-            if group and layer != current:
-                yield from as_in_checkpoint(lm, group).items()
-                group = {}
-            current = layer
-            group[name] = tensor
-        yield from as_in_checkpoint(lm, group).items()
+        return block_by_block(causal_lm(self.policy.model), named) if self._converts else named
 
 
 class AdapterFile:
@@ -189,6 +175,21 @@ def safetensors_header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def block_by_block(lm: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights in the layout of files, which may make one tensor of several of a decoder layer, or several of one."""
+    group: dict[str, Tensor] = {}
+    current: str | None = None
+    for name, tensor in named:
+        found = LAYER.match(name)
+        layer = found.group(1) if found else None
+        if group and layer != current:
+            yield from as_in_checkpoint(lm, group).items()
+            group = {}
+        current = layer
+        group[name] = tensor
+    yield from as_in_checkpoint(lm, group).items()
 
 
 def as_in_checkpoint(lm: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

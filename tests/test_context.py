@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from data.packing import Batch, Item, empty_batch, make_batches
 from kernels.attention import Spans, dense_mask
 from tests.entry import metrics, run_ok
-from tests.test_ranks import alike, two_ok
+from tests.test_ranks import alike, results_of, two_ok
 from trainer import attention, context
 from trainer.ebft_options import EbftConfig
 from trainer.parallel import ParallelConfig
@@ -23,8 +22,7 @@ BOTH = ("replicate", "fsdp")
 
 def results(size: int, *names: str, cwd: Path, processes: int = 2) -> list[dict[str, Any]]:
     launcher = ("--nproc-per-node", str(processes))
-    done = two_ok("tests.ranks.context_worker", size, *names, cwd=cwd, launcher=launcher, timeout=500)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = results_of("tests.ranks.context_worker", size, *names, cwd=cwd, launcher=launcher, timeout=500)
     for result in found:
         assert result["gradient"] < 1e-12 and result["norm"] < 1e-12, result
         assert result["unlike"] == {}, result
@@ -78,8 +76,7 @@ def test_a_run_is_that_of_one_process(method, flags, tmp_path):
 
 @pytest.mark.gpu
 def test_flex_attention_over_slices_is_as_exact_as_over_rows(tmp_path):
-    (line,) = [x for x in two_ok("tests.ranks.context_gpu", cwd=tmp_path).stdout.splitlines() if x.startswith("{")]
-    found = json.loads(line)
+    (found,) = results_of("tests.ranks.context_gpu", cwd=tmp_path)
     for name in ("logp", "gradient"):
         assert found["two"][name] < 1.2 * found["one"][name] < 0.05, found
 

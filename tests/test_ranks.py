@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,13 +32,30 @@ SFT = (
 
 def two(*argv: Any, cwd: Path, timeout: float = 240, launcher: tuple[str, ...] = (), **env: str) -> Any:
     command = [*TORCHRUN, *launcher, "-m", *map(str, argv)]
-    return subprocess.run(command, cwd=cwd, env=environment() | env, capture_output=True, text=True, timeout=timeout)
+    env = environment() | {"PYTHONFAULTHANDLER": "1"} | env
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def two_ok(*argv: Any, cwd: Path, **options: Any) -> Any:
     done = two(*argv, cwd=cwd, **options)
-    assert done.returncode == 0, f"{argv}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{argv}\n{done.stdout[-2000:]}\n{said(done.stderr)}"
     return done
+
+
+def said(stderr: str) -> str:
+    """Its start and its end: the rank that failed first speaks first, and what others say of it is long."""
+    return stderr if len(stderr) < 8000 else f"{stderr[:4000]}\n...\n{stderr[-4000:]}"
+
+
+def results_of(*argv: Any, cwd: Path, **options: Any) -> list[dict[str, Any]]:
+    """The lines of a worker that writes no files. Once in some hundred runs a process has died by SIGABRT within gloo
+    (torch 2.13, seen on one machine, in no run since): that alone is tried again, and shown."""
+    done = two(*argv, cwd=cwd, **options)
+    if done.returncode and "Signal 6 (SIGABRT)" in done.stderr:
+        warnings.warn(f"{argv}: tried again after\n{said(done.stderr)}", stacklevel=2)
+        done = two(*argv, cwd=cwd, **options)
+    assert done.returncode == 0, f"{argv}\n{done.stdout[-2000:]}\n{said(done.stderr)}"
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float = 1e-4) -> None:
@@ -51,10 +69,9 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 @pytest.mark.parametrize("mode", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])
 def test_every_method_has_the_gradient_of_one_process(mode, tmp_path):
     """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step."""
-    done = two_ok("tests.ranks.worker", mode, cwd=tmp_path)
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == 20
-    for result in results:
+    found = results_of("tests.ranks.worker", mode, cwd=tmp_path)
+    assert len(found) == 20
+    for result in found:
         assert result["gradient"] < 1e-12, result
         assert result["norm"] < 1e-12 and result["clipped"] == pytest.approx(1e-3, rel=1e-4), result
         assert result["unlike"] == {}, result
@@ -62,10 +79,9 @@ def test_every_method_has_the_gradient_of_one_process(mode, tmp_path):
 
 @pytest.mark.parametrize("mode", ["copies", pytest.param("once", marks=pytest.mark.slow)])
 def test_copies_of_shards_and_gradients_reduced_once_have_it_too(mode, tmp_path):
-    done = two_ok("tests.ranks.worker", mode, "sft-untied", "dpo-lora", cwd=tmp_path)
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [result["case"] for result in results] == ["sft-untied", "dpo-lora"]
-    assert all(result["gradient"] < 1e-12 and result["norm"] < 1e-12 for result in results), results
+    found = results_of("tests.ranks.worker", mode, "sft-untied", "dpo-lora", cwd=tmp_path)
+    assert [result["case"] for result in found] == ["sft-untied", "dpo-lora"]
+    assert all(result["gradient"] < 1e-12 and result["norm"] < 1e-12 for result in found), found
 
 
 @pytest.mark.parametrize("mode", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])

@@ -157,16 +157,21 @@ def measure(
     flags += ["--lora.r", str(job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
     timings: dict[str, Timing] = {}
+    missing = list(chosen)
     with serving(folder, job) if method == "grpo" and mine else no_servers() as urls:
         # Servers start while TRL's engine does, and idle while TRL is timed.
         trl = {way: job | {"way": "trl", "checkpointing": TRL[way], "after": urls} for way in theirs}
         for way, made in run(trl):
             timings[way] = Timing([1000 * s for s in made.seconds], made.peak_gib)
+            missing.remove(way)
             emit([row_of(method, way, made, timings, size)], out)
         wait_for(urls)
         ours = {way: [*flags, *flags_of(way, urls), "--output-dir", str(folder / "run")] for way in mine}
         for way, made in run({way: job | {"way": "ours", "flags": [*line, OVERWRITE]} for way, line in ours.items()}):
+            missing.remove(way)
             emit([row_of(method, way, made, timings, size)], out)
+    if missing:
+        raise SystemExit(f"not measured: {', '.join(missing)}")
 
 
 def row_of(method: str, way: str, made: Measured, trl: dict[str, Timing], size: dict[str, int]) -> Row:
@@ -326,4 +331,7 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"dpo": dpo, "grpo": grpo})
+    try:
+        tyro.extras.subcommand_cli_from_dict({"dpo": dpo, "grpo": grpo})
+    except ValueError as error:
+        sys.exit(f"error: {error}")

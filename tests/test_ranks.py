@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
 from trainer.checkpoint import find_problem, list_checkpoints
+from trainer.cli import load_config
 from trainer.dist import shares
 from trainer.dist_watch import HUNG, Place, Watch, record_flight
 from trainer.parallel import ParallelConfig
@@ -92,6 +93,7 @@ def test_sft_saved_by_two_goes_on_with_one_and_the_reverse(mode, tmp_path):
     two_ok("trainer", *SFT, *two_batch, *spread, "--max-steps", "2", "--output-dir", tmp_path / "a", cwd=tmp_path)
     exported_again(tmp_path / "a", tmp_path / "out")
     run_ok("--resume", tmp_path / "a", *one_batch, "--max-steps", "4", cwd=tmp_path)
+    assert load_config(tmp_path / "a" / "config.yaml")["parallel"]["mode"] == mode, "for those who take it up again"
     alike(metrics(tmp_path / "a"), metrics(tmp_path / "whole"))
     exported = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("a", "whole")]
     assert exported[0].keys() == exported[1].keys()
@@ -176,6 +178,21 @@ def test_grpo_deals_different_groups_to_ranks_and_learns_as_one_process_does(fla
         cwd=tmp_path,
     )  # fmt: skip
     alike(metrics(tmp_path / "two"), metrics(tmp_path / "one"), limit=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--max-steps", "0"), "max_steps=0: must be 1 or more"),
+        (("--data", "rows.jsonl"), "rows.jsonl:2: has none of"),
+    ],
+)
+def test_what_all_ranks_find_wrong_is_said_once(flags, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n{"prompt": "1+2="}\n')
+    failed = two("trainer", "--method", "sft", *flags, "--output-dir", tmp_path / "run", cwd=tmp_path)
+    assert failed.returncode != 0
+    assert failed.stderr.count("error:") == 1 and message in failed.stderr, failed.stderr[-3000:]
 
 
 @pytest.mark.slow

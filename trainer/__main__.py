@@ -6,11 +6,12 @@ import dis
 import os
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from types import TracebackType
 
 from trainer.cli import parse
-from trainer.dist import TIMEOUT_S, process_group
+from trainer.dist import TIMEOUT_S, process_group, say_once
 from trainer.out_of_memory import is_out_of_memory, out_of_memory
 from trainer.stop import EXIT_CODE, Stopped, end_on_sigterm
 
@@ -20,6 +21,8 @@ def main(argv: list[str] | None = None) -> int:
 
     What a user can put right is told in a few words; a bug of ours keeps its traceback.
     """
+    # A CPU without bfloat16 takes another way to multiply, and torch would show where it is in C++.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     debug = os.environ.get("STROP_DEBUG") == "1"
     cfg = None
     with end_on_sigterm() as stop:
@@ -29,7 +32,13 @@ def main(argv: list[str] | None = None) -> int:
             parallel = getattr(cfg, "parallel", None)  # a method of a fork may not have the block
             timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
             with process_group(timeout_s, context):
-                module.train(cfg)
+                try:
+                    module.train(cfg)
+                except ValueError as error:
+                    if debug or stop.signalled or not raised_on_purpose(error.__traceback__):
+                        raise
+                    say_once(f"error: {one_line(error)}")
+                    return 2
         except Stopped as stopped:
             print(stopped, file=sys.stderr)
             return EXIT_CODE
@@ -54,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
                 return 2
             if not isinstance(error, ValueError) or not raised_on_purpose(error.__traceback__):
                 raise
-            print("error:", one_line(error), file=sys.stderr)
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # each process has the same flags
+                print("error:", one_line(error), file=sys.stderr)
             return 2
     return 0
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.dist import is_main
+from trainer.dist import is_main, world_size
 from trainer.folders import remove_folder, sync
 from trainer.saver import INDEX, MANIFEST, Saver, Shard, Snapshot, sha256_of
 from trainer.shards import is_dtensor, is_first_copy, local, local_slices, settle
@@ -76,6 +76,7 @@ def save_checkpoint(
     if saver is not None:
         saver.wait()  # before there is a second copy beside that of the save under way
     record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
+    record["processes"] = world_size()
     groups = {
         "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},
         "moments": {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()},

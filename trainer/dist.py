@@ -18,6 +18,7 @@ With one process every function here is its own trivial case, and torch.distribu
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.dist_watch import Watch, record_flight
+from trainer.dist_watch import Watch, record_flight, say
 from trainer.ranks import is_main, rank, world_size
 
 T = TypeVar("T")
@@ -143,6 +144,14 @@ def inside(name: str) -> contextlib.AbstractContextManager[None]:
 def passing(name: str) -> contextlib.AbstractContextManager[None]:
     """For a pass of a model in shards, which every rank makes: a forward, and its backward."""
     return contextlib.nullcontext() if _watch is None else _watch.passing(name)
+
+
+def say_once(text: str) -> None:
+    """What ranks may say alike is said by the first of them."""
+    with contextlib.suppress(Exception):  # the store goes with rank 0
+        if _watch is not None and _watch.store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1:
+            return
+    say(text)
 
 
 def all_sum(x: Tensor, name: str = "sum", *, everyone: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -218,9 +218,9 @@ def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 class ExportConfig:
     """Write the model of a checkpoint, in shards or not, as a folder that other tools load. Needs no GPU."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """A run folder, whose newest checkpoint is taken, or a checkpoint in one."""
-    out: tyro.conf.Positional[str]
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not exist."""
     merge_lora: bool = False
     """Write merged weights rather than an adapter, as a run with --merge-lora does in any case."""

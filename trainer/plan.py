@@ -2,6 +2,7 @@
 
     python -m trainer.plan --model Qwen/Qwen3-1.7B --gpus 1 --method grpo
     python -m trainer.plan --shape llama-3.1-8b --gpus 8 --method dpo --gpu a100-80
+    python -m trainer.plan --shape qwen3-8b --gpus 8 --parallel.context 4 --max-tokens-per-micro-batch 131072
     python -m trainer.plan --model builtin:tiny --lora.r 16 --max-tokens-per-micro-batch 16384
 
 trainer/plan_memory.py has the formulas. Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor on
@@ -109,6 +110,16 @@ class Vllm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parallel:
+    mode: Literal["auto", "replicate", "fsdp"] = "auto"
+    """auto: the table shows both."""
+    shard: int | None = None
+    """GPUs that one copy is sharded over; None: all of them."""
+    context: int = 1
+    """GPUs that share every micro-batch, a slice of its rows each."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Memory of a run on each GPU, what fits, and a rough speed. Trains nothing, loads no weights."""
 
@@ -141,6 +152,7 @@ class PlanConfig:
     """AdamW, or AdamW with its two moments in 8 bit."""
     rollout: Rollout = field(default_factory=Rollout)
     vllm: Vllm = field(default_factory=Vllm)
+    parallel: Parallel = field(default_factory=Parallel)
     mfu: float = 0.35
     """Fraction of the card's peak; a 1.7B step with gradient checkpointing reached 0.38 on an H200."""
 
@@ -166,6 +178,13 @@ class PlanConfig:
                 f"trained_dtype=bfloat16: not with lora.r={self.lora.r}, dtype={self.dtype}; adapters are float32, and "
                 "weights are not held lower than they are multiplied in"
             )
+        for name, value in (("shard", self.parallel.shard), ("context", self.parallel.context)):
+            if value is not None and (value < 1 or self.gpus % value):
+                raise ValueError(f"parallel.{name}={value}: must divide the {self.gpus} GPUs")
+        if self.parallel.mode == "fsdp" and self.gpus == 1:
+            raise ValueError("parallel.mode=fsdp: has no effect with one GPU; say how many by --gpus")
+        if self.parallel.mode == "replicate" and self.parallel.shard is not None:
+            raise ValueError(f"parallel.shard={self.parallel.shard}: has no effect with parallel.mode=replicate")
         if self.beta and METHODS[self.method].reference != "with beta":
             raise ValueError(f"beta={self.beta}: decides nothing about the memory of {self.method}; leave it out")
 
@@ -227,15 +246,19 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
 
 def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
     """The settings compared: replicate and, with several GPUs, fsdp, each without and with gradient checkpointing."""
+    head, parallel = METHODS[cfg.method].head, cfg.parallel
     base = Work(
         tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, held=2 if cfg.trained_dtype == "bfloat16" else 4,
-        compute=2 if cfg.dtype == "bfloat16" else 4, head=METHODS[cfg.method].head, has_reference=cfg.has_reference,
-        optim=cfg.optim, triton=card.triton_head,
+        compute=2 if cfg.dtype == "bfloat16" else 4, has_reference=cfg.has_reference, optim=cfg.optim,
+        triton=card.triton_head, context=parallel.context,
+        head="any loss" if parallel.context > 1 and head == "one pass" else head,  # model.token_loss
     )  # fmt: skip
-    made = {}
-    modes = {"replicate": base}
-    if cfg.gpus > 1:
-        modes["fsdp"] = replace(base, shards=cfg.gpus)
+    made, modes = {}, {}
+    if parallel.mode != "fsdp" and parallel.shard is None:
+        modes["replicate"] = base
+    if cfg.gpus > 1 and parallel.mode != "replicate":
+        modes["fsdp"] = replace(base, shards=parallel.shard or cfg.gpus)
+    modes = modes or {"replicate": base}
     for name, work in modes.items():
         made[name] = work
         made[f"{name} + gc"] = replace(work, checkpointing=True)
@@ -279,11 +302,12 @@ def line(name: str, cells: Sequence[str]) -> str:
 def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card, more: Sequence[str]) -> list[str]:
     works, limit = columns(cfg, card), room(cfg, card)
     num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
+    sharing = f", a slice of it on each of {cfg.parallel.context}" if cfg.parallel.context > 1 else ""
     held = f", weights held in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
     out = [
         f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; {cfg.method}, {cfg.dtype}, {cfg.optim}{held}",
         f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {limit:.1f} for tensors of the trainer; "
-        f"{cfg.max_tokens_per_micro_batch} tokens in a micro-batch; gc = gradient checkpointing",
+        f"{cfg.max_tokens_per_micro_batch} tokens in a micro-batch{sharing}; gc = gradient checkpointing",
         "",
         line("GiB on each GPU", list(works)),
     ]

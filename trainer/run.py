@@ -18,6 +18,8 @@ that covers them, and what they hold beyond it is cut off at the resume, so each
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import sys
 from collections.abc import Iterable, Mapping
@@ -41,7 +43,7 @@ from trainer.checkpoint import (
 from trainer.cli import config_to_tree, load_config, save_config
 from trainer.config import RunConfig
 from trainer.console import Console, evaluation_lines
-from trainer.dist import from_main, is_main
+from trainer.dist import from_main, is_main, world_size
 from trainer.export import describe_model, export_model
 from trainer.folders import remove_folder, remove_leftovers
 from trainer.health import Watch, replay
@@ -284,7 +286,10 @@ class Run:
         kept = self.start_step if self.checkpoint is not None else -1
         for name in ("metrics.jsonl", "samples.jsonl"):
             truncate_after(self.dir / name, kept)
+        before = self._rows_before()
         save_config(self.dir / "config.yaml", self._config_tree())
+        if before not in (None, self.cfg.run.sequences_per_step):
+            _say(f"resume={self.dir}: a step has {self.cfg.run.sequences_per_step} rows now, and had {before}")
         if self.checkpoint is None:
             _say(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
         elif self.start_step >= self.total_steps:
@@ -294,11 +299,22 @@ class Run:
             remove_folder(self.dir / "final")  # of an earlier end; until the next one it would be taken for the result
             _say(f"resume={self.dir}: going on after step {self.start_step} of {self.total_steps}")
 
+    def _rows_before(self) -> int | None:
+        """Rows of a step when the checkpoint was saved, by its settings and the processes there were, if known."""
+        state = {} if self.checkpoint is None else json.loads((self.checkpoint / "state.json").read_text())
+        settings = load_config(self.dir / "config.yaml")
+        factors = [settings.get("per_device_train_batch_size"), settings.get("gradient_accumulation_steps")]
+        factors.append(state.get("processes"))
+        return math.prod(factors) if all(isinstance(x, int) for x in factors) else None
+
     def _config_tree(self) -> dict[str, Any]:
         tree = {**config_to_tree(self.cfg), "method": self.method}
         if self._resumed:
             # A resume names the folder itself; with the output_dir as first given, --config starts a new run elsewhere.
-            tree["output_dir"] = load_config(self.dir / "config.yaml").get("output_dir", tree["output_dir"])
+            before = load_config(self.dir / "config.yaml")
+            tree["output_dir"] = before.get("output_dir", tree["output_dir"])
+            if world_size() == 1 and "parallel" in before:  # of more processes, which may take the run up again
+                tree["parallel"] = before["parallel"]
         return tree
 
     def _write(self, log: JsonlLog, step: int, rows: Iterable[Mapping[str, Any]]) -> None:

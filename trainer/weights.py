@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rollout.sync.base import TensorSpec, synchronize
 from trainer.checkpoint import ADAPTER
 from trainer.dist import inside
+from trainer.meta_load import same_layout
 from trainer.model import Policy, causal_lm
 from trainer.shards import full, is_dtensor, settle
 
@@ -42,8 +43,7 @@ class PolicyWeights:
             refuse_unmergeable(policy.model.peft_config[ADAPTER])
         lm = causal_lm(policy.model)
         plain = dict(self._shapes())
-        # Some models are laid out otherwise in memory than in checkpoints (fused experts); most are not.
-        self._converts = list(as_in_checkpoint(lm, dict(plain))) != list(plain)
+        self._converts = not same_layout(lm, plain)
 
     def specs(self) -> list[TensorSpec]:
         named = self._in_checkpoint(self._shapes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from trainer import plan, plan_memory
 from trainer.config import ModelConfig, OptimConfig, RunConfig
 from trainer.memory import build
 from trainer.optim import build_optimizer
-from trainer.plan import CARDS, KNOWN, METHODS, PlanConfig, known_config, largest, main
+from trainer.plan import CARDS, KNOWN, METHODS, Parallel, PlanConfig, columns, known_config, largest, main
 from trainer.plan_memory import Precision, Sizes, Work, busiest, head_bytes, kept, moments, peak, saved, sizes_of
 
 GIB = 1 << 30
@@ -325,6 +326,18 @@ def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
     assert "while sampling, local cache" in capsys.readouterr().out
 
 
+def test_columns_are_those_of_the_parallel_flags():
+    def columns_of(**parallel: Any) -> dict[str, Work]:
+        cfg = PlanConfig(shape="qwen3-8b", gpus=8, gpu="h200", parallel=Parallel(**parallel))
+        return {name: work for name, work in columns(cfg, CARDS["h200"]).items() if "gc" not in name}
+
+    assert {name: work.shards for name, work in columns_of().items()} == {"replicate": 1, "fsdp": 8}
+    assert {name: work.shards for name, work in columns_of(mode="replicate").items()} == {"replicate": 1}
+    assert {name: work.shards for name, work in columns_of(shard=4).items()} == {"fsdp": 4}
+    shared = columns_of(mode="fsdp", context=4)["fsdp"]
+    assert (shared.shards, shared.own, shared.head) == (8, 8192 // 4, "any loss")
+
+
 def test_command_refuses_in_one_sentence(capsys, tmp_path):
     assert main(["--model", str(tmp_path)]) == 2
     assert "holds neither config.json" in capsys.readouterr().err
@@ -333,6 +346,10 @@ def test_command_refuses_in_one_sentence(capsys, tmp_path):
         ({"shape": "llama-9"}, "there is qwen3-0.6b"),
         ({"shape": "qwen3-0.6b", "method": "ppo"}, "there is sft"),
         ({"shape": "qwen3-0.6b", "beta": 0.1}, "decides nothing about the memory of sft"),
+        ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(shard=3)}, "parallel.shard=3: must divide the 8"),
+        ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(context=5)}, "parallel.context=5: must divide"),
+        ({"shape": "qwen3-0.6b", "parallel": Parallel(mode="fsdp")}, "parallel.mode=fsdp: has no effect with one GPU"),
+        ({"shape": "qwen3-0.6b", "gpus": 2, "parallel": Parallel(mode="replicate", shard=2)}, "parallel.shard=2: has"),
         ({"shape": "qwen3-0.6b", "trained_dtype": "bfloat16", "dtype": "float32"}, "trained_dtype=bfloat16"),
     ):
         with pytest.raises(ValueError, match=said):

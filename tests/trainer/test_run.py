@@ -272,6 +272,14 @@ def test_finished_run_can_be_extended(tmp_path):
     assert yaml.safe_load((run.dir / "config.yaml").read_text())["max_steps"] == 8
 
 
+def test_steps_of_another_size_are_named_at_a_resume(tmp_path, capsys):
+    train(config(tmp_path / "a", max_steps=3, per_device_train_batch_size=8))
+    train(resumed(tmp_path / "a", max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2))
+    assert "rows now" not in capsys.readouterr().err
+    train(resumed(tmp_path / "a", max_steps=5, per_device_train_batch_size=4))
+    assert "a step has 4 rows now, and had 8" in capsys.readouterr().err
+
+
 def test_finished_run_without_checkpoints_is_not_trained_again(tmp_path):
     train(config(tmp_path / "a", save_steps=0))
     (tmp_path / "a" / "final").mkdir()

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,24 +27,13 @@ from data.packing import Item, make_batches
 from data.strided import StridedBatch
 from data.types import TruthPrompt
 from losses import ebft
-from rollout.model_folder import resolve_model
 from rollout.types import Completion
-from trainer.config import LoraConfig, ModelConfig, RunConfig
+from trainer.config import ModelConfig, RunConfig
 from trainer.dist import all_gather
 from trainer.ebft_options import FeatureConfig
-from trainer.model import (
-    Policy,
-    as_reference,
-    blocks_of,
-    causal_lm,
-    check_logps,
-    hidden_states,
-    load_causal_lm,
-    load_policy,
-    load_tokenizer,
-)
-from trainer.parallel import ParallelConfig, place, spread
-from trainer.reference import check_same_tokens
+from trainer.model import Policy, as_reference, blocks_of, causal_lm, hidden_states
+from trainer.parallel import ParallelConfig, place
+from trainer.reference import load_frozen
 
 
 class Found(NamedTuple):
@@ -70,24 +58,8 @@ def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy, paral
     """
     if cfg.feature_model is None:
         return policy
-    other = dataclasses.replace(model, model=cfg.feature_model, merge_lora=False)
-    path = resolve_model(cfg.feature_model)
-    if (Path(path) / "adapter_config.json").exists():
-        source = load_policy(other, LoraConfig(), policy.device, with_reference=False)
-        for parameter in source.model.parameters():  # not the buffers: positions want all their digits
-            parameter.data = parameter.data.to(policy.compute_dtype)
-    else:
-        lm = load_causal_lm(path, other, policy.compute_dtype, policy.device).to(policy.device)
-        source = dataclasses.replace(
-            policy, model=lm, tokenizer=load_tokenizer(path, other), source=path, reference=None,
-            reference_adapter=None, is_sharded=False,
-        )  # fmt: skip
-        check_logps(source)
-    check_same_tokens(policy, source, f"feature_model={cfg.feature_model}", model.model)
-    frozen = source.model.eval().requires_grad_(False)
-    if policy.is_sharded:
-        source = spread(dataclasses.replace(parallel, mode="fsdp"), source)
-    return dataclasses.replace(source, reference=frozen)
+    source = load_frozen("feature_model", cfg.feature_model, model, policy, parallel)
+    return dataclasses.replace(source, reference=source.model)
 
 
 class FeatureNetwork:

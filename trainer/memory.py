@@ -133,12 +133,11 @@ def has_reference(cfg: Any) -> bool:
 
 
 def other_models(cfg: Any, compute: int) -> float:
-    """Bytes of models named beside --model: a reference is held as trained weights are, a feature network is not."""
+    """Bytes of models named beside --model, which do not train."""
     reference, features = getattr(cfg, "reference", None), getattr(cfg, "features", None)
     trusts, total = cfg.model.trust_remote_code, 0.0
     if reference is not None and reference.ref_model is not None and reference.ref != "precomputed":
-        held = 2 if cfg.model.trained_dtype == "bfloat16" else 4
-        total += held * sizes_of(meta_model(reference.ref_model, trust_remote_code=trusts)).params
+        total += compute * sizes_of(meta_model(reference.ref_model, trust_remote_code=trusts)).params
     if features is not None and features.feature_model is not None:
         total += compute * sizes_of(meta_model(features.feature_model, trust_remote_code=trusts)).params
     return total

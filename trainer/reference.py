@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
+from rollout.model_folder import resolve_model
 from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
 from trainer.dist import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
 from trainer.folders import sync
@@ -99,18 +100,29 @@ def build_reference(
     """
     source = policy
     if cfg.ref_model:
-        other = dataclasses.replace(model, model=cfg.ref_model, merge_lora=False)
-        source = load_policy(other, LoraConfig(), policy.device, with_reference=False, whole=not policy.is_sharded)
-        check_same_tokens(policy, source, f"ref_model={cfg.ref_model}", model.model)
-        source.model.requires_grad_(False)
-        if policy.is_sharded:
-            source = spread(dataclasses.replace(parallel, mode="fsdp"), source)
-        source.model.eval()  # check_logps leaves it in training
+        source = load_frozen("ref_model", cfg.ref_model, model, policy, parallel)
         if cfg.ref != "precomputed":
             return Reference(dataclasses.replace(source, reference=source.model))
     if cfg.ref == "precomputed":
         return Reference(None, precompute(Path(cfg.ref_cache).expanduser(), run, source, items))
     return Reference(policy)
+
+
+def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, parallel: ParallelConfig | None) -> Policy:
+    """Another model, in shards where the policy is. Its weights do not train, and are held in the products' dtype."""
+    is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
+    held = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
+    other = dataclasses.replace(model, model=name, merge_lora=False, trained_dtype=held)
+    source = load_policy(other, LoraConfig(), policy.device, with_reference=False, whole=not policy.is_sharded)
+    if is_adapter:  # merged in float32, then rounded once; not the buffers: positions want all their digits
+        for parameter in source.model.parameters():
+            parameter.data = parameter.data.to(policy.compute_dtype)
+    check_same_tokens(policy, source, f"{setting}={name}", model.model)
+    source.model.requires_grad_(False)
+    if policy.is_sharded:
+        source = spread(dataclasses.replace(parallel, mode="fsdp"), source)
+    source.model.eval()  # check_logps leaves it in training
+    return source
 
 
 def check_same_tokens(policy: Policy, other: Policy, setting: str, model: str) -> None:

@@ -183,6 +183,24 @@ def test_ref_model_is_another_model(ref, lora, other, tiny, tmp_path):
     assert_same(per_item(reference), want)
 
 
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_ref_model_is_held_in_the_dtype_of_the_products(kind, other, tmp_path):
+    folder = str(other)
+    if kind == "adapter":
+        tuned = load_policy(ModelConfig(model=folder), RANK4, CPU, with_reference=False).model
+        shake(tuned)
+        folder = str(tmp_path / "adapter")
+        tuned.save_pretrained(folder)
+        load_policy(TINY, OFF, CPU, with_reference=False).tokenizer.save_pretrained(folder)
+    _, reference, _ = load(OFF, dataclasses.replace(TINY, dtype="bfloat16"), ref_model=folder)
+    found = reference.policy.reference
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16} and not found.training
+    assert not any(p.requires_grad for p in found.parameters())
+    exact = load_policy(ModelConfig(model=folder), OFF, CPU, with_reference=False).model
+    for name, parameter in exact.named_parameters():
+        torch.testing.assert_close(found.get_parameter(name), parameter.detach().bfloat16(), rtol=0, atol=0)
+
+
 def test_ref_model_with_other_tokens_is_refused(other):
     policy = load_policy(TINY, OFF, CPU, with_reference=False)
     policy.tokenizer.add_tokens(["<new>"])

@@ -134,8 +134,8 @@ def serve_command(
     if lora_rank > 0:
         argv += ["--enable-lora", "--max-lora-rank", str(served_rank(lora_rank))]
         argv += ["--max-loras", "2", "--max-cpu-loras", "4"]
-    argv += ["--worker-extension-cls", "strop_worker.Worker"]
-    if token:
+    argv += ["--worker-extension-cls", "strop_worker.Worker", "--middleware", "strop_generate.Generate"]
+    if token:  # the last one named is asked first
         argv += ["--middleware", "strop_token.TokenCheck"]
     return argv + _extra(cfg), _server_env(cfg, python, model, token, device, gpus, lora_rank, trust_remote_code)
 

@@ -68,8 +68,7 @@ def read_segment(
     try:
         (choice,) = reply["choices"]
         ids, finish = choice["token_ids"] or [], choice["finish_reason"]
-        content = (choice["logprobs"] or {}).get("content") or []
-        logps = [token["logprob"] for token in content]
+        logps = list(choice["logps"]) if "logps" in choice else _logps_of(choice["logprobs"])
         spans = choice.get("weight_versions") or []
         versions = {span["version"] for span in spans}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -88,6 +87,11 @@ def read_segment(
     if tag is not None and versions - {tag}:
         raise ValueError(f"tokens of weight version {', '.join(sorted(map(str, versions)))}, and it should hold {tag}")
     return Segment(ids, logps, finish)
+
+
+def _logps_of(told: dict[str, Any] | None) -> list[float]:
+    """Out of what vLLM's own route says of every token."""
+    return [token["logprob"] for token in (told or {}).get("content") or []]
 
 
 def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:

@@ -26,6 +26,7 @@ ADAPTER_S = 120.0
 SLEEP_S = 300.0  # level 1 copies the weights to main memory
 SLOW = 10.0  # tokens per second: a completion that is slower is late. --vllm.timeout comes on top
 GENERATE = "/inference/v1/generate"
+LEAN = "/strop/generate"  # rollout/worker/strop_generate.py
 EXTENSION = "strop_worker.Worker"
 SERVE = "start it with python -m rollout.serve"
 
@@ -78,6 +79,7 @@ class VllmServer:
         self.timeout = timeout
         self.vocab_size = vocab_size
         self.info: ServerInfo | None = None
+        self.lean = False  # it has our own route, which is faster
         self.tag: str | None = None  # 0.32 marks tokens with the version it was told by set_version
         self._http = HttpClient(self.url, token)
 
@@ -97,6 +99,7 @@ class VllmServer:
             )
         if not await self._takes_ids(version):
             raise RefusedError(f"vllm.url={self.url}: does not take token ids; start it with --enable-scale-out")
+        self.lean = (await self._send("GET", LEAN, b"", timeout=CONTROL_S))[0] == 200
         extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
         workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
         told = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
@@ -138,7 +141,8 @@ class VllmServer:
         if version is not None:
             request["cache_salt"] = f"v{version}"
         tag = self.tag
-        reply = await self._make(request, (timeout or self.timeout) + max_tokens / SLOW, max_tokens)
+        route = LEAN if self.lean else GENERATE
+        reply = await self._make(route, request, (timeout or self.timeout) + max_tokens / SLOW, max_tokens)
         try:
             return read_segment(reply, sampling, max_tokens=max_tokens, vocab_size=self.vocab_size, tag=tag)
         except ValueError as error:
@@ -156,7 +160,7 @@ class VllmServer:
         }
         if version is not None:
             request["cache_salt"] = f"v{version}"
-        reply = await self._make(request, timeout or self.timeout, 1)
+        reply = await self._make(GENERATE, request, timeout or self.timeout, 1)
         try:
             return read_scores(reply, ids)
         except ValueError as error:
@@ -267,9 +271,9 @@ class VllmServer:
         status, listed = await self._send("GET", "/openapi.json", b"", timeout=CONTROL_S)
         return status != 200 or f'"{GENERATE}"'.encode() in listed
 
-    async def _make(self, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
+    async def _make(self, route: str, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
         try:
-            return await self._json("POST", GENERATE, request, timeout=limit, reuse=True)
+            return await self._json("POST", route, request, timeout=limit, reuse=True)
         except LateError as error:
             raise LateError(
                 f"{error}, the most that {max_tokens} token{'s' * (max_tokens != 1)} may take; if it is only slow, "

@@ -96,9 +96,11 @@ def test_cpu_command(interpreter, monkeypatch):
     assert argv[-4:] == ["--seed", "4", "--block-size", "16"]
     expected = {"--model": "trainer/tiny", "--served-model-name": "base", "--dtype": "float32", "--port": "8123"}
     expected |= {"--logprobs-mode": "processed_logprobs", "--gpu-memory-utilization": "0.2", "--max-model-len": "64"}
-    expected |= {"--host": "127.0.0.1", "--middleware": "strop_token.TokenCheck", "--max-lora-rank": "8"}
+    expected |= {"--host": "127.0.0.1", "--max-lora-rank": "8"}
     assert {flag: value_of(argv, flag) for flag in expected} == expected
     assert {"--enforce-eager", "--enable-scale-out", "--enable-lora"} <= set(argv)
+    named = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
+    assert named == ["strop_generate.Generate", "strop_token.TokenCheck"], "the last one is asked first"
     assert "--enable-sleep-mode" not in argv and "secret" not in " ".join(argv)
     assert env["STROP_VLLM_TOKEN"] == "secret" and env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert env["PYTHONPATH"] == str(WORKER) and env["PYTHONSAFEPATH"] == "1"
@@ -113,7 +115,7 @@ def test_gpu_command_of_0_24(interpreter):
     argv, env = serve_command(cfg, token=None, **given)
     assert value_of(argv, "--dtype") == "bfloat16" and value_of(argv, "--gpu-memory-utilization") == "0.9"
     assert value_of(argv, "--tensor-parallel-size") == "2" and env["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert not {"--enforce-eager", "--enable-scale-out", "--enable-lora", "--middleware"} & set(argv)
+    assert not {"--enforce-eager", "--enable-scale-out", "--enable-lora", "strop_token.TokenCheck"} & set(argv)
     assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and "STROP_VLLM_TOKEN" not in env
     argv, _ = serve_command(cfg, token=None, colocate=True, dtype="float32", **given)
     assert value_of(argv, "--gpu-memory-utilization") == "0.35" and "--enable-sleep-mode" in argv

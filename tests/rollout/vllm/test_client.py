@@ -11,8 +11,8 @@ import torch
 from rollout.local import StopCheck
 from rollout.types import Request, Sampling
 from rollout.vllm_pool import Pool
-from rollout.vllm_server import RefusedError, ServerError, VllmServer
-from tests.rollout.vllm.scripted import GENERATE, proxies, rewrite
+from rollout.vllm_server import GENERATE, LEAN, RefusedError, ServerError, VllmServer
+from tests.rollout.vllm.scripted import proxies, rewrite
 
 VOCAB = 275
 EOS = 2
@@ -103,6 +103,82 @@ def test_logps_are_those_of_transformers(tied_server, untied_server, temperature
             assert segment.finish == ("stop" if segment.ids[-1] == EOS else "length")
             expected = logps_by_transformers(folder, prompt, segment.ids, temperature)
             assert largest_gap(segment.logps, expected) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "stop_ids": (EOS, 30, 31, 32)},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+        {"temperature": 0.0, "stop": ("1",)},
+    ],
+    ids=["greedy", "stop ids", "cut", "stop string"],
+)
+def test_our_route_says_what_vllm_s_own_says(untied_server, options):
+    sampling = Sampling(max_tokens=24, for_training=False, **options)
+
+    async def work(server):
+        assert server.lean
+        made = []
+        for server.lean in (True, False):
+            calls = [
+                server.generate(prompt, sampling, seed=i, max_tokens=24, version=3)
+                for i, prompt in enumerate(prompts(untied_server.model_folder))
+            ]
+            made.append(await asyncio.gather(*calls))
+        return made
+
+    ours, theirs = with_server(untied_server, work)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.ids, one.finish) == (other.ids, other.finish)
+        assert largest_gap(one.logps, other.logps) <= 1e-5
+
+
+def test_our_route_refuses_what_vllm_refuses(tied_server):
+    async def work(server):
+        found = []
+        good = {"model": "base", "token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
+        for change in (
+            {"model": "nobody"},
+            {"sampling_params": {"temperature": -1.0}},
+            {"sampling_params": {"warmth": 1.0}},
+            {"token_ids": [5] * 300},
+        ):
+            with pytest.raises(RefusedError) as caught:
+                await server._json("POST", LEAN, good | change, timeout=30)
+            found.append((caught.value.status, str(caught.value)))
+        assert len((await server._json("POST", LEAN, good, timeout=30))["choices"][0]["logps"]) == 2
+        return found
+
+    model, low, unknown, long = with_server(tied_server, work)
+    assert model[0] == 404 and "nobody: is not there" in model[1]
+    assert [status for status, _ in (low, unknown, long)] == [400] * 3
+    assert "temperature" in low[1] and "warmth" in unknown[1] and "256" in long[1]
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_completion_whose_client_leaves_is_ended(untied_server, lean):
+    """Or it would run on beside those of the next step."""
+
+    async def running(server):
+        text = (await server._call("GET", "/metrics", None, timeout=30)).decode()
+        return sum(float(x.split()[-1]) for x in text.splitlines() if x.startswith("vllm:num_requests_running{"))
+
+    async def work(server):
+        server.lean = lean
+        task = asyncio.ensure_future(server.generate([5, 6, 7], Sampling(max_tokens=240), seed=1, max_tokens=240))
+        while not await running(server):
+            assert not task.done(), "it should take longer than a look"
+            await asyncio.sleep(0.01)
+        task.cancel()
+        for _ in range(100):
+            if not await running(server):
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    assert with_server(untied_server, work)
 
 
 def test_scores_are_those_of_transformers_at_temperature_one(untied_server):
@@ -289,7 +365,7 @@ def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_ser
             await asyncio.sleep(0.1)
             await pool.empty(pool.members[0])
             await pool.refill(pool.members[0], 2)
-            return await task, [body for path, body in proxy.seen if path == GENERATE]
+            return await task, [body for path, body in proxy.seen if path == LEAN and body]
 
     sampled, (first, second) = with_server(untied_server, work)
     count = sampled.versions[0][1]
@@ -321,13 +397,13 @@ def test_a_stop_string_across_an_interruption_is_not_missed(untied_server, decod
             (choice,) = value["choices"]
             if (count := next(cuts, None)) is not None:
                 choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:count], "abort"
-                choice["logprobs"]["content"] = choice["logprobs"]["content"][:count]
+                choice["logps"] = choice["logps"][:count]
 
         async with proxies(untied_server.url, untied_server.token) as (proxy,):
             proxy.change = lambda path, status, body: (status, body)
             through = VllmServer(proxy.url, vocab_size=VOCAB)
             await through.connect()
-            proxy.change = rewrite(GENERATE, interrupt)
+            proxy.change = rewrite(LEAN, interrupt)
             pool = await ready_pool([through])
             sampling = Sampling(temperature=0.0, max_tokens=64, stop=(stop,))
             whole = await server.generate(prompt, sampling, seed=1, max_tokens=64)

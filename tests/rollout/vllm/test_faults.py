@@ -13,8 +13,8 @@ import pytest
 
 from rollout.types import Request, Sampling
 from rollout.vllm_pool import Pool
-from rollout.vllm_server import ServerError, VllmServer
-from tests.rollout.vllm.scripted import GENERATE, Proxy, proxies, rewrite
+from rollout.vllm_server import LEAN, ServerError, VllmServer
+from tests.rollout.vllm.scripted import Proxy, proxies, rewrite
 
 REQUESTS = [Request(prompt_ids=[5, 6, 7 + i % 5], seed=i) for i in range(16)]
 GREEDY = Sampling(temperature=0.0, max_tokens=32)
@@ -170,12 +170,11 @@ def test_a_server_that_cannot_be_started_is_given_up_in_the_end(untied_server, m
 
 
 def spoil_body(body):
-    return lambda path, status, old: (200, body) if path == GENERATE else (status, old)
+    return lambda path, status, old: (200, body) if path == LEAN else (status, old)
 
 
 def positive(value):
-    for token in value.get("choices", [{}])[0].get("logprobs", {}).get("content", []):
-        token["logprob"] = 1.5
+    value["choices"][0]["logps"][-1] = 1.5
 
 
 @pytest.mark.parametrize(
@@ -184,8 +183,8 @@ def positive(value):
         (spoil_body(b"<html>"), "which is not JSON"),
         (spoil_body(b"[]"), "which is no object"),
         (spoil_body(b'{"choices": [{}]}'), "another shape"),
-        (rewrite(GENERATE, positive), "a log-prob of 1.5, above 0"),
-        (lambda path, status, body: (502, b"Bad Gateway") if path == GENERATE else (status, body), "502 Bad Gateway"),
+        (rewrite(LEAN, positive), "a log-prob of 1.5, above 0"),
+        (lambda path, status, body: (502, b"Bad Gateway") if path == LEAN else (status, body), "502 Bad Gateway"),
     ],
     ids=["html", "list", "empty choice", "log-probs above 0", "502"],
 )
@@ -197,7 +196,7 @@ def test_garbage_is_asked_for_again_elsewhere(untied_server, expected, change, m
         ):
             bad.change = change
             with pytest.raises(ServerError, match=message):
-                await client(bad).generate([5, 6, 7], GREEDY, seed=1, max_tokens=32)
+                await pool.members[0].server.generate([5, 6, 7], GREEDY, seed=1, max_tokens=32)
             sampled = await pool.generate_all(REQUESTS, GREEDY)
             assert any("doubted" in line and message in line for line in said)
             assert pool.counts["retries"] >= 1
@@ -227,7 +226,7 @@ def test_a_cut_connection_is_asked_for_again(untied_server, expected):
             proxies(untied_server.url, untied_server.token, 2) as (good, bad),
             watched([client(bad), client(good)]) as (pool, _),
         ):
-            bad.cut.add(GENERATE)
+            bad.cut.add(LEAN)
             sampled = await pool.generate_all(REQUESTS, GREEDY)
             return [one.ids for one in sampled]
 
@@ -240,7 +239,7 @@ def test_a_request_that_takes_too_long_is_asked_for_elsewhere(untied_server, exp
             proxies(untied_server.url, untied_server.token, 2) as (good, bad),
             watched([client(bad), client(good)], timeout=3.0) as (pool, said),
         ):
-            bad.hang.add(GENERATE)
+            bad.hang.add(LEAN)
             begin = time.monotonic()
             sampled = await pool.generate_all(REQUESTS, GREEDY)
             assert 6.2 <= time.monotonic() - begin < 30  # 3 s, and 0.1 for each of 32 tokens
@@ -259,7 +258,7 @@ def test_a_request_that_reached_a_paused_server_is_taken_back(untied_server):
             watched([client(proxy)]) as (pool, _),
         ):
             (member,) = pool.members
-            proxy.hang.add(GENERATE)  # as if it arrived late
+            proxy.hang.add(LEAN)  # as if it arrived late
             task = asyncio.ensure_future(pool.generate(REQUESTS[0], GREEDY))
             await until(lambda: member.tasks)
             await asyncio.sleep(0.1)

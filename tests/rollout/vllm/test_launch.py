@@ -24,6 +24,7 @@ from tests.entry import ROOT
 ROUTES = [
     ("GET", "/health"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/version"),
     ("POST", "/collective_rpc"), ("POST", "/pause"), ("POST", "/resume"), ("POST", "/inference/v1/generate"),
+    ("GET", "/strop/generate"), ("POST", "/strop/generate"),
     ("POST", "/v1/completions"), ("POST", "/v1/load_lora_adapter"), ("GET", "/nothing/here"), ("OPTIONS", "/pause"),
 ]  # fmt: skip
 

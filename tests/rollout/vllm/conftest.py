@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -86,7 +86,8 @@ def _servers(
     try:
         for i, (name, folder) in enumerate(model_folders.items()):
             rank = 8 if name == "tied" else 0
-            started = launch(cfg, model=str(folder), lora_rank=rank, log_dir=logs, replica=i, device=device)
+            own = replace(cfg, log_stats=name == "untied")  # with what vLLM counts, and without
+            started = launch(own, model=str(folder), lora_rank=rank, log_dir=logs, replica=i, device=device)
             servers[name] = Server(started, folder)
         wait_ready([server.launched for server in servers.values()], cfg.startup_timeout)
         yield servers

@@ -7,8 +7,10 @@ import os
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
+from typing import Any
 
 from trainer.cli import parse
 from trainer.dist import TIMEOUT_S, process_group, say_once
@@ -29,16 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             module, cfg, _ = parse(sys.argv[1:] if argv is None else argv)
             stop.grace_s = cfg.run.stop_grace_s
-            parallel = getattr(cfg, "parallel", None)  # a method of a fork may not have the block
-            timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
-            with process_group(timeout_s, context):
-                try:
-                    module.train(cfg)
-                except ValueError as error:
-                    if debug or stop.signalled or not raised_on_purpose(error.__traceback__):
-                        raise
-                    say_once(f"error: {one_line(error)}")
-                    return 2
+            return train(module, cfg, tell=lambda: not (debug or stop.signalled))
         except Stopped as stopped:
             print(stopped, file=sys.stderr)
             return EXIT_CODE
@@ -65,6 +58,20 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             if os.environ.get("LOCAL_RANK", "0") == "0":  # each process has the same flags
                 print("error:", one_line(error), file=sys.stderr)
+            return 2
+
+
+def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
+    """Exit code. What is wrong is said, if `tell` allows it, while processes are together: so that one of them does."""
+    parallel = getattr(cfg, "parallel", None)  # a method of a fork may not have the block
+    timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
+    with process_group(timeout_s, context):
+        try:
+            module.train(cfg)
+        except ValueError as error:
+            if not tell() or not raised_on_purpose(error.__traceback__):
+                raise
+            say_once(f"error: {one_line(error)}")
             return 2
     return 0
 

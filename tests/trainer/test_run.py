@@ -194,12 +194,12 @@ def checkpoint_files(folder: Path, name: str) -> dict[str, bytes]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    """Writing waits until step 5 has been taken; what is written is the state of step 3."""
+    """Step 5 waits until writing has begun, and writing until step 5; what is written is the state of step 3."""
     unbroken = train(config(tmp_path / "unbroken", save_async=False, save_total_limit=9))
-    five, write, began = threading.Event(), saver.write_tensors, []
+    begun, five, write = threading.Event(), threading.Event(), saver.write_tensors
 
     def late(path, *args):
-        began.append(five.is_set())
+        begun.set()
         assert five.wait(60)
         return write(path, *args)
 
@@ -207,12 +207,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
     def logged(self, step, metrics):
         log(self, step, metrics)
-        five.set() if step == 5 else None
+        if step == 5:
+            assert begun.wait(60)
+            five.set()
 
     monkeypatch.setattr(saver, "write_tensors", late)
     monkeypatch.setattr(Run, "log", logged)
     run = train(config(tmp_path / "a", save_total_limit=9))
-    assert began[0] is False
     assert checkpoint_names(run.dir) == checkpoint_names(unbroken.dir)
     for name in checkpoint_names(run.dir):
         assert checkpoint_files(run.dir, name) == checkpoint_files(unbroken.dir, name)

@@ -49,8 +49,8 @@ def said(stderr: str) -> str:
 
 
 def results_of(*argv: Any, cwd: Path, **options: Any) -> list[dict[str, Any]]:
-    """The lines of a worker that writes no files. Once in some hundred runs a process has died by SIGABRT within gloo
-    (torch 2.13, seen on one machine, in no run since): that alone is tried again, and shown."""
+    """The lines of a worker that writes no files. One run has lost a process to SIGABRT, for a reason not found (gloo,
+    torch 2.13; it did not come again in some thirty): that alone is tried again, and shown."""
     done = two(*argv, cwd=cwd, **options)
     if done.returncode and "Signal 6 (SIGABRT)" in done.stderr:
         warnings.warn(f"{argv}: tried again after\n{said(done.stderr)}", stacklevel=2)

@@ -205,9 +205,9 @@ class VllmServer:
     async def is_sleeping(self) -> bool:
         """Whether it has given memory back that it has not taken again yet.
 
-        vLLM calls a server that is only paused asleep too. 0.32's metrics tell the two apart. Those of 0.24 do not (one
-        of which only the weights woke up counts as awake), so there a paused server is said to sleep. wake() does no
-        harm to one that is awake, but resumes it.
+        vLLM calls a server that is only paused asleep too. 0.32's metrics tell the two apart, where it counts at all
+        (those of ours that can sleep do). Those of 0.24 do not (one of which only the weights woke up counts as awake).
+        Without them a paused server is said to sleep. wake() does no harm to one that is awake, but resumes it.
         """
         assert self.info is not None, "connect() first"
         if (await self._json("GET", "/is_sleeping", timeout=CONTROL_S)).get("is_sleeping") is not True:

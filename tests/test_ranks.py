@@ -38,7 +38,10 @@ def two(*argv: Any, cwd: Path, timeout: float = 240, launcher: tuple[str, ...] =
 
 
 def two_ok(*argv: Any, cwd: Path, **options: Any) -> Any:
-    done = two(*argv, cwd=cwd, **options)
+    return checked(argv, two(*argv, cwd=cwd, **options))
+
+
+def checked(argv: tuple[Any, ...], done: Any) -> Any:
     assert done.returncode == 0, f"{argv}\n{done.stdout[-2000:]}\n{said(done.stderr)}"
     return done
 
@@ -55,8 +58,7 @@ def results_of(*argv: Any, cwd: Path, **options: Any) -> list[dict[str, Any]]:
     if done.returncode and "Signal 6 (SIGABRT)" in done.stderr:
         warnings.warn(f"{argv}: tried again after\n{said(done.stderr)}", stacklevel=2)
         done = two(*argv, cwd=cwd, **options)
-    assert done.returncode == 0, f"{argv}\n{done.stdout[-2000:]}\n{said(done.stderr)}"
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in checked(argv, done).stdout.splitlines() if line.startswith("{")]
 
 
 def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float = 1e-4) -> None:

@@ -21,9 +21,9 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from strop_token import Receive, Send, reply
+
 PATH = "/strop/generate"
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Generate:
@@ -114,10 +114,3 @@ async def read(receive: Receive) -> bytes | None:
 async def leaves(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def reply(send: Send, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content, separators=(",", ":")).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

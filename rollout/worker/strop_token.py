@@ -44,7 +44,13 @@ class TokenCheck:
 
 
 async def refuse(send: Send) -> None:
-    body = json.dumps({"error": f"this server wants the token of {VARIABLE} as Authorization: Bearer TOKEN"}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 401, "headers": [*headers, (b"www-authenticate", b"Bearer")]})
+    error = f"this server wants the token of {VARIABLE} as Authorization: Bearer TOKEN"
+    await reply(send, 401, {"error": error}, (b"www-authenticate", b"Bearer"))
+
+
+async def reply(send: Send, status: int, content: dict[str, Any], *more: tuple[bytes, bytes]) -> None:
+    """JSON, with `more` headers."""
+    body = json.dumps(content, separators=(",", ":")).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

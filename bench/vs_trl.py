@@ -6,8 +6,9 @@
 
 Weights are random, prompts have 256 tokens, responses of pairs are log-normal (median 200, at most 767), completions
 have 512. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), data loading and logging included;
-TRL first, while the GPU is cool. A step is the time from one step's end to the next one's, the first few are left out;
-the rate counts real tokens, prompt and response, once for each sequence.
+TRL first, while the GPU is cool. A step is the time from one step's end to the next one's, the first few are left out,
+and the last one where its rows were sampled during the step before. The rate is that of all these steps together and
+counts real tokens, prompt and response, once for each sequence; ratios are of seconds per token.
 
 Ways differ by what they hold: TRL is given bfloat16 weights, its leanest setting, ours are float32 as by default or
 bfloat16 with random rounding (--trained-dtype). GiB is the most that tensors took; of ours in grpo it is all that was
@@ -30,7 +31,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "n
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
 WARMUP = {"dpo": 4, "grpo": 2}  # steps that compile and allocate
 PROMPT, LONGEST = 256, 1024
-PORT = 8123  # of the first server
+PORT = 8123  # of our server
 OURS = {
     "ours": ["--gradient-checkpointing"],
     "ours, no checkpointing": [],
@@ -111,7 +112,6 @@ def grpo(
     completion: int = 512,
     steps: int = 12,
     share: float = 0.3,
-    servers: int = 1,
 ) -> None:
     """Sampling, rewards, one update, weights to the engine; a new policy samples each step.
 
@@ -125,7 +125,6 @@ def grpo(
         steps: Steps of each run, the first few untimed.
         share: Of the GPU's memory that TRL's engine takes; 0.3 is its default. Ours has room for the keys and values
             of all completions of a step.
-        servers: Of ours, on the same GPU: those of a small model wait for their own Python, and two wait side by side.
     """
     with scratch() as folder:
         config = make_model(shape, folder / "model")
@@ -136,9 +135,9 @@ def grpo(
         flags += ["--max-tokens-per-micro-batch", "65536"]
         job = {"method": "grpo", "rows": prompts * group, "group": group, "completion": completion, "steps": steps}
         pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * LONGEST * job["rows"]
-        job |= {"share": share, "lora": 0, "pool_bytes": pool_bytes // servers, "servers": servers}
+        job |= {"share": share, "lora": 0, "pool_bytes": pool_bytes}
         size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion}
-        size |= {"layers": config.num_hidden_layers, "D": config.hidden_size, "servers": servers}
+        size |= {"layers": config.num_hidden_layers, "D": config.hidden_size}
         measure("grpo", folder, ways, flags, job, size, out)
 
 
@@ -156,35 +155,38 @@ def measure(
     flags = [*flags, "--model", str(folder / "model"), "--max-steps", str(job["steps"]), "--save-steps", "0"]
     flags += ["--lora.r", str(job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
-    timings: dict[str, Timing] = {}
+    rates: dict[str, float] = {}  # of TRL's ways
     missing = list(chosen)
     with serving(folder, job) if method == "grpo" and mine else no_servers() as urls:
-        # Servers start while TRL's engine does, and idle while TRL is timed.
+        # The server starts while TRL's engine does, and idles while TRL is timed.
         trl = {way: job | {"way": "trl", "checkpointing": TRL[way], "after": urls} for way in theirs}
         for way, made in run(trl):
-            timings[way] = Timing([1000 * s for s in made.seconds], made.peak_gib)
             missing.remove(way)
-            emit([row_of(method, way, made, timings, size)], out)
+            row = row_of(method, way, made, rates, size)
+            rates[way] = row.rate
+            emit([row], out)
         wait_for(urls)
         ours = {way: [*flags, *flags_of(way, urls), "--output-dir", str(folder / "run")] for way in mine}
         for way, made in run({way: job | {"way": "ours", "flags": [*line, OVERWRITE]} for way, line in ours.items()}):
             missing.remove(way)
-            emit([row_of(method, way, made, timings, size)], out)
+            emit([row_of(method, way, made, rates, size)], out)
     if missing:
         raise SystemExit(f"not measured: {', '.join(missing)}")
 
 
-def row_of(method: str, way: str, made: Measured, trl: dict[str, Timing], size: dict[str, int]) -> Row:
-    """Its ratios are to TRL's ways."""
+def row_of(method: str, way: str, made: Measured, trl: dict[str, float], size: dict[str, int]) -> Row:
     timing = Timing([1000 * s for s in made.seconds], made.peak_gib)
     step_tokens = sum(made.tokens) / len(made.tokens)
     extra = {"step_tokens": step_tokens, **made.parts}
     if made.planned_gib is not None:
         extra |= {"planned_gib": made.planned_gib, "planned_over_peak": made.planned_gib / made.peak_gib}
-    return make_row(
-        f"vs_trl/{method}", way, timing, shape=size, dtype="bfloat16", work=int(step_tokens), unit="tokens",
-        errors={ERRORS[method]: made.error}, against={name: trl[name] for name in trl if name != way}, extra=extra,
+    row = make_row(
+        f"vs_trl/{method}", way, timing, shape=size, dtype="bfloat16", work=step_tokens, unit="tokens",
+        errors={ERRORS[method]: made.error}, extra=extra,
     )  # fmt: skip
+    # Not by the median step: one that samples ahead waits more in one step and less in the next.
+    rate = sum(made.tokens) / sum(made.seconds)
+    return replace(row, rate=rate, ratio_to={name: other / rate for name, other in trl.items()})
 
 
 OVERWRITE = "--overwrite-output-dir"
@@ -193,7 +195,8 @@ AWAKE, ASYNC = ", server awake", ", async"
 
 def ways_of(method: str, lora: int) -> list[str]:
     if method == "grpo":
-        return ["TRL", "ours", "ours, bf16", f"ours, bf16{AWAKE}", f"ours, bf16{AWAKE}{ASYNC}"]
+        quick = f"ours, bf16, compile{AWAKE}"
+        return ["TRL", "ours, bf16", "ours, bf16, no checkpointing", "ours, bf16, compile", quick, f"{quick}{ASYNC}"]
     if lora:
         return ["TRL", "TRL, no checkpointing", "ours", "ours, no checkpointing", "ours, compile"]
     return ["TRL", "TRL, no checkpointing", *(way for way in OURS if "bf16" in way or "compile" not in way)]
@@ -233,21 +236,19 @@ def no_servers() -> Iterator[list[str]]:
 
 @contextmanager
 def serving(folder: Path, job: dict[str, Any]) -> Iterator[list[str]]:
-    """Servers of ours that can sleep, on their way up."""
+    """A server of ours that can sleep, on its way up."""
     os.environ.setdefault("STROP_VLLM_TOKEN", secrets.token_hex(8))
-    count = job["servers"]
     on_gpu = []
     if torch.cuda.is_available():
-        on_gpu = ["--vllm.colocate", "True", "--vllm.devices", *["0"] * count]
+        on_gpu = ["--vllm.colocate", "True", "--vllm.devices", "0"]
         on_gpu += [f"--vllm.extra-args=--kv-cache-memory-bytes {job['pool_bytes']}"]
     command = [
         sys.executable, "-m", "rollout.serve", "--model", str(folder / "model"), "--vllm.port", str(PORT),
-        "--vllm.replicas", str(count), "--vllm.max-model-len", str(LONGEST),
-        "--vllm.gpu-memory-utilization", str(job["share"] / count), *on_gpu,
+        "--vllm.max-model-len", str(LONGEST), "--vllm.gpu-memory-utilization", str(job["share"]), *on_gpu,
     ]  # fmt: skip
     with (folder / "serve.log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as serve:
         try:
-            yield [f"http://127.0.0.1:{PORT + number}" for number in range(count)]
+            yield [f"http://127.0.0.1:{PORT}"]
         finally:
             serve.terminate()
             if serve.wait() > 0:

@@ -39,7 +39,8 @@ def run_ours(job: dict[str, Any]) -> Measured:
     last = records[-1]
     names = ("rollout_s", "reward_s", "train_s", "sync_s", "wait_s")
     parts = {name: last[f"time/{name}"] for name in names if f"time/{name}" in last}
-    timed = slice(job["warmup"] - 1, None)
+    # A run that samples ahead has nothing left to sample in its last step: the steps before it are what they are.
+    timed = slice(job["warmup"] - 1, -1 if "--async-prefetch" in job["flags"] else None)
     made = Measured(seconds[timed], tokens[timed], last["mem/peak_gib"], 0.0, parts)
     if job["method"] == "grpo":
         return replace(made, error=last["policy/behaviour_gap"])

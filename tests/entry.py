@@ -14,7 +14,8 @@ NOT_REPRODUCIBLE = ("time/", "perf/", "mem/")  # clocks and memory: everything e
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
 def run(*argv: Any, cwd: Path, timeout: float = 300, threads: int = 1, **env: str) -> subprocess.CompletedProcess:

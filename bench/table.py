@@ -64,7 +64,8 @@ def provenance(machine: str, rows: list[Row]) -> str:
     days = sorted({row.time[:10] for row in rows})
     commits = ", ".join(sorted({row.commit for row in rows}))
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"One {machine}, {', '.join(ours + theirs)}; {when}, commit {commits}. Medians; providers timed in turns."
+    how = "Medians; providers timed in turns, whole runs (vs_trl) one after the other."
+    return f"One {machine}, {', '.join(ours + theirs)}; {when}, commit {commits}. {how}"
 
 
 def logprob_table(rows: list[Row]) -> str:

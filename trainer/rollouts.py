@@ -76,7 +76,8 @@ def check_servers(cfg: Any, policy: Policy) -> None:
         if cfg.overlap.async_prefetch and shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
                 "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it another "
-                "by --vllm.devices or --vllm.url, or let both run at a time with --vllm.colocate False"
+                "by --vllm.devices or --vllm.url, or let both run at a time with --vllm.colocate False "
+                "--vllm.devices 0 --vllm.gpu-memory-utilization 0.3"
             )
 
 

@@ -50,7 +50,7 @@ check: setup ## lint, format and the quick tests, before a commit
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "$(FAST)" \
-		tests/test_import_direction.py tests/test_size_budget.py tests/losses tests/data
+		tests/test_import_direction.py tests/test_house_rules.py tests/losses tests/data
 
 bench: setup ## time the hot paths on this machine
 	$(PY) -m bench

@@ -1,4 +1,4 @@
-"""The numbers of DESIGN's tenth decision. Raising one is a line in a diff that a reviewer sees. No torch needed."""
+"""Rules that every source file keeps: docstrings, shape comments, no swallowed exceptions. No torch needed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("bench", "data", "kernels", "losses", "rollout", "trainer")
 
-FILE_LINES = 400
-KERNEL_FILE_LINES = 800
-METHOD_FILE_LINES = 250
-FUNCTION_LINES = 80
-TRAIN_LINES = 120
-CONFIG_FIELDS = 25
-NESTING = 4
-
-COMPOUND = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 SHAPE = re.compile(r"# \((?:\.\.\.|[A-Z0-9]|\))")  # (B, T), (N,), (..., V), ()
 
@@ -36,60 +27,8 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
-
-
 def is_triton(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)
-
-
-def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    assert node.end_lineno is not None
-    return node.end_lineno - node.lineno + 1
-
-
-def depth(node: ast.AST, inside: int = 0) -> int:
-    """Deepest stack of compound statements; an elif stands at the level of its if; nested functions count alone."""
-    deepest = inside
-    for field, value in ast.iter_fields(node):
-        children = value if isinstance(value, list) else [value]
-        for child in children:
-            if not isinstance(child, ast.AST) or isinstance(child, (*FUNCTION, ast.ClassDef)):
-                continue
-            is_elif = (
-                isinstance(node, ast.If) and field == "orelse" and len(children) == 1 and isinstance(child, ast.If)
-            )
-            deepest = max(deepest, depth(child, inside + (isinstance(child, COMPOUND) and not is_elif)))
-    return deepest
-
-
-def file_limit(path: Path) -> int:
-    name = name_of(path)
-    if name.startswith("kernels/"):
-        return KERNEL_FILE_LINES
-    return METHOD_FILE_LINES if name.startswith("trainer/methods/") else FILE_LINES
-
-
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_file_keeps_to_its_budget(path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= file_limit(path), f"{name_of(path)} has {lines} lines, at most {file_limit(path)}"
-    for function in functions(tree_of(path)):
-        limit = TRAIN_LINES if function.name == "train" else FUNCTION_LINES
-        where = f"{name_of(path)}:{function.lineno} {function.name}"
-        assert length(function) <= limit or is_triton(function), (
-            f"{where} has {length(function)} lines, at most {limit}"
-        )
-        assert depth(function) <= NESTING, f"{where} nests {depth(function)} deep, at most {NESTING}"
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "trainer").rglob("*.py")), ids=name_of)
-def test_config_classes_are_small(path):
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
-            fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
-            assert len(fields) <= CONFIG_FIELDS, f"{name_of(path)} {node.name} has {len(fields)} fields"
 
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
@@ -143,21 +82,6 @@ def test_tensor_parameters_carry_a_shape_comment(path):
     assert not missing, f"{name_of(path)}: no `# (B, T) what it is` after {', '.join(missing)}"
 
 
-DEEP = """
-def f():
-    for a in b:
-        if a:
-            pass
-        elif b:
-            pass
-        else:
-            with c:
-                try:
-                    x
-                except E:
-                    y
-"""
-
 COMMENTED = """
 def f(
     x: Tensor,  # (B, T) a
@@ -166,12 +90,6 @@ def f(
     n: int,
 ): ...
 """
-
-
-def test_depth_counts_compound_statements():
-    assert depth(functions(ast.parse(DEEP))[0]) == 4
-    assert depth(functions(ast.parse("def f():\n if a:\n  x\n elif b:\n  y\n elif c:\n  z"))[0]) == 1
-    assert depth(functions(ast.parse("def f():\n if a:\n  def g():\n   if b:\n    x"))[0]) == 1
 
 
 def test_shape_comment_is_looked_for_on_the_parameter_line():

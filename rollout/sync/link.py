@@ -35,6 +35,7 @@ class Link:
         self.num_bytes = sum(bucket["size"] for bucket in self.buckets)
         self.limit = time_limit(self.num_bytes)
         self.prefix: str | None = None
+        self.secret = ""
         self.store: strop_wire.Store | None = None
         self._members: tuple[int, ...] = ()
         self._servers: list[VllmServer] = []
@@ -61,13 +62,15 @@ class Link:
         """
         self.leave()
         self.prefix = f"strop-{secrets.token_hex(4)}-{next(self._attempts)}"
-        self.store, port = strop_wire.new_store(self.host, self.prefix, JOIN_S)
+        self.secret = secrets.token_hex(32)  # told to workers below, over the authenticated control route
+        self.store, port = strop_wire.new_store(self.host, self.prefix, self.secret, JOIN_S)
         world = 1 + sum(server.info.workers for server in servers)
         offset = 1
         kwargs = []
         for i, server in enumerate(servers):
             link = {"host": self.host, "port": port, "prefix": self.prefix, "rank_offset": offset, "world": world}
             link |= {"backend": backend, "timeout": self.limit, "staging": staging[i] if staging else None}
+            link |= {"secret": self.secret}
             kwargs.append({"link": link})
             offset += server.info.workers
         calls = Calls(self.loop, servers, "strop_join", 2 * self.limit + 30.0, kwargs)

@@ -102,6 +102,15 @@ class ProcessGroupSync:
                 self.group = strop_wire.make_group(
                     link.store, 0, world, backend=self.backend, device=link.device, host=link.host, timeout=link.limit
                 )
+                strop_wire.check_members(
+                    self.group,
+                    0,
+                    world,
+                    link.secret,
+                    device=link.device,
+                    deadline=time.monotonic() + link.limit,
+                    check=calls.check,
+                )
                 calls.results()
         except BaseException:
             self._drop()

@@ -4,14 +4,21 @@ Weights go in buckets: a flat byte buffer with tensors at known offsets and, in 
 A link moves buckets one way: over a process group (nccl or gloo, one broadcast per bucket), or through two buffers
 that both processes have mapped (CUDA IPC on one GPU, a file in memory on a CPU), filled and read in turns. The trainer
 waits at a TCPStore; each attempt has its own prefix in it, so that leftovers of a failed one are never read.
+
+A TCPStore lets in whoever can connect to it, and lists its keys. So every link has a secret, which workers get with
+the call to join, over the authenticated control route: our keys are codes that only a holder of the secret can make,
+and the members of a new process group prove to each other that they hold it. That keeps other processes from taking a
+worker's or the trainer's place. Someone who can reach the port can still disturb a transfer, and nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import hmac
 import math
 import os
+import secrets
 import socket
 import threading
 import time
@@ -25,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SUM_BYTES = 8
+CODE_BYTES = 32  # of sha256
 BLOCK = 1024  # words per block of the sum
 POLL_S = 0.25  # how often a waiting side looks whether the other one has given up
 DROP_S = 3.0  # for a group to end, which takes a millisecond unless the other side hangs
@@ -87,20 +95,24 @@ class Store:
     """Keys that one side sets and the other looks for; can be left, which torch's own store cannot.
 
     That one listens as long as anything refers to it, be it a frame in an old traceback, and sides that wait in it
-    for each other stop only when it ends.
+    for each other stop only when it ends. A key is stored under its code: nobody else can set it in advance.
     """
 
-    def __init__(self, inner: Any, prefix: str) -> None:
+    def __init__(self, inner: Any, prefix: str, secret: str) -> None:
         self.inner = dist.PrefixStore(prefix, inner)
+        self.secret = secret
 
     def set(self, key: str) -> None:
-        self._call(lambda inner: inner.set(key, b"1"))
+        self._call(lambda inner: inner.set(self._name(key), b"1"))
 
     def has(self, keys: list[str]) -> bool:
-        return self._call(lambda inner: inner.check(keys))
+        return self._call(lambda inner: inner.check([self._name(key) for key in keys]))
 
     def close(self) -> None:
         self.inner = None
+
+    def _name(self, key: str) -> str:
+        return code(self.secret, b"key", key.encode()).hex()
 
     def _call(self, do: Callable[[Any], Any]) -> Any:
         if self.inner is None:
@@ -111,7 +123,12 @@ class Store:
             raise PeerError(f"the trainer's store is gone ({str(error)[:80]})") from None
 
 
-def new_store(host: str, prefix: str, timeout: float) -> tuple[Store, int]:
+def code(secret: str, *parts: bytes) -> bytes:
+    """What only a holder of the secret can compute for these parts; CODE_BYTES long."""
+    return hmac.digest(secret.encode(), b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
+
+
+def new_store(host: str, prefix: str, secret: str, timeout: float) -> tuple[Store, int]:
     """The trainer's store and its port: a free one, bound at once, at that address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     limit = timedelta(seconds=timeout)
@@ -120,7 +137,7 @@ def new_store(host: str, prefix: str, timeout: float) -> tuple[Store, int]:
         listener.listen(128)
         port = listener.getsockname()[1]
         handle = listener.detach()  # the store's from now on
-        return Store(dist.TCPStore(host, port, None, True, limit, False, master_listen_fd=handle), prefix), port
+        return Store(dist.TCPStore(host, port, None, True, limit, False, master_listen_fd=handle), prefix, secret), port
 
 
 def wait_keys(store: Store, keys: list[str], deadline: float, check: Callable[[], None]) -> None:
@@ -193,6 +210,29 @@ def broadcast(group: Any, data: Tensor) -> Any:
     return group.broadcast([data], options)
 
 
+def check_members(
+    group: Any, rank: int, world: int, secret: str, *, device: torch.device, deadline: float, check: Callable[[], None]
+) -> None:
+    """Raise unless every member of a new group holds the secret.
+
+    Each sends a random challenge, then a code over its rank and all challenges, so an old proof is of no use.
+    """
+
+    def exchange(mine: bytes) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)  # (CODE_BYTES,)
+        got = [torch.empty_like(sent) for _ in range(world)]
+        wait_work(group.allgather([got], [sent]), deadline, check)
+        return [one.cpu().numpy().tobytes() for one in got]
+
+    challenges = exchange(secrets.token_bytes(CODE_BYTES))
+    proofs = exchange(code(secret, b"member", str(rank).encode(), *challenges))
+    for other, proof in enumerate(proofs):
+        if not hmac.compare_digest(proof, code(secret, b"member", str(other).encode(), *challenges)):
+            raise PeerError(
+                f"rank {other} of the weight group does not hold the secret: another process is in its place"
+            )
+
+
 @contextlib.contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
     before = os.environ.get(name)
@@ -260,6 +300,7 @@ def join(
     host: str,
     port: int,
     prefix: str,
+    secret: str,
     rank_offset: int,
     world: int,
     backend: str,
@@ -268,7 +309,7 @@ def join(
 ) -> GroupLink | SharedLink:
     """A worker's end of a link."""
     tcp = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
-    store = Store(tcp, prefix)
+    store = Store(tcp, prefix, secret)
     number = rank_offset + rank
     if backend == "ipc":
         assert staging is not None
@@ -277,7 +318,16 @@ def join(
         return shared
     store.set(f"here/{number}")  # the trainer enters the group, which blocks, when all are there
     group = make_group(store, number, world, backend=backend, device=device, host=host, timeout=timeout)
-    return GroupLink(prefix, store, group, backend, device)
+    link = GroupLink(prefix, store, group, backend, device)
+    try:
+        check_members(
+            group, number, world, secret, device=device, deadline=time.monotonic() + timeout, check=link.check
+        )
+    except BaseException:
+        del group  # a gloo group ends with its last reference
+        link.close()
+        raise
+    return link
 
 
 @dataclass
@@ -297,12 +347,12 @@ class GroupLink:
         buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
         work = broadcast(self.group, span(buckets[0], buffers[0]))
         for i, bucket in enumerate(buckets):
-            wait_work(work, deadline, self._check)
+            wait_work(work, deadline, self.check)
             if i + 1 < len(buckets):  # into the buffer whose tensors have been loaded by now
                 work = broadcast(self.group, span(buckets[i + 1], buffers[(i + 1) % 2]))
             yield piece_of(bucket, buffers[i % 2])
 
-    def _check(self) -> None:
+    def check(self) -> None:
         check_end(self.store)
 
     def close(self) -> None:

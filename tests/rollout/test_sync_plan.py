@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rollout.loop import Loop
@@ -103,11 +104,40 @@ def test_a_transfer_may_take_a_minute_and_two_seconds_per_gigabyte():
 
 
 def test_the_store_listens_at_the_given_address_only():
-    store, port = strop_wire.new_store("127.0.0.1", "p", 5.0)
+    store, port = strop_wire.new_store("127.0.0.1", "p", "secret", 5.0)
     store.set("a")
     assert store.has(["a"]) and not store.has(["a", "b"])
     with socket.socket() as other, pytest.raises(OSError):
         other.connect(("127.0.0.2", port))
+
+
+def test_whoever_connects_to_the_store_can_list_its_keys_but_not_make_one_that_counts():
+    store, port = strop_wire.new_store("127.0.0.1", "p", "secret", 5.0)
+    store.set("0/ready/0")
+    stranger = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    (listed,) = stranger.list_keys()
+    assert "ready" not in listed
+    stranger.set("p/0/ready/1", b"1")
+    stranger.set(f"p/{strop_wire.code('guess', b'key', b'0/ready/1').hex()}", b"1")
+    assert store.has(["0/ready/0"]) and not store.has(["0/ready/1"])
+
+
+def test_a_process_that_joins_in_a_workers_place_gets_no_weights(loop):
+    class Intruder(Receiver):
+        """Has seen the address and the prefix, and enters the group when the worker has announced itself."""
+
+        def strop_join(self, rank, link):
+            tcp = dist.TCPStore(link["host"], link["port"], None, False, wait_for_workers=False)
+            strop_wire.Store(tcp, link["prefix"], link["secret"]).set("here/1")
+            return super().strop_join(rank, {**link, "secret": "guess"})
+
+    server = Intruder()
+    sync = ProcessGroupSync(random_source(), loop, device=CPU, bucket_bytes=256)
+    started = time.monotonic()
+    with pytest.raises(SyncError, match=r"rank [01] of the weight group does not hold the secret"):
+        sync.push([server], 1)
+    assert server.weights == [{}] and time.monotonic() - started < 20
+    sync.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,13 +5,15 @@
         wait_ready([server], timeout=600)
         httpx.get(f"{server.url}/v1/models", headers=server.headers)
 
-Each server is the child of rollout/worker/strop_guard.py, which ends it when we die, even by kill -9.
+Each server is the child of rollout/worker/strop_guard.py, which ends it when we die, even by kill -9. If the guard is
+killed too, the next start finds what is left by the server's scratch folder and removes it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -31,6 +33,7 @@ import httpx
 from rollout.options import LOOPBACK, VllmConfig
 from rollout.vllm_command import BASE, SUPPORTED, TOKEN, WORKER, find_python, serve_command, vllm_version
 from rollout.vllm_log import cause_of, is_port_taken, phase_of, read_tail
+from rollout.worker.strop_guard import RECORD, SHARED, shared_memory_of
 
 __all__ = ["BASE", "SUPPORTED", "Launched", "find_python", "launch", "serve_command", "vllm_version", "wait_ready"]
 
@@ -38,6 +41,8 @@ Say = Callable[[str], None]
 PORT_TRIES = 5
 SAY_EVERY = 15.0  # seconds between lines of progress within one phase
 STOP_WAIT = 25.0  # the guard takes at most 20 for TERM and KILL
+SCRATCH = "strop-vllm-"  # how the names of scratch folders begin
+LOCK = "guard.lock"  # in a scratch folder: locked as long as its guard lives
 
 
 class Launched:
@@ -146,7 +151,7 @@ class Launched:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._group, signal.SIGKILL)
         self._group = None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        remove_leftovers(Path(self._scratch))  # nothing, unless the guard was killed
 
     def _text(self) -> str:
         return read_tail(self.log) if self.log else ""
@@ -169,9 +174,13 @@ class Launched:
         # vLLM leaves sockets and files in the temporary folder; this one goes when it ends. The name of a socket has at
         # most 107 characters, so a long path will not do.
         home = tempfile.gettempdir()
-        self._scratch = tempfile.mkdtemp(prefix="strop-vllm-", dir=home if len(home) <= 40 else "/tmp")
+        parent = Path(home if len(home) <= 40 else "/tmp")
+        sweep(parent)
+        self._scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=parent)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / f"torchinductor_{os.getuid()}"))  # kept
         env["TMPDIR"] = self._scratch
+        lock = (Path(self._scratch) / LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the guard inherits it and holds it until it ends, however it ends
         read_end, write_end = os.pipe()
         guard = [sys.executable, str(WORKER / "strop_guard.py"), "--scratch", self._scratch, "--pid-fd", str(write_end)]
         try:
@@ -181,11 +190,12 @@ class Launched:
                 stdout=output,
                 stderr=output,
                 env=env,
-                pass_fds=(write_end,),
+                pass_fds=(write_end, lock.fileno()),
                 start_new_session=True,  # Ctrl-C reaches us alone, and we end it
             )
         finally:
             os.close(write_end)
+            lock.close()
             if output is not None:
                 output.close()
         atexit.register(self.stop)
@@ -351,6 +361,43 @@ def reserve(host: str, port: int) -> socket.socket:
             raise ValueError(f"vllm.host={host}: is no address of this machine; use 127.0.0.1") from None
         raise ValueError(f"vllm.port={port}: {what}") from None
     return held
+
+
+def sweep(parent: Path) -> None:
+    """Remove what is left of servers of ours whose guard was killed."""
+    for scratch in parent.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another user's, a living guard's, or someone else removes it now
+            if scratch.stat().st_uid == os.getuid():
+                with (scratch / LOCK).open("r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_leftovers(scratch)
+
+
+def remove_leftovers(scratch: Path) -> None:
+    """Kill processes that live in this scratch folder, then remove their shared memory and the folder."""
+    shared = set()
+    with contextlib.suppress(OSError):
+        shared |= set((scratch / RECORD).read_text(encoding="utf-8").split())
+    for pid in processes_in(scratch):
+        shared |= shared_memory_of(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for name in shared:
+        if SHARED.fullmatch(name):  # nothing else, whatever the file says
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def processes_in(scratch: Path) -> list[int]:
+    """Processes whose folder for temporary files is `scratch`: a server and all it started."""
+    found = []
+    mark = f"TMPDIR={scratch}".encode()
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if name.isdigit() and mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return found
 
 
 def group_members(group: int) -> list[int]:

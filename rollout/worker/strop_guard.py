@@ -6,6 +6,9 @@ The starter holds the other end of our stdin. When it closes it, or dies by what
 the group gets TERM, 15 seconds, KILL. SIGTERM and SIGINT to this process do the same. Else the command's exit status is
 passed on, and what it left running is ended too. Then the shared memory that a killed group leaves behind is removed,
 and the folder --scratch. The command's process id, which is also the group's, is written to file descriptor --pid-fd.
+
+If this process itself is killed, nobody does that. So the names of the shared memory are kept in the folder --scratch,
+where rollout/vllm_launch.py finds them when it stops the server or starts the next one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import time
 
 GRACE = 15.0  # seconds between TERM and KILL
 CHECK = 1.0  # seconds between looks at our parent: a fork of it may hold stdin open for longer than it lives
+RECORD_S = 5.0  # seconds between looks for shared memory
+RECORD = "shared_memory"  # file in --scratch: one path a line
 # Of Python's multiprocessing: its resource tracker removes them, unless it was killed with the rest. vLLM's are 400 MB.
 SHARED = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of Linux's prctl
@@ -39,7 +44,7 @@ def end_with_guard() -> None:
     prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 
-def run(command: list[str], pid_fd: int | None) -> int:
+def run(command: list[str], pid_fd: int | None, scratch: str | None = None) -> int:
     # Orphans of the command come to us and not to process 1, which in a container may never take their status.
     prctl(SUBREAPER, 1)
     read_end, write_end = os.pipe()
@@ -56,12 +61,17 @@ def run(command: list[str], pid_fd: int | None) -> int:
         os.write(pid_fd, f"{child.pid}\n".encode())
         os.close(pid_fd)
     watched = [0, read_end]
+    recorded: set[str] = set()
+    looked = time.monotonic()
     while child.poll() is None and not asked and os.getppid() == parent:
         ready, _, _ = select.select(watched, [], [], CHECK)
         if read_end in ready:
             os.read(read_end, 4096)
         if 0 in ready and not os.read(0, 4096):
             break
+        if scratch and time.monotonic() - looked > RECORD_S:
+            recorded = record(shared_memory(child.pid) | recorded, recorded, scratch)
+            looked = time.monotonic()
     end_group(child)
     status = child.wait()
     return 128 - status if status < 0 else status
@@ -84,8 +94,28 @@ def shared_memory(group: int) -> set[str]:
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError):  # not a process, or gone meanwhile
             if os.getpgid(int(name)) == group:
-                with open(f"/proc/{name}/maps", encoding="utf-8", errors="replace") as maps:
-                    found |= set(SHARED.findall(maps.read()))
+                found |= shared_memory_of(int(name))
+    return found
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """Files in memory that a process has mapped; none when it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+        return set(SHARED.findall(maps.read()))
+    return set()
+
+
+def record(found: set[str], recorded: set[str], scratch: str) -> set[str]:
+    """Keep the names in the scratch folder, whole or not at all; returns those that are kept."""
+    if found == recorded:
+        return recorded
+    path = os.path.join(scratch, RECORD)
+    try:
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            file.write("".join(f"{name}\n" for name in sorted(found)))
+        os.replace(f"{path}.tmp", path)
+    except OSError:  # a full disk must not end the server; the next look tries again
+        return recorded
     return found
 
 
@@ -123,7 +153,7 @@ def main(argv: list[str]) -> int:
         print("usage: python strop_guard.py [--pid-fd N] [--scratch FOLDER] -- COMMAND ...", file=sys.stderr)
         return 2
     try:
-        return run(command, int(options["--pid-fd"]) if "--pid-fd" in options else None)
+        return run(command, int(options["--pid-fd"]) if "--pid-fd" in options else None, options.get("--scratch"))
     except OSError as error:
         print(f"{command[0]}: could not be started ({error.strerror})", file=sys.stderr)
         return 127

@@ -6,10 +6,15 @@ several workers vLLM raises at the first one and leaves the others' answers in i
 
 One strop_receive or strop_reload replaces all weights within one call, so no forward pass can see half a model. If it
 fails the worker is dirty, which it remembers and strop_info tells, until another one has gone through.
+
+A worker also ends with the process that started it: vLLM's engine survives a kill -9 of its API server otherwise.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -133,3 +138,24 @@ def device_uuid(device: Any) -> str | None:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def end_with_parent(grace: float = 10.0, every: float = 1.0) -> None:
+    """In a thread of this process: SIGTERM, and after `grace` seconds the end, once our parent is gone.
+
+    Not by Linux's parent-death signal, which is also sent when only the thread that started us ends.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="strop-end-with-parent", daemon=True).start()
+
+
+if __name__ == "strop_worker":  # as vLLM imports it, in a worker's process; not as a module of the trainer
+    end_with_parent()

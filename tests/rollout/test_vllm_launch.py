@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -20,8 +21,20 @@ from rollout import serve, vllm_command
 from rollout.model_folder import BUILTIN, served_model
 from rollout.options import VllmConfig
 from rollout.vllm_command import ROOT, WORKER, find_python, serve_command, served_rank, vllm_version
-from rollout.vllm_launch import Launched, check_host, gpus_of, group_members, launch, reserve, wait_ready
+from rollout.vllm_launch import (
+    LOCK,
+    Launched,
+    _is_zombie,
+    check_host,
+    gpus_of,
+    group_members,
+    launch,
+    reserve,
+    sweep,
+    wait_ready,
+)
 from rollout.vllm_log import cause_of, is_port_taken, phase_of
+from rollout.worker.strop_guard import RECORD
 
 GUARD = WORKER / "strop_guard.py"
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
@@ -327,6 +340,94 @@ def test_guard_removes_shared_memory_and_scratch_of_a_killed_group(tmp_path):
     assert block.exists()
     guard.stdin.close()
     assert guard.wait(10) == 137 and not block.exists() and not scratch.exists()
+
+
+def test_what_a_killed_guard_leaves_is_removed_at_the_next_start(monkeypatch, tmp_path):
+    """A grandchild that ignores SIGTERM outlives its killed guard and parent, with shared memory mapped."""
+    home = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(home))
+    holder = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "block = SharedMemory(create=True, size=4096); print(block.name, flush=True); time.sleep(600)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holder!r}])"
+    command = [sys.executable, "-c", parent]
+    monkeypatch.setattr("rollout.vllm_launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
+    first = Launched(VllmConfig(), replica=0, token=None, log=tmp_path / "first.log")
+    (scratch,) = home.iterdir()
+    wait_for(lambda: (tmp_path / "first.log").read_text().strip())
+    block = Path("/dev/shm") / (tmp_path / "first.log").read_text().strip()
+    guard, child = first.pids[0], first._group
+    living = Launched(VllmConfig(), replica=1, token=None, log=tmp_path / "second.log")  # sweeps, and the guard lives
+    assert block.exists() and scratch.exists() and len(group_members(child)) >= 2
+    for pid in (guard, child):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: first.poll() is not None)
+    assert block.exists() and group_members(child)  # nobody was left to remove them
+    third = Launched(VllmConfig(), replica=2, token=None, log=tmp_path / "third.log")
+    try:
+        assert not block.exists() and not scratch.exists() and is_gone(child)
+        assert len(list(home.iterdir())) == 2 and living.poll() is None
+    finally:
+        for server in (first, living, third):
+            server.stop()
+    assert list(home.iterdir()) == []
+    home.rmdir()
+
+
+def test_the_guard_keeps_the_names_of_shared_memory_for_when_it_is_killed(tmp_path):
+    """All processes are dead when the leftovers are looked for: only the record tells."""
+    code = (
+        "from multiprocessing import resource_tracker; resource_tracker.register = lambda *_: None\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "block = SharedMemory(create=True, size=4096); print(block.name, flush=True)\n"
+        "import time; time.sleep(600)"
+    )
+    scratch = tmp_path / "strop-vllm-test"
+    scratch.mkdir()
+    (scratch / LOCK).touch()
+    main = "import strop_guard, sys; strop_guard.RECORD_S = 0.0; sys.exit(strop_guard.main(sys.argv[1:]))"
+    guard = subprocess.Popen(
+        [sys.executable, "-c", main, "--scratch", str(scratch), "--", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(WORKER)},
+    )
+    block = Path("/dev/shm") / guard.stdout.readline().decode().strip()
+    wait_for((scratch / RECORD).exists)
+    guard.kill()
+    guard.wait()
+    assert (scratch / RECORD).read_text() == f"{block}\n" and block.exists()
+    innocent = tmp_path / "innocent"
+    innocent.touch()
+    with (scratch / RECORD).open("a") as file:
+        file.write(f"{innocent}\n/dev/shm/../..{innocent}\n")
+    sweep(tmp_path)
+    assert not block.exists() and not scratch.exists() and innocent.exists()
+
+
+def test_a_worker_ends_with_its_parent():
+    code = (
+        "import os, sys, time; from strop_worker import end_with_parent; end_with_parent(grace=0.2, every=0.05)\n"
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a worker that does not listen\n"
+        "print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    starter = subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(WORKER)}
+    )
+    worker = int(starter.stdout.readline())
+    starter.kill()
+    starter.wait()
+    wait_for(lambda: not Path(f"/proc/{worker}").exists() or _is_zombie(worker))
+
+
+def wait_for(condition, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.02)
 
 
 # starts and stops ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 
 from rollout.options import VllmConfig
 from rollout.vllm_command import WORKER, device_of
-from rollout.vllm_launch import group_members, launch, wait_ready
+from rollout.vllm_launch import group_members, launch, sweep, wait_ready
 from tests.entry import ROOT
 
 ROUTES = [
@@ -119,18 +119,22 @@ def test_a_start_that_takes_too_long_is_a_sentence(vllm_python, model_folders, t
 
 
 def test_ctrl_c_and_kill_9_of_serve_leave_nothing(model_folders, tmp_path):
-    """Two foreground servers: one is interrupted once it serves, the starter of the other is killed while it starts."""
+    """Three foreground servers: one is interrupted once it serves, the starter of the next is killed while it starts.
+
+    Of the last one starter, guard and API server are killed: its engine ends by itself, and the next start removes
+    the shared memory and the folder.
+    """
     shared_before = set(os.listdir("/dev/shm"))
     config = tmp_path / "run.yaml"
     config.write_text(f"method: grpo\nmodel: {model_folders['tied']}\nlearning_rate: 1e-4\nvllm: {{port: 0}}\n")
     scratch = Path(tempfile.mkdtemp(prefix="strop-test-"))  # tmp_path is too long for the names of sockets
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
     command = [sys.executable, "-m", "rollout.serve", "--config", str(config), "--vllm.max-model-len", "64"]
-    logs = [tmp_path / f"serve-{i}.log" for i in range(2)]
+    logs = [tmp_path / f"serve-{i}.log" for i in range(3)]
     running = [
         subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT) for log in logs
     ]
-    calm, killed = running
+    calm, killed, orphaned = running
     try:
         wait_for(lambda: len(children(killed.pid)) == 1 and children(children(killed.pid)[0]), 60)
         group = server_group(killed.pid)
@@ -146,6 +150,17 @@ def test_ctrl_c_and_kill_9_of_serve_leave_nothing(model_folders, tmp_path):
         calm.send_signal(signal.SIGINT)
         assert calm.wait(30) == 0 and not group_members(group)
         assert "stopped: no server is left running" in logs[0].read_text()
+
+        wait_for(lambda: "now start the trainer" in logs[2].read_text() or orphaned.poll() is not None, 240)
+        group = server_group(orphaned.pid)
+        (guard,) = children(orphaned.pid)
+        (left,) = [path for path in scratch.iterdir() if path.name.startswith("strop-vllm-")]
+        wait_for((left / "shared_memory").exists, 20)
+        for pid in (orphaned.pid, guard, group):
+            os.kill(pid, signal.SIGKILL)
+        orphaned.wait()
+        wait_for(lambda: not group_members(group), 30)
+        sweep(scratch)
         assert not list(scratch.iterdir()) and set(os.listdir("/dev/shm")) <= shared_before
     finally:
         for process in running:

@@ -7,11 +7,12 @@ several workers vLLM raises at the first one and leaves the others' answers in i
 One strop_receive or strop_reload replaces all weights within one call, so no forward pass can see half a model. If it
 fails the worker is dirty, which it remembers and strop_info tells, until another one has gone through.
 
-A worker also ends with the process that started it: vLLM's engine survives a kill -9 of its API server otherwise.
+A worker also ends itself and its engine when the API server is gone: vLLM's engine survives its kill -9 otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -140,22 +141,38 @@ def device_uuid(device: Any) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def end_with_parent(grace: float = 10.0, every: float = 1.0) -> None:
-    """In a thread of this process: SIGTERM, and after `grace` seconds the end, once our parent is gone.
+def end_with_server(grace: float = 10.0, every: float = 1.0) -> None:
+    """In a thread of this process: when a process between us and the API server has lost its parent, end all below.
 
-    Not by Linux's parent-death signal, which is also sent when only the thread that started us ends.
+    vLLM runs a worker in its engine's process or in a child of it. Not by Linux's parent-death signal, which is also
+    sent when only the thread that started a process ends.
     """
-    parent = os.getppid()
+    chain = [os.getpid()]  # up to the API server, which leads the process group or was started by a shell outside it
+    while (parent := parent_of(chain[-1])) > 1 and os.getpgid(parent) == os.getpgrp():
+        chain.append(parent)
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while all(parent_of(child) == parent for child, parent in zip(chain, chain[1:], strict=False)):
             time.sleep(every)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(grace)
-        os._exit(1)
+        top = next(i for i, child in enumerate(chain) if parent_of(child) not in chain)
+        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 0.0)):
+            for pid in reversed(chain[: top + 1]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(seconds)
 
-    threading.Thread(target=watch, name="strop-end-with-parent", daemon=True).start()
+    if len(chain) > 1:
+        threading.Thread(target=watch, name="strop-end-with-server", daemon=True).start()
+
+
+def parent_of(pid: int) -> int:
+    """Its parent's process id; 0 when it is gone, or on a system without /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return int(stat.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 if __name__ == "strop_worker":  # as vLLM imports it, in a worker's process; not as a module of the trainer
-    end_with_parent()
+    end_with_server()

@@ -407,20 +407,29 @@ def test_the_guard_keeps_the_names_of_shared_memory_for_when_it_is_killed(tmp_pa
     assert not block.exists() and not scratch.exists() and innocent.exists()
 
 
-def test_a_worker_ends_with_its_parent():
-    code = (
-        "import os, sys, time; from strop_worker import end_with_parent; end_with_parent(grace=0.2, every=0.05)\n"
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a worker that does not listen\n"
-        "print(os.getpid(), flush=True); time.sleep(600)"
+@pytest.mark.parametrize("in_engine", [True, False])
+def test_engine_and_worker_end_with_a_killed_api_server(in_engine):
+    """The worker is the engine's process, or a child of it; both ignore SIGTERM here."""
+    worker = (
+        "import os, time; from strop_worker import end_with_server; end_with_server(grace=0.2, every=0.05)\n"
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(os.getpid(), os.getppid(), flush=True); time.sleep(600)"
     )
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    engine = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+    child = worker if in_engine else f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {engine}"
+    api_server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     starter = subprocess.Popen(
-        [sys.executable, "-c", parent], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(WORKER)}
+        [sys.executable, "-c", api_server],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(WORKER)},
+        start_new_session=True,
     )
-    worker = int(starter.stdout.readline())
+    pids = [int(word) for word in starter.stdout.readline().split()]
+    time.sleep(0.2)
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)  # nothing ends while the server lives
     starter.kill()
     starter.wait()
-    wait_for(lambda: not Path(f"/proc/{worker}").exists() or _is_zombie(worker))
+    wait_for(lambda: all(not Path(f"/proc/{pid}").exists() or _is_zombie(pid) for pid in pids))
 
 
 def wait_for(condition, seconds=15.0):

@@ -45,8 +45,8 @@ def entropy_threshold(
         return wide(entropy).new_tensor(-math.inf)
     position = (1 - top) * (len(entropy) - 1)
     below = math.floor(position)
-    low = wide(entropy).kthvalue(below + 1).values
-    high = wide(entropy).kthvalue(min(below + 2, len(entropy))).values
+    ordered = wide(entropy).sort().values  # kthvalue has no deterministic form on CUDA
+    low, high = ordered[below], ordered[min(below + 1, len(entropy) - 1)]
     return torch.lerp(low, high, position - below)
 
 

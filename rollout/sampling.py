@@ -1,4 +1,8 @@
-"""One token from logits: a seeded uniform number, an inverse CDF, and the log-prob that goes with it."""
+"""One token from logits: a seeded uniform number, an inverse CDF, and the log-prob that goes with it.
+
+Probabilities are added up as integers, in units of 2**-60. An integer sum is exact in any order, so a draw depends on
+nothing but its row; torch's running sums of floats on a GPU depend on the order in which blocks end.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from rollout.types import Sampling
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 constants of splitmix64; torch multiplies modulo 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
+UNIT = 2.0**60  # of probability 1: below int64's limit, finer than float64 is next to 1
 SLAB = 2**24  # logits handled at once: the float64 copies of a large vocabulary stay near 128 MB
 
 
@@ -44,24 +49,25 @@ def _sample(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) ->
     if sampling.temperature == 0:
         ids = logps.argmax(dim=-1, keepdim=True)
     else:
-        probs = logps.double().exp()
+        weights = (logps.double().exp() * UNIT).long()
         if sampling.top_k > 0 or sampling.top_p < 1:
-            probs = _keep_top(probs, sampling.top_k, sampling.top_p)
-        cdf = probs.cumsum(dim=-1)
+            weights = _keep_top(weights, sampling.top_k, sampling.top_p)
+        cdf = weights.cumsum(dim=-1)
+        target = (uniforms[:, None] * cdf[:, -1:]).long()
         # right=True takes the first id whose cdf is above the target, so an id of probability 0 is never drawn.
-        ids = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).clamp(max=cdf.shape[1] - 1)
+        ids = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
     return ids[:, 0], logps.gather(1, ids)[:, 0]
 
 
-def _keep_top(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+def _keep_top(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """Zero all but the top_k ids, then all but the fewest of those that hold top_p of what is left."""
-    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    ranked, order = weights.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         ranked[:, top_k:] = 0
     if top_p < 1:
         before = ranked.cumsum(dim=-1) - ranked
-        ranked[before >= top_p * ranked.sum(dim=-1, keepdim=True)] = 0
-    return torch.zeros_like(probs).scatter(1, order, ranked)
+        ranked[before >= top_p * ranked.sum(dim=-1, keepdim=True).double()] = 0
+    return torch.zeros_like(weights).scatter(1, order, ranked)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,6 +102,40 @@ def kills(scratch: Path, times: int = 5) -> Outcome:
     run_ok("--resume", "--output-dir", scratch / "broken", cwd=scratch)
     same = repeatable(metrics(scratch / "whole")) == repeatable(metrics(scratch / "broken"))
     return Outcome(f"killed at steps {steps}, metrics {'equal' if same else 'DIFFER'}", same)
+
+
+def reproducible(scratch: Path, pairs: int = 10) -> Outcome:
+    """Two runs of one command at a time, on two threads each, beside a process that only takes time; in every other
+    pair the second is killed after step 4 and resumed. One seed for each pair."""
+
+    def whole(argv: list, folder: Path) -> None:
+        run_ok(*argv, "--output-dir", folder, cwd=scratch, timeout=900, threads=2)
+
+    def broken(argv: list, folder: Path) -> None:
+        start_and_kill(argv, folder, at_step=4, threads=2, timeout=900)
+        whole(["--resume"], folder)
+
+    equal = {False: 0, True: 0}  # by whether the second was killed
+    for pair in range(pairs):
+        argv = ["--method", "grpo", "--max-steps", 12, "--save-steps", 3, "--seed", pair]
+        killed, folders = pair % 2 == 1, (scratch / f"{pair}-a", scratch / f"{pair}-b")
+        second = broken if killed else whole
+        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                runs = [pool.submit(whole, argv, folders[0]), pool.submit(second, argv, folders[1])]
+            for run in runs:
+                run.result()
+        finally:
+            busy.kill()
+            busy.wait()
+        rows, texts = zip(*((repeatable(metrics(f)), (f / "samples.jsonl").read_text()) for f in folders), strict=True)
+        same = rows[0] == rows[1] and texts[0] == texts[1] and [row["step"] for row in rows[0]] == list(range(13))
+        equal[killed] += same
+        step = next((a["step"] for a, b in zip(*rows, strict=False) if a != b), None)
+        print(f"  pair {pair}{', killed' * killed}: {'equal' if same else f'DIFFER from step {step}'}", flush=True)
+    figure = f"{equal[False]} of {pairs - pairs // 2} unbroken and {equal[True]} of {pairs // 2} killed pairs equal"
+    return Outcome(figure, sum(equal.values()) == pairs)
 
 
 def soak(scratch: Path, num_steps: int = 500) -> Outcome:
@@ -224,6 +259,11 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     "prm": ("`python -m trainer --method prm`, built-in steps", process_reward),
     "rm-grpo": ("`--method rm`, then `--method grpo --reward-funcs model:RUN`", reward_model_in_grpo),
     "kills": ("`kill -9` at five random steps, `--resume` after each", kills),
+    "reproducible": (
+        "ten pairs of `--method grpo --max-steps 12 --save-steps 3` on a busy machine, two threads each, five pairs "
+        "with `kill -9` after step 4: metrics and samples equal bit for bit",
+        reproducible,
+    ),
     "disk-full": ("file-size limit met while saving, then `--resume`", disk_full),
     "soak": ("soak run", soak),
     "ranks": (

@@ -53,11 +53,11 @@ VARIANTS |= {f"ebft, {mode}": argv for mode, argv in EBFT.items()}
 SLOW = [*(f"ebft, {mode}" for mode in EBFT), "full", "sft", "replay, re-rolls, resamples, gdpo"]
 
 
-def start_and_kill(argv: list, folder: Path, at_step: int) -> None:
+def start_and_kill(argv: list, folder: Path, at_step: int, threads: int = 1, timeout: float = 240) -> None:
     """Kill the process without warning once metrics.jsonl shows the step."""
     command = [sys.executable, "-m", "trainer", *map(str, argv), "--output-dir", str(folder)]
-    process = subprocess.Popen(command, cwd=folder.parent, env=environment(), stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
+    process = subprocess.Popen(command, cwd=folder.parent, env=environment(threads), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + timeout
     log = folder / "metrics.jsonl"
     while process.poll() is None and time.monotonic() < deadline:
         if log.exists() and f'"step": {at_step},' in log.read_text():

@@ -204,6 +204,11 @@ class RunConfig:
     """Put sequences end to end with a block-diagonal mask; --no-packing pads each to the longest instead."""
     seed: int = 0
     """Seeds data order, sampling and initialisation."""
+    deterministic: bool = False
+    (
+        "On a GPU, use only algorithms that repeat bit for bit, at some cost in time; an operation that has none is an "
+        "error. On a CPU runs repeat without it, and it only makes such an operation an error."
+    )
     resume: str | None = None
     """Continue a run: bare --resume takes the newest run and its latest checkpoint; or name a run or checkpoint."""
     overwrite_output_dir: bool = False

@@ -31,7 +31,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer import stop
+from trainer import determinism, stop
 from trainer.checkpoint import (
     check_state,
     latest_valid,
@@ -47,6 +47,7 @@ from trainer.dist import from_main, is_main, world_size
 from trainer.export import describe_model, export_model
 from trainer.folders import remove_folder, remove_leftovers
 from trainer.health import Watch, replay
+from trainer.memory import device_type
 from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy
 from trainer.run_folder import (
@@ -69,7 +70,8 @@ FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
 def open_run(cfg: Any, method: str) -> Run:
     """Name the folder of a new run, or find the checkpoint to resume from. A folder with another run is refused.
 
-    Also seeds the global generators, because adapters are initialised and dropout is drawn from them.
+    Also seeds the global generators, because adapters are initialised and dropout is drawn from them, and chooses
+    torch's algorithms until the run is closed.
     """
     settings: RunConfig = cfg.run
     check_sinks(settings.report_to)
@@ -79,7 +81,11 @@ def open_run(cfg: Any, method: str) -> Run:
     run = _open(cfg, method) if is_main() else None
     found = None if run is None else [str(run.dir), None if run.checkpoint is None else str(run.checkpoint)]
     folder, checkpoint = from_main(found, "run folder")
-    return run or OtherRank(cfg, method, Path(folder), Path(checkpoint) if checkpoint else None)
+    run = run or OtherRank(cfg, method, Path(folder), Path(checkpoint) if checkpoint else None)
+    run.keep(determinism.Algorithms(device_type(), settings.deterministic))
+    if settings.deterministic:
+        run.note(determinism.ON_CPU if device_type() == "cpu" else determinism.ON_GPU)
+    return run
 
 
 def _open(cfg: Any, method: str) -> Run:

@@ -15,6 +15,7 @@ import resource
 import ssl
 import time
 from collections import deque
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 KEEP_S = 2.0  # below the 5 s after which uvicorn closes an idle connection: a request never meets a closing one
@@ -32,7 +33,7 @@ class ConnectError(OSError):
 class HttpClient:
     """Connections to one server; as many as there are requests at a time."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"vllm.url={url}: is no address; give one such as http://127.0.0.1:8000")
@@ -46,6 +47,7 @@ class HttpClient:
         self.head = f"Host: {name}:{self.port}\r\nAccept: application/json\r\nContent-Type: application/json\r\n"
         if token:
             self.head += f"Authorization: Bearer {token}\r\n"
+        self.head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self.idle: deque[tuple[float, Connection]] = deque()  # oldest first
 
     async def send(

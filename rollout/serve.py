@@ -95,10 +95,11 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
                 dtype=cfg.dtype if cfg.vllm.dtype == "auto" else cfg.vllm.dtype,
                 colocate=bool(cfg.vllm.colocate),
                 trust_remote_code=cfg.trust_remote_code,
-                token=os.environ.get(TOKEN, ""),  # on loopback it may be open: then the trainer needs no token either
             )
             servers.append(stack.enter_context(server))
         wait_ready(servers, cfg.vllm.startup_timeout, say)
+        paths = ", ".join(str(server.token_path) for server in servers)
+        say(f"every request needs the token in {paths}, where a trainer of this user on this machine finds it")
         say(next_step(cfg, servers, visible_gpus() if device == "cuda" else []))
         while True:
             ended = next((server for server in servers if server.poll() is not None), None)
@@ -117,7 +118,7 @@ def next_step(cfg: ServeConfig, servers: Sequence[Launched], visible: Sequence[s
     line = f"python -m trainer --method grpo --model {cfg.model} --rollout.engine vllm --vllm.url {' '.join(urls)}"
     if cfg.vllm.colocate:
         line += " --vllm.colocate True"
-    also = f"; with the same {TOKEN} in its environment" if os.environ.get(TOKEN) else ""
+    also = f"; on another machine with the same {TOKEN} in its environment" if os.environ.get(TOKEN) else ""
     used = list(dict.fromkeys(gpu for server in servers for gpu in server.gpus))
     setting, where = trainer_gpus(used, visible, bool(cfg.vllm.colocate)) if used else ("", "")
     if setting and cfg.vllm.host in LOOPBACK:

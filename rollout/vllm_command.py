@@ -95,7 +95,7 @@ def serve_command(
     *,
     model: str,
     port: int,
-    token: str | None,
+    token: str,
     device: str = "cpu",
     gpus: Sequence[str] = (),
     lora_rank: int = 0,
@@ -138,9 +138,10 @@ def serve_command(
     if lora_rank > 0:
         argv += ["--enable-lora", "--max-lora-rank", str(served_rank(lora_rank))]
         argv += ["--max-loras", "2", "--max-cpu-loras", "4"]
-    argv += ["--worker-extension-cls", "strop_worker.Worker", "--middleware", "strop_generate.Generate"]
-    if token:  # the last one named is asked first
-        argv += ["--middleware", "strop_token.TokenCheck"]
+    assert token, "a server without a token would let everybody replace its weights"
+    argv += ["--worker-extension-cls", "strop_worker.Worker"]
+    for name in ("strop_generate.Generate", "strop_lease.Lease", "strop_token.TokenCheck"):  # the last is asked first
+        argv += ["--middleware", name]
     return argv + _extra(cfg), _server_env(cfg, python, model, token, device, gpus, lora_rank, trust_remote_code)
 
 
@@ -189,16 +190,14 @@ def _server_env(
     cfg: VllmConfig,
     python: str,
     model: str,
-    token: str | None,
+    token: str,
     device: str,
     gpus: Sequence[str],
     lora_rank: int,
     trust_remote_code: bool,
 ) -> dict[str, str]:
     env = _bare_env(python) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    env.pop(TOKEN, None)
-    if token:
-        env[TOKEN] = token
+    env[TOKEN] = token
     if lora_rank > 0:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if Path(model).is_dir() and not trust_remote_code:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,13 +32,15 @@ from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
 from rollout.sync.lora import LoraSync
 from rollout.types import Completion, Request, Sampling
-from rollout.vllm_command import TOKEN, check_build, find_python
+from rollout.vllm_command import check_build, find_python
 from rollout.vllm_gpu import shares_gpu, uuid_of
 from rollout.vllm_launch import Launched, launch, wait_ready
+from rollout.vllm_lease import Owner
 from rollout.vllm_member import Member
 from rollout.vllm_pool import Pool
 from rollout.vllm_score import score_rows
 from rollout.vllm_server import RefusedError, ServerError, VllmServer
+from rollout.vllm_token import find_token
 from rollout.vllm_weights import Weights
 
 LOOK_S = 0.5  # how often a thread that waits for completions looks after servers that need weights
@@ -107,6 +108,7 @@ class VllmEngine:
         own: LocalEngine,
         device: torch.device,
         own_gpus: int = 1,  # of this machine, that processes train on
+        owner: Owner | None = None,  # who trains, for the servers' leases; None: a run of its own
         dtype: str,
         lora_rank: int,
         log_dir: Path,
@@ -126,9 +128,12 @@ class VllmEngine:
                     trust_remote_code=trust_remote_code, say=say,
                 ))  # fmt: skip
             wait_ready(launched, cfg.startup_timeout, say)
-            token = os.environ.get(TOKEN)
-            places = [(s.url, s.token) for s in launched] or [(url, token) for url in cfg.url]
-            servers = [VllmServer(url, token=t, timeout=cfg.timeout, vocab_size=vocab_size) for url, t in places]
+            places = [(s.url, s.token) for s in launched] or [(url, find_token(url)) for url in cfg.url]
+            owner = owner or Owner.here()
+            servers = [
+                VllmServer(url, token=token, timeout=cfg.timeout, vocab_size=vocab_size, owner=owner)
+                for url, token in places
+            ]
             return cls(
                 servers,
                 launched,
@@ -215,6 +220,7 @@ class VllmEngine:
         waiting = [member for member in self.pool.members if member.needs_weights]
         if version == self.version and not self.weights.asleep and not waiting:
             return
+        self._check_watch()
         started = time.monotonic()
         self._run(self.pool.expect(version))
         self.version = version
@@ -313,7 +319,7 @@ class VllmEngine:
         if version is not None and version != self.version:
             self.load(version)
             return
-        stopped, _ = self.weights.give(waiting, self.version)
+        stopped, _, _ = self.weights.give(waiting, self.version)
         # Once more for those that others have failed; after that they wait for the next load.
         self.weights.give(stopped, self.version)
         self.probe([member for member in waiting if member.state == "ready"])
@@ -331,7 +337,9 @@ class VllmEngine:
             self.weights.asleep.discard(index)
         wait_ready([server], self.cfg.startup_timeout, self.say)
         old = self.pool.members[index].server
-        return VllmServer(server.url, token=server.token, timeout=self.cfg.timeout, vocab_size=old.vocab_size)
+        return VllmServer(
+            server.url, token=server.token, timeout=self.cfg.timeout, vocab_size=old.vocab_size, owner=old.owner
+        )
 
     def _check_servers(self, servers: Sequence[VllmServer], backend: str, dtype: str, longest: int | None) -> None:
         for number, server in enumerate(servers):
@@ -348,6 +356,11 @@ class VllmEngine:
                 )
             if info.sleep_mode and self._run(server.is_sleeping()):  # left so by an earlier run
                 self.weights.asleep.add(number)
+            if server.owner is not None and not server.leased:
+                self.say(
+                    f"vllm.url={server.url}: has no lease to give (it was not started by python -m rollout.serve), so "
+                    "nothing keeps a second trainer away; this run stops when it finds another's weights there"
+                )
             if self.colocate and not info.sleep_mode:
                 raise ValueError(
                     f"vllm.colocate=True: {server.url} cannot sleep; start it with python -m rollout.serve "
@@ -383,16 +396,19 @@ class VllmEngine:
         return self.loop.run(work)
 
 
-def check_start(cfg: VllmConfig, device: torch.device) -> None:
-    """Refuse what can be known before a server is started: no vLLM, the wrong build, nobody at an address."""
+def check_start(cfg: VllmConfig, device: torch.device, run: str = "") -> None:
+    """Refuse what can be known before a server is started: no vLLM, the wrong build, nobody at an address, or another
+    run than `run` that trains there.
+    """
     shares_gpu(cfg, device)
     if not cfg.url:
         check_build(find_python(cfg), device.type)
     loop = Loop()
     try:
         for url in cfg.url:
-            server = VllmServer(url, token=os.environ.get(TOKEN))
+            server = VllmServer(url, token=find_token(url))
             loop.run(server.connect())
+            loop.run(server.refuse_other(run))
             loop.run(server.close())
     except ServerError as error:
         raise ValueError(str(error)) from error

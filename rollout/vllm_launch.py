@@ -33,6 +33,7 @@ import httpx
 from rollout.options import LOOPBACK, VllmConfig
 from rollout.vllm_command import BASE, SUPPORTED, TOKEN, WORKER, find_python, serve_command, vllm_version
 from rollout.vllm_log import cause_of, is_port_taken, phase_of, read_tail
+from rollout.vllm_token import TokenFile
 from rollout.worker.strop_guard import RECORD, SHARED, shared_memory_of
 
 __all__ = ["BASE", "SUPPORTED", "Launched", "find_python", "launch", "serve_command", "vllm_version", "wait_ready"]
@@ -60,6 +61,7 @@ class Launched:
         self._group: int | None = None
         self._port: socket.socket | None = None
         self._scratch = ""
+        self._token_file: TokenFile | None = None
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -74,6 +76,11 @@ class Launched:
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    @property
+    def token_path(self) -> Path | None:
+        """Where a trainer of this user on this machine finds the token."""
+        return None if self._token_file is None else self._token_file.path
 
     @property
     def gpus(self) -> list[str]:
@@ -134,6 +141,8 @@ class Launched:
 
     def _end(self) -> None:
         atexit.unregister(self.stop)
+        if self._token_file is not None:
+            self._token_file.close()
         if self._port is not None:
             self._port.close()
             self._port = None
@@ -163,11 +172,15 @@ class Launched:
         port = self._port.getsockname()[1]
         try:
             argv, env = serve_command(self.cfg, port=port, token=self.token, **self._serve)
+            if self.token:
+                self._token_file = TokenFile(self.cfg.host, port, self.token)
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
             output = None if self.log is None else self.log.open("wb")
         except BaseException:
             self._port.close()
+            if self._token_file is not None:
+                self._token_file.close()
             raise
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.cfg.host, self.cfg.host)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -219,22 +232,21 @@ def launch(
     colocate: bool = False,
     first_gpu: int = 0,
     trust_remote_code: bool = False,
-    token: str | None = None,
 ) -> Launched:
     """Start one server and return at once; wait_ready waits for it.
 
     `first_gpu` is the first GPU that may be used when --vllm.devices names none: that after the trainer's, or 0 with
-    colocate. No `token`: that of STROP_VLLM_TOKEN, or a random one; "" lets in everybody who reaches the server.
+    colocate. The token is that of STROP_VLLM_TOKEN, or a random one; there always is one, as whoever reaches a server
+    without could replace its weights.
     """
     check_host(cfg)
-    if token is None:
-        token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
+    token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
     gpus = gpus_of(cfg, replica, first_gpu) if device == "cuda" else []
     log = None if log_dir is None else Path(log_dir) / f"vllm-{replica}.log"
     server = Launched(
         cfg,
         replica=replica,
-        token=token or None,
+        token=token,
         log=log,
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         device=device,

@@ -169,6 +169,8 @@ class Pool:
             member.lost = True
             self._set(member, "out", "the pool is closed")
         await asyncio.gather(*(self._take_back(member) for member in self.members))
+        # A server that cannot be told is free a minute later.
+        await asyncio.gather(*(member.server.release() for member in self.members), return_exceptions=True)
         await asyncio.gather(*(member.server.close() for member in self.members))
 
     async def _complete(

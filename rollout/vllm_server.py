@@ -5,7 +5,8 @@
     segment = await server.generate([5, 6, 7], Sampling(max_tokens=8, stop_ids=(2,)), seed=11, max_tokens=8)
     -> Segment(ids=[9, 8, 2], logps=[-0.1, -1.2, -0.3], finish="stop")
 
-Works with vLLM 0.24 and 0.32. Every reply is checked. Nothing is sent twice here: the pool knows what may be.
+Works with vLLM 0.24 and 0.32. Every reply is checked. Nothing is sent twice here: the pool knows which completions may
+be, and vllm_weights.py repeats a change of weights as a whole. An `owner` takes the server's lease in connect().
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from urllib.parse import quote, urlencode
 from rollout.http_client import ConnectError, HttpClient
 from rollout.types import Sampling
 from rollout.vllm_command import BASE, SUPPORTED, TOKEN
+from rollout.vllm_lease import LEASE, RENEW_LIMIT_S, SESSION, Owner, refusal
 from rollout.vllm_replies import Segment, error_text, is_awake, read_scores, read_segment, sampling_params
 
 CONTROL_S = 60.0  # pause, resume and the like: they wait for one step of the engine at most
@@ -69,19 +71,29 @@ class Pulse:
     instance: str
     paused: bool
     dirty: bool  # a transfer of weights ended in the middle
+    foreign: str | None = None  # the tag of another trainer's weights, which are there in place of ours
 
 
 class VllmServer:
     def __init__(
-        self, url: str, *, token: str | None = None, timeout: float = 240.0, vocab_size: int | None = None
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 240.0,
+        vocab_size: int | None = None,
+        owner: Owner | None = None,  # the trainer that will change its weights; None: it is only asked for completions
     ) -> None:
         self.url = url.rstrip("/")
+        self.owner = owner
         self.timeout = timeout
         self.vocab_size = vocab_size
         self.info: ServerInfo | None = None
         self.lean = False  # it has our own route, which is faster
         self.tag: str | None = None  # 0.32 marks tokens with the version it was told by set_version
-        self._http = HttpClient(self.url, token)
+        self.mark: str | None = None  # whose weights its workers held when we last knew
+        self.leased = False  # it knows our lease, and we hold it
+        self._http = HttpClient(self.url, token, {SESSION: owner.session} if owner else None)
 
     async def connect(self) -> None:
         """Learn what the server is, and refuse one that could not serve us right."""
@@ -103,6 +115,7 @@ class VllmServer:
         extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
         workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
         told = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
+        self.mark = next((str(worker["tag"]) for worker in told if worker.get("tag")), None)
         self.info = ServerInfo(
             version=version,
             model_len=int(model["max_model_len"]),
@@ -116,6 +129,26 @@ class VllmServer:
             model=str(model["model"]),
             sleep_mode=model.get("enable_sleep_mode") is True,
         )
+        if self.owner is not None:
+            self.leased = await self._lease("take", CONTROL_S)
+
+    async def renew(self) -> None:
+        """The lease lasts another minute. LeaseError when somebody else has had it since."""
+        if self.leased:
+            await self._lease("renew", RENEW_LIMIT_S)
+
+    async def release(self) -> None:
+        """Let the next trainer in."""
+        if self.leased:
+            self.leased = False
+            await self._lease("release", RENEW_LIMIT_S)
+
+    async def refuse_other(self, run: str) -> None:
+        """LeaseError while a run other than this one holds the lease; takes nothing."""
+        status, reply = await self._send("GET", LEASE, b"", timeout=CONTROL_S)
+        error = refusal(self.url, reply, run) if status == 200 else None
+        if error is not None and json.loads(reply)["holder"]["run"] != run:
+            raise error
 
     async def generate(
         self,
@@ -217,12 +250,19 @@ class VllmServer:
         return not is_awake((await self._call("GET", "/metrics", None, timeout=CONTROL_S)).decode("utf-8", "replace"))
 
     async def set_version(self, version: int) -> None:
-        """Tell 0.32 what to mark tokens with, and expect that mark from now on; 0.24 marks nothing."""
+        """Tell the workers whose weights they hold, and 0.32 what to mark tokens with, which is expected from now on.
+
+        The mark has the run's random id in it: two trainers both have a version 12.
+        """
         assert self.info is not None, "connect() first"
-        if self.info.version.startswith("0.24."):
+        tag = self.owner.tag(version) if self.owner is not None else str(version)
+        if self.info.extension:
+            await self.rpc("strop_mark", timeout=CONTROL_S, tag=tag)
+            self.mark = tag
+        if self.info.version.startswith("0.24."):  # marks no tokens
             return
-        await self._json("POST", "/update_weight_version", {"new_version": str(version)}, timeout=CONTROL_S)
-        self.tag = str(version)
+        await self._json("POST", "/update_weight_version", {"new_version": tag}, timeout=CONTROL_S)
+        self.tag = tag
 
     async def check(self, timeout: float) -> Pulse:
         """ServerError unless the API, the engine and the workers all answer in time."""
@@ -241,8 +281,18 @@ class VllmServer:
         for worker in told:
             if isinstance(worker, dict) and worker.get("error"):
                 raise ServerError(f"{self.url}: a worker failed ({worker['error']})")
-        dirty = any(isinstance(worker, dict) and worker.get("dirty") for worker in told)
-        return Pulse(instance=instance, paused=paused, dirty=dirty)
+        workers = [worker for worker in told if isinstance(worker, dict)]
+        dirty = any(worker.get("dirty") for worker in workers)
+        foreign = next((str(worker["tag"]) for worker in workers if self._is_foreign(worker.get("tag"))), None)
+        return Pulse(instance=instance, paused=paused, dirty=dirty, foreign=foreign)
+
+    def _is_foreign(self, tag: str | None) -> bool:
+        """Whether workers hold what another trainer has put there since we last knew. On a server without our lease
+        nothing keeps it from doing so.
+        """
+        if self.owner is None or tag is None or tag == self.mark:
+            return False
+        return not tag.startswith(f"{self.owner.run}:")
 
     async def close(self) -> None:
         self._http.close()
@@ -294,6 +344,24 @@ class VllmServer:
             raise ServerError(f"{self.url}: /server_info came back without a configuration")
         return config
 
+    async def _lease(self, action: str, timeout: float) -> bool:
+        """Whether the server knows leases; LeaseError when it is somebody else's. Asked twice by the same session it
+        gives the same answer, so one whose answer was lost may ask again.
+        """
+        assert self.owner is not None, "only a trainer has a lease"
+        status, reply = await self._send("POST", LEASE, self.owner.ask(action), timeout=timeout)
+        if status == 404:  # a plain vLLM
+            return False
+        self._refuse_lost(status, reply)
+        if status != 200:
+            raise ServerError(f"{self.url}: {LEASE} failed ({status} {error_text(reply)})")
+        return True
+
+    def _refuse_lost(self, status: int, reply: bytes) -> None:
+        error = refusal(self.url, reply, self.owner.run if self.owner else "") if status == 409 else None
+        if error is not None:
+            raise error
+
     async def _json(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float, reuse: bool = False
     ) -> dict[str, Any]:
@@ -314,6 +382,7 @@ class VllmServer:
         status, reply = await self._send(method, path, data, timeout=timeout, reuse=reuse)
         if status == 200:
             return reply
+        self._refuse_lost(status, reply)
         route = quote(path.split("?")[0])
         # 408 and 429 ask for patience, not for another request.
         if 400 <= status < 500 and status not in (408, 429):
@@ -334,6 +403,8 @@ class VllmServer:
             raise ServerError(f"{self.url}: {route} failed ({type(error).__name__}: {error})") from error
         if status == 401:
             raise RefusedError(
-                f"vllm.url={self.url}: wants another token; set {TOKEN} to the one it was started with", status
+                f"vllm.url={self.url}: wants another token; set {TOKEN} to the one it was started with, or unset it if "
+                "this user started the server on this machine",
+                status,
             )
         return status, reply

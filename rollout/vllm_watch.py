@@ -12,6 +12,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
+from rollout.vllm_lease import RENEW_S, LeaseError
 from rollout.vllm_member import NEEDS_WEIGHTS, Member
 from rollout.vllm_server import Pulse, RefusedError, ServerError
 
@@ -25,6 +26,7 @@ LONGEST_WAIT_S = 60.0
 
 async def watch(pool: Pool, *, heartbeat_s: float, check_s: float) -> None:
     looks: dict[int, asyncio.Task[None]] = {}
+    leases = asyncio.ensure_future(_renew(pool))
     try:
         while True:
             for member in pool.members:
@@ -35,12 +37,26 @@ async def watch(pool: Pool, *, heartbeat_s: float, check_s: float) -> None:
                 async with asyncio.timeout(heartbeat_s):  # wait_for of Python 3.11 can lose a cancellation
                     await pool.alarm.wait()
             pool.alarm.clear()
-            for look in looks.values():
-                if look.done():
-                    look.result()  # an error of ours ends the watch instead of being lost
+            for task in (leases, *looks.values()):
+                if task.done():
+                    task.result()  # an error of ours, or a server lost to another trainer, ends the watch
     finally:
-        for look in looks.values():
-            look.cancel()
+        for task in (leases, *looks.values()):
+            task.cancel()
+
+
+async def _renew(pool: Pool) -> None:
+    """Keep the leases, whatever the servers' states: a transfer of weights may take longer than a lease lasts."""
+    try:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            renewals = [member.server.renew() for member in pool.members]
+            for result in await asyncio.gather(*renewals, return_exceptions=True):
+                # One that does not answer is the watch's business, and the lease outlasts three renewals.
+                if isinstance(result, BaseException) and not isinstance(result, ServerError | RefusedError):
+                    raise result
+    finally:
+        pool.alarm.set()
 
 
 async def _look(pool: Pool, member: Member, check_s: float) -> None:
@@ -63,6 +79,12 @@ async def _is_alive(pool: Pool, member: Member, pulse: Pulse) -> None:
     assert member.server.info is not None, "servers are connected before they are watched"
     if pulse.instance != member.server.info.instance:
         await _is_another(pool, member)
+    elif pulse.foreign is not None:
+        raise LeaseError(
+            f"vllm.url={member.server.url}: another trainer has loaded its weights there (they are marked "
+            f"{pulse.foreign}), so what it samples is not this run's policy; end that run or give each its own server, "
+            "then continue with --resume"
+        )
     elif member.needs_weights:
         return
     elif pulse.paused or pulse.dirty:

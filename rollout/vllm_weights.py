@@ -19,6 +19,8 @@ from rollout.vllm_pool import Pool
 from rollout.vllm_server import RefusedError, ServerError
 
 MAX_PUSHES = 3  # of one version, each after a server that failed was left out
+RETRY_S = 60.0  # for how long a route that fails (a proxy that restarts, a 503) is tried again
+PAUSE_S = (0.5, 8.0)  # between two tries: first and longest
 LOOK_S = 0.5
 
 
@@ -32,48 +34,64 @@ class Weights:
         self.report: SyncReport | None = None  # of the last push
 
     def give_all(self, members: list[Member], version: int) -> None:
-        """Weights for these, until at least one server serves them; those that fail are put out on the way."""
-        for _ in range(MAX_PUSHES):
-            members, trouble = self.give(members, version)
+        """Weights for these, until at least one server serves them; those that fail are put out on the way.
+
+        Where a worker itself fails, MAX_PUSHES are enough; a route that gives no answer is tried for RETRY_S, with
+        growing pauses. What is repeated is always all of it: pause, wake, push, mark, resume. Pausing, waking, marking
+        and resuming twice is the same as once. Joining and receiving weights are not, so neither request is ever sent
+        again: the next push calls the workers to a new store with a new name, whatever became of the last call, and
+        replaces every weight, so nothing is left of a push that was cut off.
+        """
+        begun, pause, pushes = time.monotonic(), PAUSE_S[0], 0
+        while True:
+            members, trouble, may_pass = self.give(members, version)
             if not members and any(m.state == "ready" for m in self.pool.members):
                 return
-            members = members or self._wait_for_one()
-        raise ValueError(
-            f"sync: version {version} could not be brought to any server in {MAX_PUSHES} attempts ({trouble}); "
-            "the servers' logs may say more"
-        )
+            pushes += 1
+            seconds = time.monotonic() - begun
+            if pushes >= MAX_PUSHES and (not may_pass or seconds > RETRY_S):
+                raise ValueError(
+                    f"sync: version {version} could not be brought to any server in {pushes} attempts within "
+                    f"{seconds:.0f} s (last: {trouble}); the servers' logs may say more"
+                )
+            if not members:
+                time.sleep(pause if may_pass else 0.0)
+                pause = min(2 * pause, PAUSE_S[1])
+                members = self._wait_for_one()
 
-    def give(self, members: list[Member], version: int) -> tuple[list[Member], str]:
+    def give(self, members: list[Member], version: int) -> tuple[list[Member], str, bool]:
         """ready -> emptied and paused -> weights -> resumed; none is resumed before a push to it has gone through.
 
-        Returns the servers that are stopped still, since the push failed because of others, and why.
+        Returns the servers that are stopped still, since the push failed because of others; why it failed; and whether
+        that may pass, as no worker was to blame.
         """
         stopped = [m for m in members if (self.sync.needs_pause or m.state != "ready") and m.state != "updating"]
-        failed = self.on_all(self.pool.empty, stopped)
-        members = [m for m in members if m not in failed]
+        trouble = self.on_all(self.pool.empty, stopped)
+        members = [m for m in members if m not in trouble]
         if any(m.index in self.asleep for m in members):
             # Memory for the weights before they are sent, and for keys and values after: both may not fit before.
             torch.cuda.empty_cache()
             failed = self.on_all(lambda m: m.server.wake("weights"), [m for m in members if m.index in self.asleep])
             members = [m for m in members if m not in failed]
+            trouble |= failed
         if not members:
-            return [], "no server could be stopped to take them"
+            return [], *told(trouble)
         try:
             self.report = self.sync.push([m.server for m in members], version)
         except SyncError as error:
             for i, reason in error.failed.items():
                 self.loop.run(self.pool.fail(members[i], reason))
-            return [m for i, m in enumerate(members) if i not in error.failed], str(error)
-        self.open(members, version)
-        return [], ""
+            return [m for i, m in enumerate(members) if i not in error.failed], str(error), error.may_pass
+        return [], *told(trouble | self.open(members, version))
 
-    def open(self, members: list[Member], version: int) -> None:
+    def open(self, members: list[Member], version: int) -> dict[Member, Exception]:
+        """Requests go to them; returns those that failed, and why."""
         asleep = [m for m in members if m.index in self.asleep]
         failed = self.on_all(lambda m: m.server.wake("kv_cache"), asleep)
         self.asleep -= {m.index for m in asleep if m not in failed}
         name = self.sync.model_name(version)
         members = [m for m in members if m not in failed]
-        self.on_all(lambda m: self.pool.refill(m, version, name), members)
+        return failed | self.on_all(lambda m: self.pool.refill(m, version, name), members)
 
     def _wait_for_one(self) -> list[Member]:
         """Servers that came back without weights; the pool says when there is no hope."""
@@ -96,14 +114,19 @@ class Weights:
         failed = self.on_all(lambda m: m.server.sleep(level), members)
         self.asleep |= {m.index for m in members if m not in failed}
 
-    def on_all(self, work: Callable[[Member], Any], members: Sequence[Member]) -> list[Member]:
-        """Do the same on several servers at a time; those that failed are out."""
+    def on_all(self, work: Callable[[Member], Any], members: Sequence[Member]) -> dict[Member, Exception]:
+        """Do the same on several servers at a time; those that failed are out, and returned with the reason."""
         futures = [(member, self.loop.start(work(member))) for member in members]
-        failed = []
+        failed: dict[Member, Exception] = {}
         for member, future in futures:
             try:
                 future.result()
             except (ServerError, RefusedError) as error:
-                failed.append(member)
+                failed[member] = error
                 self.loop.run(self.pool.fail(member, str(error)))
         return failed
+
+
+def told(failed: dict[Member, Exception]) -> tuple[str, bool]:
+    """Reasons in one line, and whether they may pass: a server that refuses would do so again."""
+    return "; ".join(map(str, failed.values())), not any(isinstance(error, RefusedError) for error in failed.values())

@@ -25,6 +25,7 @@ from rollout.sync.base import time_limit
 from rollout.types import Completion, Sampling
 from rollout.vllm_engine import VllmEngine, check_start
 from rollout.vllm_gpu import shares_gpu
+from rollout.vllm_lease import Owner
 from trainer.config import RolloutConfig, RunConfig
 from trainer.dist import all_count, await_order, context_size, data_size, give_order, is_main, leading, world_size
 from trainer.lend import LentScores, LentWeights
@@ -55,7 +56,7 @@ def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
     )
 
 
-def check_servers(cfg: Any, policy: Policy) -> None:
+def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
     """What would keep a server from starting or answering, as far as it shows at once: before there is a run folder."""
     if cfg.prompts_per_step < data_size():
         those = "processes" if context_size() == 1 else f"times {context_size()} processes that share theirs"
@@ -67,7 +68,7 @@ def check_servers(cfg: Any, policy: Policy) -> None:
         if world_size() > 1:
             check_places(cfg, policy)
         if is_main():
-            check_start(cfg.vllm, policy.device)
+            check_start(cfg.vllm, policy.device, run.id)
         if cfg.overlap.vllm_sync_interval > 1 and shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
                 f"vllm_sync_interval={cfg.overlap.vllm_sync_interval}: has no effect on a server that shares the "
@@ -148,6 +149,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         own=LentScores(policy, local) if policy.is_sharded else local,
         device=policy.device,
         own_gpus=local_world_size(),
+        owner=Owner.here(run.id, str(run.dir.resolve())),
         dtype=dtype,
         lora_rank=cfg.lora.r if sync.backend in ("auto", "lora") else 0,
         log_dir=run.dir / "logs",

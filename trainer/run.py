@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import secrets
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -55,6 +56,7 @@ from trainer.run_folder import (
     is_new_each_time,
     lock_folder,
     make_folder,
+    read_id,
     refuse_other_run,
     resumed_folder,
     step_of,
@@ -63,7 +65,7 @@ from trainer.run_state import State, load_states, states_of, tensors_of
 from trainer.saver import Saver
 
 # Everything a run writes into its folder, so that overwriting deletes this and nothing else.
-FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "wandb_run_id")
+FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "run_id", "wandb_run_id")
 FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
 
 
@@ -116,6 +118,8 @@ class Run:
     ) -> None:
         self.cfg, self.method, self.dir, self.checkpoint = cfg, method, folder, checkpoint
         self.start_step = step_of(checkpoint) if checkpoint else 0
+        # Random, the same for every resume: how servers tell this run from others. RUN/run_id.
+        self.id = (read_id(folder) if lock is not None else None) or secrets.token_hex(8)
         self.total_steps = 0
         self._title = method
         self._lock = lock
@@ -143,10 +147,11 @@ class Run:
     def begin(self, total_steps: int, title: str) -> None:
         """Make the folder and write config.yaml. Called when all input has been read, so bad input leaves no folder."""
         self.total_steps, self._title = total_steps, title
-        if self._resumed:
-            return  # the folder is there; its config is replaced once the checkpoint has proved to fit
         settings = self.cfg.run
         try:
+            if self._resumed:  # the folder is there; its config is replaced once the checkpoint has proved to fit
+                (self.dir / "run_id").write_text(self.id)
+                return
             self.dir = make_folder(self.dir, may_exist=not is_new_each_time(settings))
             self._lock = lock_folder(self.dir)
             refuse_other_run(self.dir, settings.overwrite_output_dir)
@@ -155,6 +160,7 @@ class Run:
             for name in FOLDERS:
                 remove_folder(self.dir / name)
             remove_leftovers(self.dir)
+            (self.dir / "run_id").write_text(self.id)
             save_config(self.dir / "config.yaml", self._config_tree())
         except OSError as error:
             why = f"cannot be written ({error.strerror}); choose another folder"

@@ -41,6 +41,15 @@ def resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
     return folder, newest
 
 
+def read_id(folder: Path) -> str | None:
+    """The random id of the run in this folder; None for one of before there were ids, or where it was damaged."""
+    try:
+        found = (folder / "run_id").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+    return found if re.fullmatch(r"[0-9a-f]{8,64}", found) else None
+
+
 def refuse_other_run(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder}: is a file; name a folder")

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -75,10 +75,13 @@ class SyncReport:
 
 
 class SyncError(Exception):
-    """A push failed. failed: reason by position in the servers given; dirty: positions that need another push."""
+    """A push failed. failed: reason by position in the servers given; dirty: positions that need another push;
+    may_pass: only the way to the servers failed, which may be well again in a moment.
+    """
 
-    def __init__(self, failed: dict[int, str], dirty: set[int] | None = None) -> None:
+    def __init__(self, failed: dict[int, str], dirty: set[int] | None = None, *, may_pass: bool = False) -> None:
         self.failed = failed
+        self.may_pass = may_pass
         self.dirty = set(failed) if dirty is None else dirty
         reasons = "; ".join(f"server {i}: {reason}" for i, reason in sorted(failed.items()))
         super().__init__(f"weight sync failed: {reasons}")
@@ -159,7 +162,7 @@ class Calls:
     def results(self) -> list[list[dict[str, Any]]]:
         """Per server what each worker answered, once all have; failures after all have ended."""
         deadline = time.monotonic() + self.timeout + 5.0
-        reasons: dict[int, tuple[str, bool]] = {}
+        reasons: dict[int, Reason] = {}
         for i, future in enumerate(self.futures):
             reason = _reason(future, deadline)
             if reason is not None:
@@ -174,32 +177,44 @@ class Calls:
         for future in self.futures:
             _reason(future, deadline)
 
-    def _error(self, reasons: dict[int, tuple[str, bool]]) -> SyncError:
+    def _error(self, reasons: dict[int, Reason]) -> SyncError:
         # A worker that lost the others is not to blame when another one has a reason of its own.
-        own = {i: text for i, (text, is_peer) in reasons.items() if not is_peer}
-        failed = own or {i: text for i, (text, _) in reasons.items()}
+        failed = {i: reason for i, reason in reasons.items() if not reason.is_peer} or reasons
         whole = {i for i, future in enumerate(self.futures) if future.done() and _reason(future) is None}
-        return SyncError(failed, dirty=set(range(len(self.futures))) - whole)
+        return SyncError(
+            {i: reason.text for i, reason in failed.items()},
+            dirty=set(range(len(self.futures))) - whole,
+            may_pass=all(reason.may_pass for reason in failed.values()),
+        )
 
 
-def _reason(future: Future, deadline: float | None = None) -> tuple[str, bool] | None:
-    """Why a call failed and whether its worker blames another; None for one that has not failed."""
+class Reason(NamedTuple):
+    """Why a call failed."""
+
+    text: str
+    is_peer: bool = False  # its worker blames another
+    may_pass: bool = False  # the worker was not heard: the same call may go through a moment later
+
+
+def _reason(future: Future, deadline: float | None = None) -> Reason | None:
+    """None for a call that has not failed."""
     try:
         answers = future.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
     except TimeoutError:
-        return "no answer in time", False
+        return Reason("no answer in time")
     except Exception as error:  # ServerError, or a reply that nobody foresaw: this server failed
-        return " ".join(str(error).split()) or type(error).__name__, False
+        text = " ".join(str(error).split()) or type(error).__name__
+        return Reason(text, may_pass=not isinstance(error, ValueError))  # a refusal would come again
     if not answers:
-        return "no worker answered", False
+        return Reason("no worker answered")
     for answer in answers:
         if not isinstance(answer, dict):
-            return f"a worker answered {str(answer)[:100]!r}, not our extension's reply", False
+            return Reason(f"a worker answered {str(answer)[:100]!r}, not our extension's reply")
     errors = [answer for answer in answers if "error" in answer]
     own = [answer for answer in errors if not answer.get("peer")]
     if errors:
         worst = (own or errors)[0]
-        return f"worker {worst.get('rank')}: {worst['error']}", not own
+        return Reason(f"worker {worst.get('rank')}: {worst['error']}", is_peer=not own)
     return None
 
 

@@ -51,7 +51,7 @@ class Link:
         try:
             answers = calls.results()
         except SyncError as error:
-            raise SyncError(error.failed, dirty=set()) from None  # nothing has been touched
+            raise SyncError(error.failed, dirty=set(), may_pass=error.may_pass) from None  # nothing has been touched
         linked = all(answer.get("link") == self.prefix for workers in answers for answer in workers)
         return self.prefix is not None and self._members == tuple(map(id, servers)) and linked
 

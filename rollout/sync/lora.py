@@ -50,9 +50,9 @@ class LoraSync:
         started = time.monotonic()
         path = self._save(version)
         saved = time.monotonic()
-        failed = self._load(servers, version, path)
+        failed, may_pass = self._load(servers, version, path)
         if failed:
-            raise SyncError(failed, dirty=set())
+            raise SyncError(failed, dirty=set(), may_pass=may_pass)
         self._forget(servers, version)
         now = time.monotonic()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
@@ -83,10 +83,12 @@ class LoraSync:
             partial.rename(path)
         return path
 
-    def _load(self, servers: Sequence[VllmServer], version: int, path: Path) -> dict[int, str]:
+    def _load(self, servers: Sequence[VllmServer], version: int, path: Path) -> tuple[dict[int, str], bool]:
+        """Why servers have not got it, and whether the next attempt may do better: none of them refused."""
         name = self.model_name(version)
         futures = [self.loop.start(server.load_adapter(name, str(path))) for server in servers]
         failed: dict[int, str] = {}
+        may_pass = True
         deadline = time.monotonic() + LOAD_S
         for i, (server, future) in enumerate(zip(servers, futures, strict=True)):
             try:
@@ -97,11 +99,12 @@ class LoraSync:
                     "has already been" not in reason
                 ):  # given before by us: the name is this run's own, so it is the same folder
                     failed[i] = reason
+                    may_pass = may_pass and not isinstance(error, ValueError)
                     continue
             _, versions = self._known.setdefault(id(server), (server, []))
             if version not in versions:
                 versions.append(version)
-        return failed
+        return failed, may_pass
 
     def _forget(self, servers: Sequence[VllmServer], version: int) -> None:
         used = set(self.in_use()) | {version}

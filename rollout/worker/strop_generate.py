@@ -21,7 +21,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from strop_token import Receive, Send, reply
+from strop_token import Receive, Send, read, reply
 
 PATH = "/strop/generate"
 
@@ -97,18 +97,6 @@ def logps_of(output: Any) -> list[float]:
     if found is None or not len(found):
         return []
     return [max(found.logprobs[first], -9999.0) for first in found.start_indices]  # JSON has no infinity
-
-
-async def read(receive: Receive) -> bytes | None:
-    """The body of a request; None when the client leaves before its end."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 async def leaves(receive: Receive) -> None:

@@ -2,8 +2,9 @@
 
     python -m vllm.entrypoints.openai.api_server --middleware strop_token.TokenCheck ...
 
-vLLM's own --api-key guards only part of its routes: /collective_rpc, /pause and /metrics stay open. This file is found
-by the server through PYTHONPATH and imports nothing outside the standard library.
+vLLM's own --api-key guards only part of its routes: /collective_rpc, /pause and /metrics stay open. Requests of web
+pages are refused even with the token: a browser names the page in Origin, nobody else does. This file is found by the
+server through PYTHONPATH and imports nothing outside the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class TokenCheck:
-    """ASGI middleware: requests without `Authorization: Bearer TOKEN` get 401, websockets are closed."""
+    """ASGI middleware: 401 without `Authorization: Bearer TOKEN`, 403 for a web page; websockets are closed."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], token: str | None = None) -> None:
         token = os.environ.get(VARIABLE, "") if token is None else token
@@ -35,10 +36,15 @@ class TokenCheck:
         elif scope["type"] == "websocket":
             await receive()  # websocket.connect; a close before it is accepted is answered by 403
             await send({"type": "websocket.close", "code": 1008})
+        elif self.knows_token(scope):
+            await reply(send, 403, {"error": "this server takes no requests from web pages (it has an Origin header)"})
         else:
             await refuse(send)
 
     def is_allowed(self, scope: dict[str, Any]) -> bool:
+        return self.knows_token(scope) and not any(name == b"origin" for name, _ in scope.get("headers", ()))
+
+    def knows_token(self, scope: dict[str, Any]) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self.wanted)  # takes the same time for any wrong one
 
@@ -54,3 +60,15 @@ async def reply(send: Send, status: int, content: dict[str, Any], *more: tuple[b
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def read(receive: Receive) -> bytes | None:
+    """The body of a request; None when the client leaves before its end."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)

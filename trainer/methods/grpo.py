@@ -147,7 +147,7 @@ def train(cfg: Config) -> None:
         loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
         total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
-        rollouts.check_servers(cfg, policy)
+        rollouts.check_servers(cfg, policy, run)
         if is_main():
             around.connect(prompts, rewards)
         planner = Planner(

@@ -9,16 +9,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rollout.http_client import HttpClient
+from rollout.vllm_lease import LEASE, SESSION
 from rollout.vllm_server import LEAN
 
 Change = Callable[[str, int, bytes], tuple[int, bytes]]
 
 
 class Proxy:
-    """Passes requests on; `change(path, status, body)` rewrites replies, `hang` and `cut` name paths to spoil."""
+    """Passes requests on; `change(path, status, body)` rewrites replies, `hang` and `cut` name paths to spoil.
 
-    def __init__(self, url: str, token: str) -> None:
-        self.upstream = HttpClient(url, token)
+    A `plain` one stands for a vLLM without our lease: it knows no such route, and forgets whose request it is.
+    """
+
+    def __init__(self, url: str, token: str, *, plain: bool = False) -> None:
+        self.place, self.plain = (url, token), plain
         self.change: Change = lambda path, status, body: (status, body)
         self.hang: set[str] = set()  # no answer, ever
         self.cut: set[str] = set()  # half an answer, then the connection closes
@@ -61,7 +65,8 @@ class Proxy:
         (length,) = (line.split(":")[1] for line in head.lower().split("\r\n") if line.startswith("content-length"))
         body = await reader.readexactly(int(length))
         self.seen.append((path, json.loads(body) if body else {}))
-        work = asyncio.ensure_future(self._upstream(method, path, body))
+        session = [line.partition(":")[2].strip() for line in head.split("\r\n") if line.startswith(f"{SESSION}:")]
+        work = asyncio.ensure_future(self._upstream(method, path, body, session))
         gone = asyncio.ensure_future(reader.read(1))
         await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -75,11 +80,14 @@ class Proxy:
         gone.cancel()
         return False
 
-    async def _upstream(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _upstream(self, method: str, path: str, body: bytes, session: list[str]) -> tuple[int, bytes]:
         asks = (method, path) == ("GET", LEAN)  # whether the route is there
         if path in self.hang and not asks:
             await asyncio.sleep(3600)
-        status, reply = await self.upstream.send(method, path, body, timeout=60)
+        if self.plain and path == LEASE:
+            return 404, b'{"detail": "Not Found"}'
+        headers = {SESSION: session[0]} if session and not self.plain else None
+        status, reply = await HttpClient(*self.place, headers).send(method, path, body, timeout=60)
         return (status, reply) if asks else self.change(path, status, reply)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from rollout import vllm_weights
 from rollout.local import LocalEngine
+from rollout.loop import Loop
 from rollout.options import SyncConfig, VllmConfig
 from rollout.sync.base import SyncReport
 from rollout.types import Request, Sampling
 from rollout.vllm_command import TOKEN
 from rollout.vllm_engine import VllmEngine
+from rollout.vllm_lease import LeaseError, Owner
+from rollout.vllm_server import VllmServer
+from tests.rollout.vllm.scripted import Proxy
 from trainer.config import LoraConfig, ModelConfig
 from trainer.model import Policy, load_policy
 from trainer.weights import PolicyWeights
@@ -39,12 +45,15 @@ def change(policy: Policy, seed: int, size: float = 0.02) -> None:
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
 
-def make_engine(server: Any, policy: Policy, backend: str, monkeypatch: Any, **sync: Any) -> VllmEngine:
+def make_engine(
+    server: Any, policy: Policy, backend: str, monkeypatch: Any, *, owner: Owner | None = None, url: str | None = None,
+    say: Any = lambda line: None, **sync: Any,
+) -> VllmEngine:  # fmt: skip
     monkeypatch.setenv(TOKEN, server.token)
     return VllmEngine.start(
-        VllmConfig(url=(server.url,)), SyncConfig(backend=backend, **sync), model=policy.source,
+        VllmConfig(url=(url or server.url,)), SyncConfig(backend=backend, **sync), model=policy.source,
         source=PolicyWeights(policy, torch.float32), own=LocalEngine(policy.model, policy.tokenizer), device=CPU,
-        dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, say=lambda line: None,
+        owner=owner, dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, say=say,
     )  # fmt: skip
 
 
@@ -211,3 +220,132 @@ def test_more_prompt_tokens_than_the_server_takes_at_a_time_are_sampled_with_the
     assert [len(c.ids) for c in first] == [4] * len(many)
     assert [c.ids for c in engine.generate(many, sampling)] == [c.ids for c in first]
     assert engine.metrics()["rollout/retries"] == 0
+
+
+# several trainers ------------------------------------------------------------------------------------------------
+
+
+def refused_by(holder: Owner, url: str) -> str:
+    who = re.escape(f"{holder.folder} (host {holder.host}, pid {holder.pid}, user {holder.user})")
+    return (
+        rf"^vllm\.url={re.escape(url)}: {who} trains on it since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC; wait until it "
+        r"ends \(if it was killed, the server is free in (60|5\d|4\d) s\), or start a server of your own with python"
+    )
+
+
+def test_two_trainers_on_one_server_the_second_is_refused_in_both_orders(tied_server, monkeypatch, requests_):
+    policy = make_policy(tied_server.model_folder)
+    one, two = Owner.here("aa" * 8, "/runs/a"), Owner.here("bb" * 8, "/runs/b")
+    loop = Loop()
+    guest = VllmServer(tied_server.url, token=tied_server.token)  # only asks for completions
+    try:
+        for first, second in ((one, two), (two, one)):
+            engine = make_engine(tied_server, policy, "process_group", monkeypatch, owner=first)
+            with contextlib.closing(engine):
+                engine.load(3)
+                with pytest.raises(LeaseError, match=refused_by(first, tied_server.url)):
+                    make_engine(tied_server, policy, "process_group", monkeypatch, owner=second)
+                loop.run(guest.connect())
+                assert guest.mark == f"{first.run}:3"
+                segment = loop.run(guest.generate([5, 6, 7], Sampling(max_tokens=4), seed=1, max_tokens=4))
+                assert len(segment.ids) == 4
+                for change in (guest.pause(), guest.rpc("strop_reload", timeout=30, path="/x", version=1)):
+                    with pytest.raises(LeaseError, match=refused_by(first, tied_server.url)):
+                        loop.run(change)
+                made = engine.generate(requests_, Sampling(max_tokens=4, for_training=True))
+                assert largest_gap([c.logps for c in made], own_logps(engine, made, 1.0)) < LIMIT
+    finally:
+        loop.run(guest.close())
+        loop.close()
+
+
+def test_a_killed_trainer_holds_its_server_for_a_minute_but_not_from_its_own_resume(tied_server, monkeypatch):
+    killed, other = Owner.here("aa" * 8, "/runs/a"), Owner.here("bb" * 8, "/runs/b")
+    policy, loop = make_policy(tied_server.model_folder), Loop()
+    gone = VllmServer(tied_server.url, token=tied_server.token, owner=killed)
+    try:
+        loop.run(gone.connect())  # and nothing more is heard of it
+        with pytest.raises(LeaseError, match=refused_by(killed, tied_server.url)):
+            make_engine(tied_server, policy, "process_group", monkeypatch, owner=other)
+        resumed = make_engine(
+            tied_server, policy, "process_group", monkeypatch, owner=Owner.here(killed.run, "/runs/a")
+        )
+        with contextlib.closing(resumed):
+            resumed.load(0)
+            with pytest.raises(LeaseError, match="this run goes on elsewhere, /runs/a"):
+                loop.run(gone.pause())  # it was not dead
+            with pytest.raises(LeaseError, match="this run goes on elsewhere, /runs/a"):
+                loop.run(gone.renew())
+        make_engine(tied_server, policy, "process_group", monkeypatch, owner=other).close()  # free at once
+    finally:
+        loop.run(gone.close())
+        loop.close()
+
+
+@contextlib.contextmanager
+def proxies_of(server: Any, count: int, *, plain: bool) -> Iterator[list[Proxy]]:
+    loop = Loop("proxies")
+    made = [Proxy(server.url, server.token, plain=plain) for _ in range(count)]
+    for proxy in made:
+        loop.run(proxy.start())
+    try:
+        yield made
+    finally:
+        for proxy in made:
+            loop.run(proxy.kill())
+        loop.close()
+
+
+def test_without_a_lease_another_trainers_weights_stop_the_run(tied_server, monkeypatch, requests_):
+    """A plain vLLM keeps nobody away, and both trainers call their weights version 1."""
+    policies = [make_policy(tied_server.model_folder) for _ in range(2)]
+    owners, said = [Owner.here(letter * 16, f"/runs/{letter}") for letter in "ab"], []
+    with proxies_of(tied_server, 2, plain=True) as proxies, contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(contextlib.closing(make_engine(
+                tied_server, policy, "process_group", monkeypatch, owner=owner, url=proxy.url, say=said.append
+            )))
+            for policy, owner, proxy in zip(policies, owners, proxies, strict=True)
+        ]  # fmt: skip
+        assert sum("has no lease to give" in line for line in said) == 2
+        sampling = Sampling(max_tokens=4, for_training=True)
+        engines[0].load(1)
+        assert len(engines[0].generate(requests_, sampling)) == len(requests_)
+        change(policies[1], seed=5)
+        engines[1].load(1)
+        with pytest.raises(
+            LeaseError, match=rf"{proxies[0].url}: another trainer has loaded its weights .*{'b' * 16}:1"
+        ):
+            engines[0].generate(requests_, sampling)
+        with pytest.raises(LeaseError, match="another trainer has loaded its weights"):
+            engines[0].load(2)
+        made = engines[1].generate(requests_, sampling)
+        assert largest_gap([c.logps for c in made], own_logps(engines[1], made, 1.0)) < LIMIT
+
+
+@pytest.mark.parametrize("route", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
+def test_a_control_route_that_fails_for_a_while_does_not_end_the_run(tied_server, monkeypatch, requests_, route):
+    """What was asked is done, and the answer is lost: the harder case."""
+    policy = make_policy(tied_server.model_folder)
+    with proxies_of(tied_server, 1, plain=False) as (proxy,):
+        engine = make_engine(tied_server, policy, "process_group", monkeypatch, url=proxy.url, probe_every=1)
+        with contextlib.closing(engine):
+            engine.load(0)
+            change(policy, seed=1)
+            end = time.monotonic() + 3.0
+            proxy.change = lambda path, status, body: (
+                (503, b"down for repair") if path.startswith(route) and time.monotonic() < end else (status, body)
+            )
+            engine.load(1)  # compares log-probs at its end
+            assert time.monotonic() > end
+            made = engine.generate(requests_, Sampling(max_tokens=4, for_training=True))
+            assert largest_gap([c.logps for c in made], own_logps(engine, made, 1.0)) < LIMIT
+            assert {c.versions[0][0] for c in made} == {1}
+            if route == "/pause":
+                monkeypatch.setattr(vllm_weights, "RETRY_S", 0.5)
+                end = time.monotonic() + 60.0
+                with pytest.raises(
+                    ValueError, match=r"version 2 could not .* \(last: .*/pause failed \(503 down for rep"
+                ):
+                    engine.load(2)
+                end = 0.0

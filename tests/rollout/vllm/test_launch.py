@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 from rollout.options import VllmConfig
 from rollout.vllm_command import WORKER, device_of
 from rollout.vllm_launch import group_members, launch, sweep, wait_ready
+from rollout.vllm_token import find_token
 from tests.entry import ROOT
 
 ROUTES = [
@@ -118,7 +120,24 @@ def test_a_start_that_takes_too_long_is_a_sentence(vllm_python, model_folders, t
     assert not [pid for pid in members if Path(f"/proc/{pid}").exists()]
 
 
-def test_ctrl_c_and_kill_9_of_serve_leave_nothing(model_folders, tmp_path):
+def asked_for_its_token(said: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody set one, yet nobody gets in without: neither a local user nor a web page. Its own user finds it."""
+    (url,) = re.findall(r"--vllm\.url (http://127\.0\.0\.1:\d+)", said)
+    path = runtime / "strop" / url.removeprefix("http://")
+    assert f"every request needs the token in {path}, where" in said and path.stat().st_mode & 0o777 == 0o600
+    page = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    for route in ("/pause", "/collective_rpc", "/sleep", "/resume", "/strop/lease"):
+        for headers in ({}, page):
+            assert httpx.post(url + route, content=b"{}", headers=headers, timeout=30).status_code == 401
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.delenv("STROP_VLLM_TOKEN", raising=False)
+    found = {"Authorization": f"Bearer {find_token(url)}"}
+    assert httpx.get(url + "/is_paused", headers=found, timeout=30).json() == {"is_paused": False}
+    assert httpx.post(url + "/pause", content=b"{}", headers=found | page, timeout=30).status_code == 403
+    assert httpx.get(url + "/is_paused", headers=found, timeout=30).json() == {"is_paused": False}
+
+
+def test_ctrl_c_and_kill_9_of_serve_leave_nothing(model_folders, tmp_path, monkeypatch):
     """Three foreground servers: one is interrupted once it serves, the starter of the next is killed while it starts.
 
     Of the last one starter, guard and API server are killed: its engine ends by itself, and the next start removes
@@ -128,7 +147,10 @@ def test_ctrl_c_and_kill_9_of_serve_leave_nothing(model_folders, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(f"method: grpo\nmodel: {model_folders['tied']}\nlearning_rate: 1e-4\nvllm: {{port: 0}}\n")
     scratch = Path(tempfile.mkdtemp(prefix="strop-test-"))  # tmp_path is too long for the names of sockets
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "XDG_RUNTIME_DIR": str(runtime)}
+    env.pop("STROP_VLLM_TOKEN", None)
     command = [sys.executable, "-m", "rollout.serve", "--config", str(config), "--vllm.max-model-len", "64"]
     logs = [tmp_path / f"serve-{i}.log" for i in range(3)]
     running = [
@@ -143,25 +165,26 @@ def test_ctrl_c_and_kill_9_of_serve_leave_nothing(model_folders, tmp_path):
         killed.wait()
         wait_for(lambda: not group_members(group), 30)
 
-        wait_for(lambda: "now start the trainer" in logs[0].read_text() or calm.poll() is not None, 400)
-        assert "--rollout.engine vllm --vllm.url http://127.0.0.1:" in logs[0].read_text(), logs[0].read_text()[-2000:]
-        group = server_group(calm.pid)
-        assert len(group_members(group)) >= 3
-        calm.send_signal(signal.SIGINT)
-        assert calm.wait(30) == 0 and not group_members(group)
-        assert "stopped: no server is left running" in logs[0].read_text()
-
         wait_for(lambda: "now start the trainer" in logs[2].read_text() or orphaned.poll() is not None, 400)
         group = server_group(orphaned.pid)
         (guard,) = children(orphaned.pid)
-        (left,) = [path for path in scratch.iterdir() if path.name.startswith("strop-vllm-")]
-        wait_for((left / "shared_memory").exists, 20)
+        wait_for(lambda: len(list(scratch.glob("strop-vllm-*/shared_memory"))) == 2, 400)  # of both that are left
         for pid in (orphaned.pid, guard, group):
             os.kill(pid, signal.SIGKILL)
         orphaned.wait()
         wait_for(lambda: not group_members(group), 30)
+
+        wait_for(lambda: "now start the trainer" in logs[0].read_text() or calm.poll() is not None, 400)
+        assert "--rollout.engine vllm --vllm.url http://127.0.0.1:" in logs[0].read_text(), logs[0].read_text()[-2000:]
+        group = server_group(calm.pid)
+        assert len(group_members(group)) >= 3
+        asked_for_its_token(logs[0].read_text(), runtime, monkeypatch)
+        calm.send_signal(signal.SIGINT)
+        assert calm.wait(30) == 0 and not group_members(group)
+        assert "stopped: no server is left running" in logs[0].read_text()
         sweep(scratch)
-        assert not list(scratch.iterdir()) and set(os.listdir("/dev/shm")) <= shared_before
+        assert not list(scratch.iterdir()) and not list(runtime.iterdir())
+        assert set(os.listdir("/dev/shm")) <= shared_before
     finally:
         for process in running:
             process.kill()

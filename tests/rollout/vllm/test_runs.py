@@ -117,6 +117,14 @@ def test_ctrl_c_while_the_server_starts_leaves_nothing_behind(vllm_python, tmp_p
         process.kill()
 
 
+def assert_refused(run: Path, holder: Path, pid: int, *argv: Any, **env: str) -> None:
+    """A second trainer on a server that another run holds: one sentence, and nothing is left of it."""
+    assert start(run, *argv, **env).wait(timeout=120) == 2
+    said = rf"error: vllm\.url=http://\S+: {holder} \(host \S+, pid {pid}, user \S+\) trains on it since .* UTC; wait"
+    assert re.search(said, log_of(run).replace("\n", " ")) and "Traceback" not in log_of(run), log_of(run)
+    assert not run.exists()
+
+
 def test_a_trainer_killed_in_the_middle_of_a_transfer_is_resumed_on_the_same_server(tied_server, tmp_path):
     run = tmp_path / "killed"
     hold = tmp_path / "sitecustomize.py"  # waits inside the third push until it is killed
@@ -141,11 +149,13 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer_is_resumed_on_the_same_ser
         while not (tmp_path / "held").exists():
             assert process.poll() is None and time.monotonic() < deadline, log_of(run)[-3000:]
             time.sleep(0.1)
+        assert_refused(tmp_path / "second", run, process.pid, *url, **env)
         process.kill()
         process.wait()
     finally:
         process.kill()
     del env["STROP_TEST_HOLD"]
+    assert_refused(tmp_path / "third", run, process.pid, *url, **env)  # its run may come back
     again = start(run, *url, "--resume", run, **env)
     assert again.wait(timeout=240) == 0, log_of(run)[-3000:]
     assert [row["step"] for row in metrics(run)][-1] == STEPS

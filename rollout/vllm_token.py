@@ -1,0 +1,114 @@
+"""Tokens of servers started on this machine, kept where a trainer of the same user finds them by the server's address.
+
+    kept = TokenFile("127.0.0.1", 8000, "secret")     # $XDG_RUNTIME_DIR/strop/127.0.0.1:8000, mode 0600
+    find_token("http://localhost:8000") -> "secret"
+    kept.close()                                      # the file is gone
+
+A trainer on another machine is told the token by STROP_VLLM_TOKEN, which wins over a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollout.options import LOOPBACK
+from rollout.vllm_command import TOKEN
+
+ANY = ("0.0.0.0", "::")  # addresses of a server that listens on all
+
+
+class TokenFile:
+    """The token of one server, in a file that only its user can read, for as long as the server's starter lives."""
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        folder = folders()[0]
+        for _ in range(10):  # another starter that ends may delete the empty folder in between
+            with contextlib.suppress(OSError):
+                folder.mkdir(mode=0o700)
+            if not is_private(folder):
+                raise ValueError(
+                    f"{folder}: is not a folder that only this user can read, so no server's token can be kept in it; "
+                    "delete it, or set XDG_RUNTIME_DIR to such a folder"
+                )
+            sweep(folder)
+            self.path = folder / f"{host}:{port}"
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink(missing_ok=True)  # of a server that was killed
+                handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                break
+        else:
+            raise ValueError(f"{folder}: cannot be written to; set XDG_RUNTIME_DIR to a folder that can")
+        self._file = os.fdopen(handle, "w")
+        # The lock tells that the starter lives; a killed one loses it, and the next start sweeps its file away.
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._file.write(token)
+        self._file.flush()
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._file.closed:
+            return
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+        sweep(self.path.parent)
+        with contextlib.suppress(OSError):  # others have theirs in it
+            self.path.parent.rmdir()
+
+
+def find_token(url: str) -> str | None:
+    """For a server at this address: that of STROP_VLLM_TOKEN, or one that this user started on this machine."""
+    if given := os.environ.get(TOKEN):
+        return given
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    hosts = [host]
+    if host == "localhost":
+        hosts += ["127.0.0.1", "::1"]
+    if host in LOOPBACK or host == socket.gethostname().lower():  # not to a server of that port elsewhere
+        hosts += ANY
+    for folder in folders():
+        for name in hosts if is_private(folder) else ():
+            path = folder / f"{name}:{port}"
+            try:
+                handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            except OSError:
+                continue
+            with os.fdopen(handle) as file:
+                if os.fstat(handle).st_uid == os.getuid():
+                    return file.read().strip() or None
+    return None
+
+
+def folders() -> list[Path]:
+    """Where tokens may lie, the first one is written to. A session without XDG_RUNTIME_DIR (cron, ssh with a command)
+    still looks where one with it writes.
+    """
+    user = os.getuid()
+    runtime = [Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}"), Path(f"/run/user/{user}")]
+    temporary = [Path(tempfile.gettempdir()), Path("/tmp")]
+    found = [root / "strop" for root in runtime if is_private(root)]
+    return list(dict.fromkeys([*found, *(root / f"strop-{user}" for root in temporary)]))
+
+
+def is_private(path: Path) -> bool:
+    """A folder of this user, no link to one, that others can neither read nor enter."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def sweep(folder: Path) -> None:
+    """Delete tokens whose server's starter was killed."""
+    for path in folder.glob("*:*"):
+        with contextlib.suppress(OSError), path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its starter lives
+            path.unlink()

@@ -7,12 +7,19 @@
 Masks are found by token ids: what the model would be given before a turn must be a prefix of the ids of the whole
 conversation, otherwise the row is refused. A completion is never tokenised on its own to find its place: many
 tokenizers open a text with a space, or join what stands on either side of a boundary (see render_completion).
+
+Every renderer passes its messages through clean_messages first, so no template meets a null or a list of parts. It also
+refuses tool calls that the template does not write. `settings` is what a template is given besides the messages: tools
+and its own switches, such as enable_thinking (data/template_settings.py).
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,7 @@ DELIMITERS = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment",
          "document")  # fmt: skip
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, for what was thought before its content
 _PROBE = "strop"  # an answer that no template rewrites
 
 
@@ -96,12 +104,17 @@ def with_system(messages: Messages, system_prompt: str | None) -> Messages:
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def render_prompt(tokenizer: Any, prompt: str | Messages, system_prompt: str | None = None) -> list[int]:
+def render_prompt(
+    tokenizer: Any, prompt: str | Messages, system_prompt: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> list[int]:  # fmt: skip
     """Ids an engine completes. Plain text gets the tokenizer's BOS if it has that habit, and never a system prompt."""
     if not isinstance(prompt, str):
-        check_messages(prompt)
+        prompt = clean_messages(prompt)
         _check_ids(tokenizer, prompt)
-        return _render_ids(tokenizer, with_system(prompt, system_prompt), generation_prompt=True)
+        _check_calls(tokenizer, prompt, settings)
+        whole = with_system(prompt, system_prompt)
+        return _ids_of(tokenizer, _render_text(tokenizer, whole, generation_prompt=True, settings=settings))
     ids = _encode(tokenizer, prompt)
     if prompt and not ids:
         raise ValueError(_no_ids(prompt))
@@ -131,27 +144,114 @@ def render_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
 
 
 def render_conversation(
-    tokenizer: Any, messages: Messages, system_prompt: str | None = None, *, first_trained: int = 0
-) -> tuple[list[int], list[bool]]:
+    tokenizer: Any, messages: Messages, system_prompt: str | None = None, *, first_trained: int = 0,
+    settings: Mapping[str, Any] | None = None, notes: list[str] | None = None,
+) -> tuple[list[int], list[bool]]:  # fmt: skip
     """Ids of a whole conversation, and a mask that trains each assistant turn with its end-of-turn token.
 
+    A turn that the template closes only when it is the last one, or with another token, is trained up to where the
+    next turn begins: its own text, and no end-of-turn token where the template writes none. The mask never covers
+    another role's turn.
+
     first_trained: number of the first message that may be trained; earlier assistant turns are context.
+    notes: what is worth telling about the row is added to it.
     """
-    check_messages(messages)
+    messages = clean_messages(messages)
     _check_ids(tokenizer, messages)
+    _check_calls(tokenizer, messages, settings)
     whole = with_system(messages, system_prompt)
     first_trained += len(whole) - len(messages)
-    ids = _render_ids(tokenizer, whole, generation_prompt=False)
-    mask = [False] * len(ids)
+    conversation = _Conversation(tokenizer, whole, settings)
+    mask = [False] * len(conversation.ids)
     for number, message in enumerate(whole):
         if message["role"] != "assistant" or number < first_trained:
             continue
         if number == 0:
             raise ValueError("messages: the conversation opens with an assistant turn; put a user turn before it")
-        start = _length_of_prefix(ids, _render_ids(tokenizer, whole[:number], generation_prompt=True), number)
-        end = _end_of_turn(tokenizer, ids, whole, number, start)
+        start = conversation.start_of_turn(number)
+        end = conversation.end_of_turn(number, start)
         mask[start:end] = [True] * (end - start)
-    return ids, mask
+    if notes is not None:
+        notes += dict.fromkeys(conversation.notes)
+    return conversation.ids, mask
+
+
+class _Conversation:
+    """A rendered conversation, in which assistant turns are to be found."""
+
+    def __init__(self, tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None) -> None:
+        self.tokenizer, self.messages, self.settings = tokenizer, messages, settings
+        self.notes: list[str] = []
+        self.text = self.render(messages)
+        self.ids = _ids_of(tokenizer, self.text)
+
+    def render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
+        return _render_text(self.tokenizer, messages, generation_prompt=generation_prompt, settings=self.settings)
+
+    def start_of_turn(self, number: int) -> int:
+        """Where the trained part of an assistant turn begins: behind the generation prompt.
+
+        Some templates end the generation prompt with more than they write before a turn, an opened <think> for one.
+        There the part begins behind what the two have in common, as it does in a preference pair.
+        """
+        before = self.messages[:number]
+        opening = self.render(before, generation_prompt=True)
+        if self.text.startswith(opening):
+            prefix = _ids_of(self.tokenizer, opening)
+            if self.ids[: len(prefix)] != prefix:
+                raise ValueError(
+                    f"messages[{number}]: the ids before this assistant turn are not a prefix of the conversation's "
+                    "ids, so its loss mask cannot be placed; strip white space at its start"
+                )
+            return len(prefix)
+        if not self.text.startswith(self.render(before)):
+            raise ValueError(_rewritten(number))
+        # Found with an answer of our own: the real one may begin with letters of what is opened, such as "<".
+        answer = {key: value for key, value in self.messages[number].items() if key not in THOUGHT_KEYS}
+        probe = self.render([*before, {**answer, "content": _PROBE}, *self.messages[number + 1 :]])
+        head = commonprefix([opening, probe, self.text])
+        self.notes.append(f"whose answer does not begin with {opening[len(head) :]!r}, which the chat template puts "
+                          "before what a model writes")  # fmt: skip
+        return common_prefix(_ids_of(self.tokenizer, head), self.ids)
+
+    def end_of_turn(self, number: int, start: int) -> int:
+        """Where it ends: after its end-of-turn token, and never behind the beginning of the next turn.
+
+        Templates put more behind that token (a newline, say), which an engine that stops there never produces.
+        """
+        stop, is_last = end_of_turn_id(self.tokenizer), number + 1 == len(self.messages)
+        if stop is not None:
+            _check_content(self.tokenizer, self.messages[number], stop, f"messages[{number}]")
+        alone = self.ids if is_last else _ids_of(self.tokenizer, self.render(self.messages[: number + 1]))
+        is_prefix = self.ids[: len(alone)] == alone  # else this turn is written differently once others follow it
+        if stop is None and not is_prefix:
+            raise ValueError(_rewritten(number))
+        if stop is None:
+            return len(alone)
+        limit = len(alone) if is_prefix else self.start_of_next(number)
+        if stop in self.ids[start:limit]:
+            return self.ids.index(stop, start) + 1
+        end = common_prefix(alone, self.ids)
+        if is_last or end <= start:
+            raise ValueError(
+                f"messages[{number}]: the chat template does not close this assistant turn; use another one"
+            )
+        if not is_prefix:
+            self.notes.append("with an assistant turn that the chat template does not close before the next one, "
+                              "trained without an end-of-turn token")  # fmt: skip
+        return end
+
+    def start_of_next(self, number: int) -> int:
+        """Where the text of a later message begins, at the latest: all before it stays when that text is another."""
+        later = [{**message, "content": _PROBE + message["content"]} for message in self.messages[number + 1 :]]
+        return common_prefix(_ids_of(self.tokenizer, self.render(self.messages[: number + 1] + later)), self.ids)
+
+
+def _rewritten(number: int) -> str:
+    return (
+        f"messages[{number}]: the chat template writes what is before this assistant turn differently once the turn "
+        "follows, so its loss mask cannot be placed; use a template that adds turn by turn"
+    )
 
 
 def render_responses(
@@ -162,9 +262,8 @@ def render_responses(
 
     The template may write the end of the prompt differently once a response follows (a thinking stub, say), so the
     prompt's ids need not be a prefix of the others; what comes before the assistant's turn must be.
-    settings: what the template is given besides messages: tools and its own switches.
     """
-    check_messages(prompt)
+    prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; it must end where the response begins")
     _check_ids(tokenizer, prompt)
@@ -173,8 +272,9 @@ def render_responses(
     head = _ids_of(tokenizer, _render_text(tokenizer, context, generation_prompt=True, settings=settings))
     wholes = []
     for response in responses:
-        check_messages(response)
+        response = clean_messages(response)
         _check_ids(tokenizer, response)
+        _check_calls(tokenizer, prompt + response, settings)
         text = _render_text(tokenizer, context + response, generation_prompt=False, settings=settings)
         if not text.startswith(before):
             raise ValueError(
@@ -186,44 +286,136 @@ def render_responses(
     return head, wholes
 
 
-def check_messages(messages: Any) -> None:
-    """Refuse what no template could render."""
+def clean_messages(messages: Any) -> Messages:
+    """The messages as every template can take them; what none could render is refused.
+
+    The content of each is text: parts of the type text are joined, and null beside tool_calls is empty text. Keys
+    without a value are left out, as templates ask whether a key is there. All other keys stay.
+    """
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages={messages!r}: must be a list of at least one message")
+    cleaned = []
     for number, message in enumerate(messages):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise ValueError(f"messages[{number}]={message!r}: a message has the keys 'role' and 'content'")
+        where = f"messages[{number}]"
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or "role" not in message or ("content" not in message and not calls):
+            raise ValueError(f"{where}={message!r}: a message has the keys 'role' and 'content'")
         if message["role"] not in ROLES:  # most templates would write it down unseen
             raise ValueError(
-                f"messages[{number}]: role={message['role']!r} is unknown; use system, user or assistant "
-                f"(all: {', '.join(ROLES)})"
+                f"{where}: role={message['role']!r} is unknown; use system, user or assistant (all: {', '.join(ROLES)})"
             )
-        content = message["content"]
-        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"messages[{number}]: its content is {content!r}, not text; fix the row")
+        kept = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+        kept["content"] = "" if calls and message.get("content") is None else _text_of(message["content"], where)
+        if calls:
+            kept["tool_calls"] = _calls_of(calls, where)
+        cleaned.append(kept)
+    return cleaned
+
+
+def _text_of(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}: its content is {content!r}, not text; fix the row")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where}: its content has a part of type {kind!r}; only text is supported, fix the row")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(calls, str):  # tables whose rows differ in shape hold them as JSON
+        try:
+            calls = json.loads(calls)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: its tool_calls are not valid JSON ({error.msg}); fix the row") from None
+    if not isinstance(calls, list) or not all(isinstance(_function(call).get("name"), str) for call in calls):
+        raise ValueError(f"{where}: its tool_calls are not a list of calls with the name of a function; fix the row")
+    return calls
+
+
+def _function(call: Any) -> dict[str, Any]:
+    """The part of a call that has the name and the arguments."""
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    return inner if isinstance(inner, dict) else {}
+
+
+def _check_calls(tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None) -> None:
+    """Refuse tool calls that the template does not write: the model would see, or learn, a turn that says nothing."""
+    marks: dict[str, int] = {}  # name that we give to a call -> number of its message
+
+    def marked(call: dict[str, Any], number: int) -> dict[str, Any]:
+        mark = f"{_PROBE}_call_{len(marks)}_"
+        marks[mark] = number
+        function = {**_function(call), "name": mark}
+        return {**call, "function": function} if "function" in call else function
+
+    changed = [
+        {**message, "tool_calls": [marked(call, number) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for number, message in enumerate(messages)
+    ]
+    text = _render_text(tokenizer, changed, generation_prompt=False, settings=settings) if marks else ""
+    for mark, number in marks.items():
+        if mark not in text:
+            raise ValueError(
+                f"messages[{number}]: has tool_calls that the chat template does not write; use a template that "
+                "writes them (--chat-template), or put them into the content"
+            )
+
+
+def unwritten(
+    tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None, *, first_trained: int = 0
+) -> list[str]:
+    """What of a row the template passes over, or may not be meant to be trained; for a count.
+
+    That is its tools, the thoughts in its trained turns, and nulls in the arguments of their tool calls: those were
+    written by the user, or by a program that filled the gaps of a table, and nothing tells one from the other.
+    """
+    messages = clean_messages(messages)
+    settings = settings or {}
+    found = []
+    if settings.get("tools"):
+        bare = {name: value for name, value in settings.items() if name != "tools"}
+        texts = [_render_text(tokenizer, messages, generation_prompt=False, settings=s) for s in (settings, bare)]
+        if texts[0] == texts[1]:
+            found.append("with tools that the chat template does not write")
+    marks: dict[str, str] = {}  # what we put into a thought -> what to say if it is not written
+    changed = list(messages)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or number < first_trained:
+            continue
+        if any(_has_null(_function(call).get("arguments")) for call in message.get("tool_calls", ())):
+            found.append("with null in the arguments of a tool call, trained as it is written")
+        for key in THOUGHT_KEYS:
+            if isinstance(message.get(key), str) and message[key].strip():
+                mark = f"{_PROBE}_{key}_{number}_"
+                marks[mark] = f"with {key} that the chat template does not write"
+                changed[number] = {**changed[number], key: mark}
+        if "</think>" in message["content"]:
+            mark = f"{_PROBE}_thought_{number}_"
+            marks[mark] = "with thoughts before </think> that the chat template cuts out of a trained turn"
+            content = message["content"].replace("</think>", f"{mark}</think>", 1)
+            changed[number] = {**changed[number], "content": content}
+    text = _render_text(tokenizer, changed, generation_prompt=False, settings=settings) if marks else ""
+    return list(dict.fromkeys([*found, *(what for mark, what in marks.items() if mark not in text)]))
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(item is None or _has_null(item) for item in value.values())
+    return isinstance(value, list) and any(_has_null(item) for item in value)
 
 
 def _check_ids(tokenizer: Any, messages: Messages) -> None:
     """The template's own tokens would hide that the tokenizer has none for the text."""
     last = messages[-1]["content"]
-    if isinstance(last, str) and last.strip() and not _encode(tokenizer, last):
+    if last.strip() and not _encode(tokenizer, last):
         raise ValueError(_no_ids(last))
-
-
-def _end_of_turn(tokenizer: Any, ids: list[int], messages: Messages, number: int, start: int) -> int:
-    """Where the trained part of an assistant turn ends: after its end-of-turn token.
-
-    Templates put more behind that token (a newline, say), which an engine that stops there never produces. Templates
-    may also write an earlier turn differently from a last one (Qwen3 drops its thinking), so the token is looked for in
-    the ids of the whole; only a template without one is rendered up to this turn instead.
-    """
-    stop = end_of_turn_id(tokenizer)
-    if stop is None:
-        return _length_of_prefix(ids, _render_ids(tokenizer, messages[: number + 1], generation_prompt=False), number)
-    _check_content(tokenizer, messages[number], stop, f"messages[{number}]")
-    if stop not in ids[start:]:
-        raise ValueError(f"messages[{number}]: the chat template does not close this assistant turn; use another one")
-    return ids.index(stop, start) + 1
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -244,25 +436,11 @@ def _end_of_response(tokenizer: Any, ids: list[int], response: dict[str, Any], s
 
 
 def _check_content(tokenizer: Any, message: dict[str, Any], stop: int, where: str) -> None:
-    content = message["content"]
-    if isinstance(content, str) and stop in _encode(tokenizer, content):
+    if stop in _encode(tokenizer, message["content"]):
         raise ValueError(
             f"{where}: the assistant's text holds the template's own end-of-turn token "
             f"{tokenizer.convert_ids_to_tokens(stop)!r}; remove it from the data"
         )
-
-
-def _length_of_prefix(ids: list[int], prefix: list[int], number: int) -> int:
-    if ids[: len(prefix)] != prefix:
-        raise ValueError(
-            f"messages[{number}]: the ids before this assistant turn are not a prefix of the conversation's ids, so "
-            "its loss mask cannot be placed; strip white space at its start, or use a template that adds turn by turn"
-        )
-    return len(prefix)
-
-
-def _render_ids(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> list[int]:
-    return _ids_of(tokenizer, _render_text(tokenizer, messages, generation_prompt=generation_prompt))
 
 
 def _ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -275,11 +453,26 @@ def _ids_of(tokenizer: Any, text: str) -> list[int]:
 def _render_text(
     tokenizer: Any, messages: Messages, *, generation_prompt: bool, settings: Mapping[str, Any] | None = None
 ) -> str:
+    """Text of messages that clean_messages has seen."""
     if not tokenizer.chat_template:
         raise ValueError(
             "chat_template=tokenizer_default: the rows are conversations but this tokenizer has no chat template; "
             f"choose one of {', '.join(DELIMITERS)}, or give a FILE.jinja"
         )
+    text = _apply_template(tokenizer, messages, generation_prompt, settings)
+    # Some templates (DeepSeek's) write the calls of a turn only if its content is null, and ask for that.
+    if not re.search(r"content\W+is\s+(not\s+)?none", str(tokenizer.chat_template)):
+        return text
+    nulls = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
+    if nulls == messages:
+        return text
+    other = _apply_template(tokenizer, nulls, generation_prompt, settings)
+    return other if other.count("None") == text.count("None") else text
+
+
+def _apply_template(
+    tokenizer: Any, messages: Messages, generation_prompt: bool, settings: Mapping[str, Any] | None
+) -> str:
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generation_prompt, **(settings or {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS, refuse_formats
@@ -14,7 +14,8 @@ from data.types import Example
 
 def load_documents(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
-    max_length: int = 1024, context_length: int | None = None, cfg: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int = 1024, context_length: int | None = None,
+    cfg: Any = None,
 ) -> list[Document]:  # fmt: skip
     """Read documents from every spec, in order, as load_examples reads examples: cuts and drops are counted aloud.
 
@@ -22,8 +23,9 @@ def load_documents(
     """
     refuse_formats(specs, data_format, EBFT_FORMATS, "structured")
     examples = load_examples(
-        specs, tokenizer, data_format=data_format, system_prompt=system_prompt, max_length=max_length,
-        context_length=context_length, cfg=cfg, formats=SFT_FORMATS | EBFT_STRIDED_FORMATS,
+        specs, tokenizer, data_format=data_format, system_prompt=system_prompt,
+        chat_template_kwargs=chat_template_kwargs, max_length=max_length, context_length=context_length, cfg=cfg,
+        formats=SFT_FORMATS | EBFT_STRIDED_FORMATS,
     )  # fmt: skip
     return [_document(example) for example in examples]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from data.fields import DEFAULT, messages_of, text_of
 from data.format_options import FormatOptions
-from data.formats import Columns, Format, parse_specs, user_turn
+from data.formats import Columns, Format, parse_specs, template_columns, user_turn
 from data.types import Messages
 
 CONVERSATION = ("messages", "conversations")
@@ -130,13 +130,13 @@ def _strided_chat(columns: Columns) -> Columns:
     """Every assistant turn is trained."""
     messages = conversation_of(columns)
     _assistant_turns(messages)
-    return {"messages": messages}
+    return {"messages": messages, **template_columns(columns)}
 
 
 def _strided_last(columns: Columns) -> Columns:
     """Only the last assistant turn is trained."""
     made = last_turn(columns)
-    return {"prompt": made["prompt"], "completion": made["ground_truth"]}
+    return {"prompt": made["prompt"], "completion": made["ground_truth"], **template_columns(columns)}
 
 
 EBFT_FORMATS: dict[str, TruthFormat] = {

@@ -74,6 +74,11 @@ def need(columns: Columns, *names: str) -> None:
         )
 
 
+def template_columns(columns: Columns) -> Columns:
+    """The columns that are for the chat template, for a format that makes new columns of a row."""
+    return {name: columns[name] for name in ("tools", "chat_template_kwargs") if name in columns}
+
+
 def user_turn(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
@@ -130,12 +135,12 @@ def _auto_sft(columns: Columns) -> Columns:
 
 def _question_answer_sft(columns: Columns) -> Columns:
     need(columns, "question", "answer")
-    return {"prompt": user_turn(columns["question"]), "completion": columns["answer"]}
+    return {"prompt": user_turn(columns["question"]), "completion": columns["answer"], **template_columns(columns)}
 
 
 def _alpaca_sft(columns: Columns) -> Columns:
     need(columns, "instruction", "output")
-    return {"prompt": _instruction(columns), "completion": columns["output"]}
+    return {"prompt": _instruction(columns), "completion": columns["output"], **template_columns(columns)}
 
 
 def _instruction(columns: Columns) -> Messages:

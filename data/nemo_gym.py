@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.chat import check_messages, render_prompt, with_system
+from data.chat import clean_messages, render_prompt, with_system
 from data.formats import apply
 from data.prompts import fits, say_left_out
 from data.sources import load_rows, parse_spec
+from data.template_settings import template_settings
 from data.types import Messages, Prompt
 
 Columns = dict[str, Any]
@@ -30,8 +31,8 @@ OWN = ("verify_extra", "nemo_gym_ref", "nemo_gym_index")
 
 def load_nemo_gym(
     datasets: Sequence[str], tokenizer: Any, *, folder: str | None = None, multi_turn: bool = False,
-    system_prompt: str | None = None, max_prompt_length: int | None = None, context_length: int | None = None,
-    max_completion_length: int = 0,
+    system_prompt: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+    max_prompt_length: int | None = None, context_length: int | None = None, max_completion_length: int = 0,
 ) -> list[Prompt]:  # fmt: skip
     """All rows of all datasets, in order. Prompts over max_prompt_length tokens are left out, and counted aloud."""
     prompts: list[Prompt] = []
@@ -43,12 +44,15 @@ def load_nemo_gym(
             num_rows += 1
             columns = apply(nemo_gym_columns, row, server, num_rows - 1)
             columns["nemo_gym_ref"]["source"] = row.source
-            messages, ids = apply(_tokenise, row, columns["prompt"], tokenizer, system_prompt)
+            settings = apply(_settings, row, chat_template_kwargs)
+            messages, ids = apply(_tokenise, row, columns["prompt"], tokenizer, system_prompt, settings)
             if not fits(row.source, ids, max_prompt_length, context_length, max_completion_length):
                 continue
             num_tools += bool(row.columns["responses_create_params"].get("tools"))
             rest = {name: value for name, value in columns.items() if name != "prompt"}
-            prompts.append(Prompt(source=row.source, prompt=messages, ids=ids, columns=rest, weight=spec.weight))
+            prompts.append(
+                Prompt(source=row.source, prompt=messages, ids=ids, columns=rest, settings=settings, weight=spec.weight)
+            )
     say_left_out(len(prompts), num_rows, max_prompt_length)
     if num_tools and not multi_turn:
         print(
@@ -147,12 +151,18 @@ def _agent_name(columns: Columns) -> str | None:
     return ref["name"]
 
 
+def _settings(columns: Columns, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of the chat template; a row of the gym has its own in its metadata, as JSON."""
+    metadata = columns["responses_create_params"].get("metadata") or {}
+    return template_settings({"chat_template_kwargs": metadata.get("chat_template_kwargs")}, kwargs)
+
+
 def _tokenise(
-    columns: Columns, messages: Messages, tokenizer: Any, system_prompt: str | None
+    columns: Columns, messages: Messages, tokenizer: Any, system_prompt: str | None, settings: dict[str, Any]
 ) -> tuple[Messages, list[int]]:
-    check_messages(messages)
+    messages = clean_messages(messages)
     if messages[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; it must end where the assistant is to answer")
     if not str(messages[-1]["content"]).strip():
         raise ValueError("the prompt is empty (its last message has no text); remove the row or fill it in")
-    return with_system(messages, system_prompt), render_prompt(tokenizer, messages, system_prompt)
+    return with_system(messages, system_prompt), render_prompt(tokenizer, messages, system_prompt, settings)

@@ -12,11 +12,20 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from data.bad_rows import BadRows, Tally, read_rows
-from data.chat import DELIMITERS, check_delimiters, common_prefix, end_of_turn_id, render_prompt, render_responses
+from data.chat import (
+    DELIMITERS,
+    check_delimiters,
+    common_prefix,
+    end_of_turn_id,
+    render_prompt,
+    render_responses,
+    unwritten,
+)
 from data.format_options import FormatOptions
 from data.formats import Columns, Format, parse_specs
 from data.pair_formats import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
-from data.types import Messages, Pair
+from data.template_settings import check_effect, template_settings
+from data.types import Pair
 
 TooLong = Literal["cut", "drop"]
 
@@ -28,6 +37,7 @@ class Rendered(NamedTuple):
     responses: list[list[int]]  # ids after the prompt, one list per response
     notes: tuple[str, ...]  # what is worth telling about the row
     takes_system: bool  # whether there is a place for system_prompt in it
+    by_template: bool  # whether the chat template writes it
     value: Any = None  # what the row holds besides text: a margin, a label
 
 
@@ -41,8 +51,9 @@ class Limits(NamedTuple):
 
 def load_pairs(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
-    max_length: int | None = 1024, max_prompt_length: int | None = None, context_length: int | None = None,
-    too_long: TooLong = "cut", bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int | None = 1024,
+    max_prompt_length: int | None = None, context_length: int | None = None, too_long: TooLong = "cut",
+    bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
 ) -> list[Pair]:  # fmt: skip
     """Read pairs from every spec, in order. What was cut, left out or skipped is counted aloud, in one line.
 
@@ -52,13 +63,14 @@ def load_pairs(
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
     tally = Tally()
-    make = partial(render_pair, tokenizer=tokenizer, system_prompt=system_prompt)
+    make = partial(render_pair, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=chat_template_kwargs)
     pairs = []
-    takes_system = False
+    takes_system = by_template = False
     for spec, row, rendered in read_rows(
         specs, formats, make, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
     ):
         takes_system |= rendered.takes_system
+        by_template |= rendered.by_template
         responses = fit(rendered, limits, tally)
         if responses is None:
             continue
@@ -70,6 +82,7 @@ def load_pairs(
         )  # fmt: skip
     check_kept(pairs, tally, limits)
     check_system(system_prompt, takes_system)
+    check_effect(chat_template_kwargs, by_template)
     tally.say()
     return pairs
 
@@ -169,52 +182,38 @@ def _told(tally: Tally) -> str:
     return "; ".join(f"{count} {what}" for what, count in tally.notes.items())
 
 
-def render_pair(columns: Columns, tokenizer: Any, system_prompt: str | None) -> Rendered:
+def render_pair(
+    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
+) -> Rendered:
     """Ids of a row {"prompt", "chosen", "rejected"}, with its margin."""
-    rendered = render_row(columns, ("chosen", "rejected"), tokenizer, system_prompt)
+    rendered = render_row(columns, ("chosen", "rejected"), tokenizer, system_prompt, kwargs)
     return rendered._replace(value=_margin(columns.get("margin")))
 
 
-def render_row(columns: Columns, names: Sequence[str], tokenizer: Any, system_prompt: str | None) -> Rendered:
+def render_row(
+    columns: Columns, names: Sequence[str], tokenizer: Any, system_prompt: str | None,
+    kwargs: Mapping[str, Any] | None,
+) -> Rendered:  # fmt: skip
     """Ids of a prompt and of the responses in the named columns, which come after it."""
     prompt = columns["prompt"]
     responses = [columns[name] for name in names]
-    if isinstance(prompt, str):
+    by_template = not isinstance(prompt, str)
+    if not by_template:
         head = render_prompt(tokenizer, prompt)
         wholes = [_closed(render_prompt(tokenizer, prompt + response), tokenizer) for response in responses]
         notes = []
     else:
-        settings = template_settings(columns)
+        settings = template_settings(columns, kwargs)
         head, wholes = render_responses(tokenizer, prompt, responses, system_prompt, settings)
-        notes = _unwritten(prompt, responses, settings, (head, wholes), tokenizer, system_prompt)
+        found = [unwritten(tokenizer, prompt + response, settings, first_trained=len(prompt)) for response in responses]
+        notes = list(dict.fromkeys(what for notes in found for what in notes))
     length = min(common_prefix(head, whole) for whole in wholes)
     if length == 0:
         raise ValueError("the prompt has no token of its own, its text melts into the response's; lengthen it")
     if length < len(head):
         notes.append("whose prompt ends within a token of the response; that token counts as response")
-    return Rendered(head[:length], [whole[length:] for whole in wholes], tuple(notes), columns["takes_system"])
-
-
-def template_settings(columns: Columns) -> dict[str, Any]:
-    tools = columns.get("tools")
-    return {**(columns.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})}
-
-
-def _unwritten(
-    prompt: Messages, responses: Sequence[Messages], settings: dict[str, Any], ids: tuple, tokenizer: Any,
-    system_prompt: str | None,
-) -> list[str]:  # fmt: skip
-    """Which of tools and reasoning_content the template passes over: the ids are the same without them."""
-    found = []
-    if settings.get("tools"):
-        bare = {name: value for name, value in settings.items() if name != "tools"}
-        if render_responses(tokenizer, prompt, responses, system_prompt, bare) == ids:
-            found.append("with tools that the chat template does not write")
-    if any("reasoning_content" in response[-1] for response in responses):
-        plain = [[{k: v for k, v in turn.items() if k != "reasoning_content"} for turn in turns] for turns in responses]
-        if render_responses(tokenizer, prompt, plain, system_prompt, settings) == ids:
-            found.append("with reasoning_content that the chat template does not write")
-    return found
+    responses = [whole[length:] for whole in wholes]
+    return Rendered(head[:length], responses, tuple(notes), columns["takes_system"], by_template)
 
 
 def _closed(ids: list[int], tokenizer: Any) -> list[int]:

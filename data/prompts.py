@@ -3,39 +3,58 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from data.chat import check_messages, render_prompt, with_system
+from data.bad_rows import Tally
+from data.chat import clean_messages, render_prompt, unwritten, with_system
 from data.formats import PROMPT_FORMATS, Columns, apply, formatted_rows
+from data.template_settings import check_effect, template_settings
 from data.types import Messages, Prompt
+
+
+class Rendered(NamedTuple):
+    """The prompt of a row."""
+
+    prompt: str | Messages  # as rewards see it
+    ids: list[int]  # as an engine gets it
+    settings: dict[str, Any]  # what the chat template was given besides the messages
+    notes: list[str]  # what is worth telling about the row
 
 
 def load_prompts(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
-    max_prompt_length: int | None = None, context_length: int | None = None, max_completion_length: int = 0,
-    cfg: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None, max_prompt_length: int | None = None,
+    context_length: int | None = None, max_completion_length: int = 0, cfg: Any = None,
 ) -> list[Prompt]:  # fmt: skip
     """Read prompts from every spec, in order. Prompts over max_prompt_length tokens are left out, and counted aloud.
 
-    cfg is handed to a user's transform and used for nothing else.
+    A row's `tools` and `chat_template_kwargs` go to the chat template. cfg is handed to a user's transform and used for
+    nothing else.
     """
     check_room(max_completion_length, context_length)
     prompts = []
-    num_rows = 0
+    tally = Tally()
     for spec, row in formatted_rows(specs, PROMPT_FORMATS, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
-        num_rows += 1
-        prompt, ids = apply(tokenise_prompt, row, tokenizer, system_prompt)
-        if not fits(row.source, ids, max_prompt_length, context_length, max_completion_length):
+        tally.num_rows += 1
+        made = apply(tokenise_prompt, row, tokenizer, system_prompt, chat_template_kwargs)
+        if not fits(row.source, made.ids, max_prompt_length, context_length, max_completion_length):
             continue
+        for what in made.notes:
+            tally.note(what)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-        prompts.append(Prompt(source=row.source, prompt=prompt, ids=ids, columns=columns, weight=spec.weight))
-    say_left_out(len(prompts), num_rows, max_prompt_length)
+        prompts.append(
+            Prompt(source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, settings=made.settings,
+                   weight=spec.weight)
+        )  # fmt: skip
+    say_left_out(len(prompts), tally.num_rows, max_prompt_length)
     say_plain(prompts, tokenizer)
     if system_prompt is not None and not any(prompt.conversational for prompt in prompts):
         raise ValueError(
             "system_prompt: has no effect, all prompts are plain text; give messages, or put it in the text"
         )
+    check_effect(chat_template_kwargs, any(prompt.conversational for prompt in prompts))
+    tally.say()
     return prompts
 
 
@@ -85,19 +104,24 @@ def say_plain(prompts: Sequence[Prompt], tokenizer: Any) -> None:
         )
 
 
-def tokenise_prompt(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tuple[str | Messages, list[int]]:
-    """The prompt of a row as rewards see it, and its ids as an engine gets them."""
+def tokenise_prompt(
+    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
+) -> Rendered:
+    """The prompt of a row; kwargs are the flag's settings of the chat template, and the row's own win over them."""
     prompt = columns["prompt"]
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ValueError("the prompt is empty; remove the row or fill it in")
-        return prompt, render_prompt(tokenizer, prompt)
+        return Rendered(prompt, render_prompt(tokenizer, prompt), {}, [])
     if isinstance(prompt, list) and not prompt:
         raise ValueError("the prompt is empty; remove the row or fill it in")
-    check_messages(prompt)
+    prompt = clean_messages(prompt)
     last = prompt[-1]
     if last["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; it must end where the assistant is to answer")
-    if isinstance(last["content"], str) and not last["content"].strip():
+    if not last["content"].strip():
         raise ValueError("the prompt is empty (its last message has no text); remove the row or fill it in")
-    return with_system(prompt, system_prompt), render_prompt(tokenizer, prompt, system_prompt)
+    settings = template_settings(columns, kwargs)
+    ids = render_prompt(tokenizer, prompt, system_prompt, settings)
+    notes = unwritten(tokenizer, prompt, settings, first_trained=len(prompt))
+    return Rendered(with_system(prompt, system_prompt), ids, settings, notes)

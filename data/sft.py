@@ -6,19 +6,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.chat import check_messages, render_completion, render_conversation, render_prompt
+from data.bad_rows import Tally
+from data.chat import clean_messages, render_completion, render_conversation, render_prompt, unwritten
 from data.formats import SFT_FORMATS, Columns, Format, apply, formatted_rows
-from data.types import Example
+from data.template_settings import check_effect, template_settings
+from data.types import Example, Messages
 
 
 def load_examples(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
-    max_length: int = 1024, context_length: int | None = None, cfg: Any = None,
-    formats: Mapping[str, Format] = SFT_FORMATS,
+    chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int = 1024, context_length: int | None = None,
+    cfg: Any = None, formats: Mapping[str, Format] = SFT_FORMATS,
 ) -> list[Example]:  # fmt: skip
     """Read examples from every spec, in order, cut on the right to max_length tokens (or the context, if shorter).
 
-    Examples with no trained token left are dropped; both cuts and drops are counted aloud.
+    Examples with no trained token left are dropped; both cuts and drops are counted aloud. A row's `tools` and
+    `chat_template_kwargs` go to the chat template.
     """
     if max_length < 2:
         raise ValueError(f"max_length={max_length}: must be 2 or more, a token and the one it predicts")
@@ -26,10 +29,13 @@ def load_examples(
     examples = []
     num_rows = num_cut = 0
     conversational = False
+    tally = Tally()
     for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         num_rows += 1
         conversational |= not _is_text(row.columns)
-        ids, mask = apply(_tokenise, row, tokenizer, system_prompt)
+        ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs)
+        for what in notes:
+            tally.note(what)
         num_cut += len(ids) > limit
         ids, mask = ids[:limit], [False, *mask[1:limit]]  # nothing predicts the first token
         if any(mask):
@@ -45,6 +51,9 @@ def load_examples(
         print(f"data: left out {num_dropped} of {num_rows} examples with no trained token", file=sys.stderr)
     if system_prompt is not None and not conversational:
         raise ValueError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
+    check_effect(chat_template_kwargs, conversational)
+    tally.num_rows = num_rows
+    tally.say()
     return examples
 
 
@@ -54,11 +63,14 @@ def _is_text(columns: Columns) -> bool:
     return columns.get("completion") is None or isinstance(columns.get("prompt"), str)
 
 
-def _tokenise(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tuple[list[int], list[bool]]:
+def _tokenise(
+    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
+) -> tuple[list[int], list[bool], list[str]]:
+    """Ids, mask, and what is worth telling about the row."""
     if columns.get("messages") is not None:
-        return render_conversation(tokenizer, columns["messages"], system_prompt)
+        return _conversation(columns["messages"], 0, columns, tokenizer, system_prompt, kwargs)
     if columns.get("prompt") is None or columns.get("completion") is None:
-        return _tokenise_text(columns["text"], tokenizer)
+        return *_tokenise_text(columns["text"], tokenizer), []
     prompt, completion = columns["prompt"], columns["completion"]
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError("the prompt is empty; remove the row or fill it in")
@@ -69,16 +81,27 @@ def _tokenise(columns: Columns, tokenizer: Any, system_prompt: str | None) -> tu
             )
         ids, start = render_completion(tokenizer, prompt, completion)
         trained = _with_eos(ids[start:], tokenizer)
-        return ids[:start] + trained, [False] * start + [True] * len(trained)
-    check_messages(prompt)
+        return ids[:start] + trained, [False] * start + [True] * len(trained), []
+    prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; it must end where the completion begins")
     if not isinstance(completion, (str, list)):
         raise ValueError(f"the completion is a {type(completion).__name__}; give text or messages")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    check_messages(answer)
     # Assistant turns within the prompt are context, not something to imitate.
-    return render_conversation(tokenizer, prompt + answer, system_prompt, first_trained=len(prompt))
+    return _conversation(prompt + clean_messages(answer), len(prompt), columns, tokenizer, system_prompt, kwargs)
+
+
+def _conversation(
+    messages: Messages, first_trained: int, columns: Columns, tokenizer: Any, system_prompt: str | None,
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[list[int], list[bool], list[str]]:  # fmt: skip
+    settings = template_settings(columns, kwargs)
+    notes: list[str] = []
+    ids, mask = render_conversation(
+        tokenizer, messages, system_prompt, first_trained=first_trained, settings=settings, notes=notes
+    )
+    return ids, mask, notes + unwritten(tokenizer, messages, settings, first_trained=first_trained)
 
 
 def _tokenise_text(text: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:

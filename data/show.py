@@ -24,6 +24,7 @@ from data.prompts import load_prompts
 from data.sft import load_examples
 from data.sources import load_rows
 from data.stepwise import STEP_FORMATS, UNLABELLED, load_steps
+from data.template_settings import TemplateKwargs, check_kwargs
 from data.truths import load_truths
 from data.unpaired import load_labelled
 
@@ -57,6 +58,8 @@ class ShowConfig:
     """Rows printed, from the first on; the quantiles are of all rows."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
+    """Settings that the chat template reads, as a JSON object; a row's own column of that name wins over them."""
     system_prompt: str | None = None
     """System message put before every conversation that has none."""
     max_length: int | None = None
@@ -94,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"rows={cfg.rows}: must be 0 or more")
         tokenizer = load_tokenizer(cfg.model)
         set_chat_template(tokenizer, cfg.chat_template)
+        check_kwargs(tokenizer, cfg.chat_template_kwargs)
         show(read(cfg, tokenizer), tokenizer, cfg.rows)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -120,7 +124,8 @@ def read(cfg: ShowConfig, tokenizer: Any) -> list[Shown]:
     for name, kinds in USED_BY.items():
         if kind not in kinds and getattr(cfg, name) != getattr(ShowConfig(data=()), name):
             raise ValueError(f"{name}: has no effect on rows of kind={kind}; it is for {', '.join(kinds)}")
-    common = {"data_format": cfg.data_format, "system_prompt": cfg.system_prompt}
+    common = {"data_format": cfg.data_format, "system_prompt": cfg.system_prompt,
+              "chat_template_kwargs": cfg.chat_template_kwargs}  # fmt: skip
     if kind == "prompts":
         rows = load_prompts(cfg.data, tokenizer, max_prompt_length=cfg.max_prompt_length, **common)
         return [Shown(row.source, [_part("prompt", row.ids, [])], {"prompt": len(row.ids)}) for row in rows]

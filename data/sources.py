@@ -167,12 +167,41 @@ def _task_rows(spec: DataSpec) -> list[Row]:
     return _take(spec, rows, base=base)
 
 
+def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table without the nulls that its schema put into tool calls, tools and settings of the template.
+
+    A table gives every struct in a column the same keys, so there a null and a key that is not given are the same. The
+    nulls in a file of JSON were written by someone, and stay.
+    """
+
+    def clean(name: str, value: Any) -> Any:
+        if name in ("tools", "chat_template_kwargs"):
+            return _without_nulls(value)
+        return [clean_calls(item) for item in value] if isinstance(value, list) else clean_calls(value)
+
+    def clean_calls(message: Any) -> Any:
+        if not isinstance(message, dict) or "tool_calls" not in message:
+            return message
+        return {**message, "tool_calls": _without_nulls(message["tool_calls"])}
+
+    return {name: clean(name, value) for name, value in columns.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _hub_rows(spec: DataSpec) -> list[Row]:
     import datasets
 
     try:
         table = datasets.load_dataset(str(Path(spec.path).expanduser()), spec.name, split=spec.split or "train")
-        return [Row(source=f"{spec.path}:{number}", columns=dict(columns)) for number, columns in enumerate(table, 1)]
+        return [
+            Row(source=f"{spec.path}:{number}", columns=without_fillers(columns))
+            for number, columns in enumerate(table, 1)
+        ]
     except Exception as error:  # network, hub, unknown split or configuration, broken file: all for the user to mend
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
@@ -269,4 +298,4 @@ def _read_parquet(path: str, place: Path) -> list[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"data={path}: cannot be read as parquet ({reason})") from None
-    return [Row(source=f"{path}:{number}", columns=columns) for number, columns in enumerate(table, 1)]
+    return [Row(source=f"{path}:{number}", columns=without_fillers(columns)) for number, columns in enumerate(table, 1)]

@@ -6,15 +6,16 @@ step. Steps are tokenised one by one, which is also how a process reward model i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from data.bad_rows import BadRows, Tally, read_rows
 from data.chat import render_prompt, render_text
 from data.fields import messages_of, text_of
-from data.formats import Columns, Format, need
+from data.formats import Columns, Format, need, template_columns
 from data.pairs import check_system
+from data.template_settings import check_effect, template_settings
 from data.types import Steps
 
 UNLABELLED = -100
@@ -29,8 +30,9 @@ class Solution(NamedTuple):
 
 def load_steps(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "stepwise_supervised", step_separator: str = "\n",
-    system_prompt: str | None = None, max_length: int | None = 1024, max_completion_length: int | None = None,
-    context_length: int | None = None, last_step_only: bool = False, bad_rows: BadRows = "error", cfg: Any = None,
+    system_prompt: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+    max_length: int | None = 1024, max_completion_length: int | None = None, context_length: int | None = None,
+    last_step_only: bool = False, bad_rows: BadRows = "error", cfg: Any = None,
 ) -> list[Steps]:  # fmt: skip
     """Read solutions from every spec, in order. What is too long is cut on the right, and counted aloud.
 
@@ -47,7 +49,9 @@ def load_steps(
     limit = min((length for length in (max_length, context_length) if length is not None), default=None)
     separator = separator_ids(tokenizer, step_separator)
     tally = Tally()
-    make = partial(render_steps, tokenizer=tokenizer, separator=separator, system_prompt=system_prompt)
+    make = partial(
+        render_steps, tokenizer=tokenizer, separator=separator, system_prompt=system_prompt, kwargs=chat_template_kwargs
+    )
     rows: list[Steps] = []
     conversational = False
     for spec, row, solution in read_rows(
@@ -70,6 +74,7 @@ def load_steps(
             + (f" and {max_completion_length=}" if max_completion_length else "") + "; raise it"
         )  # fmt: skip
     check_system(system_prompt, conversational)
+    check_effect(chat_template_kwargs, conversational)
     tally.say()
     return rows
 
@@ -81,7 +86,9 @@ def separator_ids(tokenizer: Any, step_separator: str) -> list[int]:
     return render_text(tokenizer, step_separator)
 
 
-def render_steps(columns: Columns, tokenizer: Any, separator: list[int], system_prompt: str | None) -> Solution:
+def render_steps(
+    columns: Columns, tokenizer: Any, separator: list[int], system_prompt: str | None, kwargs: Mapping[str, Any] | None
+) -> Solution:
     """Ids and labels of a row {"prompt", "completions", "labels"}."""
     prompt = columns["prompt"]
     ids, labels = [], []
@@ -89,7 +96,9 @@ def render_steps(columns: Columns, tokenizer: Any, separator: list[int], system_
         part = render_text(tokenizer, step) + separator
         ids += part
         labels += [UNLABELLED] * (len(part) - 1) + [label]
-    return Solution(render_prompt(tokenizer, prompt, system_prompt), ids, labels, not isinstance(prompt, str))
+    conversational = not isinstance(prompt, str)
+    settings = template_settings(columns, kwargs) if conversational else None
+    return Solution(render_prompt(tokenizer, prompt, system_prompt, settings), ids, labels, conversational)
 
 
 def _last_only(labels: list[int]) -> list[int]:
@@ -112,7 +121,8 @@ def _stepwise_supervised(columns: Columns) -> Columns:
     for number, label in enumerate(labels):
         if not isinstance(label, (bool, int, float)) or label not in (0, 1):
             raise ValueError(f"labels[{number}] is {label!r}; it must be true or false (or 1 or 0)")
-    return {"prompt": prompt, "completions": steps, "labels": [int(label) for label in labels]}
+    made = {"prompt": prompt, "completions": steps, "labels": [int(label) for label in labels]}
+    return {**made, **template_columns(columns)}
 
 
 STEP_FORMATS: dict[str, Format] = {"auto": _stepwise_supervised, "stepwise_supervised": _stepwise_supervised}

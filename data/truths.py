@@ -9,12 +9,12 @@ rollouts begin before it too. A row without a truth is an error: all its rewards
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from data.bad_rows import Tally
-from data.chat import check_messages, render_conversation
+from data.chat import clean_messages, render_conversation, unwritten
 from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TruthFormat, last_turn, refuse_formats
 from data.fields import DEFAULT
 from data.format_options import FormatOptions
@@ -23,6 +23,7 @@ from data.pair_formats import PAIR_FORMATS, PAIR_OPTIONS
 from data.pairs import bind, check_system, render_row
 from data.prompts import check_room, fits, say_left_out, say_plain, tokenise_prompt
 from data.sources import Row
+from data.template_settings import check_effect
 from data.types import Messages, TruthPrompt
 
 PAIR = "of_a_pair"  # column that named pair formats add: what render_row reads besides the prompt and the truth
@@ -37,14 +38,16 @@ class Rendered(NamedTuple):
     mask: list[bool]
     text: str  # of the truth; of its first turn where there are several
     later: Messages  # the turns behind that
+    settings: dict[str, Any]  # what the chat template was given besides the messages
     notes: tuple[str, ...]
     takes_system: bool  # whether there is a place for system_prompt in it
 
 
 def load_truths(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
-    max_prompt_length: int | None = None, context_length: int | None = None, max_completion_length: int = 256,
-    options: FormatOptions | None = None, cfg: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None, max_prompt_length: int | None = None,
+    context_length: int | None = None, max_completion_length: int = 256, options: FormatOptions | None = None,
+    cfg: Any = None,
 ) -> list[TruthPrompt]:  # fmt: skip
     """Read prompts with their truths from every spec, in order; prompts are what load_prompts makes of them.
 
@@ -62,7 +65,7 @@ def load_truths(
     for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         for part in _parts(row, function):
             tally.num_rows += 1
-            made: Rendered = apply(render_truth, part, tokenizer, system_prompt)
+            made: Rendered = apply(render_truth, part, tokenizer, system_prompt, chat_template_kwargs)
             takes_system |= made.takes_system
             if not fits(part.source, made.ids, max_prompt_length, context_length, max_completion_length):
                 continue
@@ -75,6 +78,7 @@ def load_truths(
     if not {spec.format or data_format for spec in parse_specs(specs)} & pairs.keys():  # those write it out themselves
         say_plain(prompts, tokenizer)
     check_system(system_prompt, takes_system)
+    check_effect(chat_template_kwargs, any(prompt.conversational for prompt in prompts))
     tally.say()
     return prompts
 
@@ -97,36 +101,40 @@ def _truth_prompt(row: Row, made: Rendered, limit: int, weight: float) -> TruthP
     if made.later:
         columns["remaining_turns"] = made.later
     return TruthPrompt(
-        source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, weight=weight,
+        source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, settings=made.settings, weight=weight,
         truth_ids=made.truth_ids[: len(mask)], truth_mask=None if all(mask) else mask,
     )  # fmt: skip
 
 
-def render_truth(columns: Columns, tokenizer: Any, system_prompt: str | None) -> Rendered:
+def render_truth(
+    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
+) -> Rendered:
     """Ids of {"prompt", "ground_truth"}, and of "remaining_turns" where there are some."""
-    shown, head = tokenise_prompt(columns, tokenizer, system_prompt)
+    pair = columns.get(PAIR) or {"takes_system": not isinstance(columns["prompt"], str)}
+    columns = {**columns, **pair}
+    shown, head, settings, notes = tokenise_prompt(columns, tokenizer, system_prompt, kwargs)
     prompt, truth = columns["prompt"], _true_turns(columns)
     later = [] if isinstance(truth, str) else truth[1:]
-    pair = columns.get(PAIR) or {"takes_system": not isinstance(prompt, str)}
     if later:
-        ids, mask = render_conversation(tokenizer, [*prompt, *truth], system_prompt, first_trained=len(prompt))
-        start, end = len(head), len(ids) - mask[::-1].index(True)
-        assert ids[:start] == head and mask[start], "the first turn begins where the prompt ends"
-        prompt_ids, truth_ids, mask, notes = ids[:start], ids[start:end], mask[start:end], ()
+        turns = [*prompt, *truth]
+        ids, mask = render_conversation(tokenizer, turns, system_prompt, first_trained=len(prompt), settings=settings)
+        notes = unwritten(tokenizer, turns, settings, first_trained=len(prompt))
+        start, end = mask.index(True), len(ids) - mask[::-1].index(True)
+        prompt_ids, truth_ids, mask = ids[:start], ids[start:end], mask[start:end]
     else:
-        rendered = render_row({**pair, "prompt": prompt, "truth": truth}, ("truth",), tokenizer, system_prompt)
+        rendered = render_row({**columns, "truth": truth}, ("truth",), tokenizer, system_prompt, kwargs)
         prompt_ids, (truth_ids,), notes = rendered.prompt_ids, rendered.responses, rendered.notes
-        if not isinstance(prompt, str) and len(head) > len(prompt_ids) + 1:
-            lost = tokenizer.decode(head[len(prompt_ids) :])
-            raise ValueError(
-                f"the chat template opens an answer with {lost!r}, which the true completion does not begin with; "
-                "begin it so, or take another chat_template"
-            )
         mask = [True] * len(truth_ids)
+    if not isinstance(prompt, str) and len(head) > len(prompt_ids) + (not later):
+        lost = tokenizer.decode(head[len(prompt_ids) :])
+        raise ValueError(
+            f"the chat template opens an answer with {lost!r}, which the true completion does not begin with; "
+            "begin it so, or take another chat_template"
+        )
     text = truth if isinstance(truth, str) else truth[0]["content"]
-    if not isinstance(text, str):  # parts, or nothing but tool calls
+    if not text:  # nothing but tool calls
         text = tokenizer.decode(truth_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Rendered(shown, prompt_ids, truth_ids, mask, text, later, notes, pair["takes_system"])
+    return Rendered(shown, prompt_ids, truth_ids, mask, text, later, settings, tuple(notes), pair["takes_system"])
 
 
 def _true_turns(columns: Columns) -> str | Messages:
@@ -145,11 +153,8 @@ def _true_turns(columns: Columns) -> str | Messages:
     if not isinstance(truth, (str, list)):
         raise ValueError(f"the true completion is a {type(truth).__name__}; give text or messages")
     turns = [{"role": "assistant", "content": truth}] if isinstance(truth, str) else truth
-    if later:
-        check_messages(later)
-        turns = [*turns, *later]
-    check_messages(turns)
-    return _checked(turns)
+    turns = clean_messages(turns)
+    return _checked([*turns, *clean_messages(later)] if later else turns)
 
 
 def _checked(turns: Messages) -> Messages:
@@ -167,7 +172,7 @@ def _checked(turns: Messages) -> Messages:
                 f"the true completion holds a {role} message, which cannot be given to a model that wrote something "
                 "else before it; use ebft_chat_multiturn.transform_last_turn"
             )
-        if isinstance(content, str) and not content.strip() and not turn.get("tool_calls"):
+        if not content.strip() and not turn.get("tool_calls"):
             raise ValueError(f"the true completion has an empty {role} turn; fill it in or remove the row")
     return turns
 

@@ -19,6 +19,7 @@ class Prompt:
     prompt: str | Messages  # as rewards see it; a list of messages when the row is conversational
     ids: list[int]  # what the engine is given, generation prompt included
     columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row, for the rewards
+    settings: dict[str, Any] = field(default_factory=dict)  # what the chat template gets besides the messages
     weight: float = 1.0  # how often the row appears in one epoch
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,16 @@ from data.bad_rows import BadRows, Tally, read_rows
 from data.format_options import FormatOptions
 from data.formats import Columns
 from data.pairs import Rendered, TooLong, bind, check_kept, check_system, fit, limits_of, render_row
+from data.template_settings import check_effect
 from data.types import Labelled
 from data.unpaired_formats import UNPAIRED_FORMATS, UNPAIRED_OPTIONS
 
 
 def load_labelled(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
-    max_length: int | None = 1024, max_prompt_length: int | None = None, context_length: int | None = None,
-    too_long: TooLong = "cut", bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int | None = 1024,
+    max_prompt_length: int | None = None, context_length: int | None = None, too_long: TooLong = "cut",
+    bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
 ) -> list[Labelled]:  # fmt: skip
     """Read responses from every spec, in order; lengths and bad rows are treated as in load_pairs.
 
@@ -26,13 +28,14 @@ def load_labelled(
     formats = bind(UNPAIRED_FORMATS, UNPAIRED_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
     tally = Tally()
-    make = partial(render_labelled, tokenizer=tokenizer, system_prompt=system_prompt)
+    make = partial(render_labelled, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=chat_template_kwargs)
     labelled: list[Labelled] = []
-    takes_system = False
+    takes_system = by_template = False
     for spec, row, rendered in read_rows(
         specs, formats, make, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
     ):
         takes_system |= rendered.takes_system
+        by_template |= rendered.by_template
         for name, label, ids in zip(*rendered.value, fit(rendered, limits, tally) or (), strict=False):
             source = row.source if name == "completion" else f"{row.source} {name}"
             labelled.append(
@@ -41,14 +44,17 @@ def load_labelled(
             )  # fmt: skip
     check_kept(labelled, tally, limits)
     check_system(system_prompt, takes_system)
+    check_effect(chat_template_kwargs, by_template)
     tally.say()
     return labelled
 
 
-def render_labelled(columns: Columns, tokenizer: Any, system_prompt: str | None) -> Rendered:
+def render_labelled(
+    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
+) -> Rendered:
     """Ids of a row {"prompt", "completion", "label"} or of a pair; value = (columns, labels) of its responses."""
     if "completion" in columns:
         names, labels = ("completion",), (columns["label"],)
     else:
         names, labels = ("chosen", "rejected"), (True, False)
-    return render_row(columns, names, tokenizer, system_prompt)._replace(value=(names, labels))
+    return render_row(columns, names, tokenizer, system_prompt, kwargs)._replace(value=(names, labels))

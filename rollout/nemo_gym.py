@@ -142,10 +142,12 @@ class RunSource:
         return completion
 
     def body(self, prompt: Prompt, agent: str, seed: int, number: int) -> dict[str, Any]:
-        """The row, with our sampling; `metadata.extra_body` is what the gym's model server adds to its request."""
+        """The row, with our sampling; `metadata` has what the gym's model server adds to its request."""
         row = row_body(prompt.columns["verify_extra"], prompt.prompt)
         params = {key: value for key, value in row["responses_create_params"].items() if value is not None}
         metadata = dict(params.get("metadata") or {})
+        if prompt.settings:
+            metadata["chat_template_kwargs"] = json.dumps(prompt.settings)
         extra = json.loads(metadata.get("extra_body") or "{}")
         # As for our own requests: these ids end a turn, not those of the model's generation_config.
         extra |= {"stop_token_ids": list(self.sampling.stop_ids), "ignore_eos": True}

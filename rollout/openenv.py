@@ -137,7 +137,7 @@ class OpenEnvEpisode:
         columns = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
         first = await session.reset(seed=environment_seed(prompt), **columns)
         messages = opening(prompt, self._shown(first))
-        transcript = Transcript(render_prompt(client.tokenizer, messages))
+        transcript = Transcript(render_prompt(client.tokenizer, messages, settings=prompt.settings))
         played = Played(self.cfg.reward)
         finish, text = "length", ""
         for turn in range(self.cfg.max_turns):
@@ -152,7 +152,8 @@ class OpenEnvEpisode:
             if played.done:
                 finish = "stop"
                 break
-            between = self.continuation.ids([{"role": "user", "content": answer}], transcript.last_id)
+            reply = [{"role": "user", "content": answer}]
+            between = self.continuation.ids(reply, transcript.last_id, prompt.settings)
             if turn + 1 == self.cfg.max_turns or len(transcript) + len(between) >= client.sampling.max_tokens:
                 break  # no turn could follow
             transcript.insert(between)

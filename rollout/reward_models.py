@@ -44,7 +44,8 @@ class OutcomeReward:
             return ids if eos is None or ids[-1] in stop_ids(self.tokenizer) else [*ids, eos]
         messages = with_system(prompt, (self.trained_here or {}).get("system_prompt"))
         answer = {"role": "assistant", "content": text}
-        whole = self.tokenizer.apply_chat_template([*messages, answer], tokenize=False)
+        kwargs = (self.trained_here or {}).get("chat_template_kwargs", {})
+        whole = self.tokenizer.apply_chat_template([*messages, answer], tokenize=False, **kwargs)
         ids = render_text(self.tokenizer, whole)
         end = end_of_turn_id(self.tokenizer)
         if self.trained_here is None or end not in ids:  # others score whatever their template puts behind the turn
@@ -67,6 +68,7 @@ class ProcessReward:
         trained_here = getattr(self.model.config, "strop", None) or {}
         self.separator = trained_here.get("step_separator", "\n")
         self.system_prompt = trained_here.get("system_prompt")
+        self.kwargs = trained_here.get("chat_template_kwargs", {})
 
     def __call__(self, completions: Sequence[Any], prompts: Sequence[str | Messages]) -> list[float]:
         rows = [self.ids(prompt, text_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
@@ -75,7 +77,7 @@ class ProcessReward:
 
     def ids(self, prompt: str | Messages, text: str) -> tuple[list[int], list[int]]:
         """(ids, where each step ends): every step tokenised by itself and closed by the separator, as in training."""
-        ids = render_prompt(self.tokenizer, prompt, self.system_prompt)
+        ids = render_prompt(self.tokenizer, prompt, self.system_prompt, self.kwargs)
         separator = render_text(self.tokenizer, self.separator)
         ends = []
         for step in text.split(self.separator):

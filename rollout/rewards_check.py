@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data.chat import set_chat_template, stop_ids
 from data.formats import PROMPT_FORMATS, formatted_rows
 from data.prompts import load_prompts
+from data.template_settings import TemplateKwargs, check_kwargs
 from data.types import Prompt
 from rollout.reward_functions import text_of
 from rollout.rewards import RewardTable, load_rewards
@@ -50,6 +51,8 @@ class CheckConfig:
     """Seeds the sampling."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
+    """Settings that the chat template reads, as a JSON object; a row's own column of that name wins over them."""
     system_prompt: str | None = None
     """System message put before every conversation that has none."""
 
@@ -113,11 +116,13 @@ def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion
 
     model, tokenizer = _load_model(cfg.model)
     set_chat_template(tokenizer, cfg.chat_template)
+    check_kwargs(tokenizer, cfg.chat_template_kwargs)
     rows = load_prompts(
         cfg.data,
         tokenizer,
         data_format=cfg.data_format,
         system_prompt=cfg.system_prompt,
+        chat_template_kwargs=cfg.chat_template_kwargs,
         context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         max_completion_length=cfg.max_completion_length,
     )

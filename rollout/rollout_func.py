@@ -250,7 +250,7 @@ class Check:
                 ids = ids + [self.tokenizer.eos_token_id] * (self.tokenizer.eos_token_id is not None)
             else:
                 turn = [{"role": "assistant", "content": text}]
-                _, (ids,) = render_responses(self.tokenizer, prompt.prompt, [turn])
+                _, (ids,) = render_responses(self.tokenizer, prompt.prompt, [turn], settings=prompt.settings)
                 start = common_prefix(prompt.ids, ids)
         except ValueError as error:
             raise ValueError(f"{self.label}: {error}") from None

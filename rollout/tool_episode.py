@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from data.chat import render_prompt
 from data.types import Messages, Prompt
 from rollout.environment_options import ToolConfig
 from rollout.episodes import Client
@@ -82,7 +83,7 @@ class ToolEpisode:
                 break
             results, failed = await self._results(parsed.calls, turns)
             num_calls, num_errors = num_calls + len(results), num_errors + failed
-            between = self.continuation.ids(results, transcript.last_id)
+            between = self.continuation.ids(results, transcript.last_id, prompt.settings)
             if len(transcript) + len(between) >= limit:
                 break  # not a token would be left for the model, so the results stay out of its sight
             transcript.insert(between)
@@ -142,15 +143,13 @@ def show_tools(
     """The same prompts with the tools in them, as the chat template writes them for the model.
 
     Those that are now over max_prompt_length are left out and counted; longest is what the context leaves a prompt.
+    These tools stand in for those of a row's own column, which nobody would run.
     """
     shown = []
     for prompt in prompts:
         if not prompt.conversational:
             raise ValueError(f"{prompt.source}: is plain text, and tools need turns; give messages")
-        text = tokenizer.apply_chat_template(
-            prompt.prompt, tools=list(schemas), tokenize=False, add_generation_prompt=True
-        )
-        ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = render_prompt(tokenizer, prompt.prompt, settings={**prompt.settings, "tools": list(schemas)})
         if longest is not None and len(ids) > longest and (max_prompt_length is None or len(ids) <= max_prompt_length):
             raise ValueError(
                 f"{prompt.source}: with the tools in it the prompt has {len(ids)} tokens, and the context leaves "

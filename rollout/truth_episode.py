@@ -58,7 +58,7 @@ class TruthEpisode:
         for users, length in zip(later, lengths[1:], strict=False):
             if finish_reason == "length":
                 break
-            between = self.continuation.ids(users, transcript.last_id)
+            between = self.continuation.ids(users, transcript.last_id, prompt.settings)
             left = limit - len(transcript) - len(between)
             if left < 1:
                 finish_reason = "length"

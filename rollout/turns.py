@@ -13,10 +13,10 @@ No id is ever made again from text: a turn stays the ids that were sampled, and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from data.chat import end_of_turn_id
+from data.chat import clean_messages, end_of_turn_id
 from data.types import Messages
 from rollout.types import Completion
 
@@ -112,9 +112,13 @@ class Continuation:
         self.end_text = tokenizer.convert_ids_to_tokens(self.end_id)
         self.opening = self._check()
 
-    def ids(self, messages: Messages, last_id: int) -> list[int]:
-        """Ids behind a turn that ended with last_id: these messages, up to where the model's next turn begins."""
-        text = self._after(self.opening, messages)
+    def ids(self, messages: Messages, last_id: int, settings: Mapping[str, Any] | None = None) -> list[int]:
+        """Ids behind a turn that ended with last_id: these messages, up to where the model's next turn begins.
+
+        settings: those of the prompt (Prompt.settings); its tools are in the prompt already.
+        """
+        own = {name: value for name, value in (settings or {}).items() if name != "tools"}
+        text = self._after(self.opening, clean_messages(messages), own)
         ids = self._encode(self.end_text + text)
         assert ids[0] == self.end_id, f"{self.end_text!r} begins with id {ids[0]}, not {self.end_id}"
         # A turn may have ended in another way: by a stop string, or another end token, which then stays what it is.
@@ -151,9 +155,9 @@ class Continuation:
             raise ValueError("writes the same messages differently later on")
         self._after(opening, results[:1])
 
-    def _after(self, opening: Messages, messages: Messages) -> str:
+    def _after(self, opening: Messages, messages: Messages, settings: Mapping[str, Any] | None = None) -> str:
         """Text behind the end-of-turn token of the made-up turn."""
-        text = self._render([*opening, *messages], generation_prompt=True)
+        text = self._render([*opening, *messages], generation_prompt=True, settings=settings)
         begin = text.find(self.end_text, text.find(MARK))
         if MARK not in text or begin < 0:
             raise ValueError("does not show, or does not close, the assistant turn before these messages")
@@ -164,9 +168,11 @@ class Continuation:
             return {"role": "tool", "name": MARK, "tool_call_id": CALL_ID, "content": content}
         return {"role": self.role, "content": content}
 
-    def _render(self, messages: Messages, *, generation_prompt: bool) -> str:
+    def _render(self, messages: Messages, *, generation_prompt: bool, settings: Mapping[str, Any] | None = None) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation_prompt, **(settings or {})
+            )
         except Exception as error:  # templates are programs: Jinja errors, TypeErrors and their own raise_exception()
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"cannot render a turn of the role {self.role!r} ({reason})") from None

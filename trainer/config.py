@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
+from data.template_settings import TemplateKwargs
 from rollout.options import SyncConfig, VllmConfig
 from trainer.ranks import world_size
 
@@ -76,6 +77,11 @@ class ModelConfig:
     """Refused: a 4-bit base is not supported."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja; saved with the trained model."""
+    chat_template_kwargs: TemplateKwargs = dataclasses.field(default_factory=dict)
+    (
+        "Settings that the chat template reads, as a JSON object (a mapping in YAML): '{\"enable_thinking\": false}'. "
+        "A row's own column chat_template_kwargs wins over them, name by name."
+    )
     system_prompt: str | None = None
     """System message put before every conversation that has none of its own."""
     trust_remote_code: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Flag:
     is_list: bool
     takes_none: bool
     takes_bool: bool
+    is_mapping: bool
     required: bool
 
     @property
@@ -95,6 +97,7 @@ def _flag(key: str, hint: Any, required: bool) -> Flag:
         is_list=any(get_origin(member) in (tuple, list) for member in members),
         takes_none=NoneType in members,
         takes_bool=bool in members,
+        is_mapping=get_origin(hint) is dict,
         required=required,
     )
 
@@ -199,6 +202,8 @@ def _words_of(value: Any, flag: Flag, label: str) -> tuple[str, ...]:
         if flag.key in REPEATABLE:
             items = [_data_spec(item, label) if isinstance(item, dict) else item for item in items]
         return tuple(_word(item, label) for item in items)
+    if isinstance(value, dict) and flag.is_mapping:
+        return (_json(value, label),)
     if isinstance(value, bool) and not flag.takes_bool:
         raise ValueError(f"{label}={value}: YAML reads this as true or false; put it in quotes")
     return _checked_words((_word(value, label),), flag, label)
@@ -208,6 +213,13 @@ def _word(value: Any, label: str) -> str:
     if isinstance(value, (dict, list)) or value is None:
         raise ValueError(f"{label}={value}: expected a plain value, not a mapping or list")
     return str(value)
+
+
+def _json(value: dict[Any, Any], label: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:  # a date, say, or a mapping that holds itself
+        raise ValueError(f"{label}={value}: cannot be written as JSON ({error}); put such values in quotes") from None
 
 
 def _data_spec(item: dict[str, Any], label: str) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from data.chat import set_chat_template
 from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
+from data.template_settings import check_kwargs
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from rollout.model_folder import BUILTIN, read_adapter, resolve_model
 from trainer.adapters import add_adapter, attach_adapter, continue_adapter
@@ -154,6 +155,7 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     except Exception as error:  # the tokenizers library raises just that for a damaged file
         raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {why(error, path)}") from None
     set_chat_template(tokenizer, cfg.chat_template)
+    check_kwargs(tokenizer, cfg.chat_template_kwargs)
     return tokenizer
 
 

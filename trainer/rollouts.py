@@ -49,6 +49,7 @@ def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
         policy.tokenizer,
         data_format=cfg.data.data_format,
         system_prompt=cfg.model.system_prompt,
+        chat_template_kwargs=cfg.model.chat_template_kwargs,
         max_prompt_length=cfg.max_prompt_length,
         context_length=policy.context_length,
         max_completion_length=cfg.max_completion_length,

@@ -122,6 +122,7 @@ class Surroundings:
                 folder=cfg.nemo_gym.dir,
                 multi_turn=cfg.nemo_gym.multi_turn,
                 system_prompt=cfg.model.system_prompt,
+                chat_template_kwargs=cfg.model.chat_template_kwargs,
                 max_prompt_length=cfg.max_prompt_length,
                 context_length=policy.context_length,
                 max_completion_length=cfg.max_completion_length,
@@ -146,7 +147,8 @@ class Surroundings:
                 seeded=self.cfg.vllm.seeded,
             )
         if self.function is not None:
-            return self.function.source(engine, sampling, num_generations=self.cfg.num_generations)
+            settings = {"chat_template_kwargs": self.cfg.model.chat_template_kwargs}
+            return self.function.source(engine, sampling, num_generations=self.cfg.num_generations, **settings)
         if self.cfg.openenv.env is not None:
             from rollout.openenv import OpenEnvSource
 

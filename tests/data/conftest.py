@@ -64,3 +64,44 @@ def chatml():
     tokenizer = make_tokenizer("chatml")
     set_chat_template(tokenizer, "chatml")
     return tokenizer
+
+
+# Templates in the ways of model families, written for these tests.
+CALLS = (  # writes tools, calls, and a switch
+    "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | string }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
+)
+QWEN3 = (  # thoughts stay only behind the last question; without thinking an empty block is part of the prompt
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}"
+    "{% set inside = parts[0].split('<think>')[-1] if parts | length > 1 else '' %}"
+    "{% if loop.index0 > ns.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or inside).strip() + '\n</think>\n\n' }}{% endif %}"
+    "{{ parts[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+R1 = (  # opens a thought for the model, and cuts thoughts out of every turn
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<|im_start|>' + m.content.split('</think>')[-1].lstrip() + '<|im_end|>' }}"
+    "{% else %}{{ '[' + m.role + ']' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|><think>\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def templated():
+    """templated("R1") is a tokenizer with that template."""
+
+    def make(name: str):
+        tokenizer = make_tokenizer("chatml")
+        tokenizer.chat_template = {"CALLS": CALLS, "QWEN3": QWEN3, "R1": R1}.get(name, name)
+        return tokenizer
+
+    return make

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from data.chat import (
@@ -181,3 +183,146 @@ def test_a_tokenizer_that_gives_no_ids_is_refused():
 def test_malformed_messages(chatml, messages):
     with pytest.raises(ValueError, match="messages"):
         render_conversation(chatml, messages)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]
+
+
+def test_text_parts_are_joined(template, tokenizer):
+    in_parts = [{"role": "user", "content": PARTS}]
+    assert render_prompt(tokenizer, in_parts, None) == render_prompt(tokenizer, [USER], None)
+    answer = [{"role": "assistant", "content": PARTS}]
+    ids, mask = render_conversation(tokenizer, in_parts + answer)
+    assert trained_pieces(tokenizer, ids, mask) == ["2+2=" + END[template]]
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image", "image": "cat.png"}, "'image'"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"),
+        ({"type": "text", "text": None}, "'text'"),
+        ({"text": "x"}, "None"),
+        ("x", "'str'"),
+    ],
+)
+def test_other_parts_are_refused_by_type(tokenizer, part, kind):
+    with pytest.raises(ValueError, match=rf"messages\[0\]: its content has a part of type {kind}; only text"):
+        render_prompt(tokenizer, [{"role": "user", "content": [*PARTS, part]}])
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_null_or_no_content_beside_calls_is_empty_text(templated, content):
+    calls = {"role": "assistant", "tool_calls": [CALL], "name": None, **content}
+    tokenizer = templated("CALLS")
+    ids, mask = render_conversation(tokenizer, [USER, calls])
+    written = '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
+    assert trained_pieces(tokenizer, ids, mask) == [written]
+    assert "None" not in tokenizer.decode(ids)
+
+
+def test_null_content_alone_is_refused(chatml):
+    for calls in (None, []):
+        turns = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+        with pytest.raises(ValueError, match=r"messages\[1\]: its content is None, not text"):
+            render_conversation(chatml, turns)
+
+
+def test_a_template_that_asks_for_null_content_gets_it(templated):
+    """As DeepSeek's do: they write calls only where the content is null."""
+    tokenizer = templated(
+        "{% for m in messages %}{% if m.tool_calls and m['content'] is none %}"
+        "{{ '<|im_start|>call ' + m.tool_calls[0].function.name + '<|im_end|>' }}"
+        "{% else %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    )
+    for content in (None, ""):
+        turns = [USER, {"role": "assistant", "content": content, "tool_calls": [CALL]}]
+        assert trained_pieces(tokenizer, *render_conversation(tokenizer, turns)) == ["call add<|im_end|>"]
+
+
+@pytest.mark.parametrize("content", [None, "", "Adding."])
+def test_calls_that_the_template_does_not_write_are_refused(tokenizer, content):
+    turns = [USER, {"role": "assistant", "content": content, "tool_calls": [CALL]}]
+    result = {"role": "tool", "content": "4"}
+    unseen = r"messages\[1\]: has tool_calls that the chat template does not write; use a template that writes them"
+    with pytest.raises(ValueError, match=unseen):
+        render_conversation(tokenizer, turns)
+    with pytest.raises(ValueError, match=unseen):
+        render_prompt(tokenizer, [*turns, result])
+
+
+def test_a_call_that_is_left_out_beside_another_is_refused(templated):
+    tokenizer = templated("CALLS")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    one = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    render_conversation(tokenizer, [USER, one])
+    with pytest.raises(ValueError, match=r"messages\[3\]: has tool_calls that the chat template does not write"):
+        render_conversation(tokenizer, [USER, one, USER, {**one, "tool_calls": [CALL, CALL]}])
+
+
+@pytest.mark.parametrize("calls", ["[", "x", {"name": "add"}, ["add"], [{"function": {"arguments": {}}}]])
+def test_malformed_calls_are_refused(templated, calls):
+    with pytest.raises(ValueError, match=r"messages\[1\]: its tool_calls are not"):
+        render_conversation(templated("CALLS"), [USER, {"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+def test_calls_given_as_json_text_are_read(templated):
+    tokenizer = templated("CALLS")
+    texts = [
+        tokenizer.decode(render_conversation(tokenizer, [USER, {"role": "assistant", "tool_calls": calls}])[0])
+        for calls in ([CALL], json.dumps([CALL]))
+    ]
+    assert texts[0] == texts[1]
+
+
+LAST_CLOSED = (
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|model|>' }}{{ m.content }}"
+    "{% if USERS and m.role == 'user' %}{{ eos_token }}{% endif %}"
+    "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|model|>' }}{% endif %}"
+)
+TALK = [{"role": "user", "content": "HELLO"}, {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "USER SAYS BYE"}, {"role": "assistant", "content": "ciao"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("users_closed", ["false", "true"])
+def test_the_mask_never_runs_over_the_next_turn(templated, users_closed):
+    tokenizer = templated(LAST_CLOSED.replace("USERS", users_closed))
+    ids, mask = render_conversation(tokenizer, TALK)
+    assert trained_pieces(tokenizer, ids, mask) == ["hi", "ciao<|endoftext|>"]
+
+
+def test_a_turn_closed_by_another_token_is_trained_with_that(templated):
+    """As Llama 3.1 does with calls: they end with a token of their own, and results with the usual one."""
+    tokenizer = templated(
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+        "{{ '<|im_start|>' if m.tool_calls else '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    )
+    turns = [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}, TURNS[1]]
+    assert trained_pieces(tokenizer, *render_conversation(tokenizer, turns)) == ["add<|im_start|>", "4<|im_end|>"]
+
+
+def test_a_prompt_that_opens_a_thought(templated):
+    tokenizer, notes = templated("R1"), []
+    turns = [USER, {"role": "assistant", "content": "<b>4</b>"}, *TURNS[2:]]
+    ids, mask = render_conversation(tokenizer, turns, notes=notes)
+    assert trained_pieces(tokenizer, ids, mask) == ["<b>4</b><|im_end|>", "six\n6<|im_end|>"]
+    assert notes == ["whose answer does not begin with '<think>\\n', which the chat template puts before what a model "
+                     "writes"]  # fmt: skip
+
+
+def test_thoughts_and_the_switch_that_leaves_them_out(templated):
+    tokenizer = templated("QWEN3")
+    turns = [*TURNS[:3], {"role": "assistant", "content": "6", "reasoning_content": "3 twice"}]
+    pieces = trained_pieces(tokenizer, *render_conversation(tokenizer, turns))
+    assert pieces == ["4<|im_end|>", "<think>\n3 twice\n</think>\n\n6<|im_end|>"]
+    settings = {"enable_thinking": False}
+    ids, mask = render_conversation(tokenizer, TURNS, settings=settings)
+    assert trained_pieces(tokenizer, ids, mask) == ["4<|im_end|>", "six\n6<|im_end|>"]
+    prompt = render_prompt(tokenizer, TURNS[:3], settings=settings)
+    assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert ids[: len(prompt)] == prompt

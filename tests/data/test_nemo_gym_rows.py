@@ -139,3 +139,13 @@ def test_tools_that_a_single_turn_cannot_call_are_said(tmp_path, capsys):
 def test_a_dataset_without_a_path_or_a_name_is_refused(text):
     with pytest.raises(ValueError, match="is not of the form PATH@SERVER"):
         split_dataset(text, None)
+
+
+def test_settings_of_the_chat_template_by_flag_and_by_row(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template += "{{ style or '' }}"
+    params = ROW["responses_create_params"] | {"metadata": {"chat_template_kwargs": '{"style": "R"}'}}
+    path = write(tmp_path, ROW, ROW | {"responses_create_params": params})
+    prompts = load_nemo_gym([str(path)], tokenizer, chat_template_kwargs={"style": "F"})
+    assert [tokenizer.decode(prompt.ids)[-1] for prompt in prompts] == ["F", "R"]
+    assert [prompt.settings for prompt in prompts] == [{"style": "F"}, {"style": "R"}]

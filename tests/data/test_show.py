@@ -91,3 +91,18 @@ def test_quantiles():
     values = list(range(1, 101))
     assert [quantile_of(values, q) for q in (0.0, 0.5, 0.9, 0.99, 1.0)] == [1, 50, 90, 99, 100]
     assert quantile_of([7], 0.5) == 7
+
+
+def test_settings_of_the_chat_template(write, tmp_path, capsys):
+    (tmp_path / "styled.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
+    )
+    template = ["--chat-template", str(tmp_path / "styled.jinja")]
+    kwargs = ["--chat-template-kwargs", '{"style": "Well: "}']
+    path = write({"prompt": [USER]}, {"prompt": [USER], "chat_template_kwargs": {"style": "Hm: "}})
+    assert main(["--data", path, *template, *kwargs]) == 0
+    told = capsys.readouterr().out
+    assert f"{OPENING}Well: \n" in told and f"{OPENING}Hm: \n" in told
+    assert main(["--data", path, *kwargs]) == 1
+    assert "the chat template does not read 'style'" in capsys.readouterr().err

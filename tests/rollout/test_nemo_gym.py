@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +456,9 @@ def test_a_row_may_ask_for_shorter_turns_and_for_more_of_the_model_server(replay
     assert (params["max_output_tokens"], params["temperature"]) == (16, 1.0)
     assert "user" not in params
     assert params["metadata"]["chat_template_kwargs"] == "{}"
+    styled = replace(prompt, settings={"enable_thinking": False})
+    metadata = source.body(styled, "agent", 5, 0)["responses_create_params"]["metadata"]
+    assert json.loads(metadata["chat_template_kwargs"]) == {"enable_thinking": False}
     extra = json.loads(params["metadata"]["extra_body"])
     assert extra == {"min_p": 0.0, "seed": 1, "stop_token_ids": [2], "ignore_eos": True}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -500,3 +502,23 @@ def test_a_session_in_this_process_gives_plain_dicts():
     first, second = asyncio.run(go())
     assert first == ({"text": "a number from 0 to 9"}, None, False)
     assert second == ({"text": "yes"}, 1.0, True)
+
+
+def test_settings_of_a_prompt_hold_in_all_turns(tiny):
+    model, tokenizer = tiny
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
+    )
+    engine = saying(["3", "7"])
+    engine.tokenizer = tokenizer
+    cfg = OpenEnvConfig(env=f"{HERE}HigherLower")
+    source = OpenEnvSource(engine, Sampling(max_tokens=200), load_episode(cfg, tokenizer))
+    prompt = dataclasses.replace(a_prompt(tokenizer), settings={"style": "!"})
+    ((completion,),) = run_groups(source, [[Job(prompt, 11)]])
+    source.close()
+    assert tokenizer.decode(completion.prompt_ids).endswith("<|im_start|>assistant\n!")
+    assert tokenizer.decode(completion.ids) == (
+        "3<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n!7<|im_end|>"
+    )

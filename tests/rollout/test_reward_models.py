@@ -189,3 +189,19 @@ def test_a_model_without_its_head_is_refused(outcome, tmp_path):
 def test_a_row_over_the_context_is_named(outcome):
     with pytest.raises(ValueError, match=r"does not fit the reward model's context of 64 on test:1"):
         score(f"model:{outcome}", ["2+2=", "2+2="], ["4", "4" * 70])
+
+
+def test_the_template_settings_of_its_training_are_used(tmp_path):
+    folders = []
+    for name, strop in (("none", {}), ("set", {"chat_template_kwargs": {"style": "5"}})):
+        folder = save(tmp_path / name, "SequenceClassification", num_labels=1, strop={"system_prompt": None, **strop})
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "message['content']", "message['content'] + style | string"
+        )
+        tokenizer.chat_template = "{% set style = style or '' %}" + tokenizer.chat_template
+        tokenizer.save_pretrained(folder)
+        folders.append(folder)
+    bare, same = score(f"model:{folders[0]}", [chat("2+2="), chat("2+2=5")], ["4", "45"])
+    (styled,) = score(f"model:{folders[1]}", [chat("2+2=")], ["4"])
+    assert styled == pytest.approx(same, abs=1e-5) and abs(styled - bare) > 1e-3

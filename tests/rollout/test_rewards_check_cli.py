@@ -124,3 +124,29 @@ def test_the_module_runs_as_a_command(files):
     assert done.returncode == 0 and "exact_match: mean 1" in done.stdout
     done = subprocess.run([*command, "gone.jsonl"], env=env, cwd=files, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: data=gone.jsonl: no such file; check the path\n"
+
+
+def test_settings_of_the_chat_template_reach_the_prompts(files, capsys, make_model, tokenizer, monkeypatch):
+    import copy
+
+    from rollout.local import LocalEngine
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHAT.replace("[assistant]{%", "[assistant]{{ style }}{%")
+    make_model("llama").save_pretrained(files / "model")
+    tokenizer.save_pretrained(files / "model")
+    data = write_rows(files / "rows.jsonl", {"prompt": [{"role": "user", "content": "2"}]})
+    arguments = ["--check", "length", "--data", data, "--model", "model", "--max-completion-length", "2"]
+    seen, generate = [], LocalEngine.generate
+
+    def spy(engine, requests, sampling):
+        seen.extend(tokenizer.decode(request.prompt_ids) for request in requests)
+        return generate(engine, requests, sampling)
+
+    monkeypatch.setattr(LocalEngine, "generate", spy)
+    for extra in ([], ["--chat-template-kwargs", '{"style": "12345"}']):
+        assert main([*arguments, *extra]) == 0
+    assert seen == ["[user]2<eos>[assistant]", "[user]2<eos>[assistant]12345"]
+    capsys.readouterr()
+    assert main([*arguments, "--chat-template-kwargs", '{"stile": 1}']) == 1
+    assert "the chat template does not read 'stile'" in capsys.readouterr().err

@@ -272,3 +272,21 @@ def test_numpy_and_torch_are_taken_as_lists(functions, engine):
     ((completion,),) = run_groups(function.source(engine, SAMPLING), jobs("a", copies=1))
     assert (completion.prompt_ids, completion.ids, completion.logps) == ([5, 6], [7, 8], [0.0, 0.0])
     assert completion.finish_reason == "length"  # no end token
+
+
+def test_texts_are_put_behind_the_prompt_with_its_settings(functions, engine):
+    from dataclasses import replace
+
+    from data.chat import render_prompt
+
+    prompt = user_prompt("ab")
+    tokenizer = engine.tokenizer
+    plain = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = "{{ greeting or '' }}" + plain
+        settings = {"greeting": "hello "}
+        prompt = replace(prompt, ids=render_prompt(tokenizer, prompt.prompt, settings=settings), settings=settings)
+        (group,) = run_groups(functions("texts").source(engine, SAMPLING), [[Job(prompt, 1)]])
+        assert group[0].prompt_ids == prompt.ids and tokenizer.decode(group[0].ids) == "twelve<|im_end|>"
+    finally:
+        tokenizer.chat_template = plain

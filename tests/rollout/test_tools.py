@@ -523,3 +523,27 @@ def test_half_a_character_in_a_result_does_not_end_the_run():
 
     toolset = of(echo)
     assert run(toolset, Call(name="echo", arguments={"text": "a\ud83d"})) == ("a?", False)
+
+
+STYLED = (
+    "{% if tools %}{{ (tools | tojson) }}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
+)
+
+
+def test_settings_of_a_prompt_hold_in_all_turns():
+    tokenizer, toolset = with_template(STYLED), load_tools(("lookup",))
+    prompt = replace(user_prompt("ab?", table={"ab": "37"}), settings={"style": "!", "tools": [{"name": "unused"}]})
+    (shown,) = show_tools([prompt], tokenizer, toolset.schemas)
+    text = tokenizer.decode(shown.ids)
+    assert text.endswith("<|im_start|>assistant\n!") and '"lookup"' in text and "unused" not in text
+    source = EpisodeSource(
+        ScriptedEngine(answer_with_the_last_result),
+        Sampling(max_tokens=200, stop_ids=(tokenizer.eos_token_id,)),
+        ToolEpisode(toolset, tokenizer, tool_format="pythonic"),
+    )
+    ((completion,),) = run_groups(source, [[Job(shown, 5)]])
+    source.close()
+    assert tokenizer.decode(completion.ids).split("<|im_start|>assistant\n")[1] == "!37<|im_end|>"

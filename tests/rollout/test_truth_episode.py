@@ -195,3 +195,18 @@ def test_what_is_refused(conversation):
     one = replace(conversation(), columns={}, truth_mask=None)
     ((made,),) = play(engine, TruthEpisode(bare), [one], max_tokens=256)  # asks nothing of the template
     assert made.text == "4"
+
+
+def test_settings_of_a_prompt_hold_in_later_turns(conversation):
+    import copy
+
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
+    )
+    prompt = replace(conversation(), settings={"style": "!"})
+    ((made,),) = play(answers("4", "6", "0"), TruthEpisode(tokenizer), [prompt], max_tokens=200)
+    assert tokenizer.decode(made.ids).split("<|im_start|>assistant\n")[1:] == [
+        "!6<|im_end|>\n<|im_start|>user\n0+0=<|im_end|>\n", "!0<|im_end|>"
+    ]  # fmt: skip

@@ -150,3 +150,16 @@ CHATML = tiny_tokenizer().chat_template
 def test_a_template_that_cannot_continue_exactly_is_refused(template, message):
     with pytest.raises(ValueError, match=f"chat_template: .*(?:{message})"):
         Continuation(with_template(template))
+
+
+def test_settings_of_the_prompt_hold_between_turns_too():
+    template = HERMES.replace("'<think>\n' if THINKS else ''", "'' if enable_thinking else '<think>\n\n</think>\n\n'")
+    continuation = Continuation(with_template(template.replace("THINKS", "false")))
+    message = {"role": "tool", "name": "f", "content": "37"}
+    opened = [
+        continuation.tokenizer.decode(continuation.ids([message], continuation.end_id, settings))
+        for settings in ({"enable_thinking": True, "tools": [{"name": "<|im_end|>"}]}, {"enable_thinking": False}, None)
+    ]
+    between = "\n<|im_start|>user\n<tool_response>\n37\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    empty = "<think>\n\n</think>\n\n"
+    assert opened == [between, between + empty, between + empty]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -134,6 +135,12 @@ def test_parse_returns_module_config_and_name(fork):
         (["--system-prompt=--be brief"], "model.system_prompt", "--be brief"),
         (["--system-prompt", "a = b"], "model.system_prompt", "a = b"),
         (["--learning_rate", "1e-6"], "optim.learning_rate", 1e-6),
+        (
+            ["--chat-template-kwargs", '{"enable_thinking": false, "n": [1]}'],
+            "model.chat_template_kwargs",
+            {"enable_thinking": False, "n": [1]},
+        ),
+        (["--gamma", "1"], "model.chat_template_kwargs", {}),
         (["--lora.r", "4", "--lora.target-modules", "q_proj", "v_proj"], "lora.target_modules", ("q_proj", "v_proj")),
     ],
 )
@@ -165,6 +172,10 @@ def test_flag_wins_over_yaml_wins_over_default(fork):
         ("packing: false", "run.packing", False),
         ("lora: {r: 4, target_modules: [q, v]}", "lora.target_modules", ("q", "v")),
         ("lora.r: 3", "lora.r", 3),
+        ("chat_template_kwargs: {enable_thinking: false, today: '2026-01-01'}", "model.chat_template_kwargs",
+         {"enable_thinking": False, "today": "2026-01-01"}),
+        ("chat_template_kwargs: '{\"a\": null}'", "model.chat_template_kwargs", {"a": None}),
+        ("chat_template_kwargs: {}", "model.chat_template_kwargs", {}),
         ("data: {path: 'task:sort', split: sft, weight: 0.5}", "data.data", ("task:sort:split=sft,weight=0.5",)),
         ("data: [a.jsonl, {path: b.csv, format: gsm8k, split: 'train[:5]'}, {path: c}]", "data.data",
          ("a.jsonl", "b.csv:format=gsm8k,split=train[:5]", "c")),
@@ -195,6 +206,8 @@ def test_yaml_reaches_its_field(fork, text, field, value):
         (["--dtype", "f16"], "--dtype=f16: must be one of auto, float32, bfloat16"),
         (["--report-to", "none", "x"], "--report-to=x: must be one of tensorboard, wandb, none"),
         (["--packing", "maybe"], "--packing=maybe: must be true or false"),
+        (["--chat-template-kwargs", "a=1"], '--chat-template-kwargs=a=1: expected {"NAME": VALUE}'),
+        (["--chat-template-kwargs", "[1]"], '--chat-template-kwargs=[1]: expected {"NAME": VALUE}'),
         (["--no-packing", "x"], "--no-packing: takes no value; remove x"),
         (["--lora.r", "-1"], "lora.r=-1: a rank cannot be negative; use 0 to train all weights"),
         (["--gamma", "10"], "gamma=10.0: above 9; lower it"),
@@ -216,6 +229,10 @@ def test_bad_flag_is_one_sentence(fork, argv, sentence):
         ("dtype: f16", "c.yaml: dtype=f16: must be one of auto, float32, bfloat16"),
         ("system_prompt: yes", "c.yaml: system_prompt=True: YAML reads this as true or false; put it in quotes"),
         ("packing: 3", "c.yaml: packing=3: must be true or false"),
+        ("chat_template_kwargs: [1]",
+         "c.yaml: chat_template_kwargs=[1]: expected a plain value, not a mapping or list"),
+        ("chat_template_kwargs: {today: 2026-01-01}", "c.yaml: chat_template_kwargs={'today': datetime.date(2026, 1, "
+         "1)}: cannot be written as JSON (Object of type date is not JSON serializable); put such values in quotes"),
         ("eval_data:", "c.yaml: eval_data: has no value; give one, or leave the key out for the default"),
         ("eval_data: [{split: x}]", "c.yaml: eval_data={'split': 'x'}: a data entry needs a path"),
         ("seed: 1\nseed: 2", "c.yaml: not valid YAML in line 1: key seed is given twice"),
@@ -359,7 +376,9 @@ def test_bad_resume_is_one_sentence(fork, argv, sentence):
 @pytest.mark.parametrize("method", cli.method_names())
 def test_config_survives_the_round_trip(method, tmp_path):
     base = ["--method", method, "--model", "m", "--data", "a:split=train[:5]", "b", "--lora.r", "4"]
+    base += ["--chat-template-kwargs", '{"enable_thinking": false}']
     cfg = parse(*base, "--learning-rate", "3e-7", "--max-steps", "None", "--no-packing", "--report-to", "none")
+    assert cfg.model.chat_template_kwargs == {"enable_thinking": False}
     cli.save_config(tmp_path / "config.yaml", cli.config_to_tree(cfg))
     assert parse("--config", str(tmp_path / "config.yaml")) == cfg
 
@@ -487,3 +506,62 @@ def test_resumed_run_is_spread_as_its_processes_allow(world, kept, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", world)
     saved = {"method": "sft", "parallel": {"mode": "fsdp", "shard": 3, "context": 2, "timeout_s": 9.0}}
     assert cli._as_launched(saved) == {"method": "sft", "parallel": kept}
+
+
+STYLED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("method", cli.method_names())
+def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tmp_path):
+    """Each method's own call of its loader, with a tokenizer in place of a model."""
+    from types import SimpleNamespace
+
+    from trainer.methods import ebft, kto, prm, rm, sft
+    from trainer.model import load_tokenizer
+    from trainer.pairs import pairs_of
+    from trainer.rollouts import prompts_of
+
+    (tmp_path / "styled.jinja").write_text(STYLED)
+    user = [{"role": "user", "content": "2+2="}]
+    row = {"prompt": user, "completion": "!4", "chosen": "!4", "rejected": "!5", "label": True, "completions": ["4"],
+           "labels": [True]}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    cfg = parse(
+        "--method", method, "--chat-template", str(tmp_path / "styled.jinja"), "--chat-template-kwargs",
+        '{"style": "!"}',
+    )  # fmt: skip
+    tokenizer = load_tokenizer(str(ROOT / "trainer" / "tiny"), cfg.model)
+    policy = SimpleNamespace(tokenizer=tokenizer, context_length=None)
+    network = SimpleNamespace(policy=policy)
+    ours = {
+        "sft": lambda specs: sft.examples_of(cfg, policy, specs),
+        "kto": lambda specs: kto.rows_of(cfg, policy, specs),
+        "rm": lambda specs: rm.pairs_of(cfg, policy, specs),
+        "prm": lambda specs: prm.solutions_of(cfg, policy, specs, last_step_only=False),
+        "ebft": lambda specs: ebft.truths_of(cfg, policy, network, specs),
+    }
+    ours |= dict.fromkeys(("dpo", "ipo", "cpo", "orpo", "simpo"), lambda specs: pairs_of(cfg, policy, specs))
+    ours |= dict.fromkeys(("grpo", "gdpo", "rloo"), lambda specs: prompts_of(cfg, policy, specs))
+    (made,) = ours[method]((str(tmp_path / "rows.jsonl"),))
+    ids = made.prompt_ids if hasattr(made, "prompt_ids") else made.ids
+    assert "<|im_start|>assistant\n!" in tokenizer.decode(ids)
+    with pytest.raises(ValueError, match="the chat template does not read 'style'"):
+        load_tokenizer(str(ROOT / "trainer" / "tiny"), dataclasses.replace(cfg.model, chat_template="chatml"))
+
+
+def test_settings_of_the_chat_template_survive_a_resume(tmp_path, monkeypatch):
+    from trainer.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    Path("styled.jinja").write_text(STYLED)
+    argv = ["--method", "sft", "--output-dir", "out", "--per-device-train-batch-size", "4", "--save-steps", "1"]
+    argv += ["--chat-template", "styled.jinja", "--chat-template-kwargs", '{"style": ""}', "--max-steps", "1"]
+    assert main(argv) == 0
+    saved = yaml.safe_load(Path("out/config.yaml").read_text())
+    assert saved["chat_template_kwargs"] == {"style": ""}
+    assert main(["--resume", "out", "--max-steps", "2"]) == 0
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["chat_template_kwargs"] == {"style": ""}
+    assert parse("--resume", "out").model.chat_template_kwargs == {"style": ""}

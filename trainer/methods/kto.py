@@ -118,6 +118,7 @@ def rows_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Labelle
         policy.tokenizer,
         data_format=cfg.data.data_format,
         system_prompt=cfg.model.system_prompt,
+        chat_template_kwargs=cfg.model.chat_template_kwargs,
         max_length=cfg.response.max_length,
         max_prompt_length=cfg.response.max_prompt_length,
         context_length=policy.context_length,

@@ -62,7 +62,8 @@ def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         scorer = spread(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
         # for whoever uses it as a reward
-        scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt}
+        scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt,
+                                     "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         solutions = solutions_of(cfg, scorer, cfg.data.data, last_step_only=cfg.train_on_last_step_only)
         held_out = mine(solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, scorer, solutions)
@@ -85,6 +86,7 @@ def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_st
         data_format=cfg.data.data_format,
         step_separator=cfg.step_separator,
         system_prompt=cfg.model.system_prompt,
+        chat_template_kwargs=cfg.model.chat_template_kwargs,
         max_length=cfg.max_length,
         max_completion_length=cfg.max_completion_length,
         context_length=scorer.context_length,

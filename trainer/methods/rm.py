@@ -60,7 +60,9 @@ class Config:
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         scorer = spread(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
-        scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt}  # for whoever uses it as a reward
+        # for whoever uses it as a reward
+        scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt,
+                                     "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         pairs = pairs_of(cfg, scorer, cfg.data.data)
         held_out = mine(pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, scorer, pairs)
@@ -83,6 +85,7 @@ def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> list[Pair]:
         scorer.tokenizer,
         data_format=cfg.data.data_format,
         system_prompt=cfg.model.system_prompt,
+        chat_template_kwargs=cfg.model.chat_template_kwargs,
         max_length=cfg.max_length,
         context_length=scorer.context_length,
         too_long="drop",

@@ -70,6 +70,7 @@ def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Exa
         policy.tokenizer,
         data_format=cfg.data.data_format,
         system_prompt=cfg.model.system_prompt,
+        chat_template_kwargs=cfg.model.chat_template_kwargs,
         max_length=cfg.max_length,
         context_length=policy.context_length,
         cfg=cfg,

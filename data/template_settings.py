@@ -1,0 +1,65 @@
+"""What a chat template is given besides the messages: a row's tools, and switches of its own such as enable_thinking.
+
+--chat-template-kwargs '{"enable_thinking": false}'                 for all rows
+{"messages": [...], "chat_template_kwargs": {"enable_thinking": true}, "tools": [...]}      for one row, and it wins
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from data.fields import for_template
+from data.formats import Columns
+
+
+def _parse(words: Sequence[str]) -> dict[str, Any]:
+    value = json.loads(words[0])  # tyro tells the user what was expected
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+# The type of --chat-template-kwargs: an object of JSON on the command line, a mapping in YAML and in Python.
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar='{"NAME": VALUE}',
+        instance_from_str=_parse,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+
+
+def template_settings(columns: Columns, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of one row: its `tools`, and its `chat_template_kwargs` over those of the flag."""
+    own = for_template(columns)
+    tools = own.get("tools")
+    return {**(kwargs or {}), **own.get("chat_template_kwargs", {}), **({"tools": tools} if tools else {})}
+
+
+def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse names that the tokenizer's chat template does not read, which would have no effect."""
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    template = str(tokenizer.chat_template or "")
+    given = f"chat_template_kwargs={json.dumps(kwargs)}"
+    for name in kwargs:
+        if name in taken:
+            raise ValueError(f"{given}: {name!r} is not a setting of the template; remove it")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ValueError(
+                f"{given}: the chat template does not read {name!r}, so it has no effect; check the name, or remove it"
+            )
+
+
+def check_effect(kwargs: Mapping[str, Any] | None, is_rendered: bool) -> None:
+    """Refuse the flag where no row goes through a chat template."""
+    if kwargs and not is_rendered:
+        raise ValueError("chat_template_kwargs: has no effect, all rows are plain text; give messages, or leave it out")

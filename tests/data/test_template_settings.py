@@ -1,0 +1,264 @@
+"""What chat templates get besides the messages, and what they pass over: the same in the loaders of all methods."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data.documents import load_documents
+from data.pairs import load_pairs
+from data.prompts import load_prompts
+from data.sft import load_examples
+from data.stepwise import load_steps
+from data.truths import load_truths
+from data.unpaired import load_labelled
+
+USER = {"role": "user", "content": "2+2="}
+ANSWER = {"role": "assistant", "content": "4"}
+OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(*rows) -> str:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / "rows.jsonl")
+
+    return write_rows
+
+
+# By method: its loader, and how it takes an answer to a prompt.
+LOADERS = {
+    "sft": (load_examples, lambda prompt, answer: {"messages": [*prompt, answer]}),
+    "sft_completion": (load_examples, lambda prompt, answer: {"prompt": prompt, "completion": [answer]}),
+    "documents": (load_documents, lambda prompt, answer: {"messages": [*prompt, answer]}),
+    "pairs": (load_pairs, lambda prompt, answer: {"prompt": prompt, "chosen": [answer], "rejected": "no"}),
+    "rejected": (load_pairs, lambda prompt, answer: {"prompt": prompt, "chosen": "no", "rejected": [answer]}),
+    "kto": (load_labelled, lambda prompt, answer: {"prompt": prompt, "completion": [answer], "label": True}),
+    "ebft": (load_truths, lambda prompt, answer: {"messages": [*prompt, answer]}),
+}
+PROMPTS = {
+    "grpo": (load_prompts, lambda prompt: {"prompt": prompt}),
+    "prm": (load_steps, lambda prompt: {"prompt": prompt, "completions": ["4"], "labels": [True]}),
+}
+
+
+def prompt_ids(row):
+    """The ids before the first trained token, or all of a prompt."""
+    if hasattr(row, "prompt_ids"):
+        return row.prompt_ids
+    if hasattr(row, "labels"):
+        return row.ids[:-2]
+    return row.ids[: row.mask.index(True)] if getattr(row, "mask", None) else row.ids
+
+
+def load(method, write, tokenizer, prompt, answer, columns=None, **settings):
+    if method in PROMPTS:
+        loader, make = PROMPTS[method]
+        row = make(prompt)
+    else:
+        loader, make = LOADERS[method]
+        row = make(prompt, answer)
+    (made,) = loader([write({**row, **(columns or {})})], tokenizer, **settings)
+    return made
+
+
+ALL = [*LOADERS, *PROMPTS]
+
+
+@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize(
+    ("flag", "row", "opening"),
+    [
+        ({}, None, OPENING),
+        ({"style": "F"}, None, OPENING + "F"),
+        ({}, {"style": "R"}, OPENING + "R"),
+        ({"style": "F"}, {"style": "R"}, OPENING + "R"),
+        ({"style": "F"}, {}, OPENING + "F"),
+    ],
+)
+def test_settings_by_flag_and_by_row(method, write, templated, flag, row, opening):
+    tokenizer = templated("CALLS")
+    answer = {"role": "assistant", "content": opening[len(OPENING) :] + "4"}  # what the prompt opens, the answer has
+    columns = {} if row is None else {"chat_template_kwargs": row}
+    if method in ("pairs", "rejected"):
+        columns |= {"rejected" if method == "pairs" else "chosen": opening[len(OPENING) :] + "5"}
+    made = load(method, write, tokenizer, [USER], answer, columns, chat_template_kwargs=flag)
+    assert tokenizer.decode(prompt_ids(made)) == opening
+    if method in ("grpo", "ebft"):  # later turns of an episode are written with the same
+        assert made.settings == {**flag, **(row or {})}
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_tools_of_a_row_are_written(method, write, templated, capsys):
+    tokenizer = templated("CALLS")
+    columns = {"tools": TOOLS} if method != "kto" else {"tools": json.dumps(TOOLS)}
+    made = load(method, write, tokenizer, [USER], ANSWER, columns)
+    system = f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n"
+    assert tokenizer.decode(prompt_ids(made)) == system + OPENING
+    assert "tools" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", [name for name in ALL if name != "prm"])
+def test_tools_that_are_not_written_are_counted(method, write, chatml, capsys):
+    load(method, write, chatml, [USER], ANSWER, {"tools": TOOLS})
+    assert "data: of 1 rows, 1 with tools that the chat template does not write" in capsys.readouterr().err
+
+
+UNSEEN = r"rows.jsonl:1: messages\[1\]: has tool_calls that the chat template does not write"
+
+
+@pytest.mark.parametrize("method", list(LOADERS))
+def test_calls_of_an_answer_that_are_not_written_are_refused(method, write, chatml, templated):
+    with pytest.raises(ValueError, match=UNSEEN):
+        load(method, write, chatml, [USER], CALLS)
+    tokenizer = templated("CALLS")
+    made = load(method, write, tokenizer, [USER], CALLS)
+    if method != "ebft":
+        ids = {"kto": "completion_ids", "pairs": "chosen_ids", "rejected": "rejected_ids"}.get(method)
+        trained = getattr(made, ids) if ids else [t for t, on in zip(made.ids, made.mask, strict=True) if on]
+    else:
+        trained = made.truth_ids
+        assert made.columns["ground_truth"] == '<call>{"name": "add", "arguments": {"a": 2}}</call>'
+    assert tokenizer.decode(trained) == '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_calls_of_a_prompt_that_are_not_written_are_refused(method, write, chatml, templated):
+    prompt = [USER, CALLS, {"role": "tool", "content": "4"}]
+    with pytest.raises(ValueError, match=UNSEEN):
+        load(method, write, chatml, prompt, ANSWER)
+    tokenizer = templated("CALLS")
+    made = load(method, write, tokenizer, prompt, ANSWER)
+    assert '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>' in tokenizer.decode(made.ids if method in (
+        "sft", "documents", "grpo", "prm", "ebft", "sft_completion") else made.prompt_ids)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", list(LOADERS))
+@pytest.mark.parametrize(
+    ("name", "answer", "told"),
+    [
+        ("R1", {"content": "<think>two and two</think>4"}, "with thoughts before </think> that the chat template cuts"),
+        ("R1", {"content": "4", "reasoning_content": "hm"}, "with reasoning_content that the chat template does not"),
+        ("CALLS", {"content": "4", "reasoning": "hm"}, "with reasoning that the chat template does not write"),
+        ("QWEN3", {"content": "<think>two and two</think>4"}, None),
+        ("QWEN3", {"content": "4", "reasoning_content": "hm"}, None),
+    ],
+)
+def test_thoughts_that_are_not_written_are_counted(method, write, templated, capsys, name, answer, told):
+    if name == "R1" and method == "ebft":
+        with pytest.raises(ValueError, match=r"the chat template opens an answer with '<think>\\n', which the true"):
+            load(method, write, templated(name), [USER], {"role": "assistant", **answer})
+        return
+    load(method, write, templated(name), [USER], {"role": "assistant", **answer})
+    error = capsys.readouterr().err
+    assert ("of 1 rows, 1 whose" in error or "of 1 rows, 1 with" in error) if told else "that the chat" not in error
+    assert told is None or f"1 {told}" in error
+
+
+def test_earlier_thoughts_that_are_cut_out_of_trained_turns_are_counted(write, templated, capsys):
+    thought = {"role": "assistant", "content": "<think>two</think>4"}
+    load_examples([write({"messages": [USER, thought, USER, thought]}, {"messages": [USER, thought]})],
+                  templated("QWEN3"))  # fmt: skip
+    error = capsys.readouterr().err
+    assert error == ("data: of 2 rows, 1 with thoughts before </think> that the chat template cuts out of a trained "
+                     "turn\n")  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["sft", "pairs", "grpo"])
+def test_nulls_that_a_table_adds_are_left_out(method, tmp_path, templated):
+    """Arrow gives all structs of a column the same keys; JSON has only those that were written."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def call(**arguments):
+        function = {"name": "turn", "arguments": arguments}
+        return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+
+    def tool(**properties):
+        return {"function": {"name": "turn", "parameters": properties}}
+
+    rows = []
+    for arguments in ({"theta": 2}, {"phi": {"x": 1}}):
+        messages = [USER, call(**arguments), {"role": "tool", "content": "ok"}]
+        answer = {"messages": [*messages, ANSWER]}
+        if method != "sft":
+            answer = {"prompt": messages, "chosen": [call(**arguments)], "rejected": [ANSWER]}
+        kwargs = {"style": "a"} if arguments.get("theta") else {"other": "b"}
+        rows.append({**answer, "tools": [tool(**arguments)], "chat_template_kwargs": kwargs})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loader = {"sft": load_examples, "pairs": load_pairs, "grpo": load_prompts}[method]
+    tokenizer = templated("CALLS")
+    from_table, from_json = (loader([str(tmp_path / f"rows.{kind}")], tokenizer) for kind in ("parquet", "jsonl"))
+    for one, other in zip(from_table, from_json, strict=True):
+        ids = [getattr(row, "ids", None) or row.prompt_ids + row.chosen_ids for row in (one, other)]
+        assert ids[0] == ids[1]
+        assert "null" not in tokenizer.decode(ids[0])
+    assert '{"theta": 2}' in tokenizer.decode(ids[0]) or '{"phi": {"x": 1}}' in tokenizer.decode(ids[0])
+    if method == "grpo":
+        assert [row.settings["style"] for row in from_table[:1]] == ["a"] and "style" not in from_table[1].settings
+
+
+def test_nulls_that_a_user_wrote_stay_and_are_counted(write, templated, capsys):
+    function = {"name": "find", "arguments": {"where": None}}
+    row = {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": function}]}]}
+    tokenizer = templated("CALLS")
+    (example,) = load_examples([write(row)], tokenizer)
+    assert '"arguments": {"where": null}' in tokenizer.decode(example.ids)
+    told = "data: of 1 rows, 1 with null in the arguments of a tool call, trained as it is written\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_settings_without_effect_are_refused(method, write, templated):
+    tokenizer = templated("CALLS")
+    text = {"text": "a", "prompt": "2+2=", "completion": "4", "label": True, "completions": ["4"], "labels": [True]}
+    if method in ("pairs", "rejected"):
+        text = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    loader = (LOADERS | PROMPTS)[method][0]
+    with pytest.raises(ValueError, match="^chat_template_kwargs: has no effect, all rows are plain text"):
+        loader([write(text)], tokenizer, chat_template_kwargs={"style": "F"})
+
+
+def test_formats_keep_the_columns_for_the_template(write, templated):
+    tokenizer = templated("CALLS")
+    row = {"question": "2+2=", "answer": "!4", "instruction": "2+2=", "output": "!4", "chat_template_kwargs": '{"style": "!"}'}  # fmt: skip # noqa: E501
+    for name in ("question_answer", "gsm8k", "alpaca", "auto"):
+        (example,) = load_examples([write(row)], tokenizer, data_format=name)
+        assert tokenizer.decode(prompt_ids(example)) == OPENING + "!"
+    messages = {"messages": [USER, {"role": "assistant", "content": "!4"}], "chat_template_kwargs": {"style": "!"}}
+    for name in ("ebft_strided_chat.transform", "ebft_reasoning.transform_strided"):
+        (document,) = load_documents([write(messages)], tokenizer, data_format=name)
+        assert tokenizer.decode(prompt_ids(document)) == OPENING + "!"
+
+
+def test_a_conversation_of_truths_has_the_settings_in_all_turns(write, templated):
+    tokenizer = templated("QWEN3")
+    talk = [USER, ANSWER, {"role": "user", "content": "3+3="}, {"role": "assistant", "content": "6"}]
+    row = {"messages": talk[:2], "chat_template_kwargs": {"enable_thinking": False}}
+    (prompt,) = load_truths([write(row)], tokenizer)
+    assert tokenizer.decode(prompt.ids) == OPENING + "<think>\n\n</think>\n\n"
+    assert tokenizer.decode(prompt.truth_ids) == "4<|im_end|>"
+    with pytest.raises(ValueError, match="rows.jsonl:1: the chat template opens an answer with '<think>"):
+        load_truths([write({**row, "messages": talk})], tokenizer, data_format="ebft_chat_multiturn.transform")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"enable_thinkng": False}, "the chat template does not read 'enable_thinkng', so it has no effect"),
+        ({"tokenize": True}, "'tokenize' is not a setting of the template"),
+        ({"tools": []}, "'tools' is not a setting of the template"),
+    ],
+)
+def test_names_that_the_template_does_not_read(templated, kwargs, message):
+    from data.template_settings import check_kwargs
+
+    check_kwargs(templated("QWEN3"), {"enable_thinking": False})
+    with pytest.raises(ValueError, match=rf"^chat_template_kwargs=\{{.*\}}: {message}"):
+        check_kwargs(templated("QWEN3"), kwargs)

@@ -70,6 +70,8 @@ class ShowConfig:
     """What ends a step (stepwise)."""
     bad_rows: BadRows = "error"
     """Stop at a row that cannot be used, or skip and count it (pairs, unpaired, stepwise)."""
+    trust_remote_code: bool = False
+    """Let Python code run that comes with the tokenizer."""
     format: FormatOptions = field(default_factory=FormatOptions)
 
 
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = tyro.cli(ShowConfig, prog="python -m data.show", args=argv)
         if cfg.rows < 0:
             raise ValueError(f"rows={cfg.rows}: must be 0 or more")
-        tokenizer = load_tokenizer(cfg.model)
+        tokenizer = load_tokenizer(cfg.model, trust_remote_code=cfg.trust_remote_code)
         set_chat_template(tokenizer, cfg.chat_template)
         check_kwargs(tokenizer, cfg.chat_template_kwargs)
         show(read(cfg, tokenizer), tokenizer, cfg.rows)
@@ -105,17 +107,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """A tokenizer from a hub id, a folder, or a finished run (its final/)."""
     from transformers import AutoTokenizer
 
     place = TINY_MODEL if name == "builtin:tiny" else Path(name).expanduser()
     place = place / "final" if (place / "final").is_dir() else place
     try:
-        return AutoTokenizer.from_pretrained(str(place) if place.is_dir() else name)
+        return AutoTokenizer.from_pretrained(
+            str(place) if place.is_dir() else name, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:  # what transformers raises for a missing or unreadable one
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"model={name}: its tokenizer cannot be loaded ({reason}); check the path or hub id") from None
+        needs_code = "trust_remote_code" in str(error)
+        remedy = "if you trust its code, pass --trust-remote-code" if needs_code else "check the path or hub id"
+        raise ValueError(f"model={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
 
 
 def read(cfg: ShowConfig, tokenizer: Any) -> list[Shown]:

@@ -11,11 +11,23 @@ Without tests a row gets None.
 Every program runs in an interpreter of its own: an empty folder, limits on time, memory, file size and processes, no
 network where the system lets a process leave it, no connections otherwise. That is protection from accidents. It is not
 a security boundary: code made to break out will, so run a policy you do not trust in a container.
+
+Tests that only call functions and look at data run in another process than the program, which gets arguments as data,
+answers with data, and never sees the tests (rollout/code_child.py). What a program does to builtins, modules, frames or
+__eq__, or writes anywhere, is then of no use to it. What still earns a reward it should not:
+
+    tests with classes of the program, modules such as sys or unittest, or functions as arguments run in the program's
+    own process: there __eq__ that is always true passes, and code that walks frames can read the tests and answer for
+    them; no check in one Python process can prevent that
+    functions besides the tested one that the tests use and the prompt defines (encode in a test of decode): a program
+    may define them anew
+    as root, where user namespaces are refused, a program can read the memory of the process that runs the tests
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import os
 import re
@@ -29,6 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rollout.code_child import PURE
 from rollout.reward_functions import text_of
 from rollout.reward_workers import kill_group
 
@@ -39,6 +52,7 @@ MEMORY_GB = 1.0
 FILE_MB = 16.0
 AT_ONCE = 8
 FENCE = re.compile(r"^[ ]{0,3}(```+|~~~+)[^\n`]*\n(.*?)(?:^[ ]{0,3}\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+BY_NAME = {"globals", "locals", "vars", "eval", "exec", "compile", "__import__", "input"}  # reach the program otherwise
 KEPT = ("PATH", "LANG", "LC_ALL", "SYSTEMROOT")  # of the environment: no keys, no tokens
 
 
@@ -124,9 +138,60 @@ def _defines(text: str, name: str | None) -> bool:
 
 def passes(source: str, tests: str, seconds: float) -> bool:
     """Whether the tests ran to their end; a program that ends the process early has not passed."""
+    if can_run_apart(tests):
+        verdict = _verdict(source, tests, seconds, together=False)
+        if verdict != "unfit":  # known only when they ran: a test that hands a function to the program, say
+            return verdict == "passed"
+    return _verdict(source, tests, seconds, together=True) == "passed"
+
+
+def can_run_apart(tests: str) -> bool:
+    """Whether tests can run in another process than the program, by what they say: the program has no part in this."""
+    try:
+        nodes = list(ast.walk(ast.parse(tests)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what odd text makes the parser raise
+        return False
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            if any(name.partition(".")[0] not in PURE for name in names):
+                return False
+            own |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, (ast.AsyncFunctionDef, ast.Await)):
+            return False
+        elif isinstance(node, ast.Attribute) and (node.attr == "seed" or not isinstance(node.ctx, ast.Load)):
+            return False  # the program draws numbers, or reads what the tests set
+    theirs = [name for name in loaded - own if name.lstrip("_")[:1].isupper() and name not in dir(builtins)]
+    return not (loaded & BY_NAME) and not any(_is_class(name, nodes) for name in theirs)
+
+
+def _is_class(name: str, nodes: list[ast.AST]) -> bool:
+    """Whether tests use a capitalised name as a class, of which they may ask anything, or as a function that is only
+    called for its result (`assert Split(3) == [1, 2]`)."""
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    made = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == name]
+    given = [x for node in calls if ast.unparse(node.func) == "check" for x in node.args if ast.unparse(x) == name]
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    if len(uses) != len(made) + len(given):
+        return True  # except, isinstance, a base class
+    for node in nodes:
+        parts = list(ast.iter_child_nodes(node))
+        kept = isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Attribute, ast.withitem))
+        joined = isinstance(node, (ast.Compare, ast.BinOp))
+        if (kept and any(x in made for x in parts)) or (joined and sum(x in made for x in parts) > 1):
+            return True
+    return False
+
+
+def _verdict(source: str, tests: str, seconds: float, *, together: bool) -> str:
+    """passed, failed or unfit."""
     secret = secrets.token_hex(16)
     limits = {"seconds": seconds, "memory_gb": MEMORY_GB, "file_mb": FILE_MB}
-    job = json.dumps({"program": source, "tests": tests, "limits": limits, "secret": secret})
+    job = json.dumps({"program": source, "tests": tests, "together": together, "limits": limits, "secret": secret})
     with tempfile.TemporaryDirectory(prefix="code-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", str(CHILD)],
@@ -144,7 +209,8 @@ def passes(source: str, tests: str, seconds: float) -> bool:
             said = b""
         finally:
             _end(process)
-    return said == secret.encode()
+    word, _, verdict = said.decode("ascii", "replace").partition(" ")
+    return verdict if word == secret else "failed"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

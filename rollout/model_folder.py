@@ -47,6 +47,26 @@ def read_adapter(folder: str) -> dict[str, Any]:
     return saved
 
 
+def check_adapter_weights(folder: str) -> None:
+    """Refuse an adapter without safetensors: peft would fall back to adapter_model.bin, which is a pickle."""
+    if not (Path(folder) / "adapter_model.safetensors").is_file():
+        raise ValueError(
+            f"model={folder}: has no adapter_model.safetensors, and a .bin file is a pickle, which is never loaded; "
+            "save the adapter again with peft's save_pretrained"
+        )
+
+
+def check_base(folder: str) -> None:
+    """Refuse an adapter where a base model should be: transformers would apply it unasked, also from a .bin file."""
+    if (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(f"model={folder}: holds an adapter, not the base model of one; merge it into its base first")
+
+
+def trust_hint(error: Exception) -> str:
+    """What to add to a sentence about a model that could not be loaded, where it asked for code of its own to run."""
+    return "; if you trust its code, pass --trust-remote-code" if "trust_remote_code" in str(error) else ""
+
+
 def served_model(name: str) -> str:
     """What a server loads for a --model value: an adapter's base (the adapter is sent to it later), else the model."""
     found = resolve_model(name)

@@ -7,6 +7,7 @@ left, so that a bad row costs itself and not its neighbours.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import sys
@@ -22,6 +23,7 @@ from rollout.types import Completion
 
 OFFERED = ("prompts", "completions", "completion_ids")  # what every function can ask for
 RESERVED = (*OFFERED, "prompt", "completion")  # never passed on as columns
+IMMUTABLE = frozenset((str, int, float, bool, type(None), bytes))
 SMALLEST_SHARE = 1 / 8  # of the time limit, for a call on few of the rows that hung together
 RECOVERY = 4.0  # time limits spent on finding the rows that hang; the rest of them count as hanging, too
 
@@ -81,6 +83,9 @@ def arguments(
 ) -> dict[str, list[Any]]:
     """Fresh lists for one call, one entry per completion, cut down to what the signature takes.
 
+    Every entry is a copy: a function may change what it is given, and neither the data set nor the functions and steps
+    after it see that.
+
     A column is that of the completion's episode, else of the data. known: columns that other rows have, None in these.
     """
     rows = [{**prompt.columns, **completion.columns} for prompt, completion in zip(prompts, completions, strict=True)]
@@ -99,9 +104,24 @@ def arguments(
             f"reward_funcs={function.spec}: asks for {missing[0]!r}, which {prompts[0].source} does not have; it can "
             f"ask for {', '.join(offered)}"
         )
-    if any(p.kind is p.VAR_KEYWORD for p in found):
-        return offered
-    return {p.name: offered[p.name] for p in named(found) if p.name in offered}
+    if not any(p.kind is p.VAR_KEYWORD for p in found):
+        offered = {p.name: offered[p.name] for p in named(found) if p.name in offered}
+    return {n: values if n == "completion_ids" else [copied(x) for x in values] for n, values in offered.items()}
+
+
+def copied(value: Any) -> Any:
+    """A copy down to the last list and dict, in half the time of copy.deepcopy."""
+    kind = type(value)
+    if kind in IMMUTABLE:
+        return value
+    if kind is list:
+        return [item if type(item) in IMMUTABLE else copied(item) for item in value]
+    if kind is dict:
+        return {key: item if type(item) in IMMUTABLE else copied(item) for key, item in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an open file, a lock, a client: there is only this one
+        return value
 
 
 def as_completed(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
@@ -109,7 +129,7 @@ def as_completed(prompt: Prompt, completion: Completion) -> str | list[dict[str,
     if not prompt.conversational:
         return completion.text
     if completion.messages is not None:
-        return [dict(message) for message in completion.messages]
+        return completion.messages
     return [{"role": "assistant", "content": completion.text}]
 
 

@@ -21,15 +21,15 @@ LAZY: dict[str, tuple[str, str]] = {  # built-ins with parts that others need no
 }
 
 
-def find_reward(spec: str) -> tuple[str, Callable[..., Any]]:
-    """(short name, function) for what the user typed."""
+def find_reward(spec: str, *, trust_remote_code: bool = False) -> tuple[str, Callable[..., Any]]:
+    """(short name, function) for what the user typed; trust_remote_code is for the folders of reward models."""
     head, colon, argument = spec.partition(":")
     if spec in reward_functions.FUNCTIONS:
         return spec, reward_functions.FUNCTIONS[spec]
     if head in reward_functions.FACTORIES:
         return head, reward_functions.FACTORIES[head](argument if colon else None)
     if head in MODELS:
-        return head, MODELS[head](argument if colon else None)
+        return head, MODELS[head](argument if colon else None, trust_remote_code)
     if head in LAZY:
         return head, _lazy(spec, head, argument if colon else None)
     path, colon, attribute = spec.rpartition(":")

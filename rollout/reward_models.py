@@ -16,6 +16,7 @@ from typing import Any
 
 from data.chat import end_of_turn_id, render_prompt, render_text, stop_ids, with_system
 from data.types import Messages
+from rollout.model_folder import trust_hint
 from rollout.reward_functions import text_of
 
 MAX_TOKENS = 16384  # of one forward, padding included
@@ -29,8 +30,10 @@ COMBINE: dict[str, Callable[[list[float]], float]] = {
 class OutcomeReward:
     """model:PATH."""
 
-    def __init__(self, path: str) -> None:
-        self.model, self.tokenizer = load_model(f"model:{path}", path, "SequenceClassification", num_labels=1)
+    def __init__(self, path: str, trust_remote_code: bool = False) -> None:
+        self.model, self.tokenizer = load_model(
+            f"model:{path}", path, "SequenceClassification", num_labels=1, trust_remote_code=trust_remote_code
+        )
         self.trained_here = getattr(self.model.config, "strop", None)
 
     def __call__(self, completions: Sequence[Any], prompts: Sequence[str | Messages]) -> list[float]:
@@ -56,7 +59,7 @@ class OutcomeReward:
 class ProcessReward:
     """prm:PATH and prm:PATH,min."""
 
-    def __init__(self, argument: str) -> None:
+    def __init__(self, argument: str, trust_remote_code: bool = False) -> None:
         path, comma, how = argument.rpartition(",")
         if comma and how not in COMBINE:
             raise ValueError(
@@ -64,7 +67,9 @@ class ProcessReward:
             )
         self.combine = COMBINE[how if comma else "min"]
         path = path if comma else argument
-        self.model, self.tokenizer = load_model(f"prm:{argument}", path, "TokenClassification", num_labels=2)
+        self.model, self.tokenizer = load_model(
+            f"prm:{argument}", path, "TokenClassification", num_labels=2, trust_remote_code=trust_remote_code
+        )
         trained_here = getattr(self.model.config, "strop", None) or {}
         self.separator = trained_here.get("step_separator", "\n")
         self.system_prompt = trained_here.get("system_prompt")
@@ -92,22 +97,22 @@ class ProcessReward:
         return self.combine(logits[ends].float().softmax(dim=-1)[:, 1].tolist())
 
 
-def outcome_reward(argument: str | None) -> OutcomeReward:
+def outcome_reward(argument: str | None, trust_remote_code: bool = False) -> OutcomeReward:
     if not argument:
         raise ValueError("reward_funcs=model: has no path; write model:PATH, a finished run of --method rm for one")
-    return OutcomeReward(argument)
+    return OutcomeReward(argument, trust_remote_code)
 
 
-def process_reward(argument: str | None) -> ProcessReward:
+def process_reward(argument: str | None, trust_remote_code: bool = False) -> ProcessReward:
     if not argument:
         raise ValueError("reward_funcs=prm: has no path; write prm:PATH or prm:PATH,mean, PATH being a run of prm")
-    return ProcessReward(argument)
+    return ProcessReward(argument, trust_remote_code)
 
 
-MODELS: dict[str, Callable[[str | None], Any]] = {"model": outcome_reward, "prm": process_reward}
+MODELS: dict[str, Callable[[str | None, bool], Any]] = {"model": outcome_reward, "prm": process_reward}
 
 
-def load_model(spec: str, path: str, task: str, *, num_labels: int) -> tuple[Any, Any]:
+def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote_code: bool) -> tuple[Any, Any]:
     """A classification model of transformers, ready to score, and its tokenizer."""
     import torch
     import transformers
@@ -118,7 +123,7 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int) -> tuple[Any
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if device == "cuda" else torch.float32
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         kinds = config.architectures or []
         if kinds and not any(kind.endswith(task) for kind in kinds):
             other = {"SequenceClassification": "prm", "TokenClassification": "model"}[task]
@@ -126,12 +131,18 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int) -> tuple[Any
             raise ValueError(f"it is a {kinds[0]}, without the head this needs{hint}")
         if config.num_labels != num_labels:
             raise ValueError(f"its head has {config.num_labels} outputs, not {num_labels}")
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         auto = getattr(transformers, f"AutoModelFor{task}")
-        model, found = auto.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        model, found = auto.from_pretrained(
+            source,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
+        )
     except Exception as error:  # damaged files make transformers raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{label}: cannot be used as a reward model ({reason})") from None
+        raise ValueError(f"{label}: cannot be used as a reward model ({reason}){trust_hint(error)}") from None
     if found["missing_keys"]:
         missing = min(found["missing_keys"])
         raise ValueError(

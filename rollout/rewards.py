@@ -73,6 +73,7 @@ def load_rewards(
     memory_gb: float | None = None,
     on_error: OnError = "stop",
     say: Callable[[str], None] = say_aloud,
+    trust_remote_code: bool = False,
 ) -> Rewards:
     """Find every function now, so that a wrong name stops the run before anything is sampled.
 
@@ -83,7 +84,7 @@ def load_rewards(
     parsed = parse_weights(weights, len(names))
     functions: list[RewardFunction] = []
     for spec in names:
-        name, call = find_reward(spec)
+        name, call = find_reward(spec, trust_remote_code=trust_remote_code)
         taken = {function.name for function in functions}
         count = 2
         unique = name
@@ -99,7 +100,9 @@ def load_rewards(
     return Rewards(functions, parsed, pool=pool, on_error=on_error, say=say)
 
 
-def open_rewards(cfg: RewardConfig, say: Callable[[str], None] = say_aloud) -> Rewards:
+def open_rewards(
+    cfg: RewardConfig, say: Callable[[str], None] = say_aloud, *, trust_remote_code: bool = False
+) -> Rewards:
     """load_rewards by the flags of a run."""
     return load_rewards(
         cfg.reward_funcs,
@@ -109,6 +112,7 @@ def open_rewards(cfg: RewardConfig, say: Callable[[str], None] = say_aloud) -> R
         memory_gb=cfg.reward_memory_gb,
         on_error=cfg.reward_on_error,
         say=say,
+        trust_remote_code=trust_remote_code,
     )
 
 

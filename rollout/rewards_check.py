@@ -14,6 +14,7 @@ from data.formats import PROMPT_FORMATS, formatted_rows
 from data.prompts import load_prompts
 from data.template_settings import TemplateKwargs, check_kwargs
 from data.types import Prompt
+from rollout.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint
 from rollout.reward_functions import text_of
 from rollout.rewards import RewardTable, load_rewards
 from rollout.types import Completion, Request, Sampling
@@ -55,6 +56,8 @@ class CheckConfig:
     """Settings that the chat template reads, as a JSON object; a row's own column of that name wins over them."""
     system_prompt: str | None = None
     """System message put before every conversation that has none."""
+    trust_remote_code: bool = False
+    """Let Python code run that comes with the model, or with a reward model."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = tyro.cli(CheckConfig, prog="python -m rollout.rewards", args=argv)
         _check_config(cfg)
-        rewards = load_rewards(cfg.check, cfg.reward_weights)
+        rewards = load_rewards(cfg.check, cfg.reward_weights, trust_remote_code=cfg.trust_remote_code)
         prompts, completions = _read_completions(cfg) if cfg.model is None else _sample_completions(cfg)
         show(prompts, completions, rewards.score(prompts, completions))
     except ValueError as error:
@@ -114,7 +117,7 @@ def _text(source: str, completion: Any) -> str:
 def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]:
     from rollout.local import LocalEngine
 
-    model, tokenizer = _load_model(cfg.model)
+    model, tokenizer = _load_model(cfg.model, trust_remote_code=cfg.trust_remote_code)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     rows = load_prompts(
@@ -136,7 +139,7 @@ def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion
     return prompts, LocalEngine(model, tokenizer).generate(requests, sampling)
 
 
-def _load_model(name: str) -> tuple[Any, Any]:
+def _load_model(name: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """A model and its tokenizer from a hub id, a folder, a finished run (its final/) or an adapter folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -148,19 +151,30 @@ def _load_model(name: str) -> tuple[Any, Any]:
     if (place / "final").is_dir():
         place = place / "final"
     source = str(place) if place.is_dir() else name
+    base = source
+    is_adapter = (place / "adapter_config.json").is_file()
+    if is_adapter:
+        base = str(read_adapter(source)["base_model_name_or_path"])
+        check_adapter_weights(source)
+        check_base(base)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        if (place / "adapter_config.json").is_file():
-            from peft import AutoPeftModelForCausalLM
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            base,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
+        )
+        if is_adapter:
+            from peft import PeftModel
 
-            model = AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            model = PeftModel.from_pretrained(model, source)
     except (OSError, ValueError) as error:  # what transformers raises for a missing or unreadable model
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"model={name}: cannot be loaded ({reason}); check the path or hub id") from None
+        remedy = trust_hint(error) or "; check the path or hub id"
+        raise ValueError(f"model={name}: cannot be loaded ({reason}){remedy}") from None
     return model.to(device), tokenizer
 
 

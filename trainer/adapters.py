@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rollout.model_folder import read_adapter
+from rollout.model_folder import check_adapter_weights, read_adapter
 from trainer.config import LoraConfig
 from trainer.reasons import first_line, why
 
@@ -17,6 +17,7 @@ def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
+    check_adapter_weights(adapter)
     try:
         wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable)
         with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:

@@ -34,6 +34,7 @@ from trainer.dist_watch import say
 from trainer.folders import atomic_folder
 from trainer.meta_load import model_tensors
 from trainer.model_files import WholeModel, write_model
+from trainer.reasons import why
 from trainer.saver import INDEX, MANIFEST
 from trainer.shards import full, is_dtensor, settle
 from trainer.tensor_files import Spec, TensorFiles, aligned, write_tensors
@@ -224,6 +225,8 @@ class ExportConfig:
     """Folder to write; must not exist."""
     merge_lora: bool = False
     """Write merged weights rather than an adapter, as a run with --merge-lora does in any case."""
+    trust_remote_code: bool = False
+    """Let the model's own Python code run; what the run's config.yaml says about it does not count here."""
 
 
 def export_checkpoint(cfg: ExportConfig) -> Path:
@@ -251,7 +254,7 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
             change_json(tmp / "adapter_config.json", inference_mode=True)
             return checkpoint
         (tmp / "adapter_config.json").unlink(missing_ok=True)
-        lm = skeleton(checkpoint, base, trust_remote_code=bool(settings.get("trust_remote_code")))
+        lm = skeleton(checkpoint, base, trust_remote_code=cfg.trust_remote_code)
         whole = WholeModel(lm, dtype_on_disk(base) or _trained_dtype(weights), getter(lm, weights, base))
         write_model(tmp, whole.specs(), whole.tensors())
         _save_config(lm, tmp)
@@ -279,13 +282,17 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
 
     adapter = checkpoint / "adapter_config.json"
     source = base if adapter.exists() else checkpoint
-    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            if kind is None:
+                lm = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                lm = kind(config)
+    except Exception as error:  # damaged files and their own code make transformers raise anything
+        raise ValueError(f"model={source}: cannot be built: {why(error, str(source))}") from None
     with torch.device("meta"):
-        if kind is None:
-            lm = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        else:
-            lm = kind(config)
         if adapter.exists():
             from peft import PeftConfig, get_peft_model
 

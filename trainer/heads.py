@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
-from rollout.model_folder import read_adapter, resolve_model
+from rollout.model_folder import check_base, read_adapter, resolve_model
 from trainer.adapters import attach_adapter
 from trainer.attention import attention_masks, choose_attention, load_name, part_of
 from trainer.config import LoraConfig, ModelConfig
@@ -89,6 +89,7 @@ def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind,
     import transformers
 
     attn_implementation = load_name(cfg.attn_implementation, device)
+    check_base(path)
     try:
         with _quiet():
             model, found = getattr(transformers, kind.auto_class).from_pretrained(
@@ -97,6 +98,7 @@ def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
                 trust_remote_code=cfg.trust_remote_code,
+                use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
                 ignore_mismatched_sizes=True,  # a head of another size is replaced, anything else refused below
                 output_loading_info=True,
             )

@@ -23,7 +23,7 @@ from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
 from data.template_settings import check_kwargs
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
-from rollout.model_folder import BUILTIN, read_adapter, resolve_model
+from rollout.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.attention import attention_masks, choose_attention, is_sliced, load_name, part_of, row_multiple, uses_flex
 from trainer.config import LoraConfig, ModelConfig
@@ -196,6 +196,7 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     attn_implementation = load_name(cfg.attn_implementation, device)
+    check_base(path)
     refuse_quantised(path, cfg)
     if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal

@@ -125,6 +125,8 @@ class PlanConfig:
 
     model: str | None = None
     """Hub id, folder with a config.json, adapter or finished run folder, or builtin:tiny."""
+    trust_remote_code: bool = False
+    """Let the model's own Python code run."""
     shape: str | None = None
     """A known size instead of a model, which needs no hub: qwen3-1.7b, llama-3.1-8b, ..."""
     gpus: int = 1
@@ -206,7 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         cfg = tyro.cli(PlanConfig, prog="python -m trainer.plan", args=argv)
-        model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model)
+        trusts = cfg.trust_remote_code
+        model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model, trust_remote_code=trusts)
         print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg), notes(model))))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

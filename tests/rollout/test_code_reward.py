@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from data.types import Prompt
-from rollout.code_reward import last_block, passes, program
+from rollout.code_reward import can_run_apart, last_block, passes, program
 from rollout.rewards import load_rewards
 from rollout.types import Completion
+from tests.rollout.code_programs import ASSERTS, ATTACKS, CHECK, HONEST
 
 
 def score(prompts: list, texts: list[str], **columns: list) -> list[float | None]:
@@ -193,3 +194,43 @@ def test_bad_settings_are_refused():
             load_rewards([f"code:{argument}"])
     with pytest.raises(ValueError, match="raised ValueError: the data has neither a column 'tests' nor 'test' on x:0"):
         score(["?"], ["x = 1"])
+
+
+@pytest.mark.parametrize("tests", [ASSERTS, CHECK], ids=["asserts", "check"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_tricks_earn_nothing(attack, tests):
+    assert can_run_apart(tests)
+    assert not passes(textwrap.dedent(ATTACKS[attack]), tests, 3.0)
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_programs_keep_their_reward(name):
+    source, tests = HONEST[name]
+    assert passes(source, tests, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("tests", "apart"),
+    [
+        ("assert f(2) == 4", True),
+        ("METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n\n\ncheck(Strongest)\n", True),
+        ("import math\nassert math.isclose(F(2), 4)", True),
+        ("assert Vec(1) + Vec(2) == Vec(3)", False),
+        ("x = Stack()\nassert x.pop() == 1", False),
+        ("try:\n    f(1)\nexcept MyError:\n    pass", False),
+        ("import sys\nassert f(2) == 4", False),
+        ("assert eval('f(2)') == 4", False),
+        ("f.limit = 3\nassert f(2) == 4", False),
+        ("assert f(2) ==", False),
+    ],
+)
+def test_which_tests_run_apart_from_the_program(tests, apart):
+    assert can_run_apart(tests) is apart
+
+
+def test_patched_test_helpers_are_put_back():
+    _, tests = HONEST["unittest"]
+    patched = "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\ndef double(x): return 0\n"
+    assert not passes(patched, tests, 10.0)
+    emptied = "import builtins\nbuiltins.exec = builtins.compile = lambda *a, **k: None\ndef double(x): return 0\n"
+    assert not passes(emptied, tests, 10.0)

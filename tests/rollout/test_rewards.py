@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 from dataclasses import replace
@@ -453,3 +455,54 @@ def test_importing_rewards_is_light():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_may_change_what_it_is_given_and_nobody_else_sees_it(beside, is_async):
+    beside(f"""
+        {"async " if is_async else ""}def spoils(completions, prompts, completion_ids, **columns):
+            scores = [len(tests) for tests in columns["tests"]]
+            for prompt, completion in zip(prompts, completions):
+                prompt[0]["content"] = "changed"
+                prompt.append("more")
+                completion[0]["tool_calls"][0]["function"]["name"] = "changed"
+            for ids in completion_ids:
+                ids.clear()
+            for values in columns.values():
+                for value in values:
+                    value.clear()
+                values.clear()
+            prompts.clear()
+            return scores
+        seen = []
+        def looks(completions, prompts, completion_ids, **columns):
+            seen.append((completions, prompts, completion_ids, columns))
+            return [0.0] * len(completions)
+    """)
+    prompts, done = rows(
+        ["a", "b"], chat=True, tests=[["t1", "t2"], ["t3"]], meta=[{"deep": {"er": [1]}}] * 2, when=[{1, 2}, {3}]
+    )
+    turns = [{"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}]
+    done = [replace(one, messages=turns, columns={"trace": [1, 2]}) for one in done]
+    before = copy.deepcopy((prompts, done))
+    names = ["my_rewards.looks", "my_rewards.spoils", "my_rewards.looks", "my_rewards.spoils"]
+    rewards = load_rewards(names)
+    for _ in range(2):  # steps
+        assert rewards.score(prompts, done).values == [[0.0, 2.0, 0.0, 2.0], [0.0, 1.0, 0.0, 1.0]]
+    assert (prompts, done) == before
+    seen = rewards.functions[0].call.__globals__["seen"]
+    assert len(seen) == 4 and all(one == seen[0] for one in seen)
+    assert seen[0][3] == {
+        "tests": [["t1", "t2"], ["t3"]], "meta": [{"deep": {"er": [1]}}] * 2, "when": [{1, 2}, {3}],
+        "trace": [[1, 2], [1, 2]],
+    }  # fmt: skip
+    rewards.close()
+
+
+def test_what_cannot_be_copied_is_handed_on_as_it_is(beside):
+    beside("""
+        def takes(completions, lock):
+            return [float(one.acquire(blocking=False)) for one in lock]
+    """)
+    lock = threading.Lock()
+    assert load_rewards(["my_rewards.takes"]).score(*rows(["a", "b"], lock=[lock, lock])).totals == [1.0, 0.0]

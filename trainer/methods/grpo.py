@@ -134,7 +134,7 @@ class Config:
 def train(cfg: Config) -> None:
     overlap = cfg.overlap
     with open_run(cfg, cfg.run.method) as run:
-        rewards = run.keep(open_rewards(cfg.reward, run.note))
+        rewards = run.keep(open_rewards(cfg.reward, run.note, trust_remote_code=cfg.model.trust_remote_code))
         policy = spread(
             cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.policy_loss.beta > 0)
         )

@@ -1,0 +1,264 @@
+"""Code that comes with a model, as Python files or inside pickles, never runs unless --trust-remote-code says so."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.rewards import load_rewards
+from tests.entry import ROOT, environment
+from trainer.__main__ import main as train
+
+TINY = ROOT / "trainer" / "tiny"
+EVIL = """
+from pathlib import Path
+
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+Path(r"{marker}").write_text("ran")
+
+
+class EvilConfig(LlamaConfig):
+    model_type = "evil"
+
+
+class EvilModel(LlamaForCausalLM):
+    config_class = EvilConfig
+
+
+class EvilScorer(LlamaForSequenceClassification):
+    config_class = EvilConfig
+
+
+class EvilTokenizer(PreTrainedTokenizerFast):
+    pass
+
+
+def generate(*arguments, **options):
+    return None
+"""
+TASK = "--data task:addition:split=train,size=64 --max-steps 1"
+CLASSES = {
+    "AutoConfig": "evil.EvilConfig",
+    "AutoModelForCausalLM": "evil.EvilModel",
+    "AutoModelForSequenceClassification": "evil.EvilScorer",
+    "AutoModelForTokenClassification": "evil.EvilScorer",
+    "AutoTokenizer": [None, "evil.EvilTokenizer"],
+}
+
+
+class Bomb:
+    """Writes the marker when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.write_text, (self.marker, "ran")
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch) -> Path:
+    """The file that code in a model would write. Whoever asks on stdin is told yes, and that it must not ask."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    asked = []
+    monkeypatch.setattr(builtins, "input", lambda *prompt: asked.append(prompt) or "yes")
+    yield tmp_path / "marker"
+    assert not asked, "nothing may be asked on stdin"
+
+
+@pytest.fixture
+def evil(tmp_path, marker) -> Path:
+    """A model folder with code of its own for everything that can be loaded from it."""
+    folder = tmp_path / "evil_model"
+    shutil.copytree(TINY, folder)
+    (folder / "evil.py").write_text(EVIL.format(marker=marker))
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(EVIL.format(marker=marker))
+    change(folder / "config.json", model_type="evil", auto_map=CLASSES, architectures=["EvilModel"], num_labels=1)
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.EvilTokenizer"]},
+           tokenizer_class="EvilTokenizer")  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+2=", "completion": "4", "answer": "4"}\n' * 16)
+    return path
+
+
+def failed(code: object) -> bool:
+    return code not in (0, None)
+
+
+def run_check(*argv: str) -> object:
+    from rollout.rewards_check import main
+
+    return main([*argv])
+
+
+def run_show(*argv: str) -> object:
+    from data.show import main
+
+    return main([*argv])
+
+
+def run_plan(*argv: str) -> object:
+    from trainer.plan import main
+
+    return main([*argv])
+
+
+ENTRIES = {
+    "data.show": (run_show, "--data DATA --model EVIL"),
+    "rewards --check --model": (run_check, "--check exact_match --data DATA --model EVIL"),
+    "rewards --check model:": (run_check, "--check model:EVIL --data DATA"),
+    "rewards --check prm:": (run_check, "--check prm:EVIL --data DATA"),
+    "plan": (run_plan, "--model EVIL"),
+    "sft": (lambda *argv: train([*argv]), f"--method sft --model EVIL {TASK}"),
+    "grpo": (lambda *argv: train([*argv]), f"--method grpo --model EVIL {TASK}"),
+    "grpo model:": (lambda *argv: train([*argv]), "--method grpo --reward-funcs model:EVIL --max-steps 1"),
+    "rm": (lambda *argv: train([*argv]), f"--method rm --model EVIL {TASK}"),
+    "dpo --ref-model": (lambda *argv: train([*argv]), "--method dpo --ref-model EVIL --max-steps 1"),
+    "ebft --feature-model": (lambda *argv: train([*argv]), "--method ebft --feature-model EVIL --max-steps 1"),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_python_files_of_a_model_do_not_run(entry, evil, marker, data, capfd):
+    run, line = ENTRIES[entry]
+    argv = [word.replace("EVIL", str(evil)).replace("DATA", str(data)) for word in line.split()]
+    code = run(*argv)
+    said = capfd.readouterr().err
+    assert not marker.exists(), said
+    (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert failed(code) and "custom code" in sentence and "--trust-remote-code" in sentence, said
+
+
+def test_they_do_run_when_that_is_asked_for(evil, marker, data):
+    assert run_show("--data", str(data), "--model", str(evil), "--trust-remote-code") == 0
+    assert marker.read_text() == "ran"
+    marker.unlink()
+    argv = ["--check", "exact_match", "--data", str(data), "--model", str(evil), "--max-completion-length", "2"]
+    assert run_check(*argv, "--trust-remote-code") == 0
+
+
+def test_nobody_is_asked_who_would_say_yes(evil, marker, data):
+    """The same with a real stdin that says nothing but yes."""
+    command = [sys.executable, "-m", "rollout.rewards", "--check", f"model:{evil}", "--data", str(data)]
+    done = subprocess.run(
+        command, input="yes\n" * 50, env=environment(), capture_output=True, text=True, timeout=300, cwd=data.parent
+    )
+    assert done.returncode == 1 and "custom code" in done.stderr, done.stderr
+    assert "Do you wish to run" not in done.stdout and not marker.exists()
+
+
+def test_an_export_does_not_take_the_word_of_the_run_for_it(evil, marker, tmp_path, capfd):
+    import torch
+
+    from trainer.checkpoint import save_checkpoint
+    from trainer.export import main
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def describe(folder: Path) -> None:
+        for path in (*evil.glob("*.json"), *evil.glob("*.py")):
+            shutil.copy(path, folder / path.name)
+
+    save_checkpoint(tmp_path / "run" / "checkpoints", 1, model, optimizer, schedule, {}, keep=1, describe=describe)
+    (tmp_path / "run" / "config.yaml").write_text(f"method: sft\nmodel: {evil}\ntrust_remote_code: true\n")
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    said = capfd.readouterr().err
+    assert not marker.exists() and "--trust-remote-code" in said and not (tmp_path / "out").exists(), said
+
+
+def pickled(folder: Path, marker: Path, name: str) -> None:
+    """The weights as a pickle that writes the marker, in place of safetensors."""
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    (folder / name).write_bytes(pickle.dumps({"weight": Bomb(marker)}))
+
+
+def test_weights_in_pickles_are_refused(marker, tmp_path, data, capfd):
+    folder = tmp_path / "pickled"
+    shutil.copytree(TINY, folder)
+    change(folder / "config.json", num_labels=1, architectures=["LlamaForSequenceClassification"])
+    pickled(folder, marker, "pytorch_model.bin")
+    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 1
+    assert "no file named model.safetensors" in capfd.readouterr().err
+    assert train(["--method", "rm", "--model", str(folder), *TASK.split()]) == 2
+    assert "no file named model.safetensors" in capfd.readouterr().err
+    change(folder / "config.json", architectures=["LlamaForCausalLM"])
+    assert train(["--method", "sft", "--model", str(folder), *TASK.split()]) == 2
+    assert "no file named model.safetensors" in capfd.readouterr().err
+    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 1
+    assert "no file named model.safetensors" in capfd.readouterr().err
+    assert not marker.exists()
+
+
+def test_adapters_in_pickles_are_refused(marker, tmp_path, data, capfd):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "adapter"
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), lora).save_pretrained(folder)
+    shutil.copy(TINY / "tokenizer.json", folder)
+    shutil.copy(TINY / "tokenizer_config.json", folder)
+    pickled(folder, marker, "adapter_model.bin")
+    for run in (
+        lambda: train(["--method", "sft", "--model", str(folder), *TASK.split()]),
+        lambda: train(["--method", "rm", "--model", str(folder), *TASK.split()]),
+        lambda: run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)),
+    ):
+        assert failed(run())
+        assert "has no adapter_model.safetensors" in capfd.readouterr().err
+    inner = tmp_path / "adapter_of_adapter"  # transformers itself applies an adapter that lies in a base folder
+    shutil.copytree(folder, inner)
+    shutil.copy(TINY / "model.safetensors", inner / "adapter_model.safetensors")
+    change(inner / "adapter_config.json", base_model_name_or_path=str(folder))
+    assert train(["--method", "sft", "--model", str(inner), *TASK.split()]) == 2
+    assert "holds an adapter, not the base model of one" in capfd.readouterr().err
+    assert not marker.exists()
+
+
+def test_reward_models_in_workers_are_not_asked_about_either(evil, marker):
+    with pytest.raises(ValueError, match=r"custom code.*--trust-remote-code"):
+        load_rewards([f"model:{evil}"], num_workers=1)
+    assert not marker.exists()
+
+
+LOADERS = [path for folder in ("data", "rollout", "trainer") for path in (ROOT / folder).rglob("*.py")]
+PICKLES = {"rollout/reward_process.py"}  # from the trainer to a worker that it started
+
+
+def test_every_call_that_loads_says_what_it_trusts():
+    calls = [(path, node) for path in LOADERS for node in ast.walk(ast.parse(path.read_text()))]
+    for path, node in calls:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        called, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+        where = f"{path.relative_to(ROOT)}:{node.lineno} {called}"
+        if called.endswith((".from_pretrained", ".from_config")) and not called.startswith("Peft"):
+            assert "trust_remote_code" in given, where
+            weightless = ("AutoConfig.from_pretrained", "AutoTokenizer.from_pretrained", ".from_config")
+            assert "use_safetensors" in given or called.endswith(weightless), where
+        assert called not in ("torch.load", "pickle.load", "np.load", "joblib.load"), where
+        assert called != "pickle.loads" or path.relative_to(ROOT).as_posix() in PICKLES, where

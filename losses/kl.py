@@ -9,15 +9,23 @@ As a loss term alone, on policy, k2 has the gradient of the KL; k3 has a biased 
 gradient is 1 for every token and averages to nothing. Weighted by the ratio r = exp(logp - old_logp) to the policy that
 sampled, each has the gradient of the reverse KL itself, on policy or off:
 
-    k1  r k1        gradient r (logp - ref_logp + 1), the 1 being noise of mean zero
-    k2  sg[r] k2    gradient r (logp - ref_logp); with a gradient through r it would be another quantity's
-    k3  r k3        gradient r (logp - ref_logp)
+    k1  r k1        gradient r (1 - d), the 1 being noise of mean zero
+    k2  sg[r] k2    gradient -r d; with a gradient through r it would be another quantity's
+    k3  r k3        gradient -r d
+
+Where numbers are large, with L = 20 nats (fp32 overflows at 88 in exp, at 44 in its square):
+
+    d > L           k3 takes exp(L) for exp(d): its value stays at exp(L) - L - 1, its gradient at 1 - exp(L)
+    d < -L          k3 is exact: value |d| - 1, gradient 1
+    |log r| > L     r stays at exp(L) or exp(-L), in values and gradients
+    any d           k1 and k2 are exact, and so is the gradient -r d of the weighted k3, whose value takes k3 as above
 
 Shapes: N = packed tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -48,8 +56,14 @@ def k3(
     logp: Tensor,  # (N,) policy
     ref_logp: Tensor,  # (N,) reference
 ) -> Tensor:  # (N,)
-    d = (ref_logp - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(d) - d  # never below zero, also where exp(d) - 1 would round
+    """Clamped above only. Beyond the clamp the gradient is that at the clamp, so a token far off is still pulled back.
+
+    Below there is nothing to overflow: exp(d) goes to 0 and the gradient to 1.
+    """
+    d = ref_logp - logp
+    low = d.clamp(max=MAX_LOG_RATIO)
+    slope = math.expm1(MAX_LOG_RATIO) * torch.relu(d - MAX_LOG_RATIO)  # 0 up to the clamp
+    return torch.expm1(low) - low + (slope - slope.detach())  # never below zero, also where exp(d) - 1 would round
 
 
 KL_ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3}
@@ -76,8 +90,7 @@ def kl_penalty(
     logp, old_logp, ref_logp = (torch.where(mask, x.to(dtype), 0.0) for x in (logp, old_logp, ref_logp))
     weighted = estimator(logp, ref_logp)  # (N,)
     if ratio_weighted:
-        ratio = (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        weighted = weighted * (ratio.detach() if estimator is k2 else ratio)
+        weighted = _weighted(weighted, logp, old_logp, ref_logp, estimator)
     if share is not None:
         weighted = weighted * torch.where(mask, share.to(dtype), 0.0)
     num_tokens = mask.sum()
@@ -86,6 +99,17 @@ def kl_penalty(
         {"kl": Term(beta, weighted.sum(), num_tokens if count is None else count)},
         {"policy/ref_kl_k3": (estimate.sum(), num_tokens)},
     )
+
+
+def _weighted(estimate: Tensor, logp: Tensor, old_logp: Tensor, ref_logp: Tensor, estimator: Estimator) -> Tensor:
+    """The value is ratio * estimate. The gradient is written out, as differentiating the product cancels.
+
+    For k3 the product rule gives r (exp(d) - d - 1) + r (1 - exp(d)), two large numbers whose sum is -r d: the gradient
+    of sg[r] k2. For k1 it gives r (1 - d): the gradient of sg[r] (k1 + k2).
+    """
+    ratio = (logp - old_logp).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    slope = k2(logp, ref_logp) + (k1(logp, ref_logp) if estimator is k1 else 0.0)
+    return ratio * (estimate.detach() + (slope - slope.detach()))
 
 
 def reward_minus_kl(

@@ -25,7 +25,19 @@ from torch import Tensor
 
 from losses.types import LossOut, Term
 
-MAX_EXPONENT = 80.0  # exp(80) is 5e34: larger would overflow fp32
+MAX_EXPONENT = 40.0  # exp(40) is 2e17, its square 6e34: with larger ones squared losses would overflow fp32
+
+
+def capped_expm1(
+    x: Tensor,  # (...)
+) -> Tensor:  # (...)
+    """exp(x) - 1, exact up to 40 nats. Beyond, value and slope stay those at 40: finite, and the slope keeps its sign.
+
+    A plain clamp would have slope 0 there, and drop the very pairs that are furthest off.
+    """
+    low = x.clamp(max=MAX_EXPONENT)
+    slope = math.exp(MAX_EXPONENT) * F.relu(x - MAX_EXPONENT)  # 0 up to the cap
+    return torch.expm1(low) + (slope - slope.detach())
 
 
 # f-divergences (f-DPO, Wang et al. 2023, arXiv:2309.16240), in the sign convention of TRL 1.x: all grow with x.
@@ -42,7 +54,7 @@ def forward_kl(
     x: Tensor,  # (B,) log-ratio
 ) -> Tensor:  # (B,)
     """s(x) = 1 - exp(-x)."""
-    return -torch.expm1((-x).clamp(max=MAX_EXPONENT))
+    return -capped_expm1(-x)
 
 
 def js_divergence(
@@ -60,7 +72,7 @@ def alpha_divergence(
     """s(x) = (exp((alpha - 1) x) - 1) / (alpha - 1): forward KL at alpha 0, reverse KL in the limit alpha 1."""
     if abs(alpha - 1) < 1e-6:
         return x
-    return torch.expm1(((alpha - 1) * x).clamp(max=MAX_EXPONENT)) / (alpha - 1)
+    return capped_expm1((alpha - 1) * x) / (alpha - 1)
 
 
 DIVERGENCES: dict[str, Callable[..., Tensor]] = {

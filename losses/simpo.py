@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.preference import MAX_EXPONENT, logistic, options_of, pair_metrics, wide
+from losses.preference import capped_expm1, logistic, options_of, pair_metrics, wide
 from losses.types import LossOut, Term
 
 
@@ -70,7 +69,7 @@ def alpha_reward(
     """(1 - exp(-alpha mean)) / alpha; its limit at alpha 0 is the log-prob itself."""
     if abs(alpha) < 1e-6:
         return mean
-    return -torch.expm1((-alpha * mean).clamp(max=MAX_EXPONENT)) / alpha
+    return -capped_expm1(-alpha * mean) / alpha
 
 
 def sigmoid(s: FreeScores, *, beta: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
@@ -108,7 +107,11 @@ def cpo_loss(
     alpha: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> LossOut:
-    """One of CPO_LOSSES per pair, and cpo_alpha times the NLL of the chosen response's tokens."""
+    """One of CPO_LOSSES per pair, and cpo_alpha times the NLL of the chosen response's tokens.
+
+    The rewards that are logged are those the loss compares: beta times the sum of log-probs, their mean, or alphapo's
+    reshaped mean.
+    """
     assert {x.shape for x in s} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s]}"
     options = {"beta": beta, "gamma": gamma, "alpha": alpha, "label_smoothing": label_smoothing}
     function = CPO_LOSSES[loss_type]
@@ -118,4 +121,6 @@ def cpo_loss(
         "nll": Term(cpo_alpha, -s.sum_w.sum(), s.len_w.sum()),
     }
     reward_w, reward_l = (s.mean_w, s.mean_l) if loss_type in MEAN_LOSSES else (s.sum_w, s.sum_l)
+    if loss_type == "alphapo":
+        reward_w, reward_l = alpha_reward(reward_w, alpha=alpha), alpha_reward(reward_l, alpha=alpha)
     return LossOut(terms, pair_metrics(beta * reward_w, beta * reward_l, s.logp_w, s.logp_l))

@@ -73,11 +73,20 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 def test_every_method_has_the_gradient_of_one_process(mode, tmp_path):
     """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step."""
     found = results_of("tests.ranks.worker", mode, cwd=tmp_path)
-    assert len(found) == 20
+    assert len(found) == 23
     for result in found:
         assert result["gradient"] < 1e-12, result
         assert result["norm"] < 1e-12 and result["clipped"] == pytest.approx(1e-3, rel=1e-4), result
         assert result["unlike"] == {}, result
+
+
+def test_bnpo_averages_over_micro_batches_with_completions_alone(tmp_path):
+    """Six and one of them, where the second rank passes five empty ones: divided by 7 as in one process, not by 12."""
+    cases = ("grpo-bnpo", "grpo-bnpo-masked", "ebft-bnpo")
+    found = results_of("tests.ranks.worker", "replicate", *cases, cwd=tmp_path)
+    assert [result["case"] for result in found] == list(cases)
+    for result in found:
+        assert result["gradient"] < 1e-12 and result["unlike"] == {}, result
 
 
 @pytest.mark.parametrize("mode", ["copies", pytest.param("once", marks=pytest.mark.slow)])

@@ -4,8 +4,9 @@
     python -m trainer --config runs/dev/config.yaml --max-steps 10
     python -m trainer --resume
 
-Later wins: dataclass default < tiny recipe (only when nothing names a model) < saved config of the run being resumed
-< --config < flag. The method is peeked at first, because it decides which flags exist.
+Later wins: dataclass default (learning_rate: that of the method for all weights or for LoRA) < tiny recipe (only when
+nothing names a model) < saved config of the run being resumed < --config < flag. The method is peeked at first, because
+it decides which flags exist.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ import yaml
 from data.user_code import import_beside, is_missing
 from trainer.config import RunConfig
 from trainer.flags import Values, build, config_to_tree, flag_table, looks_like_flag, nearest, read_argv, read_tree
+from trainer.learning_rates import rates_of
 from trainer.ranks import world_size
 
 __all__ = ["config_to_tree", "load_config", "method_names", "method_summary", "parse", "save_config"]
@@ -74,7 +76,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
         if values["overwrite_output_dir"].words == ("True",):
             raise ValueError("--overwrite-output-dir: would delete the run to resume; leave out one of the two")
         values |= read_tree({"output_dir": str(resume.run_dir), "resume": resume.checkpoint}, table, "--resume")
-    return module, build(module.Config, values, table, prog), str(name)
+    cfg = build(module.Config, values, table, prog)
+    return module, cfg if "learning_rate" in values else _with_learning_rate(cfg), str(name)
 
 
 # methods ---------------------------------------------------------------------------------------------------------
@@ -166,6 +169,14 @@ def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: 
         for key in ("eval_data", "eval_steps"):  # held-out rows of the recipe's task say nothing about other data
             tree.pop(key, None)
     return read_tree(tree, table, _shown(recipe))
+
+
+def _with_learning_rate(cfg: Any) -> Any:
+    """The one default that depends on another flag: adapters take a higher rate. It is saved like any other number."""
+    rates = rates_of(type(cfg))
+    if rates is None or cfg.lora.r == 0:
+        return cfg
+    return replace(cfg, optim=replace(cfg.optim, learning_rate=rates.lora))
 
 
 def _shown(path: Path) -> str:

@@ -147,7 +147,11 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     learning_rate: float = 1e-6
-    """Peak learning rate."""
+    (
+        "Peak learning rate. The default is the method's for all weights (sft 2e-5; rm, prm 1e-5; orpo 8e-6; others "
+        "1e-6); with --lora.r it is 2e-4 for sft, 1e-4 for rm and prm, 8e-5 for orpo, 5e-6 for dpo, ipo and kto, and "
+        "1e-5 for the others. Sources: trainer/learning_rates.py. config.yaml has the number that was used."
+    )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape after warm-up: constant, or down to zero linearly or along a cosine."""
     warmup_ratio: float = 0.0

@@ -22,7 +22,10 @@ class AdvantageConfig:
     overlong_margin: int = 0
     """Tokens before max_completion_length over which a reward named overlong falls from 0 to -1 (DAPO); 0: none."""
     kl_in_reward: bool = False
-    """Take beta times the KL of a completion off its reward, instead of a term in the loss."""
+    (
+        "Take beta times the KL of a completion off its reward, instead of a term in the loss; that of truncated "
+        "completions too, also where mask_truncated_completions leaves them out of the loss."
+    )
 
     def __post_init__(self) -> None:
         if self.overlong_margin < 0:

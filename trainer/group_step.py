@@ -40,7 +40,7 @@ from losses.kl import MAX_LOG_RATIO
 from losses.sequences import sequence_mean, sequence_sum
 from rollout.types import Completion
 from trainer import rollouts
-from trainer.dist import all_count, all_sum
+from trainer.dist import all_count, all_sum, data_size
 from trainer.group_loss import (
     Known,
     add_gap_metrics,
@@ -55,7 +55,7 @@ from trainer.group_loss import (
 from trainer.metrics import MetricSums
 from trainer.model import Policy, reference_logps, token_logps, token_loss
 from trainer.optim import total_loss
-from trainer.step_quantile import top_threshold
+from trainer.step_quantile import tolerance_of, top_threshold
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def prepare(
     def number(x: int) -> Tensor:
         return torch.tensor(float(x), device=policy.device)
 
-    counts = torch.stack([number(num_tokens), number(len(trained)), number(len(micro_batches))])
+    num_micro_batches = sum(len(mb.target) > 0 for mb in micro_batches)  # without those that only fill up for others
+    counts = torch.stack([number(num_tokens), number(len(trained)), number(num_micro_batches)])
     names = ("num_tokens", "num_completions", "num_micro_batches")
     batch = StepBatch(
         completions=kept, rows=rows, advantage=advantage[rows].to(policy.device, _wide(policy)),
@@ -195,8 +196,11 @@ def backward(cfg: Any, policy: Policy, batch: StepBatch, *, first: bool = False)
     if all(batch.idle):  # or there is no micro-batch at all
         _leave_zero_gradients(policy)
         add_names(cfg, sums, policy.device)
-    share = batch.local["num_tokens"] / batch.total["num_tokens"].clamp(min=1)  # adds up to 1 over ranks
-    add_step_metrics(sums, {name: count * share for name, count in denominators.items()}, share, all_sum(ratios))
+    # Adds up to 1 over ranks, also where all completions are masked: then losses are written as 0.
+    own, of_step = batch.local["num_tokens"], batch.total["num_tokens"]
+    share = torch.where(of_step > 0, own / of_step.clamp(min=1), 1 / data_size())
+    divisors = {name: count.clamp(min=1) * share for name, count in denominators.items()}  # as total_loss has them
+    add_step_metrics(sums, divisors, share, all_sum(ratios))
     # An advantage of 0 is never clipped: these fractions are known of all tokens, computed or not.
     nothing = torch.zeros_like(share)
     sums.add({name: (nothing, batch.skipped_tokens) for name in list(sums.pairs) if name.startswith("policy/clip_")})
@@ -229,7 +233,8 @@ def _entropy_threshold(
         return None, batch.total["num_tokens"]
     assert now is not None, "the entropy quantile needs a pass beforehand"
     entropy = torch.cat([torch.zeros(0, dtype=_wide(policy), device=policy.device), *(x.entropy for x in now)])
-    threshold = top_threshold(entropy, top=cfg.policy_loss.top_entropy_quantile)
+    tolerance = tolerance_of(policy.compute_dtype)
+    threshold = top_threshold(entropy, top=cfg.policy_loss.top_entropy_quantile, tolerance=tolerance)
     return threshold, all_sum(keep_top_entropy(entropy, threshold).sum())
 
 

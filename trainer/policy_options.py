@@ -54,9 +54,16 @@ class PolicyLossConfig:
     entropy_coef: float = 0.0
     """Weight of the mean entropy of trained tokens, which is maximised; 0 is off."""
     top_entropy_quantile: float = 1.0
-    """Train on this fraction of the step's tokens, those of highest entropy (0.2 in the paper); 1 trains on all."""
+    (
+        "Train on this fraction of the step's tokens, those of highest entropy (0.2 in the paper), and on tokens equal "
+        "to the last of them but for rounding; 1 trains on all."
+    )
     mask_truncated_completions: bool = False
-    """Leave completions that ran into max_completion_length out of the loss and of every denominator."""
+    (
+        "Leave completions that ran into max_completion_length out of the loss and of every denominator. Their rewards "
+        "still count in the advantages of their group; with kl_in_reward (RLOO) those include their KL to the "
+        "reference, which TRL sets to 0 for them."
+    )
     skip_zero_advantage_batches: bool = True
     """Do not compute completions of advantage 0 where they add nothing: the gradient is the same."""
     cispo_cap: float = 5.0

@@ -48,6 +48,7 @@ from trainer.dist import from_main, is_main, world_size
 from trainer.export import describe_model, export_model
 from trainer.folders import remove_folder, remove_leftovers
 from trainer.health import Watch, replay
+from trainer.learning_rates import SMALL_MODEL, far_off
 from trainer.memory import device_type
 from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy
@@ -184,6 +185,8 @@ class Run:
         self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
         self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps)
         self._console.start()
+        if sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL and (text := far_off(self.cfg)):
+            self.note(text)
         if self.checkpoint is not None:
             restore_rng(self.checkpoint)  # again and last: a user's load_state_dict or a sink may have drawn numbers
         stop.work_begins()

@@ -14,6 +14,19 @@ from torch import Tensor
 from trainer.dist import all_sum
 
 DIGIT = 1 << 16
+# Between layouts (shared prompts or not, micro-batches of any size, padding) float32 entropies of the same token differ
+# by up to 1e-5 of their size: ten times that. A relative bound fits small entropies too, where an error in a logit is
+# one of the same relative size in 1 - p, and so in the entropy.
+TOLERANCE = 1e-4
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Part of an entropy that rounding may change, for a model that computes in `dtype`.
+
+    At least one rounding of that dtype: 0.8 % for bfloat16. There the same token differs by a few percent now and then,
+    as its log-prob does, so which tokens lie close to the threshold depends on the layout as the gradient does.
+    """
+    return max(TOLERANCE, torch.finfo(dtype).eps)
 
 
 @torch.no_grad()
@@ -21,15 +34,20 @@ def top_threshold(
     x: Tensor,  # (N,) of this rank
     *,
     top: float,
+    tolerance: float = 0.0,
 ) -> Tensor:  # ()
-    """losses.entropy.entropy_threshold over all ranks: the (1 - top) quantile, interpolated; -inf of nothing."""
+    """losses.entropy.entropy_threshold over all ranks: the (1 - top) quantile, interpolated; -inf of nothing.
+
+    `tolerance` is the part of itself that it is lowered by: what lies that close below counts as equal.
+    """
     count = int(all_sum(torch.tensor(len(x), device=x.device)))
     if count == 0:
         return x.new_tensor(-math.inf)
     position = (1 - top) * (count - 1)
     below = math.floor(position)
     low, high = kth_smallest(x, below), kth_smallest(x, min(below + 1, count - 1))
-    return torch.lerp(low, high, position - below)
+    found = torch.lerp(low, high, position - below)
+    return found - tolerance * found.abs()
 
 
 @torch.no_grad()

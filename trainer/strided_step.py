@@ -152,6 +152,9 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
             for metrics in parts:
                 sums.add(metrics)
         sums.add({"loss/total": (total.detach(), 0.0)})
+    for name, coef in (("policy", features.rl_coef), ("ce", features.ce_coef)):
+        if coef:  # 0 where the step has no such token at all
+            sums.add({f"loss/{name}": (torch.zeros_like(generated), denominators[name] == 0)})
     share = 1 / world_size()  # adds up to 1 over ranks
     sums.add({"loss/total": (torch.zeros((), device=policy.device), share)})
     return sums

@@ -148,6 +148,7 @@ def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: Me
         for metrics in parts:
             sums.add(metrics)
         sums.add({"loss/total": (total.detach(), torch.zeros_like(total))})
+    sums.add({"loss/ce": (torch.zeros_like(count), count == 0)})  # 0 where no truth has a trained token
     return sum(mb.num_tokens for mb in micro_batches)
 
 

@@ -178,9 +178,73 @@ def test_kl_penalty_of_models_far_apart_stays_finite(dtype, gap):
     assert logp.grad.isfinite().all() and out.metrics["policy/ref_kl_k3"][0].isfinite()
 
 
-def test_k3_is_bounded_by_the_clamp():
-    far = k3(torch.tensor([0.0, 0.0], dtype=torch.float64), torch.tensor([1e3, -1e3], dtype=torch.float64))
-    assert far.tolist() == pytest.approx([math.exp(MAX_LOG_RATIO) - MAX_LOG_RATIO - 1, MAX_LOG_RATIO - 1])
+def test_k3_is_bounded_above_and_exact_below():
+    logp, ref = torch.zeros(2, dtype=torch.float64, requires_grad=True), torch.tensor([1e3, -1e3], dtype=torch.float64)
+    far = k3(logp, ref)
+    assert far.tolist() == pytest.approx([math.exp(MAX_LOG_RATIO) - MAX_LOG_RATIO - 1, 999.0])
+    far.sum().backward()
+    assert logp.grad.tolist() == pytest.approx([1 - math.exp(MAX_LOG_RATIO), 1.0])
+
+
+def exact_formula(name: str, logp: Tensor, old: Tensor, ref: Tensor, weighted: bool) -> Tensor:
+    """The estimators as they are written, in float64, with autograd's own gradient."""
+    d, ratio = ref - logp, (logp - old).exp()
+    estimate = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[name]
+    return estimate * (ratio.detach() if name == "k2" else ratio) if weighted else estimate
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("ratio", [0.1, 0.7, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_value_and_gradient_are_those_of_the_formula_for_models_far_apart(name, weighted, ratio, dtype):
+    """d from -60 to 60. Only k3 above 20 differs: its value always, its gradient where there is no ratio beside it."""
+    d = torch.linspace(-60, 60, 481, dtype=torch.float64)
+    logp = torch.full_like(d, -70.0, requires_grad=True)
+    old, ref = logp.detach() - math.log(ratio), logp.detach() + d
+    each = exact_formula(name, logp, old, ref, weighted)
+    (want,) = torch.autograd.grad(each.sum(), logp)
+    want = -ratio * d if name == "k3" and weighted else want  # autograd of the product cancels above 30 nats
+    torch.testing.assert_close(want[d < 20], torch.autograd.grad(  # and says the same below
+        exact_formula(name, logp, old, ref, weighted).sum(), logp)[0][d < 20], rtol=1e-6, atol=1e-6)  # fmt: skip
+
+    ours, mask = logp.detach().to(dtype).requires_grad_(), torch.ones(len(d), dtype=torch.bool)
+    tokens = [x.to(dtype) for x in (old, ref)]
+    got = [
+        kl_penalty(
+            ours[i : i + 1], tokens[0][i : i + 1], tokens[1][i : i + 1], mask[:1], beta=1.0, ratio_weighted=weighted,
+            estimator=KL_ESTIMATORS[name],
+        ).terms["kl"].sum
+        for i in range(len(d))
+    ]  # fmt: skip
+    torch.stack(got).sum().backward()
+    beyond = (d > MAX_LOG_RATIO) if name == "k3" else torch.zeros(len(d), dtype=torch.bool)
+    cap = math.exp(MAX_LOG_RATIO)
+    value = torch.where(beyond, (cap - MAX_LOG_RATIO - 1) * (ratio if weighted else 1.0), each.detach())
+    gradient = want if weighted else torch.where(beyond, 1 - cap, want)
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close(torch.stack(got).double().detach(), value, **tolerance)
+    torch.testing.assert_close(ours.grad.double(), gradient, **tolerance)
+
+
+@pytest.mark.parametrize(("d", "want"), [(20.1, -20.1), (-25.0, 25.0), (60.0, -60.0)])
+def test_gradient_of_the_weighted_k3_beyond_twenty_nats(d, want):
+    """The default of every run with beta above 0. Differentiating the clamped product gave +4.85e8, 19 and 1.1e26."""
+    logp = torch.tensor([-70.0], requires_grad=True)
+    out = kl_penalty(logp, logp.detach(), logp.detach() + d, torch.ones(1, dtype=torch.bool), beta=1.0)
+    out.terms["kl"].sum.backward()
+    assert logp.grad.item() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_beyond_its_clamp_the_ratio_stays_the_same_in_value_and_gradient(name):
+    logp, one = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True), torch.ones(1, dtype=torch.bool)
+    old, ref = torch.tensor([-31.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
+    term = kl_penalty(logp, old, ref, one, beta=1.0, estimator=KL_ESTIMATORS[name]).terms["kl"].sum
+    term.backward()
+    cap = math.exp(MAX_LOG_RATIO)
+    assert term.item() == pytest.approx(cap * KL_ESTIMATORS[name](logp, ref).item())
+    assert logp.grad.item() == pytest.approx(cap * (1.5 if name == "k1" else 0.5))
 
 
 @pytest.mark.parametrize("weighted", [True, False])

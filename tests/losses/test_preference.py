@@ -12,6 +12,7 @@ from torch import Tensor
 from losses.preference import (
     DIVERGENCE_LOSSES,
     DIVERGENCES,
+    MAX_EXPONENT,
     PAIR_LOSSES,
     AotTargets,
     PairScores,
@@ -360,13 +361,63 @@ def test_pair_loss_and_gradient_are_finite_at_extremes(name, c, r, beta):
     assert all(value.isfinite() for value, _ in out.metrics.values())
 
 
-@pytest.mark.parametrize("name", sorted(DIVERGENCE_LOSSES - {"sft", "ipo"}))
+@pytest.mark.parametrize("name", sorted(DIVERGENCE_LOSSES - {"sft"}))
 @pytest.mark.parametrize("divergence", DIVERGENCES.values())
-@pytest.mark.parametrize(("c", "r"), [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4)])
+@pytest.mark.parametrize(("c", "r"), [(-45.0, 0.0), (0.0, -60.0), (1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4)])
 def test_divergence_losses_are_finite_at_extremes(name, divergence, c, r):
     s = extreme_scores(c, r, divergence)
     loss = run(s, name).terms[name].sum
     assert loss.isfinite() and all(grad.isfinite().all() for grad in gradients(s, loss))
+
+
+EXTREMES = torch.linspace(-100, 100, 201, dtype=torch.float64)
+TRANSFORMS = {  # name -> (transform, the formula, exponent whose size is capped)
+    "forward_kl": (forward_kl, lambda x: 1 - (-x).exp(), lambda x: -x),
+    "js": (js_divergence, lambda x: math.log(2) - torch.log1p((-x).exp()), None),
+    "alpha 0.5": (alpha_divergence, lambda x: 2 * (1 - (-x / 2).exp()), lambda x: -x / 2),
+    "alpha 2": (partial(alpha_divergence, alpha=2.0), lambda x: x.exp() - 1, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_divergences_are_those_of_the_formula_up_to_forty_nats_and_then_keep_value_and_slope(name):
+    transform, formula, exponent = TRANSFORMS[name]
+    exact = EXTREMES.clone().requires_grad_()
+    want = formula(exact)
+    (slope,) = torch.autograd.grad(want.sum(), exact)
+    want, capped = want.detach(), torch.zeros(len(EXTREMES), dtype=torch.bool)
+    if exponent is not None:
+        capped = exponent(EXTREMES) > MAX_EXPONENT
+        edge = EXTREMES[(exponent(EXTREMES) - MAX_EXPONENT).abs().argmin()].clone().requires_grad_()
+        at_edge = formula(edge)
+        want = torch.where(capped, at_edge.detach(), want)
+        slope = torch.where(capped, torch.autograd.grad(at_edge, edge)[0], slope)
+    x = EXTREMES.float().requires_grad_()
+    got = transform(x)
+    torch.testing.assert_close(got.double().detach(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), x)[0].double(), slope, rtol=1e-5, atol=1e-7)
+    assert capped.any() == (exponent is not None)
+
+
+@pytest.mark.parametrize("c", [-20.0, -39.0, -45.0, -80.0, -1e3])
+def test_ipo_of_the_forward_kl_has_a_finite_gradient_in_float32_and_the_right_one_where_it_fits(c):
+    """At c = -45 the exact gradient is 2.4e39, which float32 cannot hold: the one at -40 nats stands in for it."""
+    s = extreme_scores(c, 0.0, forward_kl)
+    loss = run(s, "ipo").terms["ipo"].sum
+    grad_w, grad_l = (x.item() for x in gradients(s, loss))
+    x = max(c, -MAX_EXPONENT)
+    delta = 1 - math.exp(-x) - 1 / (2 * BETA)
+    assert loss.item() == pytest.approx(delta**2, rel=1e-5)
+    assert grad_w == pytest.approx(2 * delta * math.exp(-x), rel=1e-5) and grad_w < 0
+    assert grad_l == pytest.approx(-2 * delta, rel=1e-5)
+
+
+def test_a_batch_of_the_worst_pairs_adds_up_to_a_finite_loss():
+    n = 1024
+    logp = torch.full((n,), -1e4, requires_grad=True)
+    zeros, ones = torch.zeros(n), torch.ones(n, dtype=torch.long)
+    term = run(PairScores(logp, zeros, zeros, zeros, ones, ones, forward_kl), "ipo").terms["ipo"]
+    assert term.sum.isfinite() and torch.autograd.grad(term.sum, logp)[0].isfinite().all()
 
 
 def test_wrong_order_at_an_extreme_still_pushes_with_full_force():

@@ -150,6 +150,21 @@ def test_cpo_micro_batches_sum_to_the_whole(name, sizes):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
 
 
+@pytest.mark.parametrize("alpha", [0.25, -0.5])
+def test_rewards_of_alphapo_are_those_its_loss_compares(alpha):
+    """beta (1 - exp(-alpha mean)) / alpha. A margin of the unshaped reward would differ, and here in size only."""
+    s = FreeScores(torch.tensor([-3.0, -1.6]), torch.tensor([-2.4, -2.0]), torch.tensor([3, 2]), torch.tensor([2, 4]))
+    out = run(s, "alphapo", alpha=alpha, label_smoothing=0.0)
+    shaped = [[2.0 * (1 - math.exp(-alpha * mean)) / alpha for mean in side] for side in ((-1.0, -0.8), (-1.2, -0.5))]
+    means = {name: (total / count).item() for name, (total, count) in out.metrics.items()}
+    margins = [chosen - rejected for chosen, rejected in zip(*shaped, strict=True)]
+    assert means["reward/chosen"] == pytest.approx(sum(shaped[0]) / 2)
+    assert means["reward/rejected"] == pytest.approx(sum(shaped[1]) / 2)
+    assert means["reward/margin"] == pytest.approx(sum(margins) / 2) and means["reward/accuracy"] == 0.5
+    loss = sum(math.log1p(math.exp(OPTIONS["gamma"] - margin)) for margin in margins)
+    assert out.terms["alphapo"].sum.item() == pytest.approx(loss, rel=1e-6)  # of the very margins that are logged
+
+
 @pytest.mark.parametrize("name", CPO_LOSSES)
 @pytest.mark.parametrize(("logp_w", "logp_l"), [(0.0, -1e4), (-1e4, 0.0), (-1e4, -1e4), (0.0, 0.0)])
 def test_cpo_is_finite_at_extremes(name, logp_w, logp_l):

@@ -11,6 +11,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from data.strided import Document
 from data.types import Prompt, TruthPrompt
 from rollout.planner import Planned
@@ -19,6 +21,7 @@ from rollout.types import Completion
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer import strided_step, truth_step
 from trainer.config import DataConfig, ModelConfig, PromptConfig, RunConfig
+from trainer.dist import rank
 from trainer.ebft_options import FeatureConfig, StridedConfig
 from trainer.features import FeatureNetwork
 from trainer.group_step import backward, prepare
@@ -30,6 +33,7 @@ from trainer.policy_options import PolicyLossConfig
 
 SIZE = 4  # completions of a group
 RUN = RunConfig(max_tokens_per_micro_batch=48, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+EACH_ALONE = {"max_tokens_per_micro_batch": 1}
 
 
 def make_groups(truth: bool) -> list[Group]:
@@ -70,11 +74,34 @@ def group_case(method: str, *, lora: bool = False, beta: float = 0.1) -> Case:
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
 
 
-def structured_case(*, lora: bool = False) -> Case:
+def six_and_one(rows: list[Any]) -> list[Any]:
+    return rows[:6] if rank() == 0 else rows[6:]
+
+
+def bnpo_case(*, masked: bool = False) -> Case:
+    """A completion is a micro-batch: rank 0 has six, rank 1 has one and passes five empty ones."""
+    cfg = import_module("trainer.methods.grpo").Config(
+        model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=replace(RUN, **EACH_ALONE),
+        num_generations=SIZE, share_prompt=False,
+        policy_loss=PolicyLossConfig(loss_type="bnpo", beta=0.1, entropy_coef=0.1, mask_truncated_completions=masked),
+    )  # fmt: skip
+    completions = [completion for group in make_groups(truth=False) for completion in group.completions][:7]
+    if masked:  # the only one of rank 1, and one of rank 0
+        completions = [replace(c, finish_reason="length") if n in (2, 6) else c for n, c in enumerate(completions)]
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        advantage = torch.tensor([1.0 - 0.4 * len(completion.ids) for completion in rows], dtype=torch.float64)
+        batch = prepare(cfg, policy, rows, advantage)
+        return {**backward(cfg, policy, batch, first=True).means(), "micro": float(batch.total["num_micro_batches"])}
+
+    return Case(completions, lambda: make_policy(reference=True), step, six_and_one)
+
+
+def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConfig = RUN) -> Case:
     module = import_module("trainer.methods.ebft")
     cfg = module.Config(
-        model=ModelConfig(model="test"), data=DataConfig(data=("rows",)), run=RUN, num_generations=SIZE,
-        features=FeatureConfig(ce_coef=0.1, use_whitening=True),
+        model=ModelConfig(model="test"), data=DataConfig(data=("rows",)), run=run, num_generations=SIZE,
+        features=FeatureConfig(ce_coef=0.1, use_whitening=True), policy_loss=PolicyLossConfig(loss_type=loss_type),
     )  # fmt: skip
     groups = make_groups(truth=True)
     prompts = [group.planned.prompt for group in groups]
@@ -131,6 +158,9 @@ def strided_case(*, lora: bool = False) -> Case:
 CASES = {
     "grpo": lambda: group_case("grpo"),
     "grpo-skips": lambda: group_case("grpo", beta=0.0),
+    "grpo-bnpo": bnpo_case,
+    "grpo-bnpo-masked": lambda: bnpo_case(masked=True),
+    "ebft-bnpo": lambda: structured_case(loss_type="bnpo", run=replace(RUN, **EACH_ALONE)),
     "ebft-structured-lora": lambda: structured_case(lora=True),
     "ebft-strided": strided_case,
     "ebft-strided-lora": lambda: strided_case(lora=True),

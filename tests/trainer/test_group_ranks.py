@@ -28,7 +28,7 @@ from tests.trainer.group_cases import (
 )
 from trainer import group_step, metrics, step_quantile
 from trainer.group_step import backward, prepare
-from trainer.step_quantile import kth_smallest, top_threshold
+from trainer.step_quantile import kth_smallest, tolerance_of, top_threshold
 
 TOGETHER = {
     "vllm_importance_sampling_mode": "sequence_mask",
@@ -153,6 +153,24 @@ def test_the_kth_smallest_is_exact_for_every_kind_of_float():
         x = torch.tensor(values, dtype=dtype)
         shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))]
         assert [kth_smallest(shuffled, k).item() for k in range(len(x))] == x.tolist()
+
+
+def test_a_tolerance_lowers_the_threshold_by_a_part_of_itself():
+    x = torch.tensor([0.5, 2.0, 2.0 + 2e-7, 2.0 - 2e-7, 3.0])
+    exact, lowered = (top_threshold(x, top=0.5, tolerance=tolerance) for tolerance in (0.0, 1e-4))
+    assert lowered.item() == pytest.approx(exact.item() * (1 - 1e-4), rel=1e-6)
+    assert (x >= exact).sum() < 4 and (x >= lowered).tolist() == [False, True, True, True, True]
+    assert top_threshold(torch.zeros(0), top=0.5, tolerance=1e-4) == -torch.inf
+    assert [tolerance_of(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)] == [1e-4, 1e-4, 2**-7]
+
+
+def test_copies_of_a_token_on_two_ranks_are_on_the_same_side(monkeypatch):
+    """Each rank has copies that lie a rounding above and below the quantile of all."""
+    parts = [torch.tensor([1.0, 2.0, 2.0 + 2e-7]), torch.tensor([2.0 - 2e-7, 2.0, 3.0, 0.1])]
+    found = on_two_ranks(monkeypatch, lambda rank: top_threshold(parts[rank], top=0.5, tolerance=1e-4))
+    assert found[0] == found[1]
+    kept = [(part >= threshold).tolist() for part, threshold in zip(parts, found, strict=True)]
+    assert kept == [[False, True, True], [True, True, True, False]]
 
 
 def test_two_ranks_find_the_threshold_of_all_their_numbers(monkeypatch):

@@ -5,6 +5,7 @@ Every loss, at every level, with every correction, is held against its formula o
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -207,6 +208,32 @@ def test_the_cases_are_worth_testing():
         assert (a - b).norm() > 1e-3 * a.norm()
 
 
+COPIES = 6
+COPIED_CUTS = [(8 * TOTAL, 1, "packed"), (8 * TOTAL, 1, "shared"), (1, 1, "packed"), (40, 1, "shared"),
+               (8 * TOTAL, 1, "padded"), (8 * TOTAL, 3, "packed")]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_equal_tokens_are_on_the_same_side_of_the_entropy_threshold_in_every_layout(dtype):
+    """One completion of seven tokens, six times: 42 tokens, the threshold within the copies of one of them.
+
+    Their entropies differ by rounding. An exact comparison keeps one to five of six copies, others in other layouts.
+    """
+    copied, advantage = [make_completions()[6]] * COPIES, torch.tensor([1.0, -0.3, 0.7, -1.1, 0.4, 2.0]).to(dtype)
+    model = copy.deepcopy(make_policy().model).to(dtype)
+    policy = replace(make_policy(model), compute_dtype=dtype)
+    for top in (0.2, 0.4, 0.6, 0.8):
+        found = []
+        for cut in COPIED_CUTS:
+            cfg = make_config(cut, num_iterations=1, top_entropy_quantile=top)
+            batch = prepare(cfg, policy, copied, advantage)
+            logged = backward(cfg, policy, batch, first=True).means()
+            found.append((gradient(policy.model), round(42 * logged["policy/entropy_kept_frac"])))
+        assert {kept for _, kept in found} == {found[0][1]} and found[0][1] % COPIES == 0, [kept for _, kept in found]
+        for other, _ in found[1:]:
+            assert (other - found[0][0]).norm() <= (1e-9 if dtype == torch.float64 else 1e-4) * found[0][0].norm()
+
+
 # What is left out, and what it costs.
 
 
@@ -285,10 +312,16 @@ def test_truncated_completions_are_masked_before_anything_is_counted(kind):
         assert close(got, step(without, [make_completions()[i] for i in others], ADVANTAGE[others])[0])
 
 
-def test_a_batch_of_truncated_completions_alone_trains_nothing():
+@pytest.mark.parametrize("extra", [{}, {"beta": 0.1}, {"entropy_coef": 0.1, "top_entropy_quantile": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_a_batch_of_truncated_completions_alone_trains_nothing_and_writes_losses_of_zero(kind, extra):
     completions = [replace(c, finish_reason="length") for c in make_completions()]
-    got, logged, batch = step(make_config(beta=0.1, mask_truncated_completions=True), completions)
-    assert not got.any() and not batch.micro_batches and "loss/total" not in logged
+    cfg = make_config(num_iterations=iterations(kind), loss_type=kind, mask_truncated_completions=True, **extra)
+    got, logged, batch = step(cfg, completions)
+    assert not got.any() and not batch.micro_batches
+    usual = step(cfg)[1]
+    losses = {name: value for name, value in logged.items() if name.startswith("loss/")}
+    assert losses == {name: 0.0 for name in usual if name.startswith("loss/")} and len(losses) >= 2
 
 
 def test_what_an_environment_wrote_is_read_and_not_trained():

@@ -198,7 +198,18 @@ def test_documents_without_anchors_train_by_cross_entropy_alone():
     loss, _ = naive_ebft.strided_loss(slow, policy.reference, documents, {}, cfg, layers=[1, 2])
     loss.backward()
     torch.testing.assert_close(gradients(policy.model), gradients(slow), rtol=1e-9, atol=1e-12)
-    assert sums["loss/ce"] == pytest.approx(loss.item())
+    assert sums["loss/ce"] == pytest.approx(loss.item()) and sums["loss/policy"] == 0.0
+
+
+@pytest.mark.parametrize("options", [{}, {"ce_coef": 0.5}, {"rl_coef": 0.0, "ce_coef": 1.0}], ids=str)
+def test_a_step_with_nothing_to_train_writes_losses_of_zero(options):
+    """Documents too short for an anchor, none of their tokens trained: every loss that another step writes."""
+    cfg, policy = make_cfg(**options), make_policy()
+    documents = [replace(document, mask=[False] * len(document.ids)) for document in make_documents(5, 6)]
+    logged = backward(cfg, policy, run_step(cfg, policy, documents)).means()
+    usual = backward(cfg, policy, run_step(cfg, policy, make_documents(16, 23))).means()
+    losses = {name: value for name, value in logged.items() if name.startswith("loss/")}
+    assert losses == {name: 0.0 for name in usual if name.startswith("loss/")} and len(losses) >= 2
 
 
 def test_held_out_numbers_are_those_of_training_at_the_same_seeds():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,6 +216,24 @@ def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
     close(gradients(policy.model), gradients(slow.model))
     assert logged["loss/ce"] == pytest.approx(ce) and logged["loss/total"] == pytest.approx(0.5 * ce)
     assert logged["policy/skipped_frac"] == 1.0
+
+
+@pytest.mark.parametrize("truths", [True, False])
+def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_zero(truths):
+    """Truncated ones are masked; where the true completions have no trained token either, nothing is left."""
+    cfg, policy = make_cfg(ce_coef=0.5), make_policy()
+    cfg.policy_loss = PolicyLossConfig(mask_truncated_completions=True)
+    prompts, groups = make_groups(policy)
+    if not truths:
+        prompts = [replace(prompt, truth_mask=[False] * len(prompt.truth_ids)) for prompt in prompts]
+    cut = [[replace(one, finish_reason="length") for one in group] for group in groups]
+    batch = prepare(cfg, policy, flat(prompts, cut)[1], torch.ones(len(LENGTHS) * SIZE))
+    sums = backward(cfg, policy, batch, first=True)
+    add_truth(cfg, policy, prompts, sums)
+    logged, (_, ce, _) = sums.means(), by_hand(make_cfg(ce_coef=0.5), make_policy(), *make_groups(policy))
+    ce = ce if truths else 0.0
+    losses = {name: value for name, value in logged.items() if name.startswith("loss/")}
+    assert losses == pytest.approx({"loss/policy": 0.0, "loss/ce": ce, "loss/total": 0.5 * ce})
 
 
 # Rewards and advantages, as trainer/groups.py passes them on.

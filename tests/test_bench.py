@@ -126,7 +126,7 @@ class NoWork(TorchFunctionMode):
         raise AssertionError(f"{func} was called before the commit was known")
 
 
-@pytest.mark.parametrize(("module", "entry"), entries(), ids="-".join)
+@pytest.mark.parametrize(("module", "entry"), entries())
 def test_a_benchmark_that_cannot_name_its_commit_does_no_work(module, entry, monkeypatch):
     def unknown() -> str:
         raise ValueError("commit: unknown")

@@ -17,7 +17,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from bench.common import Row, alternate, emit, make_row
+from bench.common import Row, alternate, emit, make_row, require_commit
 from trainer.config import OptimConfig
 from trainer.dist import pick_device
 from trainer.plan import known_config
@@ -96,6 +96,7 @@ def main(out: Path | None = None, shape: str | None = None, seconds: float = 3.0
         shape: One of trainer.plan's, or tiny; None means qwen3-1.7b on a GPU and tiny elsewhere.
         seconds: Time for the loop, more where 15 rounds (3 on a CPU) take longer.
     """
+    require_commit()
     emit(measure(shape or ("qwen3-1.7b" if torch.cuda.is_available() else "tiny"), seconds), out)
 
 

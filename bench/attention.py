@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.common import Row, alternate, emit, make_row, relative_error
+from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
 from kernels import reference
 from kernels.attention import TILE, SpanMask, Spans, block_mask, dense_mask, flex_attend, strided_layout
 
@@ -231,6 +231,7 @@ SECTIONS: dict[Section, Callable[[Sizes, torch.device, float], list[Row]]] = {
 
 def main(out: Path | None = None, only: tuple[Section, ...] = tuple(SECTIONS), seconds: float = 3.0) -> None:
     """Print a table per section; append every row as JSON to `out`."""
+    require_commit()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for section in only:
         emit(SECTIONS[section](SIZES[device.type], device, seconds), out)

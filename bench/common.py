@@ -112,6 +112,11 @@ def commit() -> str:
     return name
 
 
+def require_commit() -> None:
+    """The first line of every benchmark's main: without a commit there is no row, so nothing is measured."""
+    commit()
+
+
 def relative_error(got: Tensor, exact: Tensor) -> float:
     """Frobenius norm of the difference over that of the truth, in float64."""
     return ((got.double() - exact.double()).norm() / exact.double().norm()).item()

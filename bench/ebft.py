@@ -32,7 +32,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from bench.common import Row, alternate, emit, make_row, relative_error
+from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
 from bench.train_step import QWEN3_1_7B, TINY, WIDER, distance, make_policy
 from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
@@ -344,6 +344,7 @@ def main(
         samples: Continuations of each anchor.
         seconds: Time for the loop, more where 3 rounds take longer.
     """
+    require_commit()
     on_cuda = torch.cuda.is_available()
     shape = QWEN3_0_6B if on_cuda else TINY
     shape = shape | ({} if layers is None else {"num_hidden_layers": layers})

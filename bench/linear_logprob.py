@@ -19,7 +19,7 @@ import torch
 import tyro
 
 from bench import peers
-from bench.common import Row, Timing, alternate, emit, make_row, relative_error
+from bench.common import Row, Timing, alternate, emit, make_row, relative_error, require_commit
 from bench.peers import Made, Problem, exact, make_problem
 
 # N, D, V
@@ -203,6 +203,7 @@ def main(
         only: Sections to run; none given means all on a GPU, forward and loss on a CPU.
         seconds: Time for each section and shape, more where 15 rounds (3 on a CPU) take longer.
     """
+    require_commit()
     on_cuda = torch.cuda.is_available()
     unknown = set(shapes) - SHAPES.keys()
     if unknown:

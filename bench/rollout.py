@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import tyro
 
-from bench.common import Timing, emit, make_row
+from bench.common import Timing, emit, make_row, require_commit
 from bench.served import SHAPES, serving
 from rollout.options import SyncConfig, VllmConfig
 from rollout.types import Completion, Request, Sampling
@@ -34,6 +34,7 @@ def main(
     vllm: VllmConfig = VllmConfig(max_in_flight=1024),  # noqa: B008  frozen
 ) -> None:
     """Print the table; append every row as JSON to `out`."""
+    require_commit()
     on_cuda = torch.cuda.is_available()
     shape = shape or ("qwen3-0.6b" if on_cuda else "tiny")
     prompts = prompts or (64 if on_cuda else 4)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from bench.common import Row, alternate, emit, make_row, relative_error
+from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
 from data.chat import stop_ids
 from data.packing import Item, make_batches
 from data.prompts import load_prompts
@@ -75,6 +75,7 @@ def logp_error(exact: Policy, completions: list[Completion]) -> float:
 
 
 def main(out: Path | None = None) -> None:
+    require_commit()
     emit(measure(), out)
 
 

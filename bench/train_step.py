@@ -20,7 +20,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from bench.common import Row, alternate, emit, make_row
+from bench.common import Row, alternate, emit, make_row, require_commit
 from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
 from losses.policy_gradient import clipped_surrogate
@@ -169,6 +169,7 @@ def main(
         completion: Tokens of each completion; None means 512 on a GPU and 32 elsewhere.
         seconds: Time for the loop, more where 15 rounds (3 on a CPU) take longer.
     """
+    require_commit()
     on_cuda = torch.cuda.is_available()
     shape = QWEN3_1_7B if on_cuda else TINY
     shape = shape | ({} if layers is None else {"num_hidden_layers": layers})

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import tyro
 
-from bench.common import ROOT, Row, Timing, emit, make_row
+from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
 from trainer.plan import KNOWN, known_config
 
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -93,6 +93,7 @@ def dpo(
         pairs: Pairs of a step.
         steps: Steps of each run, the first few untimed.
     """
+    require_commit()
     with scratch() as folder:
         config = make_model(shape, folder / "model")
         make_pairs(folder / "rows.jsonl", pairs * steps)
@@ -126,6 +127,7 @@ def grpo(
         share: Of the GPU's memory that TRL's engine takes; 0.3 is its default. Ours has room for the keys and values
             of all completions of a step.
     """
+    require_commit()
     with scratch() as folder:
         config = make_model(shape, folder / "model")
         make_prompts(folder / "rows.jsonl", prompts * steps)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import tyro
 
-from bench.common import Row, Timing, emit, make_row
+from bench.common import Row, Timing, emit, make_row, require_commit
 from bench.served import SHAPES, change, free_gib, serving
 from rollout.options import SyncConfig, VllmConfig
 from rollout.sync.choose import make_sync
@@ -38,6 +38,7 @@ def main(
     vllm: VllmConfig = VllmConfig(),  # noqa: B008  frozen
 ) -> None:
     """Print the table; append every row as JSON to `out`."""
+    require_commit()
     on_cuda = torch.cuda.is_available()
     shape = shape or ("qwen3-1.7b" if on_cuda else "tiny")
     backends = backends or (("filesystem", "ipc", "lora") if on_cuda else ("process_group", "filesystem", "lora"))

@@ -180,7 +180,7 @@ def draw(
     rows = max(1, LOGITS // (head.weight.shape[0] * copies))
     made = []
     for part, numbers in zip(states.split(rows), uniforms.split(rows * copies), strict=True):
-        logits = _as_the_model_does(model.config, head(part))
+        logits = _as_the_model_does(model.config.get_text_config(), head(part))
         made.append(sample(logits.repeat_interleave(copies, dim=0), numbers, sampling))
     return torch.cat([token for token, _ in made]), torch.cat([logp for _, logp in made])
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bench import common, ebft, linear_logprob, peers, table, train_step
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
@@ -107,6 +109,32 @@ def test_commit_comes_from_the_environment_outside_a_checkout(tmp_path, monkeypa
         common.commit.__wrapped__()
     monkeypatch.setenv("STROP_COMMIT", "abc1234")
     assert common.commit.__wrapped__() == "abc1234"
+
+
+def entries() -> list[tuple[str, str]]:
+    """(module, function) of everything in bench/ that makes rows."""
+    makers = [path.stem for path in (ROOT / "bench").glob("*.py") if "make_row(" in path.read_text()]
+    return [
+        (name, entry)
+        for name in sorted(set(makers) - {"common"})
+        for entry in (("dpo", "grpo") if name == "vs_trl" else ("main",))
+    ]
+
+
+class NoWork(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called before the commit was known")
+
+
+@pytest.mark.parametrize(("module", "entry"), entries())
+def test_a_benchmark_that_cannot_name_its_commit_does_no_work(module, entry, monkeypatch):
+    def unknown() -> str:
+        raise ValueError("commit: unknown")
+
+    run = getattr(import_module(f"bench.{module}"), entry)
+    monkeypatch.setattr(common, "commit", unknown)
+    with pytest.raises(ValueError, match="^commit: unknown$"), NoWork():
+        run()
 
 
 def test_problem_halves_and_samples_whole_completions():

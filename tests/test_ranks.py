@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
+from trainer.__main__ import main
 from trainer.checkpoint import find_problem, list_checkpoints
 from trainer.cli import load_config
 from trainer.dist import shares
@@ -73,7 +74,7 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 def test_every_method_has_the_gradient_of_one_process(mode, tmp_path):
     """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step."""
     found = results_of("tests.ranks.worker", mode, cwd=tmp_path)
-    assert len(found) == 23
+    assert len(found) == 32
     for result in found:
         assert result["gradient"] < 1e-12, result
         assert result["norm"] < 1e-12 and result["clipped"] == pytest.approx(1e-3, rel=1e-4), result
@@ -223,6 +224,47 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_waited_for(tmp_path):
     assert "rank 0: has waited 4 s in 'count of tokens' (collective 2)" in done.stderr
     assert "rank 1 is busy elsewhere, its last collective was 'first' (collective 1)" in done.stderr
     assert f"exitcode  : {HUNG}" in done.stderr
+
+
+SLOW_DISK = """
+import sys, time
+from trainer import checkpoint
+from trainer.cli import parse
+from trainer.dist import barrier, process_group, rank
+from trainer.run import open_run
+
+def slow(path, sha256_of=checkpoint.sha256_of):
+    time.sleep(7)
+    return sha256_of(path)
+
+checkpoint.sha256_of = slow
+_, cfg, _ = parse(["--resume", sys.argv[1]])
+with process_group(4.0):
+    with open_run(cfg, "sft") as run:
+        print("rank", rank(), run.checkpoint.name, flush=True)
+    barrier("both have it")
+    if rank() == 0:
+        (run.checkpoint / "model.safetensors").write_bytes(b"short")
+    barrier("now it is damaged")
+    try:
+        open_run(cfg, "sft")
+    except (SystemExit, ValueError) as error:
+        print("rank", rank(), type(error).__name__, str(error).split("; ")[0], flush=True)
+"""
+
+
+def test_a_checkpoint_may_take_longer_to_read_than_ranks_wait_for_each_other(tmp_path):
+    """Rank 0 reads all of it; what it finds wrong is an error of its own, and the others end with it."""
+    run, script = tmp_path / "run", tmp_path / "slow_disk.py"
+    assert main([*SFT, "--max-steps", "2", "--output-dir", str(run)]) == 0
+    script.write_text(SLOW_DISK)
+    done = two_ok("slow_disk", run, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
+        "rank 0 ValueError resume=run/checkpoints: no undamaged checkpoint (1 tried)",
+        "rank 0 step-00000002",
+        "rank 1 SystemExit 2",
+        "rank 1 step-00000002",
+    ]
 
 
 ASLEEP = """

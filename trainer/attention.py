@@ -144,12 +144,12 @@ def attention_masks(config: Any, batch: Batch, num_keys: int | None = None) -> A
 
 def span_masks(config: Any, spans: Spans, num_keys: int) -> Any:
     """What transformers takes as attention_mask: one mask, or one per kind of layer where windows slide."""
-    full = as_implementation_takes(config, spans, num_keys)
-    window = getattr(config, "sliding_window", None)
-    if window is None or not getattr(config, "use_sliding_window", True):
+    full, text = as_implementation_takes(config, spans, num_keys), config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    if window is None or not getattr(text, "use_sliding_window", True):
         return full
     sliding = as_implementation_takes(config, with_window(spans, window), num_keys)
-    layer_types = getattr(config, "layer_types", None)
+    layer_types = getattr(text, "layer_types", None)
     return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
 
 

@@ -23,7 +23,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -288,6 +288,27 @@ def await_order() -> str:
         time.sleep(pause)
         pause = min(1.2 * pause, LONGEST_LOOK_S)
     return _watch.store.get(key).decode()
+
+
+def on_main(work: Callable[[], T]) -> T | None:
+    """What rank 0 does while the others wait, however long it takes: its result there, None elsewhere.
+
+    When it fails the others end as well, without a word: rank 0 says why.
+    """
+    if world_size() == 1:
+        return work()
+    if not is_main():
+        if await_order() == "failed":
+            raise SystemExit(2)
+        return None
+    with leading():
+        try:
+            result = work()
+        except BaseException:
+            give_order("failed")
+            raise
+        give_order("done")
+    return result
 
 
 def barrier(name: str) -> None:

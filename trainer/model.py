@@ -53,7 +53,7 @@ class Policy:
 
     @property
     def context_length(self) -> int | None:
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -341,7 +341,7 @@ def as_head_takes(policy: Policy, hidden: Tensor) -> Tensor:
 
 def head_of(lm: Any) -> dict[str, Any]:
     """The output head as the log-prob kernels take it: weight, bias, and what the architecture does to its logits."""
-    head, config = lm.get_output_embeddings(), lm.config
+    head, config = lm.get_output_embeddings(), lm.config.get_text_config()
     return {
         "weight": whole(head.weight),
         "bias": getattr(head, "bias", None),

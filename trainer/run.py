@@ -44,7 +44,7 @@ from trainer.checkpoint import (
 from trainer.cli import config_to_tree, load_config, save_config
 from trainer.config import RunConfig
 from trainer.console import Console, evaluation_lines
-from trainer.dist import from_main, is_main, world_size
+from trainer.dist import from_main, on_main, world_size
 from trainer.export import describe_model, export_model
 from trainer.folders import remove_folder, remove_leftovers
 from trainer.health import Watch, replay
@@ -81,7 +81,7 @@ def open_run(cfg: Any, method: str) -> Run:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed % 2**64)
-    run = _open(cfg, method) if is_main() else None
+    run = on_main(lambda: _open(cfg, method))  # which may read a large checkpoint, byte for byte
     found = None if run is None else [str(run.dir), None if run.checkpoint is None else str(run.checkpoint)]
     folder, checkpoint = from_main(found, "run folder")
     run = run or OtherRank(cfg, method, Path(folder), Path(checkpoint) if checkpoint else None)

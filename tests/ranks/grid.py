@@ -28,10 +28,12 @@ from trainer.dist import is_main, process_group
 from trainer.model import Policy
 from trainer.optim import clip_and_step
 from trainer.parallel import ParallelConfig, spread, sum_gradients
+from trainer.policy_options import PolicyLossConfig
 from trainer.shards import full
 
 STEPS = 20
 ALONE = {4, 13}  # steps with as few rows as a step can have
+KL = PolicyLossConfig(beta=0.1)
 
 METHODS: dict[str, Callable[..., Case]] = {
     "sft": worker.sft_case,
@@ -43,8 +45,8 @@ METHODS: dict[str, Callable[..., Case]] = {
     "kto": worker.kto_case,
     "rm": worker.rm_case,
     "prm": worker.prm_case,
-    "grpo": partial(group_case, "grpo"),
-    "gdpo": partial(group_case, "gdpo"),
+    "grpo": partial(group_case, "grpo", policy_loss=KL),
+    "gdpo": partial(group_case, "gdpo", policy_loss=KL),
     "rloo": partial(group_case, "rloo"),
     "ebft structured": structured_case,
     "ebft strided": strided_case,

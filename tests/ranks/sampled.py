@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,13 +16,14 @@ import torch
 
 from data.strided import Document
 from data.types import Prompt, TruthPrompt
+from losses.group_policy import POLICY_LOSSES
 from rollout.planner import Planned
 from rollout.replay import Group
 from rollout.types import Completion
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer import strided_step, truth_step
 from trainer.config import DataConfig, ModelConfig, PromptConfig, RunConfig
-from trainer.dist import rank
+from trainer.dist import of_all, rank
 from trainer.ebft_options import FeatureConfig, StridedConfig
 from trainer.features import FeatureNetwork
 from trainer.group_step import backward, prepare
@@ -29,9 +31,10 @@ from trainer.groups import GroupBatch, advantages, sequence_kl
 from trainer.lead import Lead
 from trainer.model import Policy
 from trainer.offline import places_of_mine
-from trainer.policy_options import PolicyLossConfig
+from trainer.policy_options import CorrectionConfig, PolicyLossConfig
 
 SIZE = 4  # completions of a group
+UNEVEN = 12  # tokens of a micro-batch that the two ranks have different numbers of
 RUN = RunConfig(max_tokens_per_micro_batch=48, per_device_train_batch_size=8, gradient_accumulation_steps=2)
 EACH_ALONE = {"max_tokens_per_micro_batch": 1}
 
@@ -56,10 +59,11 @@ def make_groups(truth: bool) -> list[Group]:
     return groups
 
 
-def group_case(method: str, *, lora: bool = False, beta: float = 0.1) -> Case:
-    loss = {} if method == "rloo" else {"policy_loss": PolicyLossConfig(beta=beta)}
+def group_case(method: str, *, lora: bool = False, uneven: bool = False, **options: Any) -> Case:
+    """uneven: one rank has more micro-batches than the other, which fills up with empty ones."""
+    run = replace(RUN, max_tokens_per_micro_batch=UNEVEN) if uneven else RUN
     cfg = import_module(f"trainer.methods.{method}").Config(
-        model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=RUN, num_generations=SIZE, **loss
+        model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run, num_generations=SIZE, **options
     )
     groups = make_groups(truth=False)
     prompts = [group.planned.prompt for group in groups]
@@ -69,9 +73,19 @@ def group_case(method: str, *, lora: bool = False, beta: float = 0.1) -> Case:
         batch = lead.share(lead.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
         kl = sequence_kl(cfg, policy, batch.completions) if cfg.advantage.kl_in_reward else None
         advantage = advantages(cfg, batch, kl).flatten()
-        return backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True).means()
+        rollout = prepare(cfg, policy, batch.completions, advantage)
+        counts = of_all(sum(bool(mb.rows) for mb in rollout.micro_batches), "micro-batches that hold something")
+        assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
+        return backward(cfg, policy, rollout, first=True).means()
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
+
+
+def loss_case(kind: str) -> Case:
+    """One of the losses, with all that counts over a step: ratios that are not 1, a KL term, an entropy bonus."""
+    loss = PolicyLossConfig(loss_type=kind, beta=0.1, entropy_coef=0.05)
+    correction = CorrectionConfig(proximal_policy="step" if kind == "reinforce" else "behaviour")  # it has no ratio
+    return group_case("grpo", uneven=True, policy_loss=loss, correction=correction)
 
 
 def six_and_one(rows: list[Any]) -> list[Any]:
@@ -156,8 +170,10 @@ def strided_case(*, lora: bool = False) -> Case:
 
 
 CASES = {
-    "grpo": lambda: group_case("grpo"),
-    "grpo-skips": lambda: group_case("grpo", beta=0.0),
+    "grpo": lambda: group_case("grpo", policy_loss=PolicyLossConfig(beta=0.1)),
+    "grpo-skips": lambda: group_case("grpo"),
+    # Not bnpo: it averages over micro-batches, and one process cuts the step into others.
+    **{f"grpo-{kind}": partial(loss_case, kind) for kind in POLICY_LOSSES if kind != "bnpo"},
     "grpo-bnpo": bnpo_case,
     "grpo-bnpo-masked": lambda: bnpo_case(masked=True),
     "ebft-bnpo": lambda: structured_case(loss_type="bnpo", run=replace(RUN, **EACH_ALONE)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from trainer.tiny.build import make_tokenizer
 CPU = torch.device("cpu")
 WINDOW = 4  # shorter than the sequences below, so that sliding layers look back less far than full ones
 LENGTHS = (13, 3, 9, 2)
+VOCAB = 275  # of make_tokenizer
 OFF = LoraConfig()
 RANK = 4
 SAVED = LoraConfig(r=RANK, alpha=8, dropout=0.5)  # what the fixture `adapter` was saved with
@@ -47,6 +49,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {**COMMON, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "final_logit_softcapping": 3.0,
          "attn_logit_softcapping": 2.0, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma3-nested": (  # a model of text and images: what concerns its text is in a config of its own
+        "gemma3",
+        {"text_config": {**COMMON, "vocab_size": VOCAB, "head_dim": 8, "query_pre_attn_scalar": 8,
+                         "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+         "vision_config": dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                               image_size=28, patch_size=14),
+         "mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7,
+         "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0},
     ),
     "gpt2": (  # learned positions, dropout everywhere, a fused projection
         "gpt2",
@@ -118,7 +129,7 @@ def shake(model: nn.Module, seed: int) -> None:
                 p.add_(0.1 * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
-def make_items(vocab: int = 275) -> list[Item]:
+def make_items(vocab: int = VOCAB) -> list[Item]:
     generator = torch.Generator().manual_seed(5)
     ids = [torch.randint(vocab, (n,), generator=generator).tolist() for n in LENGTHS]
     return [Item(ids=x, mask=[False] + [(t % 4) != 2 for t in range(1, len(x))]) for x in ids]
@@ -166,12 +177,12 @@ def test_packed_and_padded_logps_equal_the_models_own_forward(folder_of, name):
             assert_same(entropy, want_entropy)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2-eager"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2-eager", "gemma3-nested"])
 def test_sliding_windows_matter_at_these_lengths(folder_of, name):
     """Without its window the model says something else, so the test above does cover positions beyond it."""
     policy = load(folder_of(name))
     with_window = token_logps(policy, batch_of()).logp
-    policy.model.config.sliding_window = 1000
+    policy.model.config.get_text_config().sliding_window = 1000
     assert (token_logps(policy, batch_of()).logp - with_window).abs().max() > 1e-2
 
 
@@ -357,8 +368,8 @@ def test_bfloat16_lora_holds_the_frozen_base_low_and_the_adapter_high(folder_of)
 
 
 def test_policy_knows_its_context_and_end_ids(folder_of):
-    for lora in (OFF, LoraConfig(r=RANK)):
-        policy = load(folder_of("gpt2"), lora)
+    for name, lora in itertools.product(("gpt2", "gemma3-nested"), (OFF, LoraConfig(r=RANK))):
+        policy = load(folder_of(name), lora)
         assert policy.context_length == 64 and policy.generation_eos == 2 and policy.autocast_dtype is None
 
 

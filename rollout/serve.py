@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from rollout.model_folder import served_model
 from rollout.options import LOOPBACK, Backend, VllmConfig
 from rollout.vllm_command import TOKEN, device_of, find_python
-from rollout.vllm_launch import Launched, launch, wait_ready
+from rollout.vllm_launch import Launched, launch, stop_all, wait_ready
 
 PORT = 8000
 
@@ -84,6 +84,7 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
     rank = cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0
     with contextlib.ExitStack() as stack:
         servers: list[Launched] = []
+        stack.callback(stop_all, servers)
         for replica in range(cfg.vllm.replicas):
             server = launch(
                 cfg.vllm,
@@ -97,7 +98,7 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
                 trust_remote_code=cfg.trust_remote_code,
                 token=os.environ.get(TOKEN, ""),  # on loopback it may be open: then the trainer needs no token either
             )
-            servers.append(stack.enter_context(server))
+            servers.append(server)
         wait_ready(servers, cfg.vllm.startup_timeout, say)
         say(next_step(cfg, servers, visible_gpus() if device == "cuda" else []))
         while True:
@@ -209,6 +210,8 @@ def _file_words(path: Path) -> list[tuple[str, list[str]]]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config={path}: cannot be read; {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"--config={path}: is nested too deeply to be read; a config has two levels") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config={path}: not valid YAML: {str(error).partition(chr(10))[0]}") from None
     if not isinstance(tree, dict):

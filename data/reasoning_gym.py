@@ -176,7 +176,7 @@ def _typed(task: str, options: dict[str, str]) -> dict[str, Any]:
 def _scalar(text: str) -> Any:
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
     return value if isinstance(value, (bool, int, float)) else text  # "-" is a list in YAML, an operator here
 

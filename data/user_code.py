@@ -4,23 +4,30 @@
     factory = attribute_of(module, "shorten", "data_format=my_code.shorten")
 
 The second argument is what the user typed, as the sentences about it begin.
+
+A user's project may have a package `data` or a file trainer.py: in this process those names are ours (strop_names.py).
+Import statements in the user's files get the user's module all the same, if there is one of the name they ask for, and
+ours otherwise. Theirs is then loaded under another name, `_user_folder_0.data.x` for data/x.py.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from data.nearest import suggest
+from strop_names import NAMES, ROOT, is_ours, module_file
 
-ROOT = Path(__file__).resolve().parents[1]
-NOT_THEIRS = (ROOT / "data", ROOT / "rollout", ROOT / "trainer", Path(importlib.__file__).parent)
+LIBRARY = str(Path(importlib.__file__).parent)
+PYTHON = "python"  # of a callable that no name leads to
 
 
 def load_module(name: str, label: str) -> ModuleType:
@@ -39,6 +46,7 @@ def load_file(path: Path, label: str) -> ModuleType:
     """The file as a module, or a sentence with the cause."""
     if not path.is_file():
         raise ValueError(f"{label}: the file {path} does not exist; check the path")
+    _search(Path.cwd())
     try:
         return _run_file(path)
     except (Exception, SystemExit) as error:  # as above
@@ -61,13 +69,13 @@ def import_beside(name: str) -> ModuleType:
     outside the folder (a library, or a package of ours) is the file loaded under another name, and that one left alone.
     """
     folder = Path.cwd()
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # stays: the user's module may import its neighbours later
-    base = folder.joinpath(*name.split("."))
-    beside = next((path for path in (base / "__init__.py", base.with_name(f"{base.name}.py")) if path.is_file()), None)
+    _search(folder)
+    beside = module_file(folder, name)
+    importlib.invalidate_caches()  # the file may be younger than the last look into the folder
+    if _hides(folder, name):
+        return importlib.import_module(f"{_alias(folder)}.{name}")
     if beside is not None and _in_use_elsewhere(name.partition(".")[0], folder):
         return _run_file(beside)
-    importlib.invalidate_caches()  # the file may be younger than the last look into the folder
     module = importlib.import_module(name)
     if beside is None or Path(getattr(module, "__file__", None) or "").resolve() == beside.resolve():
         return module
@@ -80,16 +88,34 @@ def is_missing(name: str, error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return printable(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def printable(text: str) -> str:
+    """Control characters as \\x1b and the like: text of others must not steer the user's terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
+def import_name(call: Callable[..., Any]) -> str:
+    """module.function, if that is how it can be found again; else python:module.function, which find_reward refuses."""
+    named = call if hasattr(call, "__qualname__") else type(call)
+    module, name = named.__module__, named.__qualname__
+    found = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
+    return f"{module}.{name}" if found is call else f"{PYTHON}:{module}.{name}"
+
+
+def users_part(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of its traceback that are not ours."""
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_ours(frame.filename) and not frame.filename.startswith((LIBRARY, "<frozen"))
+    ]
 
 
 def place(error: BaseException, call: Callable[..., Any] | None = None) -> str:
     """Where in the user's file it happened, in place of a traceback."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).parent not in NOT_THEIRS and not frame.filename.startswith("<frozen")
-    ]
+    frames = users_part(error)
     home = getattr(sys.modules.get(getattr(call, "__module__", "")), "__file__", None)
     frames = [frame for frame in frames if frame.filename == home] or frames
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
@@ -108,7 +134,7 @@ def _run_file(path: Path) -> ModuleType:
     name = f"_user_file_{path}"
     if name in sys.modules:  # two functions of one file share its globals, as with any import
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_UserLoader(name, path, path.parent))
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look a class's module up there
@@ -118,3 +144,88 @@ def _run_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+# a user's modules of the same names as ours -----------------------------------------------------------------------
+
+_folders: dict[Path, str] = {}  # of the user's -> the package under which modules with names of ours are loaded
+
+
+def _search(folder: Path) -> None:
+    """Find modules in the user's folder from now on."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # stays: the user's module may import its neighbours later
+    _alias(folder)
+    if _UserModules not in sys.meta_path:
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), _UserModules)
+
+
+def _alias(folder: Path) -> str:
+    """A package that has no file and looks into the folder."""
+    if folder not in _folders:
+        package = ModuleType(f"_user_folder_{len(_folders)}")
+        package.__path__ = [str(folder)]
+        sys.modules[package.__name__] = package
+        _folders[folder] = package.__name__
+    return _folders[folder]
+
+
+def _hides(folder: Path, name: str) -> bool:
+    """Whether the folder has this module and our package of the same name would hide it."""
+    return name.partition(".")[0] in NAMES and folder != ROOT and module_file(folder, name) is not None
+
+
+class _UserModules:
+    """A finder of modules in the user's folders, for the sake of their loader."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        file = Path(str(spec.origin))
+        home = next((folder for folder in _folders if file.is_relative_to(folder)), None)
+        if home is None or is_ours(file) or "site-packages" in file.parts:
+            return None
+        spec.loader = _UserLoader(name, file, home)
+        return spec
+
+
+class _UserLoader(SourceFileLoader):
+    """Runs a file of the user's with an __import__ that knows the user's modules of the same names as ours."""
+
+    def __init__(self, name: str, file: Path, home: Path) -> None:
+        super().__init__(name, str(file))
+        self.home = home
+
+    def exec_module(self, module: ModuleType) -> None:
+        folders = [folder for folder in dict.fromkeys([self.home, Path.cwd()]) if _has_our_names(folder)]
+        if folders:
+            vars(module)["__builtins__"] = {**vars(builtins), "__import__": _importer(folders)}
+        super().exec_module(module)
+
+
+def _has_our_names(folder: Path) -> bool:
+    found = (folder / f"{name}.py" for name in NAMES), (path for name in NAMES for path in (folder / name).glob("*.py"))
+    return folder != ROOT and any(path.is_file() for paths in found for path in paths)
+
+
+def _importer(folders: Sequence[Path]) -> Callable[..., ModuleType]:
+    def import_theirs(
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        asked = [name, *(f"{name}.{item}" for item in fromlist or ())]
+        folder = next((f for f in folders if level == 0 and any(_hides(f, one) for one in asked)), None)
+        if folder is None:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        alias = _alias(folder)
+        if fromlist:
+            return builtins.__import__(f"{alias}.{name}", globals, locals, fromlist, 0)
+        importlib.import_module(f"{alias}.{name}")
+        return sys.modules[f"{alias}.{name.partition('.')[0]}"]
+
+    return import_theirs

@@ -233,7 +233,7 @@ def read_places(text: str, head: str, host: str) -> Places:
     try:
         tree = yaml.safe_load(text)
         tree = yaml.safe_load(tree) if isinstance(tree, str) else tree
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
         raise ValueError(f"{head}: is not the head server of NeMo Gym, its configuration is no mapping; check the port")

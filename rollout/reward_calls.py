@@ -25,6 +25,7 @@ OFFERED = ("prompts", "completions", "completion_ids")  # what every function ca
 RESERVED = (*OFFERED, "prompt", "completion")  # never passed on as columns
 IMMUTABLE = frozenset((str, int, float, bool, type(None), bytes))
 SMALLEST_SHARE = 1 / 8  # of the time limit, for a call on few of the rows that hung together
+LARGEST = 1e15  # a reward may have this size: in float32 its square still has room for the sum over a batch
 RECOVERY = 4.0  # time limits spent on finding the rows that hang; the rest of them count as hanging, too
 
 
@@ -161,6 +162,9 @@ def _score(value: Any) -> Score:
     if not isinstance(value, Real):
         shown = repr(value) if len(repr(value)) <= 60 else type(value).__name__
         return Fault("returned", f"returned {shown}", ", not a number; return a float or None")
+    if abs(value) > LARGEST and not (isinstance(value, float) and math.isinf(value)):
+        shown = f"{value:.3g}" if isinstance(value, float) else f"a number of {len(str(int(abs(value))))} digits"
+        return Fault("returned", f"returned {shown}", f"; rewards are float32, return one within +-{LARGEST:g}")
     if not math.isfinite(value):
         return Fault("returned", f"returned {float(value)}", "; return a finite number, or None if it does not apply")
     return float(value)

@@ -6,11 +6,10 @@ import importlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from data.nearest import suggest
-from data.user_code import attribute_of, load_file, load_module, told
+from data.user_code import PYTHON, attribute_of, import_name, load_file, load_module, told
 from rollout import reward_functions
 from rollout.reward_models import MODELS
 
@@ -21,9 +20,19 @@ LAZY: dict[str, tuple[str, str]] = {  # built-ins with parts that others need no
 }
 
 
-def find_reward(spec: str, *, trust_remote_code: bool = False) -> tuple[str, Callable[..., Any]]:
-    """(short name, function) for what the user typed; trust_remote_code is for the folders of reward models."""
+def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = False) -> tuple[str, Callable[..., Any]]:
+    """(short name, function) for what the user typed, or for a callable that a program of the user's gave.
+
+    trust_remote_code is for the folders of reward models.
+    """
+    if callable(spec):
+        return getattr(spec, "__name__", type(spec).__name__), _user_function(import_name(spec), spec)
     head, colon, argument = spec.partition(":")
+    if head == PYTHON:
+        raise ValueError(
+            f"reward_funcs={spec}: was a Python object that no import finds again; resume the run from the program "
+            "that started it, with RunConfig(resume=FOLDER), or name another function by --reward-funcs"
+        )
     if spec in reward_functions.FUNCTIONS:
         return spec, reward_functions.FUNCTIONS[spec]
     if head in reward_functions.FACTORIES:
@@ -35,7 +44,7 @@ def find_reward(spec: str, *, trust_remote_code: bool = False) -> tuple[str, Cal
     path, colon, attribute = spec.rpartition(":")
     if colon and path.endswith(".py"):
         module = load_file(Path(path).expanduser().resolve(), f"reward_funcs={spec}")
-        return attribute, _user_function(spec, module, attribute)
+        return attribute, _user_function(spec, attribute_of(module, attribute, f"reward_funcs={spec}"))
     if colon or "." not in spec:
         builtin = (*reward_functions.FUNCTIONS, *reward_functions.FACTORIES, *MODELS, *LAZY)
         raise ValueError(
@@ -43,7 +52,8 @@ def find_reward(spec: str, *, trust_remote_code: bool = False) -> tuple[str, Cal
             "path/to/file.py:function"
         )
     name, _, attribute = spec.rpartition(".")
-    return attribute, _user_function(spec, load_module(name, f"reward_funcs={spec}"), attribute)
+    module = load_module(name, f"reward_funcs={spec}")
+    return attribute, _user_function(spec, attribute_of(module, attribute, f"reward_funcs={spec}"))
 
 
 def stays_here(spec: str, call: Callable[..., Any]) -> bool:
@@ -63,8 +73,7 @@ def _lazy(spec: str, head: str, argument: str | None) -> Callable[..., Any]:
     return found() if inspect.isclass(found) else found
 
 
-def _user_function(spec: str, module: ModuleType, attribute: str) -> Callable[..., Any]:
-    found = attribute_of(module, attribute, f"reward_funcs={spec}")
+def _user_function(spec: str, found: Any) -> Callable[..., Any]:
     if inspect.isclass(found):
         try:
             found = found()

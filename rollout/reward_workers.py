@@ -30,8 +30,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from data.types import Prompt
-from data.user_code import ROOT
 from rollout.reward_calls import Fault, Outcome, Scored, score_rows
+from strop_names import ROOT
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rollout.reward_process import main; main()"
 START_SECONDS = 300.0  # to import what the functions need

@@ -31,7 +31,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.types import Prompt
+from data.user_code import PYTHON, import_name
 from rollout.reward_calls import (
+    LARGEST,
     OFFERED,
     RESERVED,
     Fault,
@@ -65,7 +67,7 @@ class RewardTable:
 
 
 def load_rewards(
-    names: Sequence[str],
+    names: Sequence[str | Callable[..., Any]],
     weights: Sequence[float | str] | None = None,
     *,
     num_workers: int = 0,
@@ -77,14 +79,21 @@ def load_rewards(
 ) -> Rewards:
     """Find every function now, so that a wrong name stops the run before anything is sampled.
 
-    A name is a built-in, `module.function` (a file in the working folder first), or `path/to/file.py:function`.
+    A name is a built-in, `module.function` (a file in the working folder first), or `path/to/file.py:function`. A
+    program of the user's may give the function itself.
     """
     if not names:
         raise ValueError("reward_funcs=(): no reward function; name at least one, for example exact_match")
     parsed = parse_weights(weights, len(names))
     functions: list[RewardFunction] = []
-    for spec in names:
-        name, call = find_reward(spec, trust_remote_code=trust_remote_code)
+    for given in names:
+        name, call = find_reward(given, trust_remote_code=trust_remote_code)
+        spec = import_name(given) if callable(given) else given
+        if num_workers and spec.startswith(f"{PYTHON}:"):
+            raise ValueError(
+                f"reward_funcs={spec}: a worker cannot import it; define it at the top of a module, or set "
+                "reward_num_workers to 0"
+            )
         taken = {function.name for function in functions}
         count = 2
         unique = name
@@ -269,6 +278,12 @@ class Rewards:
         values = [list(row) if i not in bad else [None] * len(row) for i, row in enumerate(zip(*columns, strict=True))]
         self._failed += len(bad)
         totals = [_total(row, weights) for row in values]
+        largest = max((abs(total) for total in totals if total is not None), default=0.0)
+        if largest > LARGEST:
+            raise ValueError(
+                f"reward_weights={' '.join(f'{weight:g}' for weight in weights)}: give a total of {largest:.3g}; "
+                f"rewards are float32, keep them within +-{LARGEST:g}"
+            )
         return RewardTable(names=self.names, values=values, weights=weights, totals=totals, failed=len(bad))
 
     def _settled(
@@ -374,6 +389,8 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 
 def _total(values: list[float | None], weights: list[float]) -> float | None:
     parts = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
+    if any(abs(part) > LARGEST for part in parts):
+        return max(parts, key=abs)  # which is refused; their sum may be no number
     return math.fsum(parts) if parts else None
 
 

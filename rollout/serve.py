@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from rollout.model_folder import served_model
 from rollout.options import LOOPBACK, Backend, VllmConfig
 from rollout.vllm_command import TOKEN, device_of, find_python
-from rollout.vllm_launch import Launched, launch, wait_ready
+from rollout.vllm_launch import Launched, launch, stop_all, wait_ready
 
 PORT = 8000
 
@@ -84,6 +84,7 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
     rank = cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0
     with contextlib.ExitStack() as stack:
         servers: list[Launched] = []
+        stack.callback(stop_all, servers)
         for replica in range(cfg.vllm.replicas):
             server = launch(
                 cfg.vllm,
@@ -96,7 +97,7 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
                 colocate=bool(cfg.vllm.colocate),
                 trust_remote_code=cfg.trust_remote_code,
             )
-            servers.append(stack.enter_context(server))
+            servers.append(server)
         wait_ready(servers, cfg.vllm.startup_timeout, say)
         paths = ", ".join(str(server.token_path) for server in servers)
         say(f"every request needs the token in {paths}, where a trainer of this user on this machine finds it")
@@ -210,6 +211,8 @@ def _file_words(path: Path) -> list[tuple[str, list[str]]]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config={path}: cannot be read; {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"--config={path}: is nested too deeply to be read; a config has two levels") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config={path}: not valid YAML: {str(error).partition(chr(10))[0]}") from None
     if not isinstance(tree, dict):

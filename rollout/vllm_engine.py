@@ -34,7 +34,7 @@ from rollout.sync.lora import LoraSync
 from rollout.types import Completion, Request, Sampling
 from rollout.vllm_command import check_build, find_python
 from rollout.vllm_gpu import shares_gpu, uuid_of
-from rollout.vllm_launch import Launched, launch, wait_ready
+from rollout.vllm_launch import Launched, launch, stop_all, wait_ready
 from rollout.vllm_lease import Owner
 from rollout.vllm_member import Member
 from rollout.vllm_pool import Pool
@@ -148,8 +148,7 @@ class VllmEngine:
                 say=say,
             )
         except BaseException:
-            for server in launched:
-                server.stop()
+            stop_all(launched)
             raise
 
     @property

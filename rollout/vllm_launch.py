@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from rollout.vllm_log import cause_of, is_port_taken, phase_of, read_tail
 from rollout.vllm_token import TokenFile
 from rollout.worker.strop_guard import RECORD, SHARED, shared_memory_of
 
-__all__ = ["BASE", "SUPPORTED", "Launched", "find_python", "launch", "serve_command", "vllm_version", "wait_ready"]
+__all__ = ["BASE", "SUPPORTED", "Launched", "find_python", "launch", "serve_command", "stop_all", "vllm_version",
+           "wait_ready"]  # fmt: skip
 
 Say = Callable[[str], None]
 PORT_TRIES = 5
@@ -56,6 +58,7 @@ class Launched:
         self.log = log  # None: the server writes to our own stderr
         self.url = ""
         self.num_starts = 0
+        self.was_ready = False  # since it was last started
         self._serve = serve
         self._guard: subprocess.Popen[bytes] | None = None
         self._group: int | None = None
@@ -149,6 +152,8 @@ class Launched:
         guard = self._guard
         if guard is None or guard.stdin is None or guard.stdin.closed:
             return
+        if not self.was_ready:  # a server that only loads may take long over TERM, and has nothing to finish
+            guard.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):
             guard.stdin.close()
         try:
@@ -215,6 +220,7 @@ class Launched:
         with os.fdopen(read_end) as pipe:
             said = pipe.readline().strip()
         self._group = int(said) if said.isdigit() else None
+        self.was_ready = False
         self.num_starts += 1
 
 
@@ -303,6 +309,7 @@ def wait_ready(launched: Sequence[Launched], timeout: float, say: Say = print) -
                 if server.poll() is not None:
                     _start_again(server, name, tries, say)
                 elif is_up(client, server):
+                    server.was_ready = True
                     say(f"{name}: ready after {seconds:.0f} s")
                     del waiting[server]
                 elif seconds > timeout:
@@ -314,6 +321,12 @@ def wait_ready(launched: Sequence[Launched], timeout: float, say: Say = print) -
                     waiting[server] = _tell(server, name, seconds, waiting[server], say)
             if waiting:
                 time.sleep(0.25)
+
+
+def stop_all(launched: Sequence[Launched]) -> None:
+    """At the same time, as each may take seconds."""
+    with ThreadPoolExecutor(max(len(launched), 1)) as threads:
+        list(threads.map(Launched.stop, launched))
 
 
 def is_up(client: httpx.Client, server: Launched) -> bool:

@@ -160,6 +160,7 @@ YAML = {
     "unknown key": ("learning_rat: 1\n", "c.yaml: learning_rat: unknown key; did you mean learning_rate?"),
     "unknown key in a block": ("lora: {rank: 4}\n", "c.yaml: lora.rank: unknown key; did you mean lora.r?"),
     "syntax": ("seed: 1\ndata: [a\n", "c.yaml: not valid YAML in line 3"),
+    "nested 3,000 deep": ("seed: " + "[" * 3000 + "]" * 3000 + "\n", "c.yaml: is nested too deeply"),
     "two lines in a value": ('data: ["one\\ntwo.jsonl"]\n', "data=one two.jsonl: no such file"),
 }
 
@@ -341,6 +342,9 @@ async def raises_async(completions): raise RuntimeError("two\\nlines")
 def column(completions, solution): return [1.0] * len(completions)
 def exits(completions): raise SystemExit(3)
 def never(completions): return [None] * len(completions)
+def huge(completions): return [1e308] * len(completions)
+def long(completions): return [-(10**400)] * len(completions)
+def escape(completions): raise RuntimeError("red \x1b[31m and \x07 bell")
 number = 5
 """
 NOT_FOUND = {
@@ -363,6 +367,9 @@ WRONG = {
     "raises_async": ("raised RuntimeError: two lines on rows.jsonl:", "(mine.py, line 7)"),
     "column": ("asks for 'solution', which no row of data has (not rows.jsonl:1", "answer"),
     "exits": ("raised SystemExit: 3 on rows.jsonl:",),
+    "huge": ("returned 1e+308 for rows.jsonl:", "rewards are float32, return one within +-1e+15"),
+    "long": ("returned a number of 401 digits for rows.jsonl:", "within +-1e+15"),
+    "escape": ("raised RuntimeError: red \\x1b[31m and \\x07 bell on rows.jsonl:",),
 }
 
 
@@ -381,6 +388,11 @@ def test_rewards_that_go_wrong(refused, name):
     Path("rows.jsonl").write_text(rows(GOOD, {**GOOD, "answer": "4"}))
     argv = [*GRPO, *MODEL, *DATA, "--reward-funcs", f"mine.{name}"]
     refused(argv, f"mine.{name}", *WRONG[name], leaves_folder=name != "column")
+
+
+def test_weights_that_make_rewards_too_large(refused):
+    argv = [*GRPO, *MODEL, *DATA, "--reward-funcs", "length", "--reward-weights", "1e300"]
+    refused(argv, "reward_weights=1e+300: give a total of", "keep them within +-1e+15", leaves_folder=True)
 
 
 def test_rows_without_what_the_reward_asks_for(refused):

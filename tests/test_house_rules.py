@@ -16,7 +16,7 @@ SHAPE = re.compile(r"# \((?:\.\.\.|[A-Z0-9]|\))")  # (B, T), (N,), (..., V), ()
 
 
 def sources() -> list[Path]:
-    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))])
 
 
 def name_of(path: Path) -> str:

@@ -1,21 +1,27 @@
 """Composes losses, rollout, kernels and data into training runs.
 
-The folders of this repository have plain names (`data`, `kernels`). Run from a clone they come first on sys.path; run
-through an editable install from somewhere else they would come last, after a `data` folder of the user or Hugging
-Face's `kernels` package. So the repository root is put first, and a foreign `kernels` that was imported earlier in this
-process makes way for ours, which hands its names on (see kernels/__init__.py).
+A run from Python, in one process, with no flags and no environment variables:
+
+    from rollout.reward_options import RewardConfig
+    from trainer.config import ModelConfig, PromptConfig, RunConfig
+    from trainer.methods.grpo import Config, train
+
+    def short(completions, **columns):
+        return [-float(len(text)) for text in completions]
+
+    train(Config(
+        model=ModelConfig(model="builtin:tiny"),
+        data=PromptConfig(data=("task:addition",)),
+        reward=RewardConfig(reward_funcs=("exact_match", short)),    # a name, or the function itself
+        run=RunConfig(max_steps=10, output_dir="runs/short"),
+    ))
+
+Every method has such a Config and train. What is wrong with a setting is a ValueError. The run goes on with
+RunConfig(resume="runs/short"), or by `python -m trainer --resume runs/short` if each function can be imported by name:
+config.yaml says module.function, or python:module.function of one that cannot (a lambda, a function of the script
+itself).
 """
 
-from __future__ import annotations
+import strop_names
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-
-if sys.path[0] != str(ROOT):
-    sys.path.insert(0, str(ROOT))
-
-_loaded = sys.modules.get("kernels")
-if _loaded is not None and Path(str(_loaded.__file__)).resolve().parent != ROOT / "kernels":
-    del sys.modules["kernels"]  # what others took from it stays valid; its submodules stay loaded
+strop_names.take()

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import dis
 import os
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from trainer.cli import parse
 from trainer.dist import TIMEOUT_S, process_group, say_once
 from trainer.out_of_memory import is_out_of_memory, out_of_memory
+from trainer.reasons import one_line, raised_on_purpose
 from trainer.stop import EXIT_CODE, Stopped, end_on_sigterm
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code of one run: 0 finished, 2 something to put right, 143 stopped by SIGTERM, 130 by Ctrl-C.
 
-    What a user can put right is told in a few words; a bug of ours keeps its traceback.
+    What a user can put right is told in a few words; a bug, ours or in the user's code, keeps its traceback.
     """
     # A CPU without bfloat16 takes another way to multiply, and torch would show where it is in C++.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
@@ -54,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             if is_out_of_memory(error):
                 print("error:", out_of_memory(error, cfg), file=sys.stderr)
                 return 2
-            if not isinstance(error, ValueError) or not raised_on_purpose(error.__traceback__):
+            if not isinstance(error, ValueError) or not raised_on_purpose(error):
                 raise
             if os.environ.get("LOCAL_RANK", "0") == "0":  # each process has the same flags
                 print("error:", one_line(error), file=sys.stderr)
@@ -69,31 +67,11 @@ def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
         try:
             module.train(cfg)
         except ValueError as error:
-            if not tell() or not raised_on_purpose(error.__traceback__):
+            if not tell() or not raised_on_purpose(error):
                 raise
             say_once(f"error: {one_line(error)}")
             return 2
     return 0
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).splitlines()) or type(error).__name__  # whatever a value holds
-
-
-def raised_on_purpose(traceback: TracebackType | None) -> bool:
-    """Whether the innermost frame is our code or the user's and stands on a raise statement.
-
-    int("x") or a tensor library failing inside a call is a bug report, not advice: it keeps the traceback.
-    """
-    assert traceback is not None, "an error that was caught has a traceback"
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    code = traceback.tb_frame.f_code
-    stdlib = tuple(os.path.join(sysconfig.get_paths()[key], "") for key in ("stdlib", "platstdlib"))
-    installed = {"site-packages", "dist-packages"} & set(Path(code.co_filename).parts)
-    if installed or code.co_filename.startswith((*stdlib, "<")):
-        return False
-    return dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
 
 
 if __name__ == "__main__":

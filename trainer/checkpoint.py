@@ -205,12 +205,32 @@ def find_problem(folder: Path) -> str | None:
                 return f"{name} has changed since it was written"
         if INDEX in sums and {p.file for r in stored_tensors(folder).records.values() for p in r.parts} - sums.keys():
             return "manifest.json does not list the files of a checkpoint"
+        return _state_problem(folder, json.loads((folder / "state.json").read_bytes()))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    except ValueError:  # not JSON, or not even UTF-8
-        return "manifest.json is not JSON"
+    except (ValueError, RecursionError):  # not JSON, not even UTF-8, or nested without end
+        return "manifest.json or state.json is not JSON"
+
+
+def _state_problem(folder: Path, state: Any) -> str | None:
+    """What is wrong with the parts of state.json that every checkpoint has, or None."""
+    number = _STEP_NAME.fullmatch(folder.name)
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        return "state.json names no step"
+    if number and int(number[1]) != state["step"]:
+        return f"it is step {state['step']} under another number"
+    schedule = state.get("schedule")
+    counts = [schedule.get(name) for name in ("last_epoch", "step_count")] if isinstance(schedule, dict) else [None]
+    if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(state.get("run"), dict):
+        return "state.json lacks the schedule or the state of the run"
+    try:
+        python, numpy = _generator_states(state["rng"])
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy)
+    except (LookupError, TypeError, ValueError, ArithmeticError):
+        return "state.json holds no states of random generators"
     return None
 
 
@@ -308,14 +328,19 @@ def _torch_rng() -> dict[str, Tensor]:
     return states
 
 
+def _generator_states(record: dict[str, Any]) -> tuple[Any, Any]:
+    """What _python_rng gave, as random and numpy take it."""
+    version, words, gauss = record["python"]
+    kind, keys, *rest = record["numpy"]
+    return (version, tuple(words), gauss), (kind, np.array(keys, dtype=np.uint32), *rest)
+
+
 def restore_rng(folder: Path) -> None:
     """Put Python's, numpy's and torch's global generators where they were when this checkpoint was saved."""
-    record = json.loads((folder / "state.json").read_text())["rng"]
+    python, numpy = _generator_states(json.loads((folder / "state.json").read_text())["rng"])
     states = load_file(folder / "rng.safetensors")
-    version, words, gauss = record["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = record["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    random.setstate(python)
+    np.random.set_state(numpy)
     torch.set_rng_state(states["cpu"].clone())
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if f"cuda.{i}" in states:

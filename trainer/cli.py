@@ -116,6 +116,11 @@ def method_listing() -> str:
 def load_method(name: str) -> ModuleType:
     """Import a built-in method by file name, or a fork's own by dotted path, found from the working directory."""
     if "." not in name:
+        if name == "__main__":
+            raise ValueError(
+                "--method=__main__: the run's method is in the script that started it; resume it from there, with "
+                "RunConfig(resume=FOLDER)"
+            )
         if name not in method_names():
             found = nearest(name, method_names())
             hint = f"did you mean {found}?" if found else f"there are {', '.join(method_names())}"
@@ -202,6 +207,8 @@ def load_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read as a config file; {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not UTF-8 text; a config is a YAML file") from None
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply to be read; a config has two levels") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f" in line {mark.line + 1}" if mark else ""

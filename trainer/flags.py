@@ -19,6 +19,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
+from data.user_code import import_name
+
 REPEATABLE = ("data", "eval_data")  # --data a --data b is --data a b; any other repeated flag: the last one wins
 DASH = "\x1f"  # put before a list item such as "-x", which tyro would take for a flag, and removed after it
 
@@ -239,12 +241,16 @@ def config_to_tree(cfg: Any) -> dict[str, Any]:
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         if not dataclasses.is_dataclass(value):
-            tree[field.name] = list(value) if isinstance(value, tuple) else value
+            tree[field.name] = [_saved(item) for item in value] if isinstance(value, tuple) else value
         elif tyro.conf.OmitArgPrefixes in _strip_annotated(hints[field.name])[1]:
             tree |= config_to_tree(value)
         else:
             tree[field.name] = config_to_tree(value)
     return tree
+
+
+def _saved(item: Any) -> Any:
+    return import_name(item) if callable(item) else item  # a reward function that was given from Python
 
 
 def tyro_args(values: Values, table: dict[str, Flag]) -> list[str]:

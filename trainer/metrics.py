@@ -187,18 +187,18 @@ class JsonlLog:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._file = self.path.open("ab")
+        self._file = self.path.open("ab", buffering=0)  # nothing is left for close() to write
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """One line {"step": step, **record}. JSON has no inf or nan: they are written as null."""
         assert record.get("step", step) == step, f"record of step {record['step']} written as step {step}"
         line = json.dumps(_finite({"step": step, **record}), ensure_ascii=False, allow_nan=False)
-        self._file.write(line.encode("utf-8", errors="replace") + b"\n")
-        self._file.flush()
+        left = line.encode("utf-8", errors="replace") + b"\n"
+        while left:
+            left = left[self._file.write(left) :]
 
     def flush_to_disk(self) -> None:
         """Wait until the disk has it; called before a checkpoint that counts on these lines."""
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Offline:
 
     def begin(self, evaluate: Evaluate) -> None:
         """Make the run folder or take up the checkpoint; the first line of metrics is the model before training."""
-        self.run.begin(self.total_steps, f"{self.cfg.run.method} {self.cfg.model.model}")
+        self.run.begin(self.total_steps, f"{self.run.method} {self.cfg.model.model}")
         self.step = self.run.restore(self.policy, self.optimizer, self.schedule, self.state)
         if self.step == 0 and (before := evaluate()):
             self.run.log(0, before)

@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from trainer.cli import load_config
 from trainer.console import duration, number
 from trainer.curves import curve_svg
 from trainer.health import Episode, replay
@@ -64,17 +65,21 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     run = load_run(run_dir)
     path, temporary = run_dir / "report.html", run_dir / ".tmp-report.html"
-    temporary.write_bytes(render(run).encode("utf-8", errors="replace"))
-    os.replace(temporary, path)
+    page = render(run).encode("utf-8", errors="replace")
+    try:
+        temporary.write_bytes(page)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); permit it, or copy the run elsewhere"
+        ) from None
     return path
 
 
 def load_run(run_dir: Path) -> RunData:
-    import yaml
-
     if not (run_dir / "config.yaml").is_file():
         raise ValueError(f"{run_dir}: no config.yaml in it, so not a run; pass the folder that --output-dir named")
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")) or {}
+    config = load_config(run_dir / "config.yaml")
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):
         by_step.setdefault(record["step"], {}).update(record)

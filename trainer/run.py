@@ -18,6 +18,7 @@ that covers them, and what they hold beyond it is cut off at the resume, so each
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -70,13 +71,15 @@ FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "run_id
 FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
 
 
-def open_run(cfg: Any, method: str) -> Run:
+def open_run(cfg: Any, method: str = "") -> Run:
     """Name the folder of a new run, or find the checkpoint to resume from. A folder with another run is refused.
 
+    `method` is what the folder and the title say; config.yaml always keeps what --method takes.
     Also seeds the global generators, because adapters are initialised and dropout is drawn from them, and chooses
     torch's algorithms until the run is closed.
     """
     settings: RunConfig = cfg.run
+    method = method or method_of(cfg)
     check_sinks(settings.report_to)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
@@ -89,6 +92,11 @@ def open_run(cfg: Any, method: str) -> Run:
     if settings.deterministic:
         run.note(determinism.ON_CPU if device_type() == "cpu" else determinism.ON_GPU)
     return run
+
+
+def method_of(cfg: Any) -> str:
+    """What --method takes: as it was given, or for a config made in Python the module of its class."""
+    return cfg.run.method or type(cfg).__module__.removeprefix("trainer.methods.")
 
 
 def _open(cfg: Any, method: str) -> Run:
@@ -142,7 +150,12 @@ class Run:
         try:
             self._saver.wait() if kind is None else self._saver.end()
         finally:
-            self.close()
+            try:
+                self.close()
+            except OSError as error:
+                if kind is None:
+                    raise ValueError(_no_space(self.dir, error)) from None
+                _say(_no_space(self.dir, error))  # what ended the run is told after this
 
     @stop.whole()
     def begin(self, total_steps: int, title: str) -> None:
@@ -277,10 +290,12 @@ class Run:
         """Give the terminal back, end what was kept, and close the files; may be called twice."""
         if self._console is not None:
             self._console.stop()
-        for target in (*reversed(self._kept), *self._sinks, self._metrics, self._samples, self._lock):
-            if target is not None:
-                target.close()
+        targets = (*reversed(self._kept), *self._sinks, self._metrics, self._samples, self._lock)
         self._sinks, self._kept = [], []
+        with contextlib.ExitStack() as stack:  # one that fails to close keeps no other open
+            for target in reversed(targets):
+                if target is not None:
+                    stack.callback(target.close)
 
     def _load(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         assert policy.files is None, "spread() comes after load_policy(): the model has no numbers yet"
@@ -301,6 +316,13 @@ class Run:
         kept = self.start_step if self.checkpoint is not None else -1
         for name in ("metrics.jsonl", "samples.jsonl"):
             truncate_after(self.dir / name, kept)
+        steps = {record["step"] for record in read_jsonl(self.dir / "metrics.jsonl")}
+        lost = self.start_step - len(steps - {0})
+        if lost:
+            _say(
+                f"resume={self.dir}: metrics.jsonl lacks {lost} of the {self.start_step} steps done, as it was deleted "
+                "or shortened; curves and report will lack them too"
+            )
         before = self._rows_before()
         save_config(self.dir / "config.yaml", self._config_tree())
         if before not in (None, self.cfg.run.sequences_per_step):
@@ -323,7 +345,7 @@ class Run:
         return math.prod(factors) if all(isinstance(x, int) for x in factors) else None
 
     def _config_tree(self) -> dict[str, Any]:
-        tree = {**config_to_tree(self.cfg), "method": self.method}
+        tree = {**config_to_tree(self.cfg), "method": method_of(self.cfg)}
         if self._resumed:
             # A resume names the folder itself; with the output_dir as first given, --config starts a new run elsewhere.
             before = load_config(self.dir / "config.yaml")

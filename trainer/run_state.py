@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from data.user_code import told, users_part
+from trainer.reasons import raised_on_purpose
 from trainer.tensor_files import TensorFiles
 
 
@@ -41,10 +43,18 @@ def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, check
             f"{', '.join(sorted(state))}; resume with the version of the method it was written by"
         )
     for name, item in state.items():
-        if isinstance(item, dict):
-            item.clear()
-            item.update(saved[name])
-        else:
-            item.load_state_dict(saved[name])
-        if hasattr(item, "load_tensors"):
-            item.load_tensors(tensors.below(f"{name}/"))
+        try:
+            if isinstance(item, dict):
+                item.clear()
+                item.update(saved[name])
+            else:
+                item.load_state_dict(saved[name])
+            if hasattr(item, "load_tensors"):
+                item.load_tensors(tensors.below(f"{name}/"))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            if raised_on_purpose(error) or users_part(error):
+                raise
+            raise ValueError(
+                f"resume={checkpoint}: the state of {name} in its state.json cannot be used ({told(error)}); resume "
+                "from another checkpoint"
+            ) from error

@@ -3,9 +3,10 @@
     python strop_guard.py [--pid-fd N] [--scratch FOLDER] -- COMMAND ...
 
 The starter holds the other end of our stdin. When it closes it, or dies by whatever signal, stdin reaches its end and
-the group gets TERM, 15 seconds, KILL. SIGTERM and SIGINT to this process do the same. Else the command's exit status is
-passed on, and what it left running is ended too. Then the shared memory that a killed group leaves behind is removed,
-and the folder --scratch. The command's process id, which is also the group's, is written to file descriptor --pid-fd.
+the group gets TERM, 15 seconds, KILL. SIGTERM to this process does the same; SIGINT leaves the group only one second.
+Else the command's exit status is passed on, and what it left running is ended too. Then the shared memory that a killed
+group leaves behind is removed, and the folder --scratch. The command's process id, which is also the group's, is
+written to file descriptor --pid-fd.
 
 If this process itself is killed, nobody does that. So the names of the shared memory are kept in the folder --scratch,
 where rollout/vllm_launch.py finds them when it stops the server or starts the next one.
@@ -25,6 +26,7 @@ import sys
 import time
 
 GRACE = 15.0  # seconds between TERM and KILL
+SHORT_GRACE = 1.0  # after SIGINT: it has not served anybody yet
 CHECK = 1.0  # seconds between looks at our parent: a fork of it may hold stdin open for longer than it lives
 RECORD_S = 5.0  # seconds between looks for shared memory
 RECORD = "shared_memory"  # file in --scratch: one path a line
@@ -72,16 +74,16 @@ def run(command: list[str], pid_fd: int | None, scratch: str | None = None) -> i
         if scratch and time.monotonic() - looked > RECORD_S:
             recorded = record(shared_memory(child.pid) | recorded, recorded, scratch)
             looked = time.monotonic()
-    end_group(child)
+    end_group(child, SHORT_GRACE if signal.SIGINT in asked else GRACE)
     status = child.wait()
     return 128 - status if status < 0 else status
 
 
-def end_group(child: subprocess.Popen[bytes]) -> None:
+def end_group(child: subprocess.Popen[bytes], grace: float = GRACE) -> None:
     """TERM, grace, KILL, for what is left of the group; returns when nothing is."""
     shared = shared_memory(child.pid)
     try:
-        signal_group(child)
+        signal_group(child, grace)
     finally:
         for path in shared:
             with contextlib.suppress(OSError):
@@ -119,8 +121,8 @@ def record(found: set[str], recorded: set[str], scratch: str) -> set[str]:
     return found
 
 
-def signal_group(child: subprocess.Popen[bytes]) -> None:
-    for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
+def signal_group(child: subprocess.Popen[bytes], grace: float) -> None:
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(child.pid, number)
         except ProcessLookupError:

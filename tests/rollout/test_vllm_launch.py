@@ -31,6 +31,7 @@ from rollout.vllm_launch import (
     group_members,
     launch,
     reserve,
+    stop_all,
     sweep,
     wait_ready,
 )
@@ -467,6 +468,19 @@ def test_a_restart_ends_the_old_server_and_starts_another(sleeper):
     assert len(sleeper.pids) == 2 and not set(sleeper.pids) & set(old)
     assert sleeper.log.name == "vllm-0.2.log" and sleeper.num_starts == 2
     assert not [pid for pid in old if Path(f"/proc/{pid}").exists()]
+
+
+def test_servers_that_are_still_starting_end_at_once(monkeypatch, tmp_path):
+    """Ctrl-C: a server that loads a model may not listen to TERM for long."""
+    monkeypatch.setattr(
+        "rollout.vllm_launch.serve_command", lambda cfg, **_: ([sys.executable, "-c", DEAF], dict(os.environ))
+    )
+    servers = [Launched(VllmConfig(), replica=i, token=None, log=tmp_path / f"{i}.log") for i in range(3)]
+    while not all(server.log.read_text() for server in servers):
+        time.sleep(0.02)
+    begun = time.monotonic()
+    stop_all(servers)
+    assert time.monotonic() - begun < 3.0 and not any(server.pids for server in servers)
 
 
 def test_nothing_starts_after_the_final_stop(sleeper):

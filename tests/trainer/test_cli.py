@@ -474,7 +474,9 @@ def test_fork_runs_from_its_own_folder(fork):
     [
         (["--gama", "1"], 2, "error: --gama: unknown flag; did you mean --gamma?", False),
         (["--gamma", "10"], 2, "error: gamma=10.0: above 9; lower it", False),
-        (["--gamma", "5"], 2, "error: gamma=5.0: refused by the loop; use another", False),
+        (["--gamma", "5"], 1, "ValueError: gamma=5.0: refused by the loop; use another", True),  # the user's own
+        (["--max-steps", "3", "--resume", "no"], 2, "error: --resume=no: no such folder", False),
+        (["--learning-rate", "-1"], 2, "error: learning_rate=-1.0: must be above 0 and finite", False),
         (["--gamma", "6"], 130, "interrupted; continue with --resume", False),
         (["--gamma", "4"], 1, "ValueError: invalid literal for int() with base 10: 'four'", True),
         (["--gamma", "7"], 1, "json.decoder.JSONDecodeError", True),

@@ -255,6 +255,17 @@ def test_command_line(tmp_path):
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
 
 
+def test_a_folder_that_cannot_be_written_or_read_is_a_sentence(tmp_path):
+    folder = make_grpo_run(tmp_path / "run", steps=2)
+    (folder / ".tmp-report.html").mkdir()  # as root one may write anywhere, but not a file over a folder
+    command = [sys.executable, "-m", "trainer.report", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {folder / 'report.html'}: cannot be written (")
+    (folder / "config.yaml").write_text("a: " + "[" * 3000)
+    with pytest.raises(ValueError, match="config.yaml: is nested too deeply"):
+        write_report(folder)
+
+
 def test_smoothing_keeps_a_straight_line_and_the_mean_of_noise():
     line = [2.0 * i for i in range(300)]
     assert smooth(line)[10:-10] == pytest.approx(line[10:-10])

@@ -6,9 +6,11 @@ Run as a script, this file trains once and kills itself where told to: see test_
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,8 +32,12 @@ import trainer.run
 from trainer import saver
 from trainer.config import Flat, ModelConfig, RunConfig
 from trainer.console import evaluation_lines
+from trainer.counters import Counters
+from trainer.metrics import JsonlLog
 from trainer.model import Policy
 from trainer.run import Run, expand, open_run
+from trainer.run_state import load_states
+from trainer.tensor_files import TensorFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +75,7 @@ class Draws:
 
 
 def config(output_dir: Path | str, **settings: Any) -> Config:
-    settings = {"max_steps": 10, "save_steps": 3, "save_total_limit": 2, **settings}
+    settings = {"method": "sft", "max_steps": 10, "save_steps": 3, "save_total_limit": 2, **settings}
     return Config(run=RunConfig(output_dir=str(output_dir), **settings))
 
 
@@ -313,6 +319,107 @@ def test_damaged_checkpoint_resumes_from_the_one_before(tmp_path, capsys):
     assert checkpoint_names(folder) == ["step-00000009", "step-00000010", "step-00000010.old"]
 
 
+def craft(checkpoint: Path, change: Any) -> None:
+    """Edit state.json and bring the manifest into line, as someone would who knows the format."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    changed = change(state)
+    text = changed if isinstance(changed, str) else json.dumps(state)
+    (checkpoint / "state.json").write_text(text)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+CRAFTED = {
+    "no step": (lambda state: state.pop("step"), "state.json names no step"),
+    "another step": (lambda state: state.update(step=7), "it is step 7 under another number"),
+    "a list": (lambda state: "[]", "state.json names no step"),
+    "nested": (lambda state: "[" * 100_000 + "]" * 100_000, "manifest.json or state.json is not JSON"),
+    "no schedule": (lambda state: state.update(schedule=3), "lacks the schedule or the state of the run"),
+    "schedule of text": (lambda state: state["schedule"].update(last_epoch="9"), "lacks the schedule"),
+    "no run": (lambda state: state.update(run=None), "lacks the schedule or the state of the run"),
+    "no generators": (lambda state: state.pop("rng"), "holds no states of random generators"),
+    "a short generator": (lambda state: state["rng"]["python"][1].pop(), "holds no states of random generators"),
+    "numpy of text": (lambda state: state["rng"].update(numpy=["MT19937", "x"]), "no states of random generators"),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_state_is_passed_over_by_a_sentence(tmp_path, capsys, name):
+    change, sentence = CRAFTED[name]
+    train(config(tmp_path / "a", max_steps=6))
+    craft(tmp_path / "a" / "checkpoints" / "step-00000006", change)
+    run = train(resumed(tmp_path / "a", max_steps=7))
+    said = capsys.readouterr().err
+    assert "step-00000006 is damaged" in said and sentence in said and run.start_step == 3
+
+
+def test_checkpoint_copied_under_another_number_is_passed_over(tmp_path, capsys):
+    train(config(tmp_path / "a", max_steps=6))
+    checkpoints = tmp_path / "a" / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000009")
+    run = train(resumed(tmp_path / "a", max_steps=8))
+    assert "step-00000009 is damaged (it is step 3 under another number)" in capsys.readouterr().err
+    assert run.start_step == 6 and steps(run.dir) == list(range(9))
+
+
+def test_crafted_state_of_a_part_is_refused_by_a_sentence_unless_the_users_code_fails(tmp_path):
+    class Place:
+        value = 1
+
+        def load_state_dict(self, state: Any) -> None:
+            self.value = state["value"]
+
+    checkpoint, nothing = tmp_path / "step-00000003", TensorFiles(tmp_path, {})
+    with pytest.raises(ValueError, match="step-00000003: the state of counters in its state.json cannot be used"):
+        load_states({"counters": {}}, {"counters": 3}, nothing, checkpoint)
+    with pytest.raises(ValueError, match="the state of counters in its state.json cannot be used .KeyError"):
+        load_states({"counters": Counters()}, {"counters": {}}, nothing, checkpoint)
+    with pytest.raises(KeyError, match="value"):  # this file is not ours in the sense of strop_names
+        load_states({"place": Place()}, {"place": {}}, nothing, checkpoint)
+
+
+@pytest.mark.parametrize("kept", [0, 4])
+def test_deleted_or_shortened_metrics_are_said_at_resume(tmp_path, capsys, kept):
+    train(config(tmp_path / "a", max_steps=6))
+    path = tmp_path / "a" / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept])) if kept else path.unlink()
+    capsys.readouterr()
+    train(resumed(tmp_path / "a", max_steps=7))
+    lost = 6 if not kept else 3  # the first line is step 0
+    assert f"metrics.jsonl lacks {lost} of the 6 steps done, as it was deleted or shortened" in capsys.readouterr().err
+    train(resumed(tmp_path / "a", max_steps=8))
+    assert f"lacks {lost} of the 7 steps" in capsys.readouterr().err
+    train(config(tmp_path / "b", max_steps=6))
+    train(resumed(tmp_path / "b", max_steps=7))
+    assert "lacks" not in capsys.readouterr().err
+
+
+def test_full_disk_under_the_metrics_is_the_sentence_and_not_an_error_of_close(tmp_path, capsys):
+    class Sink:
+        closed = False
+
+        def write(self, *_: Any) -> None: ...
+
+        def close(self) -> None:
+            self.closed = True
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink, after = Sink(), Sink()
+    with pytest.raises(ValueError, match="could not be written .No space left on device.; free space there"):
+        with open_run(config(tmp_path / "a"), "sft") as run:
+            policy = make_policy()
+            optimizer = AdamW(policy.model.parameters())
+            run.begin(3, "a small run")
+            run.restore(policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+            run._metrics.close()
+            run._metrics = JsonlLog(Path("/dev/full"))
+            run._sinks = [sink, after]
+            run.log(1, {"loss/total": 1.0})
+    assert sink.closed and after.closed and run._lock.closed
+    assert "No space left on device" in capsys.readouterr().err
+
+
 def test_only_damaged_checkpoints_are_an_error(tmp_path):
     train(config(tmp_path / "a"))
     for folder in (tmp_path / "a" / "checkpoints").iterdir():
@@ -375,13 +482,22 @@ def test_existing_folder_without_a_run_is_used(tmp_path):
 def test_output_dir_is_filled_in(tmp_path):
     moment = time.struct_time((2026, 3, 4, 5, 6, 7, 0, 0, 0))
     assert expand("runs/{method}-{time}", "my_pkg.algo", moment) == Path("runs/algo-20260304-050607")
-    run = train(config(tmp_path / "{method}-{time}", max_steps=1), method="my_pkg.algo")
+    run = train(config(tmp_path / "{method}-{time}", method="my_pkg.algo", max_steps=1), method="my_pkg.algo")
     assert run.dir.parent == tmp_path and run.dir.name.startswith("algo-20")
     saved = yaml.safe_load((run.dir / "config.yaml").read_text())
     assert saved["output_dir"] == str(tmp_path / "{method}-{time}")  # so that --config starts another run
     assert saved["method"] == "my_pkg.algo"
-    train(resumed(run.dir, max_steps=2), method="my_pkg.algo")
+    train(resumed(run.dir, method="my_pkg.algo", max_steps=2), method="my_pkg.algo")
     assert yaml.safe_load((run.dir / "config.yaml").read_text())["output_dir"] == saved["output_dir"]
+
+
+def test_a_name_of_the_methods_own_leaves_what_resume_needs(tmp_path):
+    run = train(config(tmp_path / "{method}", method="my_pkg.algo", max_steps=1), method="its_name")
+    assert run.dir == tmp_path / "its_name" and run.method == "its_name"
+    assert yaml.safe_load((run.dir / "config.yaml").read_text())["method"] == "my_pkg.algo"
+    run = train(config(tmp_path / "{method}", method="", max_steps=1), method="")  # a config made in Python
+    assert yaml.safe_load((run.dir / "config.yaml").read_text())["method"] == __name__
+    assert run.dir == tmp_path / "test_run"
 
 
 def test_runs_begun_in_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):

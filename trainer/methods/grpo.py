@@ -164,7 +164,7 @@ def train(cfg: Config) -> None:
         counters = Counters()
         bad_steps = BadSteps(cfg.optim, counters, run.note)
         state = {"planner": planner, "rewards": rewards, "counters": counters, "replay": replay}
-        run.begin(total_steps, f"{cfg.run.method} {cfg.model.model}")
+        run.begin(total_steps, f"{run.method} {cfg.model.model}")
         lead = Lead(policy, rollouts.start_engine(cfg, policy, run, prompts + held_out, unseen=around.unseen), prompts)
         engine = lead.engine
         step = run.restore(policy, optimizer, schedule, state)

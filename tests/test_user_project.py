@@ -1,0 +1,193 @@
+"""A user's project with packages called as ours: our entries work from there, and the user's code gets the user's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import strop_names
+from tests.entry import ROOT, environment
+
+PROJECT = {
+    "data/__init__.py": "from .x import double\n",
+    "data/x.py": "from data.loader import FACTOR\n\n\ndef double(v):\n    return FACTOR * v\n",
+    "data/loader.py": "FACTOR = 2\n",  # ours has a loader.py, too
+    "losses/__init__.py": "HALF = 0.5\n",
+    "rollout/__init__.py": "",
+    "rollout/types.py": "def third():\n    return 3\n",
+    "trainer.py": "MINE = 7\n",
+    "helper.py": "import data.loader\n\nFOUR = 2 * data.loader.FACTOR\n",
+    "rows.jsonl": json.dumps({"prompt": "1+1=", "completion": "2", "answer": "2"}) + "\n",
+    "mine.py": """
+import data.x
+import data.loader as own
+import helper
+import losses
+import trainer
+from data import double
+from rollout.reward_functions import FUNCTIONS  # the user's rollout has none: ours
+
+
+def score(completions, **columns):
+    from rollout.types import third  # at the time of the call
+
+    assert "exact_match" in FUNCTIONS
+    parts = [data.x.double(1), own.FACTOR, double(1), losses.HALF, trainer.MINE, third(), helper.FOUR]
+    return [sum(parts)] * len(completions)
+""",
+}
+TOTAL = 2 + 2 + 2 + 0.5 + 7 + 3 + 4
+ENTRIES = ("trainer", "data.show", "rollout.rewards", "rollout.serve", "trainer.plan", "trainer.export",
+           "trainer.report", "bench.table")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    for name, text in PROJECT.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The Python of an environment as `pip install -e .` leaves it: our folder last, and the line of strop_build."""
+    build = pytest.importorskip("strop_build", reason="setuptools is not installed")
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (site / "__editable__.strop.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
+    (site / build.START).write_bytes(build.LINE)
+    return folder / "bin" / "python"
+
+
+def python(*argv: str, cwd: Path, executable: Path | str = sys.executable) -> subprocess.CompletedProcess:
+    env = environment() | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    if executable != sys.executable:
+        del env["PYTHONPATH"]
+    return subprocess.run([executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_starts_there(project, installed, entry):
+    done = python("-m", entry, "--help", cwd=project, executable=installed)
+    note = f"python -m trainer: runs that of {ROOT}, not {project / 'trainer.py'}; run yours by its path\n"
+    assert done.returncode == 0 and done.stderr == (note if entry == "trainer" else ""), done.stderr
+    assert done.stdout.startswith("usage: "), done.stdout
+
+
+def test_every_package_with_an_entry_takes_the_names():
+    ours = [path for package in strop_names.NAMES for path in (ROOT / package).rglob("*.py")]
+    packages = {p.relative_to(ROOT).parts[0] for p in ours if '__name__ == "__main__"' in p.read_text()}
+    assert packages == {"bench", "data", "rollout", "trainer"}
+    assert all("strop_names.take()" in (ROOT / package / "__init__.py").read_text() for package in packages)
+
+
+def test_an_install_leaves_other_programs_alone(project, installed, tmp_path):
+    (project / "data" / "show.py").write_text("print('by path')\n")
+    (project / "data" / "pairs.py").write_text("print('not an entry of ours')\n")
+    for argv, said in {
+        ("-c", "import data, sys; print(data.__file__, 'strop_names' in sys.modules)"):
+            f"{project / 'data' / '__init__.py'} False",
+        ("data/show.py", "-m", "trainer"): "by path",
+        ("-m", "data.pairs"): "not an entry of ours",
+    }.items():  # fmt: skip
+        done = python(*argv, cwd=project, executable=installed)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{said}\n", "")
+    (project / "data" / "show.py").unlink()
+    clone = tmp_path / "clone"  # whoever stands in a clone runs that clone
+    (clone / "trainer").mkdir(parents=True)
+    (clone / "strop_names.py").write_text("def take(): ...\n")
+    (clone / "trainer" / "__init__.py").touch()
+    (clone / "trainer" / "__main__.py").write_text("print('of the clone')\n")
+    assert python("-m", "trainer", cwd=clone, executable=installed).stdout == "of the clone\n"
+
+
+def test_an_editable_install_has_the_line(tmp_path):
+    build = pytest.importorskip("strop_build", reason="setuptools is not installed")
+    code = f"import strop_build; print(strop_build.build_editable({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        assert wheel.read(build.START) == build.LINE and wheel.testzip() is None
+        record = next(name for name in wheel.namelist() if name.endswith("RECORD"))
+        listed = [line.partition(",")[0] for line in wheel.read(record).decode().splitlines()]
+        assert sorted(listed) == sorted(wheel.namelist())
+        assert f"{ROOT}\n" in [wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".pth")]
+
+
+@pytest.mark.parametrize("spec", ["mine.score", "mine.py:score"])
+def test_a_reward_gets_the_users_modules_and_where_there_are_none_ours(project, spec):
+    done = python("-P", "-m", "rollout.rewards", "--check", spec, "--data", "rows.jsonl", cwd=project)
+    assert done.returncode == 0 and f"score: mean {TOTAL:g}" in done.stdout, done.stderr
+
+
+def test_a_reward_file_is_found_with_its_packages_from_elsewhere(project, tmp_path):
+    spec, rows = f"{project / 'mine.py'}:score", str(project / "rows.jsonl")
+    (project / "mine.py").write_text(PROJECT["mine.py"].replace("import helper\n", "").replace(", helper.FOUR", ", 4"))
+    done = python("-P", "-m", "rollout.rewards", "--check", spec, "--data", rows, cwd=tmp_path)
+    (project / "mine.py").write_text(PROJECT["mine.py"])
+    assert done.returncode == 0 and f"score: mean {TOTAL:g}" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_from_there(project, tmp_path, workers):
+    argv = ["--method", "grpo", "--max-steps", "1", "--max-eval-rows", "4", "--reward-funcs", "mine.score",
+            "--reward-num-workers", str(workers), "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    done = python("-P", "-m", "trainer", *argv, cwd=project)
+    assert done.returncode == 0, done.stderr
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 1 and last["reward/score/mean"] == TOTAL
+
+
+def test_what_no_import_statement_asks_for_is_refused_by_a_sentence(project):
+    (project / "by_name.py").write_text("import importlib\nimportlib.import_module('data.x')\n\ndef score(): ...\n")
+    done = python("-P", "-m", "rollout.rewards", "--check", "by_name.score", "--data", "rows.jsonl", cwd=project)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    for part in (
+        "reward_funcs=by_name.score",
+        str(ROOT / "data"),
+        str(project / "data" / "x.py"),
+        "rename the package",
+    ):
+        assert part in done.stderr, done.stderr
+
+
+def test_a_package_that_was_imported_before_ours_is_refused_by_a_sentence(project):
+    code = "import data, sys\nsys.path.remove('')\nimport trainer.cli"  # as a script that trains from Python would
+    done = python("-c", code, cwd=project)
+    last = done.stderr.splitlines()[-1]
+    assert str(project / "data") in last and str(ROOT / "data") in last and "rename your package" in last, done.stderr
+
+
+def test_ours_stay_ours_after_the_users_folder_was_searched(project):
+    code = (
+        "import sys; sys.path.remove(''); from data.user_code import import_beside; mine = import_beside('mine')\n"
+        "import losses, kernels, trainer.cli, data.loader\n"
+        f"assert all(m.__file__.startswith({str(ROOT)!r}) for m in (losses, kernels, trainer.cli, data.loader))\n"
+        f"assert mine.losses.__file__ == {str(project / 'losses' / '__init__.py')!r}\n"
+        "assert mine.data.x.double.__globals__['FACTOR'] == 2 and import_beside('helper') is mine.helper\n"
+        "assert import_beside('data.x') is mine.data.x and import_beside('data.sft').__name__ == 'data.sft'"
+    )
+    done = python("-c", code, cwd=project)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_package_of_such_a_name_imports_are_pythons_own(tmp_path):
+    (tmp_path / "data").mkdir()  # rows, no modules
+    (tmp_path / "data" / "rows.jsonl").write_text("")
+    (tmp_path / "plain.py").write_text("PLAIN = __builtins__['__import__']\n")
+    code = (
+        "import builtins, sys; sys.path.remove(''); from data.user_code import import_beside\n"
+        "assert import_beside('plain').PLAIN is builtins.__import__"
+    )
+    done = python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from data.template_time import Endless, apply_template, name_template
 from data.types import Messages
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -49,8 +50,11 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
     if not template.strip():
         raise ValueError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
     tokenizer.chat_template = template
+    name_template(template, name)
     try:  # refuse a broken one now, by its name
         _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
+    except Endless:
+        raise
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -281,9 +285,9 @@ def _render_text(
             f"choose one of {', '.join(DELIMITERS)}, or give a FILE.jinja"
         )
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, **(settings or {})
-        )
+        return apply_template(tokenizer, messages, add_generation_prompt=generation_prompt, **(settings or {}))
+    except Endless:
+        raise
     except Exception as error:  # templates are programs: Jinja errors, TypeErrors and their own raise_exception()
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"chat_template: cannot render this conversation ({reason}); change the rows or it") from None

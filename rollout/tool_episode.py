@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from data.template_time import apply_template
 from data.types import Messages, Prompt
 from rollout.environment_options import ToolConfig
 from rollout.episodes import Client
@@ -147,9 +148,7 @@ def show_tools(
     for prompt in prompts:
         if not prompt.conversational:
             raise ValueError(f"{prompt.source}: is plain text, and tools need turns; give messages")
-        text = tokenizer.apply_chat_template(
-            prompt.prompt, tools=list(schemas), tokenize=False, add_generation_prompt=True
-        )
+        text = apply_template(tokenizer, prompt.prompt, tools=list(schemas), add_generation_prompt=True)
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if longest is not None and len(ids) > longest and (max_prompt_length is None or len(ids) <= max_prompt_length):
             raise ValueError(

@@ -23,6 +23,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
+from data.template_time import Endless, apply_template, name_template
 from data.types import Messages
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,8 +58,11 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
     if not template.strip():
         raise ValueError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
     tokenizer.chat_template = template
+    name_template(template, name)
     try:  # refuse a broken one now, by its name
         _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
+    except Endless:
+        raise
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -474,9 +478,9 @@ def _apply_template(
     tokenizer: Any, messages: Messages, generation_prompt: bool, settings: Mapping[str, Any] | None
 ) -> str:
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, **(settings or {})
-        )
+        return apply_template(tokenizer, messages, add_generation_prompt=generation_prompt, **(settings or {}))
+    except Endless:
+        raise
     except Exception as error:  # templates are programs: Jinja errors, TypeErrors and their own raise_exception()
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"chat_template: cannot render this conversation ({reason}); change the rows or it") from None

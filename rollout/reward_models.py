@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import end_of_turn_id, render_prompt, render_text, stop_ids, with_system
+from data.template_time import apply_template
 from data.types import Messages
 from rollout.model_folder import trust_hint
 from rollout.reward_functions import text_of
@@ -48,7 +49,7 @@ class OutcomeReward:
         messages = with_system(prompt, (self.trained_here or {}).get("system_prompt"))
         answer = {"role": "assistant", "content": text}
         kwargs = (self.trained_here or {}).get("chat_template_kwargs", {})
-        whole = self.tokenizer.apply_chat_template([*messages, answer], tokenize=False, **kwargs)
+        whole = apply_template(self.tokenizer, [*messages, answer], **kwargs)
         ids = render_text(self.tokenizer, whole)
         end = end_of_turn_id(self.tokenizer)
         if self.trained_here is None or end not in ids:  # others score whatever their template puts behind the turn

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from data.chat import clean_messages, end_of_turn_id
+from data.template_time import Endless, apply_template
 from data.types import Messages
 from rollout.types import Completion
 
@@ -170,9 +171,9 @@ class Continuation:
 
     def _render(self, messages: Messages, *, generation_prompt: bool, settings: Mapping[str, Any] | None = None) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt, **(settings or {})
-            )
+            return apply_template(self.tokenizer, messages, add_generation_prompt=generation_prompt, **(settings or {}))
+        except Endless:
+            raise
         except Exception as error:  # templates are programs: Jinja errors, TypeErrors and their own raise_exception()
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"cannot render a turn of the role {self.role!r} ({reason})") from None

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from data import template_time
 from data.chat import (
     end_of_turn_id,
     render_conversation,
@@ -326,3 +329,61 @@ def test_thoughts_and_the_switch_that_leaves_them_out(templated):
     prompt = render_prompt(tokenizer, TURNS[:3], settings=settings)
     assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert ids[: len(prompt)] == prompt
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_never_ends_is_refused_by_its_name(chatml, tmp_path, monkeypatch):
+    monkeypatch.setattr(template_time, "SECONDS", 0.5)
+    path = tmp_path / "endless.jinja"
+    path.write_text(LOOPS)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"^chat_template=\S+endless.jinja: did not end within 0.5 s; use another"):
+        set_chat_template(chatml, str(path))
+    path.write_text("{% for i in range(10**12) %}{% endfor %}")
+    with pytest.raises(ValueError, match=r"endless.jinja: .*Range too big"):
+        set_chat_template(chatml, str(path))
+    assert time.monotonic() - started < 30
+
+
+def test_a_row_on_which_a_template_does_not_end_is_refused_in_any_thread(chatml, tmp_path, monkeypatch):
+    path = tmp_path / "odd.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if m.content == 'loop' %}" + LOOPS + "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    set_chat_template(chatml, str(path))
+    monkeypatch.setattr(template_time, "SECONDS", 0.5)
+
+    def render(content: str) -> str:
+        try:
+            return chatml.decode(render_prompt(chatml, [{"role": "user", "content": content}], None))
+        except ValueError as error:
+            return str(error)
+
+    late = f"chat_template={path}: did not end within 0.5 s; use another template"
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(render, ["a", "loop", "b", "c"])) == ["a", late, "b", "c"]
+        assert list(threads.map(render, ["d", "e", "f"])) == ["d", "e", "f"], "the threads go on"
+    assert render("loop") == late and render("g") == "g"
+    chatml.chat_template = LOOPS + "{{ messages }}"
+    with pytest.raises(ValueError, match=r"chat_template=tokenizer_default \(of .*\): did not end within 0.5 s"):
+        render_prompt(chatml, [USER], None)
+
+
+def test_what_ends_at_its_limit_ends_one_way_or_the_other(monkeypatch):
+    monkeypatch.setattr(template_time, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(template_time, "_watchdog", None)  # one that looks that often
+    ways = {"done": 0, "late": 0}
+    for turn in range(300):
+        try:
+            value = template_time.within(0.004, lambda turn=turn: time.sleep(0.002 + 0.00001 * turn) or turn)
+        except TimeoutError:
+            ways["late"] += 1
+        else:
+            assert value == turn
+            ways["done"] += 1
+    time.sleep(0.05)  # an exception on its way would hit here
+    assert sum(ways.values()) == 300 and template_time._running == {}
+    with pytest.raises(KeyError):
+        template_time.within(5, lambda: {}["gone"])

@@ -214,8 +214,7 @@ class _Conversation:
         answer = {key: value for key, value in self.messages[number].items() if key not in THOUGHT_KEYS}
         probe = self.render([*before, {**answer, "content": _PROBE}, *self.messages[number + 1 :]])
         head = commonprefix([opening, probe, self.text])
-        self.notes.append(f"whose answer does not begin with {opening[len(head) :]!r}, which the chat template puts "
-                          "before what a model writes")  # fmt: skip
+        self.notes.append(_not_begun(opening[len(head) :]))
         return common_prefix(_ids_of(self.tokenizer, head), self.ids)
 
     def end_of_turn(self, number: int, start: int) -> int:
@@ -260,23 +259,26 @@ def _rewritten(number: int) -> str:
 
 def render_responses(
     tokenizer: Any, prompt: Messages, responses: Sequence[Messages], system_prompt: str | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None, notes: list[str] | None = None,
 ) -> tuple[list[int], list[list[int]]]:  # fmt: skip
-    """Ids of a prompt as an engine gets it, and of the prompt with each response, closed by its end-of-turn token.
+    """Ids of a prompt, and of the prompt with each response, closed by its end-of-turn token.
 
-    The template may write the end of the prompt differently once a response follows (a thinking stub, say), so the
-    prompt's ids need not be a prefix of the others; what comes before the assistant's turn must be.
+    The prompt is what an engine gets, as far as the responses follow it: the template may write its end differently
+    before a response (a thinking stub, say). What comes before the assistant's turn must be the same. Where letters at
+    the end of the prompt and at the beginning of a response make one token, the ids of the prompt are no prefix.
+    notes: what is worth telling about the row is added to it.
     """
     prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; it must end where the response begins")
     _check_ids(tokenizer, prompt)
     context = with_system(prompt, system_prompt)
-    before = _render_text(tokenizer, context, generation_prompt=False, settings=settings)
-    head = _ids_of(tokenizer, _render_text(tokenizer, context, generation_prompt=True, settings=settings))
-    wholes = []
+    before, opening = (
+        _render_text(tokenizer, context, generation_prompt=asked, settings=settings) for asked in (False, True)
+    )
+    responses = [clean_messages(response) for response in responses]
+    texts = []
     for response in responses:
-        response = clean_messages(response)
         _check_ids(tokenizer, response)
         _check_calls(tokenizer, prompt + response, settings)
         text = _render_text(tokenizer, context + response, generation_prompt=False, settings=settings)
@@ -285,9 +287,23 @@ def render_responses(
                 "chat_template: writes the prompt differently once a response follows it, so the response has no place "
                 "of its own; use a template that adds turn by turn"
             )
+        texts.append(text)
+    if not all(text.startswith(opening) for text in texts):
+        probe = [*context, {"role": "assistant", "content": _PROBE}]
+        written = _render_text(tokenizer, probe, generation_prompt=False, settings=settings)
+        shared = commonprefix([opening, written, *texts])
+        if notes is not None:
+            notes.append(_not_begun(opening[len(shared) :]))
+        opening = shared
+    head, wholes = _ids_of(tokenizer, opening), []
+    for response, text in zip(responses, texts, strict=True):
         ids = _ids_of(tokenizer, text)
         wholes.append(ids[: _end_of_response(tokenizer, ids, response[-1], common_prefix(head, ids))])
     return head, wholes
+
+
+def _not_begun(lost: str) -> str:
+    return f"whose answer does not begin with {lost!r}, which the chat template puts before what a model writes"
 
 
 def clean_messages(messages: Any) -> Messages:

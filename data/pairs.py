@@ -204,9 +204,11 @@ def render_row(
         notes = []
     else:
         settings = template_settings(columns, kwargs)
-        head, wholes = render_responses(tokenizer, prompt, responses, system_prompt, settings)
-        found = [unwritten(tokenizer, prompt + response, settings, first_trained=len(prompt)) for response in responses]
-        notes = list(dict.fromkeys(what for notes in found for what in notes))
+        notes = []
+        head, wholes = render_responses(tokenizer, prompt, responses, system_prompt, settings, notes)
+        for response in responses:
+            notes += unwritten(tokenizer, prompt + response, settings, first_trained=len(prompt))
+        notes = list(dict.fromkeys(notes))
     length = min(common_prefix(head, whole) for whole in wholes)
     if length == 0:
         raise ValueError("the prompt has no token of its own, its text melts into the response's; lengthen it")

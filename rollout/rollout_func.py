@@ -250,8 +250,8 @@ class Check:
                 ids = ids + [self.tokenizer.eos_token_id] * (self.tokenizer.eos_token_id is not None)
             else:
                 turn = [{"role": "assistant", "content": text}]
-                _, (ids,) = render_responses(self.tokenizer, prompt.prompt, [turn], settings=prompt.settings)
-                start = common_prefix(prompt.ids, ids)
+                head, (ids,) = render_responses(self.tokenizer, prompt.prompt, [turn], settings=prompt.settings)
+                start = common_prefix(head, ids)
         except ValueError as error:
             raise ValueError(f"{self.label}: {error}") from None
         made = ids[start : start + self.sampling.max_tokens]

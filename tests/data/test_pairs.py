@@ -235,3 +235,14 @@ def test_real_rows_of_text(asset, chatml, capsys, name):
         assert len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) <= 300
         assert pair.prompt_ids and pair.chosen_ids and pair.rejected_ids
     assert "data: of 200 rows" in capsys.readouterr().err
+
+
+def test_a_response_that_the_template_does_not_close_is_refused(write, tokenizer_of):
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
+        "{% if m.content != 'open' %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    )
+    with pytest.raises(ValueError, match="rows.jsonl:1: the chat template does not close the response's turn"):
+        load_pairs([write(row([USER], "open", "5"))], tokenizer)

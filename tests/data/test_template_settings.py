@@ -170,10 +170,12 @@ def test_earlier_thoughts_that_are_cut_out_of_trained_turns_are_counted(write, t
 
 
 @pytest.mark.parametrize("method", ["sft", "pairs", "grpo"])
-def test_nulls_that_a_table_adds_are_left_out(method, tmp_path, templated):
+def test_nulls_that_a_table_adds_are_left_out(method, tmp_path, templated, monkeypatch):
     """Arrow gives all structs of a column the same keys; JSON has only those that were written."""
     import pyarrow
     import pyarrow.parquet
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
     def call(**arguments):
         function = {"name": "turn", "arguments": arguments}
@@ -192,16 +194,20 @@ def test_nulls_that_a_table_adds_are_left_out(method, tmp_path, templated):
         rows.append({**answer, "tools": [tool(**arguments)], "chat_template_kwargs": kwargs})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes())
     loader = {"sft": load_examples, "pairs": load_pairs, "grpo": load_prompts}[method]
     tokenizer = templated("CALLS")
-    from_table, from_json = (loader([str(tmp_path / f"rows.{kind}")], tokenizer) for kind in ("parquet", "jsonl"))
-    for one, other in zip(from_table, from_json, strict=True):
-        ids = [getattr(row, "ids", None) or row.prompt_ids + row.chosen_ids for row in (one, other)]
-        assert ids[0] == ids[1]
-        assert "null" not in tokenizer.decode(ids[0])
-    assert '{"theta": 2}' in tokenizer.decode(ids[0]) or '{"phi": {"x": 1}}' in tokenizer.decode(ids[0])
-    if method == "grpo":
-        assert [row.settings["style"] for row in from_table[:1]] == ["a"] and "style" not in from_table[1].settings
+    from_json = loader([str(tmp_path / "rows.jsonl")], tokenizer)
+    for path in ("rows.parquet", "hub"):  # a folder is read by the datasets library, as what is on the hub
+        from_table = loader([str(tmp_path / path)], tokenizer)
+        for arguments, one, other in zip(('{"theta": 2}', '{"phi": {"x": 1}}'), from_table, from_json, strict=True):
+            ids = [getattr(row, "ids", None) or row.prompt_ids + row.chosen_ids for row in (one, other)]
+            assert ids[0] == ids[1]
+            assert f'"arguments": {arguments}' in tokenizer.decode(ids[0]) and "null" not in tokenizer.decode(ids[0])
+        if method == "grpo":
+            settings = [{name: row.settings[name] for name in row.settings if name != "tools"} for row in from_table]
+            assert settings == [{"style": "a"}, {"other": "b"}]
 
 
 def test_nulls_that_a_user_wrote_stay_and_are_counted(write, templated, capsys):
@@ -262,3 +268,15 @@ def test_names_that_the_template_does_not_read(templated, kwargs, message):
     check_kwargs(templated("QWEN3"), {"enable_thinking": False})
     with pytest.raises(ValueError, match=rf"^chat_template_kwargs=\{{.*\}}: {message}"):
         check_kwargs(templated("QWEN3"), kwargs)
+
+
+@pytest.mark.parametrize("method", ["pairs", "kto"])
+def test_an_answer_that_begins_like_what_the_prompt_opens_keeps_its_first_letter(method, write, templated, capsys):
+    tokenizer = templated("R1")
+    columns = {"rejected": "<i>5</i>"} if method == "pairs" else {}
+    made = load(method, write, tokenizer, [USER], {"role": "assistant", "content": "<b>4</b>"}, columns)
+    assert tokenizer.decode(made.prompt_ids) == "[user]2+2=<|im_start|>"
+    trained = made.chosen_ids if method == "pairs" else made.completion_ids
+    assert tokenizer.decode(trained) == "<b>4</b><|im_end|>"
+    told = "whose answer does not begin with '<think>\\n', which the chat template puts before what a model writes"
+    assert capsys.readouterr().err == f"data: of 1 rows, 1 {told}\n"

@@ -14,11 +14,12 @@ from typing import Any, Literal, NamedTuple
 from data.bad_rows import BadRows, Tally, read_rows
 from data.chat import DELIMITERS, check_delimiters, common_prefix, end_of_turn_id, render_prompt, render_responses
 from data.format_options import FormatOptions
-from data.formats import Columns, Format, parse_specs
+from data.formats import Columns, Format, WithOptions, parse_specs
 from data.pair_formats import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
 from data.types import Messages, Pair
 
 TooLong = Literal["cut", "drop"]
+EQUAL = "whose chosen response equals the rejected one"
 
 
 class Rendered(NamedTuple):
@@ -43,16 +44,18 @@ def load_pairs(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     max_length: int | None = 1024, max_prompt_length: int | None = None, context_length: int | None = None,
     too_long: TooLong = "cut", bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
+    margins: bool = False,
 ) -> list[Pair]:  # fmt: skip
     """Read pairs from every spec, in order. What was cut, left out or skipped is counted aloud, in one line.
 
     A prompt over max_prompt_length, or one that leaves a response no room within max_length (or the model's context),
     leaves the pair out. A longer response is cut on the right; too_long="drop" leaves such pairs out as well.
+    margins: read the rows' column `margin`; most losses have no use for it.
     """
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
     tally = Tally()
-    make = partial(render_pair, tokenizer=tokenizer, system_prompt=system_prompt)
+    make = partial(render_pair, tokenizer=tokenizer, system_prompt=system_prompt, margins=margins)
     pairs = []
     takes_system = False
     for spec, row, rendered in read_rows(
@@ -63,7 +66,7 @@ def load_pairs(
         if responses is None:
             continue
         if responses[0] == responses[1]:
-            tally.note("with equal responses")
+            tally.note(EQUAL)
         pairs.append(
             Pair(source=row.source, prompt_ids=rendered.prompt_ids, chosen_ids=responses[0], rejected_ids=responses[1],
                  margin=rendered.value, weight=spec.weight)
@@ -96,14 +99,15 @@ def bind(
             )
     bound: dict[str, Format] = {}
     for name, function in formats.items():
-        system = _system_column(name, options) if system_prompt is not None else None
-        bound[name] = partial(_with_options, function, options, system, system_prompt)
+        filled = partial(_with_system, name, function, system_prompt)
+        bound[name] = WithOptions(filled, frozenset(options_read.get(name, ())), options)
     return bound
 
 
-def _with_options(
-    function: PairFormat, options: FormatOptions, system: str | None, system_prompt: str | None, columns: Columns
+def _with_system(
+    name: str, function: PairFormat, system_prompt: str | None, columns: Columns, options: FormatOptions
 ) -> Columns:
+    system = _system_column(name, options) if system_prompt is not None else None
     if system is not None and not columns.get(system):
         columns = {**columns, system: system_prompt}
     made = {"margin": columns.get("margin"), **function(columns, options)}
@@ -169,10 +173,10 @@ def _told(tally: Tally) -> str:
     return "; ".join(f"{count} {what}" for what, count in tally.notes.items())
 
 
-def render_pair(columns: Columns, tokenizer: Any, system_prompt: str | None) -> Rendered:
-    """Ids of a row {"prompt", "chosen", "rejected"}, with its margin."""
+def render_pair(columns: Columns, tokenizer: Any, system_prompt: str | None, margins: bool) -> Rendered:
+    """Ids of a row {"prompt", "chosen", "rejected"}, with its margin where that is asked for."""
     rendered = render_row(columns, ("chosen", "rejected"), tokenizer, system_prompt)
-    return rendered._replace(value=_margin(columns.get("margin")))
+    return rendered._replace(value=_margin(columns.get("margin"))) if margins else rendered
 
 
 def render_row(columns: Columns, names: Sequence[str], tokenizer: Any, system_prompt: str | None) -> Rendered:

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from data.bad_rows import BadRows
 from data.chat import set_chat_template
 from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS
+from data.fields import with_nested
 from data.format_options import FormatOptions
 from data.formats import SFT_FORMATS, parse_specs
 from data.pair_formats import PAIR_FORMATS
@@ -183,8 +184,9 @@ def kind_of(cfg: ShowConfig) -> Kind:
     """What rows are for, from the name of their format, or else from the columns of the first row."""
     spec = parse_specs(cfg.data)[0]
     name = spec.format or cfg.data_format
-    columns = {column for column, value in load_rows(spec)[0].columns.items() if value is not None}
     options = replace(cfg.format, **spec.format_options)
+    first = with_nested(load_rows(spec)[0].columns, options)
+    columns = {column for column, value in first.items() if value is not None}
     pair = {options.field_chosen, options.field_rejected} <= columns or {
         "chosen_response",
         "rejected_response",

@@ -108,6 +108,7 @@ def _has_pair(columns: Columns, options: FormatOptions) -> bool:
 def _registry() -> dict[str, PairFormat]:
     single: dict[str, Callable[..., Columns]] = {
         "auto": _auto,
+        "sharegpt": _auto,
         "user_defined": _user_defined,
         "user_defined.default": _user_defined,
     }

@@ -74,8 +74,9 @@ def test_equal_responses_of_pairs_are_counted(load, capsys):
 
 def test_sharegpt_rows(load):
     turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
-    found = load([{"conversations": turns, "label": True}, {"conversations": turns, "label": "false"}])
-    assert found == [(CHATML, "4<|im_end|>", True), (CHATML, "4<|im_end|>", False)]
+    rows = [{"conversations": turns, "label": True}, {"conversations": turns, "label": "false"}]
+    assert load(rows, "sharegpt") == load(rows)
+    assert load(rows) == [(CHATML, "4<|im_end|>", True), (CHATML, "4<|im_end|>", False)]
 
 
 def test_user_defined(load):

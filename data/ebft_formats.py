@@ -12,13 +12,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from data.fields import DEFAULT, messages_of, text_of
-from data.format_options import FormatOptions
-from data.formats import Columns, Format, parse_specs, template_columns, user_turn
+from data.fields import CONVERSATION, Columns, conversation_of, for_template, text_of, user_turn
+from data.formats import Format, parse_specs
 from data.types import Messages
 
-CONVERSATION = ("messages", "conversations")
-SHAREGPT = FormatOptions(role_key="from", content_key="value", roles="user=human,assistant=gpt")
 # The pairs of tags that thoughts stand between; the first pair that a message has is taken.
 THOUGHT = [
     (re.escape(opening), re.escape(closing))
@@ -30,19 +27,6 @@ THOUGHT = [
 ]
 # A format that gives several rows for one returns a list.
 TruthFormat = Callable[[Columns], Columns | list[Columns]]
-
-
-def conversation_of(columns: Columns) -> Messages:
-    """The messages of a row, with keys and roles as chat templates know them."""
-    name = next((name for name in CONVERSATION if columns.get(name) is not None), None)
-    if name is None:
-        raise ValueError(
-            f"has neither 'messages' nor 'conversations' (its columns: {', '.join(columns) or 'none'}); rename one or "
-            "choose another format"
-        )
-    value = columns[name]
-    shared = isinstance(value, list) and value and isinstance(value[0], dict) and "from" in value[0]
-    return messages_of(value, name, SHAREGPT if shared else DEFAULT)
 
 
 def last_turn(columns: Columns) -> Columns:
@@ -130,13 +114,13 @@ def _strided_chat(columns: Columns) -> Columns:
     """Every assistant turn is trained."""
     messages = conversation_of(columns)
     _assistant_turns(messages)
-    return {"messages": messages, **template_columns(columns)}
+    return {"messages": messages, **for_template(columns)}
 
 
 def _strided_last(columns: Columns) -> Columns:
     """Only the last assistant turn is trained."""
     made = last_turn(columns)
-    return {"prompt": made["prompt"], "completion": made["ground_truth"], **template_columns(columns)}
+    return {"prompt": made["prompt"], "completion": made["ground_truth"], **for_template(columns)}
 
 
 EBFT_FORMATS: dict[str, TruthFormat] = {

@@ -1,4 +1,7 @@
-"""Reading the fields of a row: text, messages, responses. What is not as it should be is named in the error."""
+"""Reading the fields of a row: text, messages, responses. What is not as it should be is named in the error.
+
+Messages may be written {"role", "content"} or, as ShareGPT's, {"from": "human", "value"}; the keys tell which.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,32 @@ from typing import Any
 
 from data.chat import ROLES
 from data.format_options import FormatOptions
-from data.formats import Columns, need
 from data.types import Messages
 
+Columns = dict[str, Any]
 DEFAULT = FormatOptions()
+CONVERSATION = ("messages", "conversations")  # columns that hold a conversation; the first that a row has is taken
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+                  "model": "assistant", "function_call": "assistant", "system": "system", "tool": "tool",
+                  "observation": "tool", "function_response": "tool"}  # fmt: skip
+TRUTH_VALUES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # text, from CSV say
+
+
+def need(columns: Columns, *names: str) -> None:
+    for name in names:
+        if name in columns and columns[name] is None:
+            raise ValueError(f"{name!r} is null; fill it in, remove the row or choose another format")
+        if name not in columns:
+            raise ValueError(f"has no {name!r} (its columns: {listed(columns)}); rename one or choose another format")
+
+
+def listed(columns: Columns) -> str:
+    """Names of the columns for an error; those that hold nothing are marked."""
+    return ", ".join(name if value is not None else f"{name} (null)" for name, value in columns.items()) or "none"
+
+
+def user_turn(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
 
 
 def text_of(columns: Columns, *names: str) -> str:
@@ -19,7 +44,7 @@ def text_of(columns: Columns, *names: str) -> str:
     if name is None and len(names) == 1:
         need(columns, *names)
     if name is None:
-        raise ValueError(f"has none of {', '.join(map(repr, names))} (its columns: {', '.join(columns) or 'none'})")
+        raise ValueError(f"has none of {', '.join(map(repr, names))} (its columns: {listed(columns)})")
     value = columns[name]
     if not isinstance(value, str):
         raise ValueError(f"{name!r} is a {type(value).__name__}, not text; fix the row or choose another format")
@@ -36,6 +61,56 @@ def system_turn(columns: Columns, name: str = "system") -> Messages:
     return [{"role": "system", "content": value}] if value else []
 
 
+def truth_of(value: Any) -> bool | None:
+    """True or false as data spells them; None where it is neither."""
+    if isinstance(value, str):
+        return TRUTH_VALUES.get(value.strip().lower())
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+
+
+def with_nested(columns: Columns, options: FormatOptions) -> Columns:
+    """The row with the columns that options name as a.b: key b of the object in column a."""
+    dotted = [value for name, value in vars(options).items() if name.startswith("field_") and "." in value]
+    found = {name: _nested(columns, name) for name in dotted if name not in columns}
+    return {**columns, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _nested(columns: Columns, name: str) -> Any:
+    value: Any = columns
+    for key in name.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+def conversation_of(columns: Columns, options: FormatOptions = DEFAULT) -> Messages:
+    """The messages of a row, in the column of that option or in one of CONVERSATION.
+
+    Where ShareGPT rows keep the system text in a column of its own, it becomes the first message.
+    """
+    name = options.field_messages
+    if name == DEFAULT.field_messages:
+        name = next((name for name in CONVERSATION if columns.get(name) is not None), None)
+    if name is None:
+        raise ValueError(
+            f"has neither 'messages' nor 'conversations' (its columns: {listed(columns)}); rename one or choose "
+            "another format"
+        )
+    need(columns, name)
+    messages = messages_of(columns[name], name, options)
+    if not is_sharegpt(columns[name]) or messages[0]["role"] == "system":
+        return messages
+    return [*system_turn(columns), *messages]
+
+
+def is_sharegpt(value: Any) -> bool:
+    """Whether it is a list of messages with `from` and `value`, or one such message."""
+    if isinstance(value, list):
+        return bool(value) and is_sharegpt(value[0])
+    return isinstance(value, dict) and {"from", "value"} <= value.keys() and not {"role", "content"} & value.keys()
+
+
 def messages_of(value: Any, name: str, options: FormatOptions = DEFAULT) -> Messages:
     """A list of messages with the data's own keys and roles translated; keys such as tool_calls are kept."""
     if not isinstance(value, list) or not value:
@@ -47,6 +122,8 @@ def messages_of(value: Any, name: str, options: FormatOptions = DEFAULT) -> Mess
 def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}, not a message with a role and content; fix the row")
+    if is_sharegpt(value) and "from" not in (options.role_key, options.content_key):
+        return _sharegpt_message(value, where, options)
     calls = value.get("tool_calls")
     for setting in ("role_key", "content_key"):
         key = getattr(options, setting)
@@ -64,6 +141,37 @@ def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
     mapped = (options.role_key, options.content_key)
     extra = {key: item for key, item in value.items() if key not in mapped and item is not None}
     return {"role": role, "content": content, **extra}
+
+
+def _sharegpt_message(value: dict[str, Any], where: str, options: FormatOptions) -> dict[str, Any]:
+    sender, text = value["from"], value["value"]
+    names = {**SHAREGPT_ROLES, **options.role_names}
+    role = names.get(sender) if isinstance(sender, str) else None
+    if role is None:
+        raise ValueError(f"{where}: from={sender!r} is unknown; use one of {', '.join(SHAREGPT_ROLES)}")
+    if sender == "function_call":
+        return {"role": role, "content": "", "tool_calls": _tool_calls(text, where)}
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: its value is {text!r}, not text; fix the row")
+    extra = {key: item for key, item in value.items() if key not in ("from", "value") and item is not None}
+    return {"role": role, "content": text, **extra}
+
+
+def _tool_calls(text: Any, where: str) -> list[dict[str, Any]]:
+    """Calls written as JSON, {"name", "arguments"} or a list of those."""
+    try:
+        calls = json.loads(text) if isinstance(text, str) else text
+        calls = calls if isinstance(calls, list) else [calls]
+        made = []
+        for call in calls:
+            arguments = call["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            made.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
+    except (ValueError, TypeError, KeyError):
+        made = []
+    if not made:
+        raise ValueError(f'{where}: its function_call is not JSON of the form {{"name", "arguments"}}; fix the row')
+    return made
 
 
 def response_after(prompt: Messages, value: Any, name: str, options: FormatOptions = DEFAULT) -> Messages:

@@ -1,4 +1,7 @@
-"""Names and format strings with which a user tells user_defined and chat_template.* what their rows look like."""
+"""Names and format strings with which a user tells user_defined and chat_template.* what their rows look like.
+
+A name of a column may be nested: a.b is key b of the object in column a. Every --data entry can set them for itself.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,13 @@ class FormatOptions:
     completion_format: str = "{completion}"
     """How the response of an unpaired row is written (user_defined)."""
     field_messages: str = "messages"
-    """Column of the turns before the responses (chat_template.default)."""
+    """Column of the conversation, for pairs of the turns before the responses (chat_template, sharegpt)."""
     role_key: str = "role"
-    """Key of a message that holds its role (chat_template.*)."""
+    """Key of a message that holds its role (chat_template.*, sharegpt)."""
     content_key: str = "content"
-    """Key of a message that holds its text (chat_template.*)."""
+    """Key of a message that holds its text (chat_template.*, sharegpt)."""
     roles: str = ""
-    """What the data calls the roles, e.g. user=human|person,assistant=gpt (chat_template.*)."""
+    """What the data calls the roles, e.g. user=human|person,assistant=gpt (chat_template.*, sharegpt)."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "chosen", "rejected", "completion"):

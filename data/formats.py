@@ -8,24 +8,69 @@ SFT_FORMATS give a `prompt` with a `completion`. A dotted name is a user's own t
             return {"prompt": [{"role": "user", "content": example["problem"]}], "answer": example["solution"]}
         return transform, {"remove_columns": ["problem"]}
 
-With a parameter dataset_idx (or **kwargs) my_transform is also told the number of its --data entry, from 0 on.
+With a parameter dataset_idx (or **kwargs) my_transform is also told the number of its --data entry, from 0 on. With
+{"batched": True} transform gets a dict of lists, up to batch_size (1000) rows, and returns one, as datasets.map has it.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data.fields import (
+    CONVERSATION,
+    Columns,
+    conversation_of,
+    for_template,
+    is_sharegpt,
+    listed,
+    messages_of,
+    need,
+    user_turn,
+    with_nested,
+)
+from data.format_options import FormatOptions
 from data.nearest import suggest
 from data.progress import shown
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
 from data.user_code import attribute_of, load_module, told
 
-Columns = dict[str, Any]
 Format = Callable[[Columns], Columns]
+# Settings of datasets.map that a transform may return. Those of the second line change how fast it runs, not the rows.
+MAP_SETTINGS = {"remove_columns", "batched", "batch_size"}
+NO_EFFECT = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"}
+
+
+@dataclass(frozen=True)
+class WithOptions:
+    """A format that reads options, such as the name of a column: those given for the run, or for one --data entry."""
+
+    function: Callable[[Columns, FormatOptions], Columns]
+    reads: frozenset[str]
+    options: FormatOptions = FormatOptions()
+
+    def __call__(self, columns: Columns) -> Columns:
+        return self.function(with_nested(columns, self.options), self.options)
+
+    def then(self, after: Format) -> WithOptions:
+        """The same format, with another function on what it returns."""
+        return replace(self, function=lambda columns, options: after(self.function(columns, options)))
+
+
+@dataclass(frozen=True)
+class Batched:
+    """A user's transform that takes many rows at a time; what it returns is then read by the format `then`."""
+
+    name: str
+    function: Callable[[Columns], Any]
+    size: int
+    removed: Any
+    then: Format
 
 
 def formatted_rows(
@@ -42,11 +87,14 @@ def rows_and_formats(
     """Rows of all specs as they were read, each with its format, for a caller that can do without some of them."""
     parsed = parse_specs(specs)
     functions = [
-        _find(spec.format or data_format, formats, tokenizer, cfg, dataset_idx)
+        _find(spec, spec.format or data_format, formats, tokenizer, cfg, dataset_idx)
         for dataset_idx, spec in enumerate(parsed)
     ]
     for spec, function in zip(parsed, functions, strict=True):
-        for row in shown(load_rows(spec), spec.path):
+        rows = load_rows(spec)
+        if isinstance(function, Batched):
+            rows, function = _in_batches(function, rows), function.then
+        for row in shown(rows, spec.path):
             yield spec, row, function
 
 
@@ -66,38 +114,35 @@ def apply(function: Callable[..., Any], row: Row, *args: Any) -> Any:
         raise ValueError(f"{row.source}: {error}") from None
 
 
-def need(columns: Columns, *names: str) -> None:
-    missing = [name for name in names if columns.get(name) is None]
-    if missing:
-        raise ValueError(
-            f"has no {missing[0]!r} (its columns: {', '.join(columns)}); rename one or choose another format"
-        )
-
-
-def template_columns(columns: Columns) -> Columns:
-    """The columns that are for the chat template, for a format that makes new columns of a row."""
-    return {name: columns[name] for name in ("tools", "chat_template_kwargs") if name in columns}
-
-
-def user_turn(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
-
-
 def _auto_prompt(columns: Columns) -> Columns:
-    if columns.get("prompt") is not None:
-        return columns
-    messages = columns.get("messages")
+    prompt, messages = columns.get("prompt"), columns.get("messages")
+    if prompt is not None:
+        return {**columns, "prompt": messages_of(prompt, "prompt")} if is_sharegpt(prompt) else columns
+    if is_sharegpt(messages) or (messages is None and columns.get("conversations") is not None):
+        return _chat_prompt(columns, FormatOptions())
     if messages is None:
         raise ValueError(
-            f"has neither 'prompt' nor 'messages' (its columns: {', '.join(columns) or 'none'}); rename a column or "
-            "set data_format"
+            f"has neither 'prompt' nor 'messages' (its columns: {listed(columns)}); rename a column or set data_format"
         )
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("'messages' must be a list of {'role', 'content'} objects")
+    return {**columns, "prompt": _up_to_user(messages, "messages")}
+
+
+def _up_to_user(messages: Messages, name: str) -> Messages:
     last_user = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     if last_user < 0:
-        raise ValueError("'messages' has no user turn to answer")
-    return {**columns, "prompt": messages[: last_user + 1]}
+        raise ValueError(f"{name!r} has no user turn to answer")
+    return messages[: last_user + 1]
+
+
+def _chat_prompt(columns: Columns, options: FormatOptions) -> Columns:
+    """A conversation in a column of any name and wording: what stands up to its last user turn."""
+    prompt = _up_to_user(conversation_of(columns, options), options.field_messages)
+    return {
+        **(_without(columns, options.field_messages) if "." in options.field_messages else columns),
+        "prompt": prompt,
+    }
 
 
 def _question_answer(columns: Columns) -> Columns:
@@ -123,24 +168,33 @@ def _alpaca(columns: Columns) -> Columns:
 
 def _auto_sft(columns: Columns) -> Columns:
     present = {name for name, value in columns.items() if value is not None}
+    if is_sharegpt(columns.get("messages")):
+        return _chat_sft(columns, FormatOptions())
     if "messages" in present or "text" in present or {"prompt", "completion"} <= present:
         return columns
+    if "conversations" in present:
+        return _chat_sft(columns, FormatOptions())
     if {"instruction", "output"} <= present:
         return _alpaca_sft(columns)
     raise ValueError(
-        "has none of 'messages', 'prompt' with 'completion', 'text', 'instruction' with 'output' (its columns: "
-        f"{', '.join(columns) or 'none'}); rename a column or set data_format"
+        "has none of 'messages', 'conversations', 'prompt' with 'completion', 'text', 'instruction' with 'output' (its "
+        f"columns: {listed(columns)}); rename a column or set data_format"
     )
+
+
+def _chat_sft(columns: Columns, options: FormatOptions) -> Columns:
+    """A conversation in a column of any name and wording."""
+    return {**_without(columns, *CONVERSATION), "messages": conversation_of(columns, options)}
 
 
 def _question_answer_sft(columns: Columns) -> Columns:
     need(columns, "question", "answer")
-    return {"prompt": user_turn(columns["question"]), "completion": columns["answer"], **template_columns(columns)}
+    return {"prompt": user_turn(columns["question"]), "completion": columns["answer"], **for_template(columns)}
 
 
 def _alpaca_sft(columns: Columns) -> Columns:
     need(columns, "instruction", "output")
-    return {"prompt": _instruction(columns), "completion": columns["output"], **template_columns(columns)}
+    return {"prompt": _instruction(columns), "completion": columns["output"], **for_template(columns)}
 
 
 def _instruction(columns: Columns) -> Messages:
@@ -154,32 +208,57 @@ def _without(columns: Columns, *names: str) -> Columns:
     return {name: value for name, value in columns.items() if name not in names}
 
 
+CHAT_OPTIONS = frozenset({"field_messages", "role_key", "content_key", "roles"})
 PROMPT_FORMATS: dict[str, Format] = {
     "auto": _auto_prompt,
+    "chat_template": WithOptions(_chat_prompt, CHAT_OPTIONS),
+    "sharegpt": WithOptions(_chat_prompt, CHAT_OPTIONS),
     "question_answer": _question_answer,
     "gsm8k": _gsm8k,
     "alpaca": _alpaca,
 }
 SFT_FORMATS: dict[str, Format] = {
     "auto": _auto_sft,
+    "chat_template": WithOptions(_chat_sft, CHAT_OPTIONS),
+    "sharegpt": WithOptions(_chat_sft, CHAT_OPTIONS),
     "question_answer": _question_answer_sft,
     "gsm8k": _question_answer_sft,  # the whole solution is imitated, result marker included
     "alpaca": _alpaca_sft,
 }
 
 
-def _find(name: str, formats: Mapping[str, Format], tokenizer: Any, cfg: Any, dataset_idx: int) -> Format:
+def _find(
+    spec: DataSpec, name: str, formats: Mapping[str, Format], tokenizer: Any, cfg: Any, dataset_idx: int
+) -> Format | Batched:
     if name in formats:
-        return formats[name]
+        return _with_own(spec, name, formats) if spec.format_options else formats[name]
     family = name.partition(".")[0]
     ours = any(known.startswith(f"{family}.") for known in formats) and not Path(f"{family}.py").is_file()
     if "." not in name or ours:
         raise ValueError(f"data_format={name}: no such format; {suggest(name, formats)} or give my_module.my_transform")
-    transform = load_transform(name, tokenizer, cfg, dataset_idx)
-    return lambda columns: formats["auto"](transform(columns))
+    if spec.format_options:
+        _with_own(spec, name, formats)
+    transform = load_transform(name, formats["auto"], tokenizer, cfg, dataset_idx)
+    return transform if isinstance(transform, Batched) else lambda columns: formats["auto"](transform(columns))
 
 
-def load_transform(name: str, tokenizer: Any, cfg: Any, dataset_idx: int = 0) -> Format:
+def _with_own(spec: DataSpec, name: str, formats: Mapping[str, Format]) -> Format:
+    """The format with the options that this --data entry sets for itself."""
+    found = formats.get(name)
+    for option, value in spec.format_options.items():
+        if not isinstance(found, WithOptions) or option not in found.reads:
+            readers = [known for known, other in formats.items() if option in getattr(other, "reads", ())]
+            raise ValueError(
+                f"data={spec.path}: {option}={value} has no effect on format={name}; "
+                + (f"it is for {', '.join(sorted(readers))}" if readers else "no format of this method reads it")
+            )
+    try:
+        return replace(found, options=replace(found.options, **spec.format_options))
+    except ValueError as error:  # a format string or role that cannot be right
+        raise ValueError(f"data={spec.path}: {error}") from None
+
+
+def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_idx: int = 0) -> Format | Batched:
     """A user's transform by dotted name: module.factory(cfg) -> fn, or (fn, {"remove_columns": [...]}).
 
     A factory that takes dataset_idx is told which entry of --data it is made for, from 0 on.
@@ -198,10 +277,21 @@ def load_transform(name: str, tokenizer: Any, cfg: Any, dataset_idx: int = 0) ->
             f"data_format={name}: returned {type(made).__name__}; it is called with the config and must return a "
             'function of an example, or (function, {"remove_columns": [...]})'
         )
-    unknown = sorted(settings.keys() - {"remove_columns"})
+    unknown = sorted(settings.keys() - MAP_SETTINGS - NO_EFFECT)
     if unknown:
-        raise ValueError(f"data_format={name}: the setting {unknown[0]!r} is not supported; only remove_columns is")
-    return _row_transform(name, function, settings.get("remove_columns", []), tokenizer)
+        raise ValueError(
+            f"data_format={name}: the setting {unknown[0]!r} is not supported; only "
+            f"{', '.join(sorted(MAP_SETTINGS))} are"
+        )
+    removed = settings.get("remove_columns", [])
+    if not settings.get("batched"):
+        return _row_transform(name, function, removed, tokenizer)
+    size = settings.get("batch_size", 1000)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+        raise ValueError(f"data_format={name}: batch_size={size!r} is not a whole number; give one, or leave it out")
+    extra = _tokenizers(function, tokenizer)
+    size = size if size is not None and size > 0 else sys.maxsize  # as datasets has it: all rows at once
+    return Batched(name, lambda batch: function(batch, **extra), size, removed, then)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -210,11 +300,20 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return named or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
+def _tokenizers(function: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    return {key: tokenizer for key in ("tokenizer", "processing_class") if key in parameters}
+
+
+def _kept(columns: Columns, removed: Any) -> Columns:
+    if removed == "__all__":
+        return {}
+    return _without(columns, *([removed] if isinstance(removed, str) else removed or ()))
+
+
 def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokenizer: Any) -> Format:
     """Merge what the function returns over the row, as datasets' map does: removed columns go, returned ones stay."""
-    parameters = inspect.signature(function).parameters
-    extra = {key: tokenizer for key in ("tokenizer", "processing_class") if key in parameters}
-    gone = [removed] if isinstance(removed, str) else list(removed or ())
+    extra = _tokenizers(function, tokenizer)
 
     def transform(columns: Columns) -> Columns:
         try:
@@ -223,7 +322,39 @@ def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokeni
             raise ValueError(f"data_format={name} failed on this row ({told(error)})") from None
         if not isinstance(result, dict):
             raise ValueError(f"data_format={name} returned {type(result).__name__} for this row; it must return a dict")
-        kept = {} if removed == "__all__" else _without(columns, *gone)
-        return {**kept, **result}
+        return {**_kept(columns, removed), **result}
 
     return transform
+
+
+def _in_batches(transform: Batched, rows: Sequence[Row]) -> list[Row]:
+    """The rows that a batched transform makes; where it makes more or fewer, they are numbered within their batch."""
+    made: list[Row] = []
+    for start in range(0, len(rows), transform.size):
+        part = rows[start : start + transform.size]
+        where = f"{part[0].source} to {part[-1].source}" if len(part) > 1 else part[0].source
+        names = dict.fromkeys(name for row in part for name in row.columns)
+        batch = {name: [row.columns.get(name) for row in part] for name in names}
+        try:
+            returned = transform.function({name: list(values) for name, values in batch.items()})
+        except Exception as error:  # the user's code, whatever it raises
+            raise ValueError(f"{where}: data_format={transform.name} failed on these rows ({told(error)})") from None
+        if not isinstance(returned, Mapping) or not all(isinstance(values, list) for values in returned.values()):
+            raise ValueError(f"{where}: data_format={transform.name} is batched; it must return a dict of lists")
+        columns = {**_kept(batch, transform.removed), **returned}
+        lengths = {len(values) for values in columns.values()}
+        if len(lengths) > 1:
+            counts = ", ".join(f"{name}: {len(values)}" for name, values in columns.items())
+            raise ValueError(
+                f"{where}: data_format={transform.name} leaves columns of different lengths ({counts}); return all of "
+                "one length, and name in remove_columns those that are not"
+            )
+        count = lengths.pop() if lengths else 0
+        sources = [row.source for row in part] if count == len(part) else [f"{where}#{n + 1}" for n in range(count)]
+        made += [
+            Row(source=source, columns={name: values[n] for name, values in columns.items()})
+            for n, source in enumerate(sources)
+        ]
+    if not made:
+        raise ValueError(f"data_format={transform.name}: left none of the {len(rows)} rows; give other data")
+    return made

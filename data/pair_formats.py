@@ -5,6 +5,9 @@ A format is a function (columns, options) -> {"prompt", "chosen", "rejected"}, o
     text        three strings. The chatml, llama3 and zephyr families write their delimiters out, responses closed.
     messages    a prompt of messages and one assistant message each, which the tokenizer's chat template renders;
                 `tools` and `chat_template_kwargs` come along, and messages keep keys such as reasoning_content.
+
+zephyr.nectar takes the best against the worst of a row's ranked answers; in Nectar rank 1 is the best. axolotl's format
+of that name sorts by rank and takes the last two, so that its chosen answer is the worst of all.
 """
 
 from __future__ import annotations
@@ -14,9 +17,20 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
-from data.fields import DEFAULT, for_template, messages_of, response_after, system_turn, text_of
+from data.fields import (
+    CONVERSATION,
+    DEFAULT,
+    Columns,
+    conversation_of,
+    for_template,
+    messages_of,
+    need,
+    response_after,
+    system_turn,
+    text_of,
+    user_turn,
+)
 from data.format_options import FormatOptions
-from data.formats import Columns, need, user_turn
 from data.types import Messages
 
 PairFormat = Callable[[Columns, FormatOptions], Columns]
@@ -179,6 +193,14 @@ def _passthrough(columns: Columns, options: FormatOptions) -> Columns:
     return _responses(columns, messages_of(columns["prompt"], "prompt"), DEFAULT)
 
 
+def _sharegpt(columns: Columns, options: FormatOptions) -> Columns:
+    """Turns in `conversations` and a message each in `chosen` and `rejected`; or whole conversations in these two."""
+    need(columns, options.field_chosen, options.field_rejected)
+    if all(columns.get(name) is None for name in {*CONVERSATION, options.field_messages}):
+        return _template_argilla_chat(columns, options)
+    return _responses(columns, conversation_of(columns, options), options)
+
+
 QUESTIONS = ("question", "input", "instruction", "query", "system")  # columns that other formats take the prompt from
 
 
@@ -186,6 +208,8 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
     """TRL's forms: text or messages, with a prompt of their own or the beginning that both responses share."""
     need(columns, "chosen", "rejected")
     prompt = columns.get("prompt")
+    if prompt is None and columns.get("conversations") is not None:
+        return _sharegpt(columns, DEFAULT)
     texts = [isinstance(columns[name], str) for name in ("chosen", "rejected")]
     if isinstance(prompt, list) or (prompt is not None and all(texts)):
         return _passthrough(columns, options)
@@ -230,6 +254,7 @@ PAIR_FORMATS: dict[str, PairFormat] = {
     "chat_template.argilla": _template_argilla,
     "bradley_terry.chat_template": _bradley_terry,
     "user_defined": _user_defined,
+    "sharegpt": _sharegpt,
     "passthrough": _passthrough,
 }
 for _name, _family in FAMILIES.items():
@@ -250,6 +275,7 @@ PAIR_OPTIONS: dict[str, set[str]] = {
     "chat_template.default": {"field_messages", *_RESPONSES, *_MESSAGES},
     "chat_template.argilla_chat": {*_RESPONSES, *_MESSAGES},
     "chat_template.argilla": {*_RESPONSES, *_MESSAGES},
+    "sharegpt": {"field_messages", *_RESPONSES, *_MESSAGES},
 }
 PAIR_OPTIONS |= {
     "user_defined.default": PAIR_OPTIONS["user_defined"],

@@ -22,12 +22,13 @@ from data.chat import (
     unwritten,
 )
 from data.format_options import FormatOptions
-from data.formats import Columns, Format, parse_specs
+from data.formats import Columns, Format, WithOptions, parse_specs
 from data.pair_formats import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
 from data.template_settings import check_effect, template_settings
 from data.types import Pair
 
 TooLong = Literal["cut", "drop"]
+EQUAL = "whose chosen response equals the rejected one"
 
 
 class Rendered(NamedTuple):
@@ -54,16 +55,20 @@ def load_pairs(
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int | None = 1024,
     max_prompt_length: int | None = None, context_length: int | None = None, too_long: TooLong = "cut",
     bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
+    margins: bool = False,
 ) -> list[Pair]:  # fmt: skip
     """Read pairs from every spec, in order. What was cut, left out or skipped is counted aloud, in one line.
 
     A prompt over max_prompt_length, or one that leaves a response no room within max_length (or the model's context),
     leaves the pair out. A longer response is cut on the right; too_long="drop" leaves such pairs out as well.
+    margins: read the rows' column `margin`; most losses have no use for it.
     """
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
     tally = Tally()
-    make = partial(render_pair, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=chat_template_kwargs)
+    make = partial(
+        render_pair, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=chat_template_kwargs, margins=margins
+    )
     pairs = []
     takes_system = by_template = False
     for spec, row, rendered in read_rows(
@@ -75,7 +80,7 @@ def load_pairs(
         if responses is None:
             continue
         if responses[0] == responses[1]:
-            tally.note("with equal responses")
+            tally.note(EQUAL)
         pairs.append(
             Pair(source=row.source, prompt_ids=rendered.prompt_ids, chosen_ids=responses[0], rejected_ids=responses[1],
                  margin=rendered.value, weight=spec.weight)
@@ -109,14 +114,15 @@ def bind(
             )
     bound: dict[str, Format] = {}
     for name, function in formats.items():
-        system = _system_column(name, options) if system_prompt is not None else None
-        bound[name] = partial(_with_options, function, options, system, system_prompt)
+        filled = partial(_with_system, name, function, system_prompt)
+        bound[name] = WithOptions(filled, frozenset(options_read.get(name, ())), options)
     return bound
 
 
-def _with_options(
-    function: PairFormat, options: FormatOptions, system: str | None, system_prompt: str | None, columns: Columns
+def _with_system(
+    name: str, function: PairFormat, system_prompt: str | None, columns: Columns, options: FormatOptions
 ) -> Columns:
+    system = _system_column(name, options) if system_prompt is not None else None
     if system is not None and not columns.get(system):
         columns = {**columns, system: system_prompt}
     made = {"margin": columns.get("margin"), **function(columns, options)}
@@ -183,11 +189,11 @@ def _told(tally: Tally) -> str:
 
 
 def render_pair(
-    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
+    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None, margins: bool
 ) -> Rendered:
-    """Ids of a row {"prompt", "chosen", "rejected"}, with its margin."""
+    """Ids of a row {"prompt", "chosen", "rejected"}, with its margin where that is asked for."""
     rendered = render_row(columns, ("chosen", "rejected"), tokenizer, system_prompt, kwargs)
-    return rendered._replace(value=_margin(columns.get("margin")))
+    return rendered._replace(value=_margin(columns.get("margin"))) if margins else rendered
 
 
 def render_row(

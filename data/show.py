@@ -1,6 +1,10 @@
 """python -m data.show: what rows become. Rendered text with trained tokens marked, token counts, and length quantiles.
 
 python -m data.show --data pairs.jsonl --data-format chatml.intel --model Qwen/Qwen2.5-0.5B-Instruct
+python -m data.show --config runs/my_run/config.yaml
+
+A transform of yours gets the config that training would give it: that of --config, else the defaults of a method that
+reads such rows.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from data.bad_rows import BadRows
 from data.chat import set_chat_template
 from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS
+from data.fields import with_nested
 from data.format_options import FormatOptions
 from data.formats import SFT_FORMATS, parse_specs
 from data.pair_formats import PAIR_FORMATS
@@ -25,6 +30,7 @@ from data.sft import load_examples
 from data.sources import load_rows
 from data.stepwise import STEP_FORMATS, UNLABELLED, load_steps
 from data.template_settings import TemplateKwargs, check_kwargs
+from data.training_config import config_for, config_from, uses_transform
 from data.truths import load_truths
 from data.unpaired import load_labelled
 
@@ -46,8 +52,10 @@ Kind = Literal["auto", "pairs", "unpaired", "prompts", "sft", "stepwise", "truth
 class ShowConfig:
     """Show what rows become: rendered text, trained tokens, token counts and length quantiles. Trains nothing."""
 
-    data: tuple[str, ...]
+    data: tuple[str, ...] = ()
     """Rows to show, in the form of the trainer's --data."""
+    config: str | None = None
+    """YAML file of a training run: its rows are shown with its settings; flags win over it."""
     data_format: str = "auto"
     """How rows are read: auto, a format name, or my_module.my_transform."""
     kind: Kind = "auto"
@@ -97,14 +105,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = tyro.cli(ShowConfig, prog="python -m data.show", args=argv)
         if cfg.rows < 0:
             raise ValueError(f"rows={cfg.rows}: must be 0 or more")
+        cfg, training = with_training(cfg)
         tokenizer = load_tokenizer(cfg.model, trust_remote_code=cfg.trust_remote_code)
         set_chat_template(tokenizer, cfg.chat_template)
         check_kwargs(tokenizer, cfg.chat_template_kwargs)
-        show(read(cfg, tokenizer), tokenizer, cfg.rows)
+        show(read(cfg, tokenizer, training), tokenizer, cfg.rows)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
+    """The settings of --config where no flag sets them, and the config that a transform gets."""
+    default = ShowConfig()
+    given = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
+    passed = {name: given[name] for name in ("data", "data_format", "model", "chat_template", "system_prompt")
+              if name in given}  # fmt: skip
+    if cfg.config is None:
+        if not cfg.data:
+            raise ValueError("data: required; give --data, or --config with the YAML file of a run")
+        if not uses_transform(cfg.data, cfg.data_format):
+            return cfg, None
+        kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
+        return replace(cfg, kind=kind), config_for(kind, {"model": cfg.model, **passed})
+    training, kind, tree = config_from(cfg.config, passed)
+    values = {f.name: tree[f.name] for f in fields(cfg) if f.name in tree and f.name not in given}
+    values |= {"format": training.format} if "format" in values else {}
+    values |= {"data": tuple(values["data"])} if "data" in values else {}
+    cfg = replace(cfg, **({} if "kind" in given else {"kind": kind}), **values)
+    # What a method has that this kind of rows has no use for was said to the method, not to us.
+    unused = {
+        name: getattr(default, name) for name, kinds in USED_BY.items() if cfg.kind not in kinds and name in values
+    }
+    return replace(cfg, **unused), training
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -124,14 +158,14 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(f"model={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
 
 
-def read(cfg: ShowConfig, tokenizer: Any) -> list[Shown]:
+def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
     """All rows, as the loader of their kind gives them."""
     kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
     for name, kinds in USED_BY.items():
-        if kind not in kinds and getattr(cfg, name) != getattr(ShowConfig(data=()), name):
+        if kind not in kinds and getattr(cfg, name) != getattr(ShowConfig(), name):
             raise ValueError(f"{name}: has no effect on rows of kind={kind}; it is for {', '.join(kinds)}")
     common = {"data_format": cfg.data_format, "system_prompt": cfg.system_prompt,
-              "chat_template_kwargs": cfg.chat_template_kwargs}  # fmt: skip
+              "chat_template_kwargs": cfg.chat_template_kwargs, "cfg": training}  # fmt: skip
     if kind == "prompts":
         rows = load_prompts(cfg.data, tokenizer, max_prompt_length=cfg.max_prompt_length, **common)
         return [Shown(row.source, [_part("prompt", row.ids, [])], {"prompt": len(row.ids)}) for row in rows]
@@ -161,9 +195,18 @@ def kind_of(cfg: ShowConfig) -> Kind:
     """What rows are for, from the name of their format, or else from the columns of the first row."""
     spec = parse_specs(cfg.data)[0]
     name = spec.format or cfg.data_format
-    columns = {column for column, value in load_rows(spec)[0].columns.items() if value is not None}
-    if "label" in columns and (name in PAIR_FORMATS or name == "auto"):
+    options = replace(cfg.format, **spec.format_options)
+    first = with_nested(load_rows(spec)[0].columns, options)
+    columns = {column for column, value in first.items() if value is not None}
+    pair = {options.field_chosen, options.field_rejected} <= columns or {
+        "chosen_response",
+        "rejected_response",
+    } <= columns
+    labelled = options.field_label in columns and (options.field_completion in columns or not pair)
+    if labelled and (name in PAIR_FORMATS or name == "auto"):
         return "unpaired"
+    if name in ("chat_template", "sharegpt"):  # for pairs and for examples
+        return "pairs" if pair else "sft"
     if name != "auto":
         kinds = {"stepwise": STEP_FORMATS, "pairs": PAIR_FORMATS, "sft": SFT_FORMATS, "truths": EBFT_FORMATS,
                  "documents": EBFT_STRIDED_FORMATS}  # fmt: skip
@@ -172,6 +215,7 @@ def kind_of(cfg: ShowConfig) -> Kind:
                 return kind
     by_columns: tuple[tuple[set[str], Kind], ...] = (
         ({"completions", "labels"}, "stepwise"), ({"chosen", "rejected"}, "pairs"), ({"messages"}, "sft"),
+        ({"conversations"}, "sft"),
         ({"prompt", "completion"}, "sft"), ({"text"}, "sft"), ({"instruction", "output"}, "sft"),
         ({"prompt"}, "prompts"),
     )  # fmt: skip

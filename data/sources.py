@@ -1,6 +1,7 @@
 """Rows from local files, hub datasets and built-in tasks, each with where it came from.
 
     load_rows(parse_spec("sums.jsonl:split=train[:500],weight=0.5"))
+    load_rows(parse_spec("chats.ndjson:format=chat_template,field_messages=request.input,roles=user=human|person"))
     load_rows(parse_spec("openai/gsm8k:name=main,split=train[:1%]"))
     load_rows(parse_spec("task:addition:difficulty=3,split=eval"))
     load_rows(parse_spec("reasoning_gym:chain_sum:size=500,max_terms=2"))
@@ -23,13 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from data import reasoning_gym, tasks
+from data.chat import ROLES
+from data.format_options import FormatOptions
 from data.nearest import suggest
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
 KEYS = ("format", "split", "name", "weight")
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
+FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # what a format reads: field_messages, roles, ...
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet", *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES))
 _FIRST_OPTION = re.compile(r":(?=[A-Za-z_]+=)")
+_COMMA = re.compile(r"(?<!\\),")  # between options; one that is written \, belongs to a value
 # The split syntax of the datasets library: train, train[:500], train[10%:20%], train[-5:]
 _SLICE = re.compile(
     r"(?P<split>\w+(?:\.\w+)*)(?:\[(?:(?P<start>-?\d+)(?P<pct1>%)?)?:(?:(?P<stop>-?\d+)(?P<pct2>%)?)?\])?"
@@ -46,6 +52,7 @@ class DataSpec:
     name: str | None = None  # configuration of a hub dataset
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)  # of a task: size, seed, difficulty, sloppy, boxed, its own
+    format_options: dict[str, str] = field(default_factory=dict)  # FormatOptions that this entry sets for itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,26 +62,33 @@ class Row:
 
 
 def parse_spec(text: str) -> DataSpec:
-    """Read PATH[:key=value,...]; the path ends at the first `:key=`."""
+    """Read PATH[:key=value,...]; the path ends at the first `:key=`. A comma within a value is written \\,"""
     path, *rest = _FIRST_OPTION.split(text.strip(), maxsplit=1)
     if not path:
         raise ValueError(f"data={text!r}: has no path; give FILE, a hub id or task:NAME")
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    for part in rest[0].split(",") if rest else []:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
+    of_format: dict[str, str] = {}
+    for part in _COMMA.split(rest[0]) if rest else []:
+        part = part.replace("\\,", ",")
+        key, equals, value = part.partition("=")
+        key, value = key.strip(), value if key.strip().endswith("_format") else value.strip()
         if not equals or not value:
             raise ValueError(f"data={text}: {part!r} is not of the form key=value")
-        if key in values or key in options:
+        if key in values or key in options or key in of_format:
             raise ValueError(f"data={text}: {key} is given twice")
-        if key in KEYS:
+        if key in FORMAT_KEYS:
+            of_format[key] = value
+        elif key in ROLES and next(reversed(of_format), None) == "roles":  # roles=user=human,assistant=gpt
+            of_format["roles"] += f",{key}={value}"
+        elif key in KEYS:
             values[key] = _number(text, key, value, float) if key == "weight" else value
         elif path.startswith(reasoning_gym.PREFIX) and key not in ("size", "seed"):
             options[key] = value  # the task's own setting, which it alone can judge
         elif key in TASK_OPTIONS:
             options[key] = _number(text, key, value, TASK_OPTIONS[key])
         else:
-            raise ValueError(f"data={text}: unknown key {key!r}; {suggest(key, (*KEYS, *TASK_OPTIONS))}")
+            raise ValueError(f"data={text}: unknown key {key!r}; {suggest(key, (*KEYS, *TASK_OPTIONS, *FORMAT_KEYS))}")
     weight = values.get("weight", 1.0)
     if not (math.isfinite(weight) and weight > 0):
         raise ValueError(f"data={text}: weight={weight} must be above 0")
@@ -84,7 +98,7 @@ def parse_spec(text: str) -> DataSpec:
         )
     if "name" in values and not _is_hub(path):
         raise ValueError(f"data={text}: name={values['name']} is only for hub datasets; remove it")
-    return DataSpec(path=path, options=options, **values)
+    return DataSpec(path=path, options=options, format_options=of_format, **values)
 
 
 def load_rows(spec: DataSpec) -> list[Row]:
@@ -230,7 +244,9 @@ def _file_rows(path: str) -> list[Row]:
         raise ValueError(f"data={path}: is not UTF-8 text (byte {error.start}); convert it") from None
     except (OSError, EOFError, zlib.error) as error:  # unreadable, or a damaged gzip
         raise ValueError(f"data={path}: cannot be read ({error})") from None
-    return {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv}[kind](path, text)
+    if kind in ("csv", "tsv"):
+        return _read_csv(path, text, delimiter="," if kind == "csv" else "\t")
+    return _read_json(path, text) if kind == "json" else _read_jsonl(path, text)
 
 
 def _read_jsonl(path: str, text: str) -> list[Row]:
@@ -276,16 +292,18 @@ def _object_row(path: str, number: int, columns: Any) -> Row:
     return Row(source=f"{path}:{number}", columns=columns)
 
 
-def _read_csv(path: str, text: str) -> list[Row]:
+def _read_csv(path: str, text: str, delimiter: str) -> list[Row]:
     csv.field_size_limit(2**31 - 1)  # the default cuts off at 128 KiB, which a long prompt exceeds
     rows = []
     try:
-        for number, columns in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
+        table = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
+        for number, columns in enumerate(table, 1):
             if None in columns or None in columns.values():
                 raise ValueError(f"{path}:{number}: does not have as many fields as the header; fix the row")
             rows.append(Row(source=f"{path}:{number}", columns=columns))
     except csv.Error as error:
-        raise ValueError(f"{path}:{len(rows) + 1}: is not valid CSV ({error}); fix the row") from None
+        kind = "CSV" if delimiter == "," else "TSV"
+        raise ValueError(f"{path}:{len(rows) + 1}: is not valid {kind} ({error}); fix the row") from None
     return rows
 
 

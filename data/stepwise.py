@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from data.bad_rows import BadRows, Tally, read_rows
 from data.chat import render_prompt, render_text
-from data.fields import messages_of, text_of
-from data.formats import Columns, Format, need, template_columns
+from data.fields import Columns, for_template, messages_of, need, text_of, truth_of
+from data.formats import Format
 from data.pairs import check_system
 from data.template_settings import check_effect, template_settings
 from data.types import Steps
@@ -119,10 +119,10 @@ def _stepwise_supervised(columns: Columns) -> Columns:
         if not isinstance(step, str):  # an empty one is judged at its separator
             raise ValueError(f"completions[{number}] is a {type(step).__name__}, not text; fix the row")
     for number, label in enumerate(labels):
-        if not isinstance(label, (bool, int, float)) or label not in (0, 1):
+        if truth_of(label) is None:
             raise ValueError(f"labels[{number}] is {label!r}; it must be true or false (or 1 or 0)")
-    made = {"prompt": prompt, "completions": steps, "labels": [int(label) for label in labels]}
-    return {**made, **template_columns(columns)}
+    made = {"prompt": prompt, "completions": steps, "labels": [int(bool(truth_of(label))) for label in labels]}
+    return {**made, **for_template(columns)}
 
 
 STEP_FORMATS: dict[str, Format] = {"auto": _stepwise_supervised, "stepwise_supervised": _stepwise_supervised}

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from data.bad_rows import Tally
 from data.chat import clean_messages, render_conversation, unwritten
 from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TruthFormat, last_turn, refuse_formats
-from data.fields import DEFAULT
+from data.fields import DEFAULT, Columns, listed
 from data.format_options import FormatOptions
-from data.formats import PROMPT_FORMATS, SFT_FORMATS, Columns, Format, apply, parse_specs, rows_and_formats
+from data.formats import PROMPT_FORMATS, SFT_FORMATS, apply, parse_specs, rows_and_formats
 from data.pair_formats import PAIR_FORMATS, PAIR_OPTIONS
 from data.pairs import bind, check_system, render_row
 from data.prompts import check_room, fits, say_left_out, say_plain, tokenise_prompt
@@ -60,7 +60,7 @@ def load_truths(
     check_room(max_completion_length, context_length)
     pairs = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     pairs.pop("auto")
-    formats: dict[str, Any] = {name: partial(_pair, function) for name, function in pairs.items()} | TRUTH_FORMATS
+    formats: dict[str, Any] = {name: function.then(_pair) for name, function in pairs.items()} | TRUTH_FORMATS
     tally, prompts, takes_system = Tally(), [], False
     for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         for part in _parts(row, function):
@@ -181,7 +181,7 @@ def _auto(columns: Columns) -> Columns:
     present = {name for name, value in columns.items() if value is not None}
     if {"prompt", "ground_truth"} <= present:
         return columns
-    if "messages" in present:
+    if "messages" in present or ("conversations" in present and not {"prompt", "chosen"} & present):
         return last_turn(columns)
     if {"prompt", "completion"} <= present:
         if columns.get("label") is False:
@@ -189,7 +189,7 @@ def _auto(columns: Columns) -> Columns:
         return {**columns, "ground_truth": columns["completion"]}
     if {"instruction", "output"} <= present:
         return _named("alpaca", columns)
-    if "chosen" in present and present & {"prompt", "rejected"}:
+    if "chosen" in present and present & {"prompt", "rejected", "conversations"}:
         pair = {**columns, "rejected": columns["rejected"] if "rejected" in present else columns["chosen"]}
         made = PAIR_FORMATS["auto"](pair, DEFAULT)
         return {**columns, "prompt": made["prompt"], "ground_truth": made["chosen"]}
@@ -197,8 +197,13 @@ def _auto(columns: Columns) -> Columns:
         raise ValueError("has a 'text' but no prompt with a true completion; whole texts are for --mode strided")
     raise ValueError(
         "has no true completion: none of 'messages', 'prompt' with 'completion', 'ground_truth' or 'chosen', "
-        f"'instruction' with 'output' (its columns: {', '.join(columns) or 'none'}); rename a column or set data_format"
+        f"'instruction' with 'output' (its columns: {listed(columns)}); rename a column or set data_format"
     )
+
+
+def _sharegpt(columns: Columns) -> Columns:
+    """The chosen response of a pair, else the last assistant turn of the conversation."""
+    return last_turn(columns) if columns.get("chosen") is None else _auto({**columns, "messages": None})
 
 
 def _named(name: str, columns: Columns) -> Columns:
@@ -207,14 +212,14 @@ def _named(name: str, columns: Columns) -> Columns:
     return {**PROMPT_FORMATS[name](columns), "ground_truth": completion}
 
 
-def _pair(function: Format, columns: Columns) -> Columns:
-    made = function(columns)
+def _pair(made: Columns) -> Columns:
     more = {name: made[name] for name in ("takes_system", "tools", "chat_template_kwargs") if name in made}
     return {"prompt": made["prompt"], "ground_truth": made["chosen"], PAIR: more}
 
 
 TRUTH_FORMATS: dict[str, TruthFormat] = {
     "auto": _auto,
-    **{name: partial(_named, name) for name in SFT_FORMATS if name != "auto"},
+    **{name: partial(_named, name) for name in SFT_FORMATS if name not in ("auto", "chat_template", "sharegpt")},
+    "sharegpt": _sharegpt,
     **EBFT_FORMATS,
 }

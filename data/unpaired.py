@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from data.bad_rows import BadRows, Tally, read_rows
 from data.format_options import FormatOptions
 from data.formats import Columns
-from data.pairs import Rendered, TooLong, bind, check_kept, check_system, fit, limits_of, render_row
+from data.pairs import EQUAL, Rendered, TooLong, bind, check_kept, check_system, fit, limits_of, render_row
 from data.template_settings import check_effect
 from data.types import Labelled
 from data.unpaired_formats import UNPAIRED_FORMATS, UNPAIRED_OPTIONS
@@ -36,7 +37,10 @@ def load_labelled(
     ):
         takes_system |= rendered.takes_system
         by_template |= rendered.by_template
-        for name, label, ids in zip(*rendered.value, fit(rendered, limits, tally) or (), strict=False):
+        responses = fit(rendered, limits, tally) or []
+        if len(responses) == 2 and responses[0] == responses[1]:
+            tally.note(EQUAL)
+        for name, label, ids in zip(*rendered.value, responses, strict=False):
             source = row.source if name == "completion" else f"{row.source} {name}"
             labelled.append(
                 Labelled(source=source, prompt_ids=rendered.prompt_ids, completion_ids=ids, label=label,
@@ -46,6 +50,13 @@ def load_labelled(
     check_system(system_prompt, takes_system)
     check_effect(chat_template_kwargs, by_template)
     tally.say()
+    if len({row.label for row in labelled}) == 1:
+        kind, other = ("desirable", "undesirable") if labelled[0].label else ("undesirable", "desirable")
+        print(
+            f"data: all {len(labelled)} responses are {kind} and none is {other}; KTO learns from the difference, so "
+            "add rows of the other label",
+            file=sys.stderr,
+        )
     return labelled
 
 

@@ -10,23 +10,29 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from data.fields import for_template, messages_of, response_after, system_turn, text_of
+from data.fields import (
+    Columns,
+    conversation_of,
+    for_template,
+    messages_of,
+    need,
+    response_after,
+    system_turn,
+    text_of,
+    truth_of,
+    user_turn,
+)
 from data.format_options import FormatOptions
-from data.formats import Columns, need, user_turn
 from data.pair_formats import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, Family, PairFormat, user_prompt
 from data.types import Messages
-
-LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # as text, from CSV say
 
 
 def label_of(columns: Columns, name: str = "label") -> bool:
     need(columns, name)
-    value = columns[name]
-    if isinstance(value, str) and value.strip().lower() in LABELS:
-        return LABELS[value.strip().lower()]
-    if isinstance(value, (bool, int, float)) and value in (0, 1):
-        return bool(value)
-    raise ValueError(f"{name!r} is {value!r}; it must be true or false (or 1 or 0)")
+    label = truth_of(columns[name])
+    if label is None:
+        raise ValueError(f"{name!r} is {columns[name]!r}; it must be true or false (or 1 or 0)")
+    return label
 
 
 def _text(family: Family, prompt: str, columns: Columns, options: FormatOptions) -> Columns:
@@ -64,9 +70,10 @@ def _user_defined(columns: Columns, options: FormatOptions) -> Columns:
 def _auto(columns: Columns, options: FormatOptions) -> Columns:
     """TRL's forms: a prompt and a completion, as text or messages; also a conversation that ends with its answer."""
     if columns.get("completion") is None:
-        need(columns, "messages")
-        messages = messages_of(columns["messages"], "messages")
-        return _conversation(columns, messages[:-1], messages, "messages")
+        name = "messages" if columns.get("conversations") is None else "conversations"
+        need(columns, name)
+        messages = conversation_of(columns)
+        return _conversation(columns, messages[:-1], messages, name)
     prompt, completion = columns.get("prompt"), columns["completion"]
     if isinstance(prompt, list):
         return _conversation(columns, messages_of(prompt, "prompt"), completion, "completion")
@@ -101,6 +108,7 @@ def _has_pair(columns: Columns, options: FormatOptions) -> bool:
 def _registry() -> dict[str, PairFormat]:
     single: dict[str, Callable[..., Columns]] = {
         "auto": _auto,
+        "sharegpt": _auto,
         "user_defined": _user_defined,
         "user_defined.default": _user_defined,
     }

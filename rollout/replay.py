@@ -30,6 +30,7 @@ class Group:
     completions: list[Completion]
     values: list[list[float | None]]  # per completion, per reward; None = does not apply
     replayed: bool = False
+    extra: list[dict[str, Any]] | None = None  # per completion, what reward functions logged; not kept with a group
 
 
 class Replay:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from rollout.types import Completion
 
 OFFERED = ("prompts", "completions", "completion_ids")  # what every function can ask for
 RESERVED = (*OFFERED, "prompt", "completion")  # never passed on as columns
+OF_TRAINER = ("trainer_state", "log_extra", "log_metric")  # TRL's, given to functions with a parameter of that name
 IMMUTABLE = frozenset((str, int, float, bool, type(None), bytes))
 SMALLEST_SHARE = 1 / 8  # of the time limit, for a call on few of the rows that hung together
 LARGEST = 1e15  # a reward may have this size: in float32 its square still has room for the sum over a batch
@@ -61,6 +63,79 @@ Score = float | None | Fault
 Outcome = list[Score] | Fault
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Where the run is, for functions with a parameter trainer_state; the names are those of transformers."""
+
+    global_step: int = 0  # optimizer steps done
+    max_steps: int = 0  # optimizer steps of the whole run
+    epoch: float = 0.0  # passes over the data done
+    num_train_epochs: float = 0.0  # passes over the data of the whole run
+
+
+@dataclass
+class CallLog:
+    """What a function logs in one call, by its parameters log_extra and log_metric."""
+
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # column of the samples -> a value per completion
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # name -> values, of which the mean is logged
+
+    def log_extra(self, column: str, values: Any) -> None:
+        values = values.tolist() if hasattr(values, "tolist") else values
+        self.extra.setdefault(str(column), []).extend(_as_json(value) for value in values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def arguments(self, call: Callable[..., Any], state: TrainerState) -> dict[str, Any]:
+        """Those of OF_TRAINER that the function names."""
+        offered = {"trainer_state": state, "log_extra": self.log_extra, "log_metric": self.log_metric}
+        return {name: offered[name] for name in asked_of_trainer(call)}
+
+    def checked(self, outcome: Outcome, num_rows: int) -> Outcome:
+        """The outcome of the call, or what is wrong with what it logged."""
+        for column, values in self.extra.items() if not isinstance(outcome, Fault) else ():
+            if len(values) != num_rows:
+                what = f"logged {len(values)} values of {column!r} for {num_rows} completions"
+                return Fault("length", what, "; give log_extra one value per completion")
+        return outcome
+
+
+def asked_of_trainer(call: Callable[..., Any]) -> list[str]:
+    found = named(list(inspect.signature(call).parameters.values()))
+    return [p.name for p in found if p.name in OF_TRAINER]
+
+
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy and torch
+        value = value.tolist()
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
+
+
+class Logged:
+    """What the functions logged about the rows of a batch."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.rows: list[dict[str, Any]] = [{} for _ in range(num_rows)]
+        self.metrics: dict[str, list[float]] = {}
+
+    def add(self, parts: Sequence[Scored]) -> None:
+        """The logs of one function, whose parts lie one after the other."""
+        first = 0
+        for part in parts:
+            for low, log in part.logs:
+                for column, values in log.extra.items():
+                    for number, value in enumerate(values, start=first + low):
+                        self.rows[number][column] = value
+                for name, numbers in log.metrics.items():
+                    self.metrics.setdefault(name, []).extend(numbers)
+            first += len(part.scores)
+
+
 class Refused(Exception):
     """A call that was never made: the function asks for something the rows do not have."""
 
@@ -76,7 +151,8 @@ def named(found: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
 def required(function: RewardFunction) -> list[str]:
     """Names it cannot be called without, and those an environment has to make for it."""
     made = getattr(function.call, "made_by_episodes", ())
-    return [p.name for p in named(parameters(function)) if p.default is p.empty] + list(made)
+    needed = [p.name for p in named(parameters(function)) if p.default is p.empty and p.name not in OF_TRAINER]
+    return needed + list(made)
 
 
 def arguments(
@@ -90,7 +166,8 @@ def arguments(
     A column is that of the completion's episode, else of the data. known: columns that other rows have, None in these.
     """
     rows = [{**prompt.columns, **completion.columns} for prompt, completion in zip(prompts, completions, strict=True)]
-    columns = dict.fromkeys([*(name for row in rows for name in row if name not in RESERVED), *known])
+    taken = {*RESERVED, *asked_of_trainer(function.call)}
+    columns = dict.fromkeys(name for name in [*(name for row in rows for name in row), *known] if name not in taken)
     offered: dict[str, list[Any]] = {
         "prompts": [prompt.prompt for prompt in prompts],
         "completions": [as_completed(*pair) for pair in zip(prompts, completions, strict=True)],
@@ -99,7 +176,7 @@ def arguments(
     if any(completion.ids for completion in completions):  # texts read from a file have no ids
         offered["completion_ids"] = [list(completion.ids) for completion in completions]
     found = parameters(function)
-    missing = [p.name for p in named(found) if p.default is p.empty and p.name not in offered]
+    missing = [p.name for p in named(found) if p.default is p.empty and p.name not in (*offered, *OF_TRAINER)]
     if missing:
         raise Refused(
             f"reward_funcs={function.spec}: asks for {missing[0]!r}, which {prompts[0].source} does not have; it can "
@@ -176,6 +253,7 @@ class Scored(NamedTuple):
     scores: list[Score]
     fault: Fault | None = None
     row: int | None = None
+    logs: Sequence[tuple[int, CallLog]] = ()  # first row of a call that worked, and what it logged
 
 
 def score_rows(

@@ -10,14 +10,18 @@ from rollout.reward_weights import parse_weights
 
 OnError = Literal["stop", "none"]
 TIMEOUT = 60.0  # seconds
+DEFAULT_REWARD = "exact_match"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """What completions are rewarded for."""
 
-    reward_funcs: tuple[str, ...] = ("exact_match",)
-    """Rewards: exact_match, regex:PATTERN, code, env, ..., my_module.fn, FILE.py:fn, model:RUN, prm:RUN."""
+    reward_funcs: tuple[str, ...] = ()
+    (
+        "Rewards: exact_match, regex:PATTERN, code, env, ..., my_module.fn, FILE.py:fn, model:RUN, prm:RUN. "
+        "None given: exact_match, and the run says so."
+    )
     reward_weights: tuple[str, ...] = ()
     """A weight per function: a number, or step:weight points such as 0:1.0,100:0.2; none given means 1 each."""
     reward_num_workers: int = 0
@@ -30,9 +34,7 @@ class RewardConfig:
     """A row that raises, returns no number, hangs or kills its worker: stop the run, or none = no reward for it."""
 
     def __post_init__(self) -> None:
-        if not self.reward_funcs:
-            raise ValueError("reward_funcs=(): no reward function; name at least one, for example exact_match")
-        parse_weights(self.reward_weights, len(self.reward_funcs))
+        parse_weights(self.reward_weights, len(self.reward_funcs) or 1)
         if self.reward_num_workers < 0:
             raise ValueError(f"reward_num_workers={self.reward_num_workers}: must be 0 (in this process) or more")
         if not 0 < self.reward_timeout < math.inf:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rollout.reward_calls import Fault, checked, raised
+from rollout.reward_calls import CallLog, Fault, TrainerState, checked, raised
 from rollout.reward_loading import find_reward
 
 GIB = 2**30
@@ -52,11 +52,12 @@ def _read(connection: socket.socket, requests: queue.SimpleQueue[dict[str, Any]]
 
 
 def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+    log = CallLog()
     try:
         arguments = request.get("arguments")
         if arguments is None:
             arguments = pickle.loads(base64.b64decode(request["pickled"]))  # written by the process that started us
-        returned = call(**arguments)
+        returned = call(**arguments, **log.arguments(call, TrainerState(**request["state"])))
         if inspect.isawaitable(returned):
             returned = _loop().run_until_complete(_awaited(returned))
         outcome = checked(returned, request["rows"])
@@ -64,7 +65,9 @@ def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]
         outcome = raised(error, call)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would hit the next call
-    return {"fault": list(outcome)} if isinstance(outcome, Fault) else {"scores": outcome}
+    if isinstance(outcome, Fault):
+        return {"fault": list(outcome)}
+    return {"scores": outcome, "extra": log.extra, "metrics": log.metrics}
 
 
 @cache

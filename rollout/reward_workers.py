@@ -1,7 +1,7 @@
 """Processes that run reward functions: a call that hangs, dies or eats memory costs its rows, not the run.
 
     pool = WorkerPool(["my_rewards.polite"], num_workers=4, timeout=60, memory_gb=None, stop=True)
-    future = pool.submit(0, {"completions": [...]}, num_rows=8)      # function 0, by name of the argument
+    future = pool.submit(0, {"completions": [...]}, 8, TrainerState())      # function 0, by name of the argument
     future.result().scores
 
 Each worker is a fresh interpreter that loads the functions by name and runs them in its main thread, where verifiers
@@ -27,10 +27,11 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from data.types import Prompt
-from rollout.reward_calls import Fault, Outcome, Scored, score_rows
+from rollout.reward_calls import CallLog, Fault, Outcome, Scored, TrainerState, score_rows
 from strop_names import ROOT
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rollout.reward_process import main; main()"
@@ -44,6 +45,7 @@ class Task(NamedTuple):
     function: int
     arguments: dict[str, list[Any]]
     num_rows: int
+    state: TrainerState
     future: Future[Scored]
 
 
@@ -67,10 +69,12 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, function: int, arguments: dict[str, list[Any]], num_rows: int) -> Future[Scored]:
+    def submit(
+        self, function: int, arguments: dict[str, list[Any]], num_rows: int, state: TrainerState
+    ) -> Future[Scored]:
         assert not self._closed.is_set(), "submit after close"
         future: Future[Scored] = Future()
-        self._tasks.put(Task(function, arguments, num_rows, future))
+        self._tasks.put(Task(function, arguments, num_rows, state, future))
         return future
 
     def close(self) -> None:
@@ -94,15 +98,21 @@ class WorkerPool:
                 task.future.set_exception(error)
 
     def _scored(self, worker: Worker, task: Task) -> Scored:
+        logs: list[tuple[int, CallLog]] = []
+
         def call(low: int, high: int, seconds: float) -> Outcome:
             part = {name: values[low:high] for name, values in task.arguments.items()}
-            outcome = worker.call(task.function, part, high - low, seconds)
+            outcome, log = worker.call(task.function, part, high - low, seconds, task.state)
             if self._closed.is_set():
                 raise RuntimeError(CLOSED)
-            return self._told(outcome)
+            outcome = log.checked(self._told(outcome), high - low)
+            if not isinstance(outcome, Fault):
+                logs.append((low, log))
+            return outcome
 
         first = call(0, task.num_rows, self._timeout)
-        return score_rows(call, task.num_rows, first=first, timeout=self._timeout, stop=self._stop)
+        scored = score_rows(call, task.num_rows, first=first, timeout=self._timeout, stop=self._stop)
+        return scored._replace(logs=logs)
 
     def _told(self, outcome: Outcome) -> Outcome:
         """Faults that have to do with a limit name the setting."""
@@ -127,20 +137,24 @@ class Worker:
         self._folder = os.getcwd()  # where names of files are relative to, whatever becomes of it
         self._start()
 
-    def call(self, function: int, arguments: dict[str, list[Any]], num_rows: int, seconds: float) -> Outcome:
-        """What the function made of it; never an exception of the function's."""
+    def call(
+        self, function: int, arguments: dict[str, list[Any]], num_rows: int, seconds: float, state: TrainerState
+    ) -> tuple[Outcome, CallLog]:
+        """What the function made of it, and what it logged; never an exception of the function's."""
         self._await_start()
-        reply = self._ask({"function": function, "rows": num_rows, **_packed(arguments)}, seconds)
+        asked = {"function": function, "rows": num_rows, "state": asdict(state), **_packed(arguments)}
+        reply = self._ask(asked, seconds)
         if isinstance(reply, Fault):
             self.kill()
-            return reply
+            return reply, CallLog()
         if "fault" in reply:
             fault = Fault(*reply["fault"])
             if fault.kind == "memory":
                 self.kill()  # whatever else it holds by now
-            return fault
+            return fault, CallLog()
         assert len(reply["scores"]) == num_rows, (len(reply["scores"]), num_rows)
-        return [Fault(*score) if isinstance(score, list) else score for score in reply["scores"]]
+        scores = [Fault(*score) if isinstance(score, list) else score for score in reply["scores"]]
+        return scores, CallLog(reply["extra"], reply["metrics"])
 
     def close(self) -> None:
         with self._lock:

@@ -10,6 +10,9 @@ A user's function takes the names it wants of `completions`, `prompts`, `complet
 
     def polite(completions, prompts=None, answer=None, **columns) -> list[float | None]:
 
+It may also name TRL's `trainer_state` (global_step, max_steps, epoch), `log_extra(column, values)`, which adds a column
+to samples.jsonl, and `log_metric(name, value)`, whose mean over the calls of a step is the metric reward/log/NAME.
+
 With num_workers functions run in processes of their own (rollout/reward_workers.py); one with a state_dict, or that
 holds a model, stays in this one. A row on which a function fails stops the run, or with on_error "none" gets no reward
 at all: without one of its parts a sum would say something else.
@@ -27,7 +30,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data.types import Prompt
@@ -36,11 +39,14 @@ from rollout.reward_calls import (
     LARGEST,
     OFFERED,
     RESERVED,
+    CallLog,
     Fault,
+    Logged,
     Outcome,
     Refused,
     RewardFunction,
     Scored,
+    TrainerState,
     arguments,
     checked,
     raised,
@@ -49,7 +55,7 @@ from rollout.reward_calls import (
     score_rows,
 )
 from rollout.reward_loading import find_reward, stays_here
-from rollout.reward_options import TIMEOUT, OnError, RewardConfig
+from rollout.reward_options import DEFAULT_REWARD, TIMEOUT, OnError, RewardConfig
 from rollout.reward_weights import Weight, parse_weights
 from rollout.reward_workers import WorkerPool, shards
 from rollout.types import Completion
@@ -64,6 +70,8 @@ class RewardTable:
     weights: list[float]
     totals: list[float | None]  # weighted sum over what applies; None where nothing does
     failed: int = 0  # rows without any reward because a function failed on them
+    extra: list[dict[str, Any]] | None = None  # per completion, what functions logged by log_extra
+    logged: dict[str, list[float]] = field(default_factory=dict)  # by log_metric, over all calls
 
 
 def load_rewards(
@@ -113,8 +121,8 @@ def open_rewards(
     cfg: RewardConfig, say: Callable[[str], None] = say_aloud, *, trust_remote_code: bool = False
 ) -> Rewards:
     """load_rewards by the flags of a run."""
-    return load_rewards(
-        cfg.reward_funcs,
+    rewards = load_rewards(
+        cfg.reward_funcs or (DEFAULT_REWARD,),
         cfg.reward_weights,
         num_workers=cfg.reward_num_workers,
         timeout=cfg.reward_timeout,
@@ -123,6 +131,8 @@ def open_rewards(
         say=say,
         trust_remote_code=trust_remote_code,
     )
+    rewards.defaulted = not cfg.reward_funcs
+    return rewards
 
 
 class Rewards:
@@ -147,6 +157,12 @@ class Rewards:
         self._failed = 0  # rows since metrics() was last asked
         self._columns: list[str] = []  # of all rows there will be, once check_columns has seen them
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.defaulted = False  # nobody named a function
+        self.run = TrainerState()  # of the whole run: max_steps, num_train_epochs
+
+    def state_at(self, step: int) -> TrainerState:
+        done = step / self.run.max_steps if self.run.max_steps else 0.0
+        return replace(self.run, global_step=step, epoch=self.run.num_train_epochs * done)
 
     @property
     def names(self) -> list[str]:
@@ -168,6 +184,13 @@ class Rewards:
         """
         if not prompts:
             return
+        if self.defaulted:
+            self.defaulted = False
+            have = sum(prompt.columns.get("answer") is not None for prompt in prompts)
+            self._say(
+                f"reward_funcs: none given, so the reward is {DEFAULT_REWARD}, 1 where a completion is the row's "
+                f"'answer'; {have} of {len(prompts)} rows have one"
+            )
         columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in RESERVED)
         for function in self.functions:
             for name in required(function):
@@ -203,7 +226,7 @@ class Rewards:
         scoring = Scoring(self, list(prompts), list(completions), step)
         for place, function in enumerate(self.functions):
             if self._pool is not None and prompts and not function.in_process:
-                scoring.remote[place] = self._to_workers(self._pool, function, scoring.prompts, scoring.completions)
+                scoring.remote[place] = self._to_workers(self._pool, function, scoring)
         return scoring
 
     def metrics(self) -> dict[str, float]:
@@ -244,16 +267,15 @@ class Rewards:
         for name, state in states.items():
             stateful[name].call.load_state_dict(state)
 
-    def _to_workers(
-        self, pool: WorkerPool, function: RewardFunction, prompts: list[Prompt], completions: list[Completion]
-    ) -> list[Future[Scored]]:
+    def _to_workers(self, pool: WorkerPool, function: RewardFunction, scoring: Scoring) -> list[Future[Scored]]:
+        prompts, completions, state = scoring.prompts, scoring.completions, self.state_at(scoring.step)
         place = [other for other in self.functions if not other.in_process].index(function)
         try:
             whole = arguments(function, prompts, completions, self._columns)
         except Refused as error:
             raise ValueError(str(error)) from None
         return [
-            pool.submit(place, {name: values[low:high] for name, values in whole.items()}, high - low)
+            pool.submit(place, {name: values[low:high] for name, values in whole.items()}, high - low, state)
             for low, high in shards(prompts, pool.num_workers)
         ]
 
@@ -262,8 +284,13 @@ class Rewards:
         if not prompts:
             return RewardTable(names=self.names, values=[], weights=weights, totals=[])
         here = [place for place in range(len(self.functions)) if place not in scoring.remote]
+        state, first_logs, logged = (
+            self.state_at(scoring.step),
+            [CallLog() for _ in self.functions],
+            Logged(len(prompts)),
+        )
         pending = {
-            place: self._start(self._run_async(self.functions[place], prompts, completions))
+            place: self._start(self._run_async(self.functions[place], prompts, completions, state, first_logs[place]))
             for place in here
             if _is_async(self.functions[place].call)
         }
@@ -273,7 +300,8 @@ class Rewards:
             if place in scoring.remote:
                 parts = [future.result() for future in scoring.remote[place]]
             else:
-                parts = [self._here(function, prompts, completions, pending.get(place))]
+                parts = [self._here(function, prompts, completions, pending.get(place), state, first_logs[place])]
+            logged.add(parts)
             columns.append(self._settled(function, parts, [prompt.source for prompt in prompts], bad))
         values = [list(row) if i not in bad else [None] * len(row) for i, row in enumerate(zip(*columns, strict=True))]
         self._failed += len(bad)
@@ -284,7 +312,10 @@ class Rewards:
                 f"reward_weights={' '.join(f'{weight:g}' for weight in weights)}: give a total of {largest:.3g}; "
                 f"rewards are float32, keep them within +-{LARGEST:g}"
             )
-        return RewardTable(names=self.names, values=values, weights=weights, totals=totals, failed=len(bad))
+        return RewardTable(
+            names=self.names, values=values, weights=weights, totals=totals, failed=len(bad),
+            extra=logged.rows if any(logged.rows) else None, logged=logged.metrics,
+        )  # fmt: skip
 
     def _settled(
         self, function: RewardFunction, parts: Sequence[Scored], sources: list[str], bad: set[int]
@@ -319,15 +350,26 @@ class Rewards:
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         pending: Future[Any] | None,
+        state: TrainerState,
+        first_log: CallLog,
     ) -> Scored:
         """One function on all rows, in this process: nothing can end a call that hangs."""
+        logs: list[tuple[int, CallLog]] = []
+
+        def made(low: int, high: int, log: CallLog, pending: Future[Any] | None = None) -> Outcome:
+            outcome = self._outcome(function, prompts[low:high], completions[low:high], pending, state, log)
+            outcome = log.checked(outcome, high - low)
+            if not isinstance(outcome, Fault):
+                logs.append((low, log))
+            return outcome
 
         def call(low: int, high: int, _seconds: float) -> Outcome:
-            return self._outcome(function, prompts[low:high], completions[low:high], None)
+            return made(low, high, CallLog())
 
-        first = self._outcome(function, prompts, completions, pending)
+        first = made(0, len(prompts), first_log, pending)
         stop = self._on_error == "stop"
-        return score_rows(call, len(prompts), first=first, timeout=math.inf, stop=stop)
+        scored = score_rows(call, len(prompts), first=first, timeout=math.inf, stop=stop)
+        return scored._replace(logs=logs)
 
     def _outcome(
         self,
@@ -335,23 +377,39 @@ class Rewards:
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         pending: Future[Any] | None,
+        state: TrainerState,
+        log: CallLog,
     ) -> Outcome:
         try:
-            returned = pending.result() if pending else self._run(function, prompts, completions)
+            returned = pending.result() if pending else self._run(function, prompts, completions, state, log)
         except Refused as error:
             raise ValueError(str(error)) from None
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             return raised(error, function.call)
         return checked(returned, len(prompts))
 
-    def _run(self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Any:
-        returned = function.call(**arguments(function, prompts, completions, self._columns))
+    def _run(
+        self,
+        function: RewardFunction,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        state: TrainerState,
+        log: CallLog,
+    ) -> Any:
+        of_rows = arguments(function, prompts, completions, self._columns)
+        returned = function.call(**of_rows, **log.arguments(function.call, state))
         return self._start(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
 
     async def _run_async(
-        self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        self,
+        function: RewardFunction,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        state: TrainerState,
+        log: CallLog,
     ) -> Any:
-        return await function.call(**arguments(function, prompts, completions, self._columns))
+        of_rows = arguments(function, prompts, completions, self._columns)
+        return await function.call(**of_rows, **log.arguments(function.call, state))
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run it on one event loop that lives as long as this object, so that clients can keep connections."""

@@ -13,6 +13,7 @@ from data.chat import set_chat_template, stop_ids
 from data.formats import PROMPT_FORMATS, formatted_rows
 from data.prompts import load_prompts
 from data.template_settings import TemplateKwargs, check_kwargs
+from data.training_config import config_for, uses_transform
 from data.types import Prompt
 from rollout.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint
 from rollout.reward_functions import text_of
@@ -83,9 +84,17 @@ def _check_config(cfg: CheckConfig) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)}: must be 1 or more")
 
 
+def _training(cfg: CheckConfig) -> Any:
+    """What a transform gets in the place of a run's config."""
+    if not uses_transform(cfg.data, cfg.data_format):
+        return None
+    flags = {"data": cfg.data, "data_format": cfg.data_format, "chat_template": cfg.chat_template}
+    return config_for("prompts", {"model": cfg.model or "builtin:tiny", "reward_funcs": cfg.check, **flags})
+
+
 def _read_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]:
     prompts, completions = [], []
-    rows = formatted_rows(cfg.data, PROMPT_FORMATS, data_format=cfg.data_format, tokenizer=None, cfg=None)
+    rows = formatted_rows(cfg.data, PROMPT_FORMATS, data_format=cfg.data_format, tokenizer=None, cfg=_training(cfg))
     for _, row in rows:
         if len(prompts) == cfg.num_rows:
             break
@@ -128,6 +137,7 @@ def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion
         chat_template_kwargs=cfg.chat_template_kwargs,
         context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         max_completion_length=cfg.max_completion_length,
+        cfg=_training(cfg),
     )
     prompts = [prompt for prompt in rows[: cfg.num_rows] for _ in range(cfg.num_generations)]
     requests = [Request(prompt_ids=prompt.ids, seed=cfg.seed + i) for i, prompt in enumerate(prompts)]
@@ -209,6 +219,9 @@ def show(prompts: Sequence[Prompt], completions: Sequence[Completion], table: Re
         console.print(Text(f"{name}: mean {mean}, std {std}, None {len(column) - len(scored)} of {len(column)}"))
         if len(scored) > 1 and len(set(scored)) == 1:
             console.print(Text(f"{name}: every score is the same; a group like this teaches nothing"))
+
+    for name, values in table.logged.items():
+        console.print(Text(f"log_metric {name}: mean {_number(statistics.fmean(values))}"))
 
 
 def _last_text(prompt: Prompt) -> str:

@@ -4,7 +4,7 @@
         return {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "env_mask": [...], "score": [...]}
 
     def fn(model, processing_class, prompts, generation_config):        # the older one, as axolotl's documents show it
-        return ["a completion", ...]
+        return ["a completion", ...]                # a prompt is a dict: `messages`, `prompt`, and the row's columns
 
     async def fn(client, prompt, seed):             # ours: one completion; all of them run at the same time
         return await client.generate(prompt.ids, seed)      # a Completion, or one entry of the first kind's dict
@@ -16,6 +16,7 @@ The first two kinds run in the thread that trains, so nothing else happens meanw
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from typing import Any, Literal
 import torch
 
 from data.chat import common_prefix, end_of_turn_id, render_completion, render_responses
+from data.fields import user_turn
 from data.types import Prompt
 from data.user_code import place, told
 from rollout.episodes import Client, Episode, EpisodeSource
@@ -161,8 +163,8 @@ class FunctionSource:
         """A list of strings, tokenised here once."""
         known = {
             "model": self.own.model,
-            "processing_class": self.own.tokenizer,
-            "prompts": [job.prompt.prompt for job in jobs],
+            "processing_class": _documented(self.own.tokenizer),
+            "prompts": [_as_dict(job.prompt) for job in jobs],
             "generation_config": self._generation_config(),
         }
         names = inspect.signature(self.function.call).parameters
@@ -313,6 +315,23 @@ class Check:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _as_dict(prompt: Prompt) -> dict[str, Any]:
+    messages = user_turn(prompt.prompt) if isinstance(prompt.prompt, str) else prompt.prompt
+    return {**prompt.columns, "prompt": prompt.prompt, "messages": [dict(message) for message in messages]}
+
+
+def _documented(tokenizer: Any) -> Any:
+    """The tokenizer, whose apply_chat_template also takes `tokenize` by the name that axolotl's example has for it."""
+
+    def apply_chat_template(*args: Any, processing_class: bool | None = None, **kwargs: Any) -> Any:
+        given = {} if processing_class is None else {"tokenize": processing_class}
+        return tokenizer.apply_chat_template(*args, **given, **kwargs)
+
+    own = copy.copy(tokenizer)
+    own.apply_chat_template = apply_chat_template
+    return own
 
 
 def _listed(label: str, name: str, value: Any, count: int) -> list[Any]:

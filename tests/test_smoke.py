@@ -94,3 +94,29 @@ def test_checkpoint_is_a_model_folder(finished):
     ids = torch.tensor([AutoTokenizer.from_pretrained(last)("12+13=")["input_ids"]])
     logits = [kind.from_pretrained(path)(ids).logits for path in (last, folder / "final")]
     assert torch.equal(*logits)
+
+
+LOGGING = """
+def logs(completions, trainer_state, log_extra, log_metric, **columns):
+    lengths = [len(c) for c in completions]
+    log_extra("characters", lengths)
+    log_metric("characters", sum(lengths) / len(lengths))
+    log_metric("step", trainer_state.global_step)
+    log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
+    return lengths
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_rewards_log_is_in_the_files_of_the_run(tmp_path, num_workers):
+    (tmp_path / "my_rewards.py").write_text(LOGGING)
+    workers = ["--reward-num-workers", num_workers] if num_workers else []
+    run_ok("--method", "grpo", "--max-steps", 2, "--reward-funcs", "my_rewards.logs", "--output-dir", "run", *workers,
+           "--eval-steps", 2, cwd=tmp_path)  # fmt: skip
+    rows = metrics(tmp_path / "run")
+    assert [row["reward/log/step"] for row in rows[1:]] == [0.0, 1.0]
+    assert [row["reward/log/progress"] for row in rows[1:]] == [0.0, 0.5]
+    assert [row["reward/log/characters"] for row in rows[1:]] == pytest.approx([row["reward/mean"] for row in rows[1:]])
+    assert rows[0]["eval/log/characters"] == pytest.approx(rows[0]["eval/reward/mean"])
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(row["extra"] == {"characters": row["rewards"]["logs"]} for row in samples)

@@ -108,9 +108,9 @@ class DataConfig:
 
     data: tuple[str, ...]
     (
-        "Where rows come from, one or several: FILE.jsonl (json, csv, parquet, .gz), a hub id, or task:NAME. Options "
-        "follow after a colon: PATH:format=F,split=train[:500],name=main,weight=0.5; "
-        "task:addition:difficulty=2,split=train. Repeatable."
+        "Where rows come from, one or several: FILE.jsonl (json, csv, tsv, parquet, .gz), a hub id, or task:NAME. "
+        "Options follow after a colon: PATH:format=F,split=train[:500],name=main,weight=0.5, and those of the format, "
+        "such as field_messages=a.b; task:addition:difficulty=2,split=train. Repeatable."
     )
     data_format: str = "auto"
     """How rows are read: auto, a format name, or my_module.my_transform; format=... in --data wins."""
@@ -132,9 +132,9 @@ class PromptConfig(DataConfig):
 
     data: tuple[str, ...] = ()
     (
-        "Where rows come from, one or several: FILE.jsonl (json, csv, parquet, .gz), a hub id, task:NAME, or "
-        "reasoning_gym:NAME. Options follow after a colon: PATH:format=F,split=train[:500],name=main,weight=0.5; "
-        "task:addition:difficulty=2,split=train. Repeatable."
+        "Where rows come from, one or several: FILE.jsonl (json, csv, tsv, parquet, .gz), a hub id, task:NAME, or "
+        "reasoning_gym:NAME. Options follow after a colon: PATH:format=F,split=train[:500],name=main,weight=0.5, and "
+        "those of the format, such as field_messages=a.b; task:addition:difficulty=2,split=train. Repeatable."
     )
 
     def __post_init__(self) -> None:

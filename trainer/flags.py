@@ -177,6 +177,8 @@ def _checked_words(words: Sequence[str], flag: Flag, label: str) -> tuple[str, .
         raise ValueError(f"{label}: needs a value; one that starts with - is attached with =")
     if len(words) > 1:
         raise ValueError(f"{label}={' '.join(words)}: takes one value, got {len(words)}; quote it if it holds spaces")
+    if flag.takes_bool and words[0].lower() in ("true", "false"):  # one of several kinds of value
+        return (words[0].capitalize(),)
     return (words[0],)
 
 
@@ -225,12 +227,20 @@ def _json(value: dict[Any, Any], label: str) -> str:
 
 
 def _data_spec(item: dict[str, Any], label: str) -> str:
-    """{path: rows.jsonl, split: train, weight: 0.5} -> 'rows.jsonl:split=train,weight=0.5'."""
+    """{path: rows.jsonl, split: train, weight: 0.5} -> 'rows.jsonl:split=train,weight=0.5'.
+
+    roles may be a mapping, as {user: [human, person]}; a comma within a value is written as parse_spec reads it.
+    """
     if not item.get("path"):
         raise ValueError(f"{label}={item}: a data entry needs a path")
-    options = [f"{key}={_word(value, label)}" for key, value in item.items() if key != "path" and value is not None]
-    if any("," in option for option in options):
-        raise ValueError(f"{label}={item}: an option of a data entry cannot hold a comma")
+    if isinstance(item.get("roles"), dict):
+        roles = {role: [names] if isinstance(names, str) else names for role, names in item["roles"].items()}
+        item = item | {"roles": ",".join(f"{role}={'|'.join(map(str, names))}" for role, names in roles.items())}
+    options = [
+        f"{key}={_word(value, label)}".replace(",", "\\,")
+        for key, value in item.items()
+        if key != "path" and value is not None
+    ]
     return ":".join([str(item["path"]), ",".join(options)] if options else [str(item["path"])])
 
 

@@ -13,8 +13,8 @@ from trainer.config import RolloutConfig
 class AdvantageConfig:
     """From rewards to advantages."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
+    scale_rewards: Literal["group", "batch", "none"] | bool = "group"
+    """Divide advantages by the standard deviation of the group (or true), of the batch, or not at all (or false)."""
     advantage_estimator: Literal["group", "leave_one_out"] = "group"
     """The baseline of a completion: the mean of its group, or of the others in it (RLOO; needs scale_rewards none)."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -28,6 +28,8 @@ class AdvantageConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.scale_rewards, bool):  # as TRL and axolotl have it
+            object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
         if self.overlong_margin < 0:
             raise ValueError(f"overlong_margin={self.overlong_margin}: must be 0 (off) or more tokens")
         if self.advantage_estimator == "leave_one_out" and self.scale_rewards != "none":

@@ -38,7 +38,7 @@ from rollout.types import Completion
 from trainer.dist import all_sum
 from trainer.group_step import score
 from trainer.model import Policy, reference_logps
-from trainer.rollouts import pack_completions
+from trainer.rollouts import logged_metrics, pack_completions
 
 NOTHING = 1e-6  # rewards and advantages below this are none
 
@@ -71,9 +71,11 @@ class GroupBatch:
     def table(self) -> RewardTable:
         totals = self.reward.flatten().tolist()
         values = [row for group in self.groups for row in group.values]
+        extra = [row for group in self.groups for row in group.extra or [{}] * len(group.values)]
         return RewardTable(
-            names=self.names, values=values, weights=self.weights, totals=[None if x != x else x for x in totals]
-        )
+            names=self.names, values=values, weights=self.weights, totals=[None if x != x else x for x in totals],
+            extra=extra,
+        )  # fmt: skip
 
     def old_logps(self, recompute: bool) -> list[list[float] | None] | None:
         """Log-probs that the ratios of replayed groups are taken against, where not those of the weights of today."""
@@ -103,10 +105,11 @@ class Groups:
         self.names = [*rewards.names, *(["overlong"] if self.has_penalty else [])]
         self._weights: list[float] = []  # of the rewards, at the step in hand
         self._reward_s = 0.0
+        self._logged: dict[str, list[float]] = {}  # by the reward functions, in the step in hand
 
     def next(self, step: int, version: int) -> GroupBatch:
         """The batch that comes after `step` optimizer steps; `version` is that of the engine's weights."""
-        self._reward_s = 0.0
+        self._reward_s, self._logged = 0.0, {}
         self.producer.begin(step, version)
         groups = self._rewarded(self.producer.arrived(), step)
         sampled = list(groups)
@@ -120,7 +123,7 @@ class Groups:
                 groups[place] = group
         for group in sampled:
             self._tell_planner(group)
-        metrics = self._replay(groups, step)
+        metrics = self._replay(groups, step) | logged_metrics(self._logged, "reward")
         made = GroupBatch(sampled, self.names, self._weights, {})
         batch = GroupBatch(groups, self.names, self._weights, metrics, made, self._reward_s)
         if groups != sampled:
@@ -144,10 +147,13 @@ class Groups:
         for part, future in pending:
             table = future.result()
             self._weights = [*table.weights, *([1.0] if self.has_penalty else [])]
-            rows = iter(table.values)
+            for name, numbers in table.logged.items():
+                self._logged.setdefault(name, []).extend(numbers)
+            rows, extra = iter(table.values), iter(table.extra or ())
             for made in part:
                 values = [self._values(next(rows), completion) for completion in made.completions]
-                groups.append(Group(planned=made.planned, completions=made.completions, values=values))
+                own = [next(extra) for _ in made.completions] if table.extra else None
+                groups.append(Group(planned=made.planned, completions=made.completions, values=values, extra=own))
         self._reward_s += time.perf_counter() - started
         return sorted(groups, key=lambda group: group.planned.number)
 

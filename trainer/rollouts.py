@@ -232,6 +232,11 @@ def scores_by_function(table: RewardTable) -> dict[str, list[float]]:
     return {name: scores for name, scores in applied.items() if scores}
 
 
+def logged_metrics(logged: dict[str, list[float]], kind: str) -> dict[str, float]:
+    """Means of what reward functions logged by log_metric, over the calls of a step or of an evaluation."""
+    return {f"{kind}/log/{name}": statistics.fmean(values) for name, values in logged.items() if values}
+
+
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     lengths = [len(completion.ids) for completion in completions]
     return {
@@ -283,6 +288,7 @@ def evaluate(
     totals = [total for total in table.totals if total is not None]
     metrics = {"eval/reward/mean": statistics.fmean(totals) if totals else float("nan")}
     metrics |= {f"eval/{name}/mean": statistics.fmean(scores) for name, scores in scores_by_function(table).items()}
+    metrics |= logged_metrics(table.logged, "eval")
     return {**metrics, "eval/len_mean": statistics.fmean(len(c.ids) for c in completions), "eval/rows": len(prompts)}
 
 
@@ -300,6 +306,7 @@ def sample_rows(
             "source": prompts[i].source,
             "finish_reason": completions[i].finish_reason,
             **({"messages": completions[i].messages} if completions[i].messages else {}),
+            **({"extra": table.extra[i]} if table.extra and table.extra[i] else {}),
         }
         for i in range(0, len(completions), stride)
     ][:SAMPLES_PER_STEP]

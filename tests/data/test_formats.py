@@ -46,7 +46,24 @@ def wrong(cfg):
     return lambda example: "text"
 
 def batched(cfg):
-    return (lambda example: example), {"batched": True}
+    def transform(batch, tokenizer=None):
+        assert tokenizer is not None
+        return {"prompt": [f"{len(batch['problem'])}: {text}" for text in batch["problem"]]}
+    return transform, {"batched": True, "batch_size": 2, "remove_columns": ["problem"], "num_proc": 4}
+
+def twice(cfg):
+    def transform(batch):
+        return {"prompt": [text + end for text in batch["problem"] for end in "ab"]}
+    return transform, {"batched": True, "remove_columns": ["problem", "level"]}
+
+def odd_setting(cfg):
+    return (lambda example: example), {"with_indices": True}
+
+def uneven(cfg):
+    return (lambda batch: {"prompt": ["a", "b"]}), {"batched": True}
+
+def not_lists(cfg):
+    return (lambda batch: {"prompt": "a"}), {"batched": True}
 
 def not_a_factory(example):
     return {"prompt": "x"}
@@ -108,7 +125,9 @@ def test_sft_transform(rows, chatml):
         ("no_prompt", "data.jsonl:1: has neither 'prompt' nor 'messages'"),
         ("raises", "data.jsonl:1: data_format=my_transforms.raises failed on this row .KeyError: 'nothing'"),
         ("wrong", "data.jsonl:1: data_format=my_transforms.wrong returned str"),
-        ("batched", "the setting 'batched' is not supported"),
+        ("odd_setting", "the setting 'with_indices' is not supported; only batch_size, batched, remove_columns are"),
+        ("uneven", "data.jsonl:1: data_format=my_transforms.uneven leaves columns of different lengths .problem: 1, "),
+        ("not_lists", "data.jsonl:1: data_format=my_transforms.not_lists is batched; it must return a dict of lists"),
         ("not_a_factory", "data_format=my_transforms.not_a_factory: returned dict"),
         ("broken_factory", "failed when called with the config .RuntimeError: no such luck"),
         ("missing", "data_format=my_transforms.missing: .*my_transforms.py has no 'missing'"),
@@ -120,6 +139,103 @@ def test_bad_transforms(rows, chatml, name, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_prompts([rows], chatml, data_format=f"my_transforms.{name}")
     assert "\n" not in str(caught.value)
+
+
+def test_batched_transforms_work_as_datasets_map_has_them(rows, chatml, tmp_path):
+    problems = [{"problem": f"{n}"} | ({"level": n} if n else {}) for n in range(3)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    prompts = load_prompts([rows], chatml, data_format="my_transforms.batched")
+    assert [prompt.prompt for prompt in prompts] == ["2: 0", "2: 1", "1: 2"]
+    assert [prompt.columns for prompt in prompts] == [{"level": None}, {"level": 1}, {"level": 2}]
+    assert [prompt.source for prompt in prompts] == ["data.jsonl:1", "data.jsonl:2", "data.jsonl:3"]
+    prompts = load_prompts([rows], chatml, data_format="my_transforms.twice")
+    assert [prompt.prompt for prompt in prompts] == ["0a", "0b", "1a", "1b", "2a", "2b"]
+    assert prompts[3].source == "data.jsonl:1 to data.jsonl:3#4" and prompts[3].columns == {}
+
+
+SHARED = [
+    {"from": "human", "value": "2+2?"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+    {"from": "observation", "value": "4"},
+    {"from": "gpt", "value": "It is 4."},
+]
+SHARED_TEXT = (
+    "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+    "<|im_start|>assistant\nCALL<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "suffix"),
+    [
+        ({"conversations": SHARED, "system": "Be brief"}, ""),
+        ({"messages": [{"from": "system", "value": "Be brief"}, *SHARED]}, ""),
+        ({"conversations": SHARED, "system": "Be brief"}, ":format=sharegpt"),
+        ({"dialog": SHARED, "system": "Be brief"}, ":format=sharegpt,field_messages=dialog"),
+        ({"a": {"b": SHARED}, "system": "Be brief"}, ":format=chat_template,field_messages=a.b"),
+    ],
+)
+def test_sharegpt_rows(tmp_path, chatml, row, suffix):
+    chatml.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}CALL{% endif %}"
+        "<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    spec = f"{tmp_path}/rows.jsonl{suffix}"
+    (example,) = load_examples([spec], chatml)
+    assert chatml.decode(example.ids) == SHARED_TEXT
+    trained = [token for token, is_trained in zip(example.ids, example.mask, strict=True) if is_trained]
+    assert chatml.decode(trained) == "CALL<|im_end|>It is 4.<|im_end|>"
+    (prompt,) = load_prompts([spec], chatml)
+    turns = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "2+2?"}]
+    assert prompt.prompt == turns and "a.b" not in prompt.columns
+
+
+def test_what_a_sharegpt_message_must_be(tmp_path, chatml):
+    bad = [
+        ({"from": "narrator", "value": "x"}, r"conversations\[1\]: from='narrator' is unknown; use one of human, "),
+        ({"from": "gpt", "value": None}, r"conversations\[1\]: its value is None, not text"),
+        (
+            {"from": "function_call", "value": "add(2)"},
+            r"conversations\[1\]: its function_call is not JSON of the form",
+        ),
+    ]
+    for message, sentence in bad:
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"conversations": [SHARED[0], message]}) + "\n")
+        with pytest.raises(ValueError, match=f"rows.jsonl:1: {sentence}"):
+            load_examples([f"{tmp_path}/rows.jsonl"], chatml)
+
+
+def test_format_options_of_one_data_entry(tmp_path, chatml):
+    """Nested names, keys and roles; each entry has its own, and one that nothing reads is refused."""
+    (tmp_path / "one.jsonl").write_text(
+        json.dumps({"request": {"input": [{"who": "person", "says": "2+2?"}, {"who": "bot", "says": "4"}]}}) + "\n"
+    )
+    (tmp_path / "two.jsonl").write_text(json.dumps({"prompt": "3+3?"}) + "\n")
+    one = (
+        f"{tmp_path}/one.jsonl:format=chat_template,field_messages=request.input,role_key=who,content_key=says,"
+        "roles=user=person|human,assistant=bot"
+    )
+    first, second = load_prompts([one, f"{tmp_path}/two.jsonl"], chatml)
+    assert first.prompt == [{"role": "user", "content": "2+2?"}] and second.prompt == "3+3?"
+    refused = {
+        f"{tmp_path}/two.jsonl:field_messages=x": "field_messages=x has no effect on format=auto; it is for chat",
+        f"{tmp_path}/one.jsonl:format=chat_template,prompt_format=Q{{prompt}}": "no format of this method reads it",
+        f"{tmp_path}/one.jsonl:format=chat_template,roles=usr=person": "role 'usr' is unknown",
+        f"{tmp_path}/one.jsonl:format=chat_template,field_messages=request.output": "has no 'request.output'",
+    }
+    for spec, sentence in refused.items():
+        with pytest.raises(ValueError, match=sentence):
+            load_prompts([spec], chatml)
+
+
+def test_a_null_column_is_said_to_be_null(tmp_path, chatml):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": None, "answer": "4"}) + "\n")
+    with pytest.raises(ValueError, match="rows.jsonl:1: 'question' is null; fill it in"):
+        load_prompts([f"{tmp_path}/rows.jsonl:format=question_answer"], chatml)
+    with pytest.raises(ValueError, match=r"none of 'messages', .*its columns: question \(null\), answer"):
+        load_examples([f"{tmp_path}/rows.jsonl"], chatml)
 
 
 def test_unimportable(rows, chatml, tmp_path):

@@ -240,11 +240,48 @@ def test_auto_takes_the_shared_beginning_as_the_prompt(texts, chatml, row, expec
     assert texts(row, "auto", chatml) == expected
 
 
+HUMAN = {"from": "human", "value": "2+2?"}
+BETTER, WORSE = {"from": "gpt", "value": "4"}, {"from": "gpt", "value": "5"}
+
+
+@pytest.mark.parametrize("name", ["auto", "sharegpt"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [HUMAN], "chosen": BETTER, "rejected": WORSE},
+        {"conversations": [HUMAN], "chosen": [BETTER], "rejected": [WORSE]},
+        {"conversations": [HUMAN], "chosen": "4", "rejected": "5"},
+        {"chosen": [HUMAN, BETTER], "rejected": [HUMAN, WORSE]},
+        {"conversations": [USER], "chosen": GOOD, "rejected": BAD},
+    ],
+)
+def test_sharegpt_pairs(texts, chatml, name, row):
+    assert texts(row, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
+
+
+def test_sharegpt_pairs_keep_their_system_column(texts, chatml):
+    row = {"system": "Be brief", "conversations": [HUMAN], "chosen": BETTER, "rejected": WORSE}
+    assert texts(row, "auto", chatml) == (CHATML_SYSTEM, "4<|im_end|>", "5<|im_end|>")
+
+
+def test_options_of_one_data_entry_win_over_those_of_the_run(tmp_path, chatml):
+    for name, question in (("one", "q"), ("two", "asked")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({question: "2+2?", "chosen": "4", "rejected": "5"}) + "\n")
+    entries = [
+        f"{tmp_path}/one.jsonl",
+        f"{tmp_path}/two.jsonl:field_prompt=asked,prompt_format=Well\\, {{prompt}} ,weight=2",
+    ]
+    options = FormatOptions(field_prompt="q")
+    pairs = load_pairs(entries, chatml, data_format="user_defined", options=options)
+    assert [chatml.decode(pair.prompt_ids) for pair in pairs] == ["2+2?", "Well, 2+2? "]
+    assert [pair.weight for pair in pairs] == [1.0, 2.0]
+
+
 def test_every_registered_format_has_a_row_here():
     tested = {f"{family}.{kind}" for family in FAMILIES for kind in ROWS} | {
         "chatml", "llama3", "zephyr.nectar", "chat_template", "chat_template.default", "chat_template.argilla_chat",
         "chat_template.argilla", "bradley_terry.chat_template", "user_defined", "user_defined.default", "passthrough",
-        "passthrough.default", "auto",
+        "passthrough.default", "auto", "sharegpt",
     }  # fmt: skip
     assert tested == PAIR_FORMATS.keys()
 
@@ -252,7 +289,7 @@ def test_every_registered_format_has_a_row_here():
 ANSWERS = [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]
 BAD_ROWS = [
     ("chatml.intel", {"question": "q", "chosen": "a"}, r"has no 'rejected' \(its columns: question, chosen\)"),
-    ("chatml.intel", {"question": "q", "chosen": "a", "rejected": None}, "has no 'rejected'"),
+    ("chatml.intel", {"question": "q", "chosen": "a", "rejected": None}, "'rejected' is null; fill it in"),
     ("chatml.intel", {"question": "", "chosen": "a", "rejected": "b"}, "'question' is empty"),
     ("llama3.icr", {"input": "q", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),
     ("llama3.icr", {"input": "q", "chosen": [GOOD], "rejected": "b"}, "'chosen' is a list, not text"),
@@ -276,8 +313,8 @@ BAD_ROWS = [
     ("chat_template.default", {"messages": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "ends with an assistant"),
     ("chat_template.default", {"messages": [USER], "chosen": USER, "rejected": BAD}, "'chosen' ends with a user"),
     ("chat_template.default", {"messages": [USER], "chosen": GOOD, "rejected": ""}, "'rejected' is empty"),
-    ("chat_template.default", {"messages": [{"from": "human", "value": "q"}], "chosen": GOOD, "rejected": BAD},
-     r"messages\[0\] has no 'role' \(its keys: from, value\); fix the row, or see format.role_key"),
+    ("chat_template.default", {"messages": [{"speaker": "human", "value": "q"}], "chosen": GOOD, "rejected": BAD},
+     r"messages\[0\] has no 'role' \(its keys: speaker, value\); fix the row, or see format.role_key"),
     ("chat_template.default", {"messages": [{**USER, "role": "human"}], "chosen": GOOD, "rejected": BAD},
      r"messages\[0\]: role 'human' is unknown; chat_template.\* can map it with format.roles"),
     ("chat_template.default", {"messages": [USER], "chosen": {**GOOD, "content": 4}, "rejected": BAD},

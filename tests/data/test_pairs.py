@@ -161,11 +161,16 @@ def test_system_prompt_stands_in_for_a_missing_system(write, chatml):
 
 def test_margin(write, chatml):
     values = (1.5, "2", None, 0)
-    pairs = load_pairs([write(*(row(margin=value) for value in values))], chatml)
+    pairs = load_pairs([write(*(row(margin=value) for value in values))], chatml, margins=True)
     assert [pair.margin for pair in pairs] == [1.5, 2.0, None, 0.0]
     for value in ("much", True, [1], float("nan")):
         with pytest.raises(ValueError, match="rows.jsonl:1: 'margin' is .*, not a number"):
-            load_pairs([write(row(margin=value))], chatml)
+            load_pairs([write(row(margin=value))], chatml, margins=True)
+
+
+def test_a_margin_that_no_loss_uses_stops_nothing(write, chatml):
+    (pair,) = load_pairs([write(row(margin="large"))], chatml)
+    assert pair.margin is None and texts(chatml, pair)[1:] == ("4<|endoftext|>", "5<|endoftext|>")
 
 
 def test_several_datasets_with_formats_and_weights(write, chatml):
@@ -194,7 +199,7 @@ def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):
 
 def test_equal_responses_are_counted(write, chatml, capsys):
     assert len(load_pairs([write(row(), row(chosen="5"))], chatml)) == 2
-    assert capsys.readouterr().err == "data: of 2 rows, 1 with equal responses\n"
+    assert capsys.readouterr().err == "data: of 2 rows, 1 whose chosen response equals the rejected one\n"
 
 
 def test_a_users_transform(write, chatml, tmp_path, monkeypatch):

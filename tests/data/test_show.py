@@ -39,6 +39,15 @@ def test_pairs(write, capsys):
         ({"prompt": "2+2?", "completions": ["a", "b"], "labels": [True, False]}, "steps (right, wrong): 8 tokens"),
         ({"messages": [USER, {"role": "assistant", "content": "4"}]}, "example: 15 tokens, 2 trained"),
         (PAIR, "chosen: 6 tokens, 2 trained"),
+        ({**PAIR, "label": 1}, "chosen: 6 tokens, 2 trained"),
+        (
+            {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+            "15 tokens, 2 trained",
+        ),
+        (
+            {"conversations": [USER], "chosen": {"from": "gpt", "value": "4"}, "rejected": "5"},
+            "chosen: 14 tokens, 2 trained",
+        ),
     ],
 )
 def test_kind_is_told_from_the_columns(write, capsys, row, expected):
@@ -58,6 +67,32 @@ def test_truths_and_documents(write, capsys):
     assert "cut 1 of 1 examples to 28 tokens" in told.err
     assert main(["--data", write({"prompt": "2+2=", "ground_truth": "4"}), "--kind", "truths"]) == 0
     assert "truth: 6 tokens, 2 trained\n2+2=4<|im_end|>\nmask 0x4 1x2\n" in capsys.readouterr().out
+
+
+TRANSFORM = """
+def make(cfg):
+    seen = f"{type(cfg).__module__} {cfg.num_generations} {cfg.data.data_format} {cfg.model.system_prompt}: "
+    return lambda example: {"prompt": seen + example["q"]}
+"""
+
+
+def test_a_transform_gets_the_config_of_training(write, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "show_transform.py").write_text(TRANSFORM)
+    path = write({"q": "a"}, {"q": "b"})
+    assert main(["--data", path, "--data-format", "show_transform.make", "--kind", "prompts"]) == 0
+    assert "\ntrainer.methods.grpo 8 show_transform.make None: a\n" in capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text(
+        "method: rloo\nmodel: builtin:tiny\ndata_format: show_transform.make\nnum_generations: 4\n"
+        "data:\n- path: rows.jsonl\n  split: train[1:]\nmax_completion_length: 32\n"
+    )
+    assert main(["--config", "run.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert "\ntrainer.methods.rloo 4 show_transform.make None: b\n" in told and "tokens in 1 rows" in told
+    assert main(["--config", "run.yaml", "--data", path]) == 0
+    assert "tokens in 2 rows" in capsys.readouterr().out
+    assert main([]) == 1
+    assert "error: data: required; give --data, or --config" in capsys.readouterr().err
 
 
 def test_options_and_lengths(write, capsys):

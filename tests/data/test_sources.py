@@ -19,12 +19,13 @@ ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10)]
 def write(path: Path, rows=ROWS) -> str:
     """Write rows in the kind that the suffix names."""
     name = path.name.removesuffix(".gz")
-    if name.endswith(".jsonl"):
+    if name.endswith((".jsonl", ".ndjson")):
         text = "".join(json.dumps(row) + "\n" for row in rows)
     elif name.endswith(".json"):
         text = json.dumps(rows, indent=1)
     else:
-        text = "prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in rows)
+        comma = "\t" if name.endswith(".tsv") else ","
+        text = comma.join(["prompt", "answer\n"]) + "".join(f"{r['prompt']}{comma}{r['answer']}\n" for r in rows)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return str(path)
 
@@ -40,6 +41,14 @@ def test_parse_spec():
         path="task:addition", split="sft", options={"size": 5, "seed": 3, "difficulty": 2, "sloppy": 0.25}
     )
     assert parse_spec("C:/rows.jsonl:weight=2").path == "C:/rows.jsonl"
+    own = parse_spec(
+        r"a.jsonl:format=chat_template,field_messages=a.b,roles=user=human|person,assistant=gpt,split=train"
+    )
+    assert own.format_options == {"field_messages": "a.b", "roles": "user=human|person,assistant=gpt"}
+    assert own.split == "train"
+    assert parse_spec(r"a.jsonl:prompt_format=Well\, {prompt} ,weight=2").format_options == {
+        "prompt_format": "Well, {prompt} "
+    }
 
 
 @pytest.mark.parametrize(
@@ -63,7 +72,21 @@ def test_parse_spec_refusals(text, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["r.jsonl", "r.json", "r.csv", "r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.parquet", "R.JSONL"]
+    "name",
+    [
+        "r.jsonl",
+        "r.json",
+        "r.csv",
+        "r.jsonl.gz",
+        "r.json.gz",
+        "r.csv.gz",
+        "r.parquet",
+        "R.JSONL",
+        "r.ndjson",
+        "r.ndjson.gz",
+        "r.tsv",
+        "r.tsv.gz",
+    ],
 )
 def test_local_files(tmp_path, name):
     path = tmp_path / name

@@ -28,6 +28,8 @@ def test_the_last_separator_token_of_each_step_is_labelled(load, tokenizer_of):
     (row,) = load({**ROW, "labels": [0, 1]}, step_separator="##", data_format="auto")
     assert tokenizer.decode(row.ids) == "abcde##fgh##"
     assert row.labels == [N, N, N, N, N, N, 0, N, N, N, N, 1]
+    (row,) = load({**ROW, "labels": ["True", "false"]})  # text, as some exports have it
+    assert row.labels == [N, N, N, N, N, 1, N, N, N, 0]
 
 
 def test_last_step_only(load):
@@ -81,7 +83,7 @@ def test_lengths(load, capsys):
         ({"completions": [], "labels": []}, r"'completions' is \[\]"),
         ({"completions": ["a", 3]}, r"completions\[1\] is a int, not text"),
         ({"prompt": ""}, "'prompt' is empty"),
-        ({"prompt": None}, "has no 'prompt'"),
+        ({"prompt": None}, "'prompt' is null"),
     ],
 )
 def test_bad_rows(load, capsys, change, message):

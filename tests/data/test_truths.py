@@ -77,8 +77,19 @@ def test_kinds_of_rows(write, chatml, row, name, before, truth):
 
 
 def test_all_formats_are_there():
-    assert SFT_FORMATS.keys() <= TRUTH_FORMATS.keys()
-    assert not PAIR_FORMATS.keys() & TRUTH_FORMATS.keys() - {"auto"}
+    assert SFT_FORMATS.keys() <= TRUTH_FORMATS.keys() | PAIR_FORMATS.keys()
+    assert PAIR_FORMATS.keys() & TRUTH_FORMATS.keys() == {"auto", "sharegpt"}
+
+
+def test_sharegpt_rows(write, chatml):
+    human, gpt = {"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}
+    rows = [{"conversations": [human, gpt]}, {"conversations": [human], "chosen": gpt, "rejected": human | gpt}]
+    for name in ("auto", "sharegpt"):
+        prompts = load_truths([write(*rows)], chatml, data_format=name)
+        assert [prompt.columns["ground_truth"] for prompt in prompts] == ["4", "4"]
+        assert [chatml.decode(prompt.ids) for prompt in prompts] == [
+            "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
+        ] * 2
 
 
 def test_ids_are_those_of_rollouts_and_of_imitation(write, chatml):

@@ -57,6 +57,28 @@ def test_text_families(load, family, kind, row):
     assert found == list(zip(prompts, [answer] * 3, [True, False, True], strict=True))
 
 
+def test_rows_of_one_label_only_are_told_with_their_number(load, capsys):
+    rows = [{"prompt": "2+2?", "completion": "4", "label": True}] * 3
+    load(rows)
+    assert "data: all 3 responses are desirable and none is undesirable; KTO learns" in capsys.readouterr().err
+    load([{**row, "label": 0} for row in rows])
+    assert "data: all 3 responses are undesirable and none is desirable" in capsys.readouterr().err
+    load([*rows, {**rows[0], "label": False}])
+    assert capsys.readouterr().err == ""
+
+
+def test_equal_responses_of_pairs_are_counted(load, capsys):
+    load([{"prompt": "2+2?", "chosen": "4", "rejected": "4"}, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}])
+    assert capsys.readouterr().err == "data: of 2 rows, 1 whose chosen response equals the rejected one\n"
+
+
+def test_sharegpt_rows(load):
+    turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    rows = [{"conversations": turns, "label": True}, {"conversations": turns, "label": "false"}]
+    assert load(rows, "sharegpt") == load(rows)
+    assert load(rows) == [(CHATML, "4<|im_end|>", True), (CHATML, "4<|im_end|>", False)]
+
+
 def test_user_defined(load):
     row = {"system": "Be brief", "prompt": "2+2?", "completion": "4", "label": "true"}
     for name in ("user_defined", "user_defined.default"):
@@ -117,7 +139,7 @@ def test_built_in_task_and_sources(chatml):
 def test_lengths(load, capsys):
     rows = [{"prompt": "abc", "completion": text, "label": True} for text in ("d", "defgh")]
     assert load(rows, max_length=5) == [("abc", "d<|endoftext|>", True), ("abc", "de", True)]
-    assert capsys.readouterr().err == "data: of 2 rows, 1 cut to max_length=5\n"
+    assert capsys.readouterr().err.startswith("data: of 2 rows, 1 cut to max_length=5\n")
     with pytest.raises(ValueError, match="max_length=3: none of the 2 rows fits"):
         load(rows, max_length=3)
 
@@ -138,7 +160,7 @@ def test_lengths(load, capsys):
         ("chatml.argilla_chat", {"completion": [GOOD], "label": True}, "has no 'chosen'"),
         ("chatml.argilla_chat", {"completion": "a", "label": True}, "'completion' is a str, not a list of messages"),
         ("llama3.intel", {"prompt": "q", "completion": "a", "label": True}, "has no 'question'"),
-        ("user_defined", {"prompt": "q", "completion": "a", "label": None}, "has no 'label'"),
+        ("user_defined", {"prompt": "q", "completion": "a", "label": None}, "'label' is null"),
     ],
 )
 def test_bad_rows(load, name, row, message):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from data.types import Prompt
-from rollout.reward_calls import Fault, score_rows
+from rollout.reward_calls import Fault, TrainerState, score_rows
 from rollout.reward_workers import shards
 from rollout.rewards import Rewards, load_rewards
 from rollout.types import Completion
@@ -55,6 +55,24 @@ def open_rewards(tmp_path, monkeypatch):
     yield load
     for rewards in opened:
         rewards.close()
+
+
+def test_what_a_worker_logs_comes_back_in_the_order_of_the_rows(open_rewards):
+    source = """
+        def logs(completions, trainer_state, log_extra, log_metric):
+            log_extra("step and text", [f"{trainer_state.global_step} {c}" for c in completions])
+            log_extra("object", [object] * len(completions))
+            log_metric("rows", len(completions))
+            if "bad" in completions and len(completions) > 1:
+                raise RuntimeError("not together with others")
+            return [1.0] * len(completions)
+    """
+    rewards = open_rewards(source, "my_rewards.logs", num_workers=2, on_error="none", say=lambda text: None)
+    rewards.run = TrainerState(max_steps=9)
+    table = rewards.score(*rows(["a", "b", "bad", "c"]), step=3)
+    assert [row["step and text"] for row in table.extra] == ["3 a", "3 b", "3 bad", "3 c"]
+    assert table.extra[0]["object"] == "<class 'object'>"
+    assert table.logged == {"rows": [2.0, 1.0, 1.0]}, "a call that failed logs nothing"
 
 
 # scores -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from data.types import Prompt
-from rollout.rewards import load_rewards
+from rollout.reward_calls import TrainerState
+from rollout.reward_options import RewardConfig
+from rollout.rewards import load_rewards, open_rewards
 from rollout.types import Completion
 
 
@@ -66,6 +68,51 @@ def test_weighted_totals_and_none(beside):
     assert load_rewards(["my_rewards.never"], None).score(*rows(["a", "b"])).totals == [None, None]
     assert load_rewards(["my_rewards.never"], ()).weights == [1.0]
     assert rewards.score([], []).totals == []
+
+
+LOGS = """
+    def logs(completions, trainer_state, log_extra, log_metric, **columns):
+        assert not columns.keys() & {"trainer_state", "log_extra", "log_metric"}
+        log_extra("length", [len(c) for c in completions])
+        log_metric("mean_length", sum(map(len, completions)) / len(completions))
+        log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
+        log_metric("epoch", trainer_state.epoch)
+        return [1.0] * len(completions)
+    def plain(completions, **columns):
+        return [float(len(columns))] * len(completions)
+    def optional(completions, log_metric=None):
+        log_metric("called", 1)
+        return [0.0] * len(completions)
+    def short(completions, log_extra):
+        log_extra("length", [1])
+        return [0.0] * len(completions)
+"""
+
+
+def test_trl_arguments_are_given_to_functions_that_name_them(beside):
+    beside(LOGS)
+    rewards = load_rewards(["my_rewards.logs", "my_rewards.plain", "my_rewards.optional"])
+    rewards.run = TrainerState(max_steps=8, num_train_epochs=2.0)
+    table = rewards.score(*rows(["a", "bbb"], trainer_state=["x", "y"]), step=4)
+    assert table.extra == [{"length": 1}, {"length": 3}]
+    assert table.logged == {"mean_length": [2.0], "progress": [0.5], "epoch": [1.0], "called": [1.0]}
+    assert [row[1] for row in table.values] == [3.0, 3.0], "prompts, completion_ids and the column of the data"
+    with pytest.raises(ValueError, match="short: logged 1 values of 'length' for 2 completions.*; give log_extra one"):
+        load_rewards(["my_rewards.short"]).score(*rows(["a", "b"]))
+
+
+def test_a_default_reward_is_told_with_the_rows_it_applies_to(capsys):
+    said = []
+    prompts, _ = rows(["a", "b", "c"], answer=["1", None, "3"])
+    rewards = open_rewards(RewardConfig(), said.append)
+    rewards.check_columns(prompts, "data")
+    rewards.check_columns(prompts, "eval_data")
+    assert said == [
+        "reward_funcs: none given, so the reward is exact_match, 1 where a completion is the row's 'answer'; "
+        "2 of 3 rows have one"
+    ]
+    open_rewards(RewardConfig(reward_funcs=("exact_match",)), said.append).check_columns(prompts, "data")
+    assert len(said) == 1
 
 
 def test_only_what_the_signature_takes_is_passed(beside):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from data.types import Prompt
 from rollout.local import LocalEngine
 from rollout.rollout_func import RolloutFunction, kind_of
 from rollout.source import Job, run_groups
@@ -47,6 +48,16 @@ def texts(model, processing_class, prompts, generation_config=None):
     SEEN.update(prompts=prompts, config=generation_config, training=model.training, grad=torch.is_grad_enabled())
     SEEN["draw"] = torch.rand(1).item()
     return ["twelve", "a" * 40, "", "7"][: len(prompts)]
+
+
+def documented(model, processing_class, prompts, generation_config=None):
+    SEEN["prompt"] = prompts[0]
+    messages = prompts[0].get("messages", [])
+    SEEN["written"] = processing_class.apply_chat_template(
+        messages, processing_class=False, add_generation_prompt=True
+    )
+    SEEN["ids"] = list(processing_class(SEEN["written"])["input_ids"])
+    return ["7" for _ in prompts]
 
 
 async def episode(client, prompt, seed):
@@ -127,6 +138,22 @@ def test_trl_signature_gives_tokens_masks_and_columns(functions, engine):
     assert again == groups
 
 
+def test_the_signature_of_documents_gets_dicts_and_a_tokenizer_that_writes_text(functions, engine):
+    """axolotl's example spells tokenize=False as processing_class=False; the run's own tokenizer is left as it was."""
+    function = functions("documented")
+    own = engine.tokenizer.apply_chat_template
+    (group,) = run_groups(function.source(engine, SAMPLING), jobs("ab", copies=1))
+    assert group[0].text == "7"
+    seen = function.call.__globals__["SEEN"]
+    assert seen["written"] == engine.tokenizer.decode(user_prompt("ab").ids)
+    assert seen["ids"] == user_prompt("ab").ids
+    assert engine.tokenizer.apply_chat_template == own
+    plain = Prompt(source="rows.jsonl:1", prompt="2+2=", ids=[50], columns={"answer": "4"})
+    function.source(engine, SAMPLING).start([[Job(plain, 0)]])
+    turn = [{"role": "user", "content": "2+2="}]
+    assert seen["prompt"] == {"answer": "4", "prompt": "2+2=", "messages": turn}
+
+
 def test_missing_log_probs_are_computed_at_the_temperature_of_the_run(functions, engine):
     sampling = Sampling(max_tokens=12, stop_ids=(2,), temperature=0.7, for_training=True)
     (group,) = run_groups(functions("without_logprobs").source(engine, sampling), jobs("a"))
@@ -147,6 +174,8 @@ def test_texts_are_tokenised_once_and_scored(functions, engine, model):
     check_logps(engine, group)
     seen = function.call.__globals__["SEEN"]
     assert seen["training"] is False and seen["grad"] is False
+    messages = [{"role": "user", "content": "ab"}]
+    assert seen["prompts"] == [{**user_prompt("ab").columns, "prompt": messages, "messages": messages}] * 4
     assert seen["config"].max_new_tokens == 12 and seen["config"].eos_token_id == [2] and seen["config"].do_sample
     draw = seen["draw"]
     run_groups(function.source(engine, SAMPLING), jobs("ab", copies=4))

@@ -179,6 +179,10 @@ def test_flag_wins_over_yaml_wins_over_default(fork):
         ("data: {path: 'task:sort', split: sft, weight: 0.5}", "data.data", ("task:sort:split=sft,weight=0.5",)),
         ("data: [a.jsonl, {path: b.csv, format: gsm8k, split: 'train[:5]'}, {path: c}]", "data.data",
          ("a.jsonl", "b.csv:format=gsm8k,split=train[:5]", "c")),
+        ("data: {path: a.jsonl, roles: {user: [human, person], assistant: gpt}, field_messages: a.b}", "data.data",
+         (r"a.jsonl:field_messages=a.b,roles=assistant=gpt\,user=human|person",)),
+        ("data: {path: a.jsonl, prompt_format: 'Well, {prompt}'}", "data.data",
+         (r"a.jsonl:prompt_format=Well\, {prompt}",)),
     ],
 )  # fmt: skip
 def test_yaml_reaches_its_field(fork, text, field, value):
@@ -188,6 +192,24 @@ def test_yaml_reaches_its_field(fork, text, field, value):
     for part in field.split("."):
         found = getattr(found, part)
     assert found == value
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("true", "group"), ("True", "group"), ("false", "none"), ("group", "group"), ("batch", "batch")],
+)
+def test_scale_rewards_takes_a_boolean_as_trl_does(tmp_path, monkeypatch, word, meant):
+    monkeypatch.chdir(tmp_path)
+    argv = ("--method", "grpo", "--model", "m", "--data", "d.jsonl")
+    assert parse(*argv, "--scale-rewards", word).advantage.scale_rewards == meant
+    Path("c.yaml").write_text(f"scale_rewards: {word}\n")
+    cfg = parse(*argv, "--config", "c.yaml")
+    assert cfg.advantage.scale_rewards == meant and cli.config_to_tree(cfg)["scale_rewards"] == meant
+
+
+def test_scale_rewards_refuses_other_words():
+    sentence = refusal("--method", "grpo", "--model", "m", "--data", "d.jsonl", "--scale-rewards", "sometimes")
+    assert sentence.startswith("--scale-rewards=sometimes: ") and "group" in sentence and "\n" not in sentence
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from rollout.options import SyncConfig, VllmConfig
 from rollout.planner import Planner
 from rollout.producer import Producer
 from rollout.replay import Replay
+from rollout.reward_calls import TrainerState
 from rollout.reward_options import RewardConfig
 from rollout.rewards import open_rewards
 from trainer import rollouts
@@ -146,6 +147,8 @@ def train(cfg: Config) -> None:
         sampling = rollouts.training_sampling(cfg, policy)
         loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
         total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
+        epochs = total_steps * cfg.prompts_per_step / (cfg.num_iterations * loader.rows_per_epoch)
+        rewards.run = TrainerState(max_steps=total_steps, num_train_epochs=epochs)
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
         rollouts.check_servers(cfg, policy, run)
         if is_main():

@@ -92,6 +92,7 @@ def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> list[Pair]:
         bad_rows=cfg.bad_rows,
         options=cfg.format,
         cfg=cfg,
+        margins=True,
     )
 
 

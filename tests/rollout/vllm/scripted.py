@@ -22,6 +22,7 @@ class Proxy:
     """
 
     def __init__(self, url: str, token: str, *, plain: bool = False) -> None:
+        self.upstream = HttpClient(url, token)
         self.place, self.plain = (url, token), plain
         self.change: Change = lambda path, status, body: (status, body)
         self.hang: set[str] = set()  # no answer, ever
@@ -86,8 +87,8 @@ class Proxy:
             await asyncio.sleep(3600)
         if self.plain and path == LEASE:
             return 404, b'{"detail": "Not Found"}'
-        headers = {SESSION: session[0]} if session and not self.plain else None
-        status, reply = await HttpClient(*self.place, headers).send(method, path, body, timeout=60)
+        upstream = self.upstream if self.plain or not session else HttpClient(*self.place, {SESSION: session[0]})
+        status, reply = await upstream.send(method, path, body, timeout=60)
         return (status, reply) if asks else self.change(path, status, reply)
 
 

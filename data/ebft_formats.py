@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from data.chat import clean_messages
 from data.fields import DEFAULT, messages_of, text_of
 from data.format_options import FormatOptions
 from data.formats import Columns, Format, parse_specs, template_columns, user_turn
@@ -42,7 +43,7 @@ def conversation_of(columns: Columns) -> Messages:
         )
     value = columns[name]
     shared = isinstance(value, list) and value and isinstance(value[0], dict) and "from" in value[0]
-    return messages_of(value, name, SHAREGPT if shared else DEFAULT)
+    return clean_messages(messages_of(value, name, SHAREGPT if shared else DEFAULT))
 
 
 def last_turn(columns: Columns) -> Columns:
@@ -85,7 +86,7 @@ def _split_thinking(columns: Columns) -> Columns:
 
 def _split(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
-    for opening, closing in THOUGHT if message["role"] == "assistant" and isinstance(content, str) else ():
+    for opening, closing in THOUGHT if message["role"] == "assistant" else ():
         found = re.search(f"{opening}(.*?){closing}", content, re.DOTALL)
         if found:
             answer = content[: found.start()] + content[found.end() :]
@@ -97,12 +98,11 @@ def _answer_only(columns: Columns) -> Columns:
     """The last assistant turn without its thoughts."""
     made = last_turn(columns)
     last = {name: value for name, value in made["ground_truth"][0].items() if name != "reasoning_content"}
-    if isinstance(last["content"], str):
-        for opening, closing in THOUGHT:
-            last["content"] = re.sub(rf"{opening}.*?{closing}\s*", "", last["content"], flags=re.DOTALL)
-        last["content"] = last["content"].strip()
-        if not last["content"] and not last.get("tool_calls"):
-            raise ValueError("the last assistant turn is empty without its thoughts; remove the row")
+    for opening, closing in THOUGHT:
+        last["content"] = re.sub(rf"{opening}.*?{closing}\s*", "", last["content"], flags=re.DOTALL)
+    last["content"] = last["content"].strip()
+    if not last["content"] and not last.get("tool_calls"):
+        raise ValueError("the last assistant turn is empty without its thoughts; remove the row")
     return {**made, "ground_truth": [last]}
 
 

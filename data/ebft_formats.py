@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from data.chat import clean_messages
 from data.fields import CONVERSATION, Columns, conversation_of, for_template, text_of, user_turn
 from data.formats import Format, parse_specs
 from data.types import Messages
@@ -29,15 +30,20 @@ THOUGHT = [
 TruthFormat = Callable[[Columns], Columns | list[Columns]]
 
 
+def turns_of(columns: Columns) -> Messages:
+    """The messages of a row, their content as text."""
+    return clean_messages(conversation_of(columns))
+
+
 def last_turn(columns: Columns) -> Columns:
     """The last assistant turn is the truth, all before it the prompt."""
-    messages = conversation_of(columns)
+    messages = turns_of(columns)
     return _truth(columns, messages, _assistant_turns(messages)[-1])
 
 
 def _first_turn(columns: Columns) -> Columns:
     """The first assistant turn is the truth; the rest of the conversation is there for those who go on."""
-    messages = conversation_of(columns)
+    messages = turns_of(columns)
     turns = _assistant_turns(messages)
     rest = messages[turns[0] + 1 : turns[-1] + 1]  # what nobody answers has no truth
     made = _truth(columns, messages, turns[0])
@@ -46,7 +52,7 @@ def _first_turn(columns: Columns) -> Columns:
 
 def _all_turns(columns: Columns) -> list[Columns]:
     """One row per assistant turn, each behind the conversation as it truly was."""
-    messages = conversation_of(columns)
+    messages = turns_of(columns)
     return [_truth(columns, messages, number) for number in _assistant_turns(messages)]
 
 
@@ -57,7 +63,7 @@ def _opencode(columns: Columns) -> Columns:
 
 def _split_thinking(columns: Columns) -> Columns:
     """Thoughts of earlier turns as reasoning_content; those of the truth in <think> tags, whatever they had."""
-    messages = [_split(message) for message in conversation_of(columns)]
+    messages = [_split(message) for message in turns_of(columns)]
     made = _truth(columns, messages, _assistant_turns(messages)[-1])
     (last,) = made["ground_truth"]
     thought = last.get("reasoning_content")
@@ -69,7 +75,7 @@ def _split_thinking(columns: Columns) -> Columns:
 
 def _split(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
-    for opening, closing in THOUGHT if message["role"] == "assistant" and isinstance(content, str) else ():
+    for opening, closing in THOUGHT if message["role"] == "assistant" else ():
         found = re.search(f"{opening}(.*?){closing}", content, re.DOTALL)
         if found:
             answer = content[: found.start()] + content[found.end() :]
@@ -81,12 +87,11 @@ def _answer_only(columns: Columns) -> Columns:
     """The last assistant turn without its thoughts."""
     made = last_turn(columns)
     last = {name: value for name, value in made["ground_truth"][0].items() if name != "reasoning_content"}
-    if isinstance(last["content"], str):
-        for opening, closing in THOUGHT:
-            last["content"] = re.sub(rf"{opening}.*?{closing}\s*", "", last["content"], flags=re.DOTALL)
-        last["content"] = last["content"].strip()
-        if not last["content"] and not last.get("tool_calls"):
-            raise ValueError("the last assistant turn is empty without its thoughts; remove the row")
+    for opening, closing in THOUGHT:
+        last["content"] = re.sub(rf"{opening}.*?{closing}\s*", "", last["content"], flags=re.DOTALL)
+    last["content"] = last["content"].strip()
+    if not last["content"] and not last.get("tool_calls"):
+        raise ValueError("the last assistant turn is empty without its thoughts; remove the row")
     return {**made, "ground_truth": [last]}
 
 
@@ -112,7 +117,7 @@ def _strided_structured(columns: Columns) -> Columns:
 
 def _strided_chat(columns: Columns) -> Columns:
     """Every assistant turn is trained."""
-    messages = conversation_of(columns)
+    messages = turns_of(columns)
     _assistant_turns(messages)
     return {"messages": messages, **for_template(columns)}
 

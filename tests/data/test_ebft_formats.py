@@ -146,3 +146,16 @@ def test_a_format_of_the_other_mode_is_refused_wherever_it_is_named():
     for specs, name in ((["a.jsonl"], "ebft_opencode.transform"), (["b", "a:format=ebft_opencode.transform"], "auto")):
         with pytest.raises(ValueError, match=expected):
             refuse_formats(specs, name, EBFT_FORMATS, "structured")
+
+
+def test_thoughts_in_parts_and_beside_calls():
+    parts = [{"type": "text", "text": "<think>two"}, {"type": "text", "text": "</think>4"}]
+    messages = [user("2+2="), assistant(parts)]
+    made = EBFT_FORMATS["ebft_reasoning.transform_answer_only"]({"messages": messages})
+    assert made["ground_truth"] == [assistant("4")]
+    made = EBFT_FORMATS["ebft_reasoning.transform_split_thinking"]({"messages": messages})
+    assert made["ground_truth"] == [assistant("<think>\ntwo\n</think>\n\n4")]
+    calls = [{"function": {"name": "add", "arguments": {}}}]
+    call = {"role": "assistant", "content": None, "reasoning_content": "add", "tool_calls": calls}
+    made = EBFT_FORMATS["ebft_reasoning.transform_split_thinking"]({"messages": [user("2+2="), call]})
+    assert made["ground_truth"] == [assistant("<think>\nadd\n</think>\n\n", tool_calls=calls)]

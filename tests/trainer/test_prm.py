@@ -151,7 +151,7 @@ def test_export_reproduces_the_evaluation_in_plain_transformers(finished):
     folder = finished / "judge" / "final"
     model = AutoModelForTokenClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert model.config.strop == {"step_separator": ";\n", "system_prompt": None}
+    assert model.config.strop == {"step_separator": ";\n", "system_prompt": None, "chat_template_kwargs": {}}
     assert model.config.id2label == {0: "wrong", 1: "right"}
     losses = []
     for row in make_rows("steps", split="eval", size=40, seed=0):

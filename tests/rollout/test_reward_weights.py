@@ -82,7 +82,6 @@ def test_yaml_and_flags_give_the_same_weights():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"reward_funcs": ()}, "reward_funcs=\\(\\): no reward function"),
         ({"reward_weights": ("1", "2")}, "2 weights for 1 reward functions"),
         ({"reward_weights": ("x",)}, "'x' is not a number"),
         ({"reward_num_workers": -1}, "reward_num_workers=-1: must be 0"),

@@ -137,7 +137,7 @@ def test_the_overlong_penalty_is_one_more_reward():
 
 
 def batch_of(values: list[list[list[float | None]]], weights: list[float]) -> GroupBatch:
-    groups = [SimpleNamespace(values=group, completions=[], replayed=False) for group in values]
+    groups = [SimpleNamespace(values=group, completions=[], replayed=False, extra=None) for group in values]
     return GroupBatch(groups, [f"r{k}" for k in range(len(weights))], weights, {})
 
 

@@ -207,9 +207,11 @@ def about_the_same(row: dict[str, Any], twin: dict[str, Any], method: str) -> No
         assert row["policy/behaviour_gap"] < 0.1
         assert row["policy/entropy"] == pytest.approx(twin["policy/entropy"], rel=0.3)
         return
-    for name, limit in (("loss/total", 0.05), ("policy/entropy", 0.05), ("optim/grad_norm", 0.2)):
+    for name in ("loss/total", "policy/entropy"):
         if name in twin:  # a scorer has no entropy
-            assert row[name] == pytest.approx(twin[name], rel=limit, abs=limit), name
+            assert row[name] == pytest.approx(twin[name], rel=0.05, abs=0.05), name
+    # With weights in bfloat16 so is what blocks hand on: gradients of a fresh head (prm) come out a third smaller.
+    assert 0.5 < row["optim/grad_norm"] / twin["optim/grad_norm"] < 2
 
 
 @pytest.mark.parametrize("method", METHODS)

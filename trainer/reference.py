@@ -170,8 +170,8 @@ def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (
         items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, multiple=source.row_multiple
     )
     for batch in place(source, batches):
-        logp = token_logps(source, batch).logp.cpu()
-        parts |= {row: logp[batch.sequence == row] for row in batch.rows}
+        logp = token_logps(source, batch).logp.cpu()  # ordered by rows, as all of a batch is
+        parts |= zip(batch.rows, logp.split([sum(items[row].mask) for row in batch.rows]), strict=True)
     source.model.train(was_training)
     return torch.cat([torch.zeros(0), *(parts[row] for row in range(len(items)))])
 

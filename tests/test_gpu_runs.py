@@ -1,0 +1,255 @@
+"""Every method on a GPU through the real entry point: two steps of the tiny model, held against the same on the CPU.
+
+    pytest -m gpu tests/test_gpu_runs.py                 # where there is a CUDA device
+    STROP_RUNS_ON=cpu pytest tests/test_gpu_runs.py      # the same commands on any machine: are the flags right?
+
+Runs are made in this process, one after the other, and each once: tests share them. Their twins on the CPU are made at
+the same time by another process, which sees no GPU; without a GPU a run is its own twin.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.model_folder import BUILTIN
+from rollout.reward_models import OutcomeReward, ProcessReward
+from tests.entry import environment, metrics
+from trainer.__main__ import main
+from trainer.checkpoint import find_problem
+from trainer.config import LoraConfig, ModelConfig
+from trainer.dist import pick_device
+from trainer.model import load_policy
+
+ON_CPU = os.environ.get("STROP_RUNS_ON") == "cpu"
+pytestmark = [] if ON_CPU else pytest.mark.gpu
+
+COMMON = ("--max-steps", "2", "--eval-steps", "1", "--save-steps", "1")
+
+
+def rows_of(task: str, split: str, batch: int, options: str = "") -> tuple[str, ...]:
+    data, held_out = (f"task:{task}:split={name},size={size}{options}" for name, size in ((split, 64), ("eval", 8)))
+    return ("--data", data, "--eval-data", held_out, "--per-device-train-batch-size", str(batch))
+
+
+PAIRS = rows_of("addition", "train", 8)
+GROUPS = rows_of("addition", "train", 32)
+METHODS = {
+    "sft": ("--method", "sft", *rows_of("addition", "sft", 8)),
+    **{name: ("--method", name, *PAIRS) for name in ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")},
+    "prm": ("--method", "prm", *rows_of("steps", "train", 8)),
+    **{name: ("--method", name, *GROUPS) for name in ("grpo", "gdpo", "rloo")},
+    "ebft-structured": ("--method", "ebft", "--mode", "structured", *GROUPS),
+    "ebft-strided": ("--method", "ebft", "--mode", "strided", *rows_of("steps", "sft", 4, ",difficulty=5")),
+}
+FAMILIES = ("sft", "grpo", "ebft-structured")  # loops over fixed rows, over groups, over features
+SAMPLES = {"grpo", "gdpo", "rloo", "ebft-structured", "ebft-strided"}  # float32: in bfloat16 it draws other tokens
+REFERENCED = {"dpo", "ipo", "kto"}
+
+EXACT = ("--dtype", "float32")
+VARIANTS = {
+    "full": EXACT,
+    "lora": ("--lora.r", "4"),  # products as the device has them: in bfloat16 on a GPU
+    "checkpointing": (*EXACT, "--gradient-checkpointing"),
+    "bfloat16": ("--dtype", "bfloat16", "--trained-dtype", "bfloat16"),
+    "compile": (*EXACT, "--compile"),
+    "copy": (*EXACT, "--ref", "copy"),
+    "precomputed": (*EXACT, "--ref", "precomputed"),
+    "adapter_off": ("--lora.r", "4", "--ref", "adapter_off"),
+    "precomputed-lora": ("--lora.r", "4", "--ref", "precomputed"),
+}
+TWINS = ("full", "lora")  # also run on the CPU
+
+# What says nothing about the numbers of a step; a policy that still is its own reference wins pairs by rounding alone.
+CLOCKS = ("time/", "perf/", "mem/", "health/")
+BY_ROUNDING = ("reward/accuracy", "eval/reward/accuracy", "eval/reward/auc")
+
+CPU_RUNS = """
+import json, sys
+from trainer.__main__ import main
+for argv in json.load(sys.stdin):
+    if code := main(argv):
+        sys.exit(code)
+"""
+
+
+class Runs:
+    """Run folders by method and variant: made when first asked for, on the CPU all of them at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.made = folder, {}
+        told = [] if ON_CPU else [self.command(method, variant, "cpu") for variant in TWINS for method in METHODS]
+        (folder / "commands.json").write_text(json.dumps(told))
+        with (folder / "commands.json").open() as commands, (folder / "cpu.log").open("w") as log:
+            self.twins = subprocess.Popen(
+                [sys.executable, "-c", CPU_RUNS], stdin=commands, stdout=log, stderr=log, cwd=folder,
+                env=environment(threads=2) | {"CUDA_VISIBLE_DEVICES": ""},
+            )  # fmt: skip
+
+    def command(self, method: str, variant: str, place: str) -> list[str]:
+        cache = ("--ref-cache", str(self.folder / "cache" / variant)) if variant.startswith("precomputed") else ()
+        run = ("--output-dir", str(self.folder / place / f"{method}-{variant}"))
+        return [*METHODS[method], *COMMON, *VARIANTS[variant], *cache, *run]
+
+    def here(self, method: str, variant: str) -> Path:
+        """On the device of this process. A run that failed is not tried again."""
+        command = self.command(method, variant, "here")
+        if (method, variant) not in self.made:
+            self.made[method, variant] = "failed"
+            self.made[method, variant] = main(command)
+        assert self.made[method, variant] == 0, f"{self.made[method, variant]}: {' '.join(command)}"
+        return Path(command[-1])
+
+    def on_cpu(self, method: str, variant: str) -> list[dict[str, Any]]:
+        """Metrics of the twin."""
+        if ON_CPU:
+            return metrics(self.here(method, variant))
+        run = Path(self.command(method, variant, "cpu")[-1])
+        while not (run / "report.html").exists():  # the last that is written
+            ended = self.twins.poll() is not None
+            assert not ended or (run / "report.html").exists(), (self.folder / "cpu.log").read_text()[-3000:]
+            time.sleep(0.1)
+        return metrics(run)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[Runs]:
+    made = Runs(tmp_path_factory.mktemp("runs"))
+    yield made
+    made.twins.kill()
+    made.twins.wait()
+
+
+def compared(row: dict[str, Any], leave_out: tuple[str, ...]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.startswith((*CLOCKS, *leave_out))}
+
+
+def alike(got: dict[str, Any], want: dict[str, Any], *, limit: float, leave_out: tuple[str, ...] = ()) -> None:
+    """The same metrics, each within `limit` of the other, relative or absolute."""
+    ours, theirs = compared(got, leave_out), compared(want, leave_out)
+    assert ours.keys() == theirs.keys()
+    apart = {
+        name: (ours[name], x) for name, x in theirs.items() if ours[name] != pytest.approx(x, rel=limit, abs=limit)
+    }
+    assert not apart, f"step {got['step']}: {apart}"
+
+
+def check_whole(run: Path, method: str) -> list[dict[str, Any]]:
+    """A finished run of two steps: numbers in its metrics, files in its folder. Gives the metrics."""
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert all(value is not None and math.isfinite(value) for value in row.values()), row
+        assert {name for name in row if name.startswith("eval/")} >= {"eval/rows"}, row.keys()
+    for row in rows[1:]:
+        assert "loss/total" in row and row["optim/grad_norm"] > 0 and row["data/tokens_total"] > 0
+    for step in (1, 2):
+        assert find_problem(run / "checkpoints" / f"step-{step:08d}") is None
+    assert (run / "config.yaml").is_file() and "<html" in (run / "report.html").read_text()
+    if method in SAMPLES:
+        samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+        assert {row["step"] for row in samples} == {1, 2}
+    return rows
+
+
+def check_final(run: Path, method: str) -> None:
+    """The exported model has moved, is finite, and loads."""
+    (file,) = (run / "final").glob("*model.safetensors")
+    trained = load_file(file)
+    assert all(tensor.isfinite().all() for tensor in trained.values())
+    if file.name.startswith("adapter"):
+        assert any(tensor.any() for name, tensor in trained.items() if "lora_B" in name), "B starts at 0"
+    else:
+        start = load_file(Path(BUILTIN["builtin:tiny"]) / "model.safetensors")
+        assert any(not torch.equal(trained[name].float(), start[name]) for name in trained.keys() & start.keys())
+    if method in ("rm", "prm"):
+        reward = (OutcomeReward if method == "rm" else ProcessReward)(str(run))
+        (score,) = reward(["25"], ["12+13="])
+        assert math.isfinite(score)
+    else:  # which checks its log-probs against its own forward
+        load_policy(ModelConfig(model=str(run)), LoraConfig(), pick_device(), with_reference=False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_gives_the_numbers_of_the_cpu(runs, method):
+    rows, twin = check_whole(runs.here(method, "full"), method), runs.on_cpu(method, "full")
+    by_rounding = BY_ROUNDING if method in REFERENCED else ()
+    alike(rows[0], twin[0], limit=3e-3, leave_out=by_rounding)
+    alike(rows[1], twin[1], limit=3e-3, leave_out=(*by_rounding, "eval/"))  # eval/ is of the weights after the step
+    if method not in SAMPLES:  # AdamW's first step is as large for a gradient of 1e-9 as for any other
+        assert rows[2]["loss/total"] == pytest.approx(twin[2]["loss/total"], rel=2e-2, abs=2e-2)
+    check_final(runs.here(method, "full"), method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("variant", ["lora", "bfloat16"])
+def test_low_precision_gives_about_the_numbers_of_the_cpu(runs, variant, method):
+    rows = check_whole(runs.here(method, variant), method)
+    about_the_same(rows[1], runs.on_cpu(method, "full" if variant == "bfloat16" else variant)[1], method)
+    check_final(runs.here(method, variant), method)
+
+
+def about_the_same(row: dict[str, Any], twin: dict[str, Any], method: str) -> None:
+    """The first step in bfloat16 beside float32. What samples draws other tokens, and can be no closer than those."""
+    if method in SAMPLES:
+        assert row["policy/behaviour_gap"] < 0.1
+        assert row["policy/entropy"] == pytest.approx(twin["policy/entropy"], rel=0.3)
+        return
+    for name in ("loss/total", "policy/entropy"):
+        if name in twin:  # a scorer has no entropy
+            assert row[name] == pytest.approx(twin[name], rel=0.05, abs=0.05), name
+    # With weights in bfloat16 so is what blocks hand on: gradients of a fresh head (prm) come out a third smaller.
+    assert 0.5 < row["optim/grad_norm"] / twin["optim/grad_norm"] < 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_checkpointing_changes_no_number(runs, method):
+    rows, plain = check_whole(runs.here(method, "checkpointing"), method), metrics(runs.here(method, "full"))
+    by_rounding = BY_ROUNDING if method in REFERENCED else ()
+    alike(rows[1], plain[1], limit=1e-3, leave_out=(*by_rounding, "eval/"))
+
+
+@pytest.mark.parametrize("method", sorted(REFERENCED))
+@pytest.mark.parametrize("variant", ["copy", "precomputed", "adapter_off", "precomputed-lora"])
+def test_every_reference_gives_the_same_first_step(runs, variant, method):
+    """Those that are not named in other tests are the same two: a copy, or with LoRA the base."""
+    rows, is_lora = check_whole(runs.here(method, variant), method), "lora" in VARIANTS[variant][0]
+    if is_lora:
+        about_the_same(rows[1], runs.on_cpu(method, "lora")[1], method)
+    else:
+        alike(rows[1], runs.on_cpu(method, "full")[1], limit=3e-3, leave_out=(*BY_ROUNDING, "eval/"))
+    if variant.startswith("precomputed"):
+        caches = {path.suffix for path in (runs.folder / "cache" / variant).iterdir()}
+        assert caches == {".safetensors"}
+
+
+@pytest.mark.parametrize("method", FAMILIES)
+def test_compiled_blocks_give_the_same_numbers(runs, method):
+    torch._dynamo.reset()  # it gives up after 8 graphs of a function, those of other tests counted
+    rows, plain = check_whole(runs.here(method, "compile"), method), metrics(runs.here(method, "full"))
+    torch._dynamo.reset()
+    alike(rows[1], plain[1], limit=3e-3, leave_out=("eval/",))
+
+
+@pytest.mark.parametrize("method", FAMILIES)
+def test_resumed_after_the_first_step_it_does_the_second_again(runs, method, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(runs.here(method, "full"), run)
+    before = metrics(run)
+    assert main(["--resume", str(run / "checkpoints" / "step-00000001")]) == 0
+    after = check_whole(run, method)
+    assert after[:2] == before[:2]
+    alike(after[2], before[2], limit=1e-3, leave_out=("eval/",))
+    check_final(run, method)

@@ -32,11 +32,15 @@ class RewardConfig:
     """GiB of address space a worker may take beyond what loading the functions took (RLIMIT_AS); None: no limit."""
     reward_on_error: OnError = "stop"
     """A row that raises, returns no number, hangs or kills its worker: stop the run, or none = no reward for it."""
+    reward_none_limit: int = 10
+    """Stop after this many batches, or evaluations, in a row in which no completion got a reward; 0 never stops."""
 
     def __post_init__(self) -> None:
         parse_weights(self.reward_weights, len(self.reward_funcs) or 1)
         if self.reward_num_workers < 0:
             raise ValueError(f"reward_num_workers={self.reward_num_workers}: must be 0 (in this process) or more")
+        if self.reward_none_limit < 0:
+            raise ValueError(f"reward_none_limit={self.reward_none_limit}: must be 0 (never stop) or more")
         if not 0 < self.reward_timeout < math.inf:
             raise ValueError(f"reward_timeout={self.reward_timeout}: must be above 0 and finite")
         if self.reward_memory_gb is not None and not 0 < self.reward_memory_gb < math.inf:

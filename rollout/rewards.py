@@ -61,6 +61,15 @@ from rollout.reward_workers import WorkerPool, shards
 from rollout.types import Completion
 
 
+@dataclass(frozen=True)
+class Gap:
+    """Rows of a batch without a score of one function, and why."""
+
+    none: int  # it returned None
+    failed: int  # it raised, hung, died or returned no number
+    last: str | None  # the sentence about the last failure
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardTable:
     """Scores of one batch; `values[i][k]` is function k on completion i."""
@@ -72,6 +81,7 @@ class RewardTable:
     failed: int = 0  # rows without any reward because a function failed on them
     extra: list[dict[str, Any]] | None = None  # per completion, what functions logged by log_extra
     logged: dict[str, list[float]] = field(default_factory=dict)  # by log_metric, over all calls
+    gaps: Sequence[Gap] = ()  # one for each function
 
 
 def load_rewards(
@@ -295,6 +305,7 @@ class Rewards:
             if _is_async(self.functions[place].call)
         }
         columns: list[list[float | None]] = []
+        gaps: list[Gap] = []
         bad: set[int] = set()
         for place, function in enumerate(self.functions):
             if place in scoring.remote:
@@ -302,7 +313,10 @@ class Rewards:
             else:
                 parts = [self._here(function, prompts, completions, pending.get(place), state, first_logs[place])]
             logged.add(parts)
-            columns.append(self._settled(function, parts, [prompt.source for prompt in prompts], bad))
+            column, last = self._settled(function, parts, [prompt.source for prompt in prompts], bad)
+            failed = sum(isinstance(score, Fault) for part in parts for score in part.scores)
+            gaps.append(Gap(column.count(None) - failed, failed, last))
+            columns.append(column)
         values = [list(row) if i not in bad else [None] * len(row) for i, row in enumerate(zip(*columns, strict=True))]
         self._failed += len(bad)
         totals = [_total(row, weights) for row in values]
@@ -315,13 +329,16 @@ class Rewards:
         return RewardTable(
             names=self.names, values=values, weights=weights, totals=totals, failed=len(bad),
             extra=logged.rows if any(logged.rows) else None, logged=logged.metrics,
+            gaps=gaps,
         )  # fmt: skip
 
     def _settled(
         self, function: RewardFunction, parts: Sequence[Scored], sources: list[str], bad: set[int]
-    ) -> list[float | None]:
-        """Scores of all parts in order, faults out of them: one stops the run, or adds its row to `bad`."""
+    ) -> tuple[list[float | None], str | None]:
+        """Scores of all parts in order, and the sentence about the last fault: one stops the run, or adds its row to
+        `bad`."""
         column: list[float | None] = []
+        last = None
         for part in parts:
             low, rows = len(column), sources[len(column) : len(column) + len(part.scores)]
             faulty = [i for i, score in enumerate(part.scores) if isinstance(score, Fault)]
@@ -332,9 +349,11 @@ class Rewards:
                 if self._on_error == "stop":
                     raise ValueError(fault.sentence(function, blamed))
                 self._tell(function, fault, blamed, len(faulty), len(rows))
+            if faulty:
+                last = part.scores[faulty[-1]].sentence(function, [rows[faulty[-1]]])
             bad.update(low + i for i in faulty)
             column += [None if isinstance(score, Fault) else score for score in part.scores]
-        return column
+        return column, last
 
     def _tell(self, function: RewardFunction, fault: Fault, sources: list[str], lost: int, of: int) -> None:
         if (function.name, fault.kind) not in self._said:

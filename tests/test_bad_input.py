@@ -400,9 +400,11 @@ def test_rows_without_what_the_reward_asks_for(refused):
     refused([*GRPO, *MODEL, *DATA], "reward_funcs=exact_match", "'answer'", "rows.jsonl:1")
 
 
-def test_rewards_that_never_apply_are_no_crash(here, capsys):
+def test_rewards_that_never_apply_are_no_crash(refused, capsys):
     Path("mine.py").write_text(REWARDS)
-    argv = [*GRPO, *MODEL, *DATA, "--eval-data", "rows.jsonl", "--reward-funcs", "mine.never", "--output-dir", "run"]
+    argv = [*GRPO, *MODEL, *DATA, "--eval-data", "rows.jsonl", "--reward-funcs", "mine.never"]
+    refused(argv, "reward_funcs=mine.never", "never returned None for all 8 rows", leaves_folder=True)
+    argv += ["--reward-none-limit", 0, "--output-dir", "run"]
     assert main([str(word) for word in argv]) == 0
     assert "Held-out evaluation" in Path("run/report.html").read_text()
 

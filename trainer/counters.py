@@ -53,6 +53,8 @@ class Counters:
         self.tokens = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0  # up to the last step
+        self.unrewarded_in_a_row = 0  # batches, up to the last one
+        self.unrewarded_evaluations = 0  # in a row
         self.started = time.perf_counter()
         self.earlier_s = 0.0  # before the checkpoint this run goes on from
 
@@ -70,12 +72,18 @@ class Counters:
 
     def state_dict(self) -> dict[str, float]:
         skipped = {"skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
-        return {"prompts": self.prompts, "tokens": self.tokens, "wall_s": self.wall_s, **skipped}
+        unrewarded = {
+            "unrewarded_in_a_row": self.unrewarded_in_a_row,
+            "unrewarded_evaluations": self.unrewarded_evaluations,
+        }
+        return {"prompts": self.prompts, "tokens": self.tokens, "wall_s": self.wall_s, **skipped, **unrewarded}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.prompts, self.tokens, self.earlier_s = state["prompts"], state["tokens"], state["wall_s"]
         self.skipped_steps = state.get("skipped_steps", 0)  # checkpoints older than nan_policy have none
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+        self.unrewarded_in_a_row = state.get("unrewarded_in_a_row", 0)
+        self.unrewarded_evaluations = state.get("unrewarded_evaluations", 0)
 
 
 def peak_gib() -> float:

@@ -39,6 +39,7 @@ from trainer.dist import all_sum
 from trainer.group_step import score
 from trainer.model import Policy, reference_logps
 from trainer.rollouts import logged_metrics, pack_completions
+from trainer.unrewarded import Unrewarded
 
 NOTHING = 1e-6  # rewards and advantages below this are none
 
@@ -98,8 +99,11 @@ class Groups:
         rewards: Rewards,
         replay: Replay,
         advantages: Callable[[Any, GroupBatch], Tensor] | None = None,  # of a method that has its own
+        unrewarded: Unrewarded | None = None,  # where rewards may be missing
     ) -> None:
         self.cfg, self.producer, self.rewards, self.replay = cfg, producer, rewards, replay
+        self.unrewarded = unrewarded
+        self._tables: list[RewardTable] = []  # of the batch in hand
         self.own_advantages = advantages
         self.has_penalty = cfg.advantage.overlong_margin > 0
         self.names = [*rewards.names, *(["overlong"] if self.has_penalty else [])]
@@ -109,7 +113,7 @@ class Groups:
 
     def next(self, step: int, version: int) -> GroupBatch:
         """The batch that comes after `step` optimizer steps; `version` is that of the engine's weights."""
-        self._reward_s, self._logged = 0.0, {}
+        self._reward_s, self._logged, self._tables = 0.0, {}, []
         self.producer.begin(step, version)
         groups = self._rewarded(self.producer.arrived(), step)
         sampled = list(groups)
@@ -121,6 +125,11 @@ class Groups:
             sampled += fresh
             for place, group in zip(flat, [g for g in fresh if self._teaches(g)], strict=False):
                 groups[place] = group
+        if self.unrewarded is not None:
+            scores = [x for group in sampled for row in group.values for x in row[: len(self.rewards.names)]]
+            failed = sum(bool(c.columns.get("env_failed")) for group in sampled for c in group.completions)
+            rewarded = any(x is not None for x in scores)  # the overlong penalty is no reward
+            self.unrewarded.sampled(step + 1, self._tables, rewarded=rewarded, env_failed=failed)
         for group in sampled:
             self._tell_planner(group)
         metrics = self._replay(groups, step) | logged_metrics(self._logged, "reward")
@@ -146,6 +155,7 @@ class Groups:
         groups = []
         for part, future in pending:
             table = future.result()
+            self._tables.append(table)
             self._weights = [*table.weights, *([1.0] if self.has_penalty else [])]
             for name, numbers in table.logged.items():
                 self._logged.setdefault(name, []).extend(numbers)

@@ -33,6 +33,7 @@ from trainer.model import Policy
 from trainer.parallel import place
 from trainer.ranks import local_world_size
 from trainer.run import Run
+from trainer.unrewarded import Unrewarded
 from trainer.weights import PolicyWeights
 
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
@@ -277,7 +278,12 @@ def sync(engine: Engine, step: int, interval: int) -> None:
 
 
 def evaluate(
-    engine: Engine, source: Source, version: int, prompts: Sequence[Prompt], rewards: Rewards
+    engine: Engine,
+    source: Source,
+    version: int,
+    prompts: Sequence[Prompt],
+    rewards: Rewards,
+    unrewarded: Unrewarded | None = None,
 ) -> dict[str, float]:
     """Completions of held-out prompts by the weights as they are, scored by the same rewards; always the same seeds."""
     engine.load(version)
@@ -285,6 +291,8 @@ def evaluate(
     engine.sleep()
     completions = [completion for group in groups for completion in group]
     table = rewards.score(list(prompts), completions, step=version)
+    if unrewarded is not None:
+        unrewarded.evaluated(version, table)
     totals = [total for total in table.totals if total is not None]
     metrics = {"eval/reward/mean": statistics.fmean(totals) if totals else float("nan")}
     metrics |= {f"eval/{name}/mean": statistics.fmean(scores) for name, scores in scores_by_function(table).items()}

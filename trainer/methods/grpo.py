@@ -49,6 +49,7 @@ from trainer.parallel import ParallelConfig, spread
 from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
 from trainer.run import open_run
 from trainer.sources import Surroundings, check_surroundings, load_curriculum
+from trainer.unrewarded import Unrewarded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +185,17 @@ def train(cfg: Config) -> None:
                 tend=engine.tend,
             )
         )
-        groups = Groups(cfg, producer, rewards, replay)
+        unrewarded = Unrewarded(
+            cfg.reward.reward_funcs,
+            counters,
+            run.note,
+            limit=cfg.reward.reward_none_limit,
+            num_batches=math.ceil(total_steps / cfg.num_iterations),
+        )
+        groups = Groups(cfg, producer, rewards, replay, unrewarded=unrewarded)
 
         def evaluate(step: int) -> dict[str, float]:
-            return lead.run(lambda: rollouts.evaluate(engine, evaluation, step, held_out, rewards)) or {}
+            return lead.run(lambda: rollouts.evaluate(engine, evaluation, step, held_out, rewards, unrewarded)) or {}
 
         def sample(step: int) -> GroupBatch:
             rollouts.sync(engine, step, overlap.vllm_sync_interval)

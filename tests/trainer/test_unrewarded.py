@@ -1,0 +1,139 @@
+"""Runs in which completions get no reward: the warning, the limit, and the batches that must not count."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rollout.rewards import load_rewards
+from tests.trainer.test_groups import groups_of, settings
+from trainer.__main__ import main
+from trainer.counters import Counters
+from trainer.group_options import AdvantageConfig
+from trainer.unrewarded import Unrewarded
+
+REWARDS = """
+def never(completions): return [None] * len(completions)
+def fails(completions, kind): raise KeyError("no_such_key")
+def sometimes(completions, kind): return [1.0 if k == "train" else None for k in kind]
+def length(completions): return [float(len(c)) for c in completions]
+steps = []
+def not_first(completions):
+    steps.append(1)
+    return [None if len(steps) == 1 else float(len(c) % 3) for c in completions]
+"""
+RUN = (
+    "--model builtin:tiny --data rows.jsonl --max-steps 6 --num-generations 2 --per-device-train-batch-size 4 "
+    "--max-completion-length 3 --output-dir run --save-steps 3"
+)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """run("--method grpo ...") -> exit code, steps in metrics.jsonl, everything printed."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(REWARDS)
+    for name in ("train", "held_out"):
+        row = {"prompt": "1+2=", "answer": "3", "kind": name}
+        Path("rows.jsonl" if name == "train" else "held.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+
+    def start(line: str):
+        code = main(f"{line} {RUN}".split())
+        lines = Path("run/metrics.jsonl").read_text().splitlines()
+        said = capfd.readouterr()
+        return code, [json.loads(one)["step"] for one in lines], said.out, said.err
+
+    return start
+
+
+@pytest.mark.parametrize("method", ["grpo", "gdpo", "rloo"])
+def test_a_run_without_any_reward_warns_at_once_and_stops(run, method):
+    code, steps, out, err = run(f"--method {method} --reward-funcs mine.never --reward-none-limit 5")
+    assert code == 2 and steps == [1, 2, 3, 4]
+    first = "warning: step 1: none of 4 completions got a reward (never returned None for all 4 rows); the run stops "
+    assert out.count("warning: step") == 1 and first + "after 5 such batches in a row" in out
+    assert out.index(first) < out.index("step 1/6"), "before the first step is done"
+    (sentence,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert sentence == (
+        "error: reward_funcs=mine.never: step 5: none of 4 completions got a reward, number 5 of such batches in a row "
+        "(never returned None for all 4 rows); check them with python -m rollout.rewards --check, or raise "
+        "--reward-none-limit"
+    )
+
+
+def test_the_last_failure_is_told(run):
+    code, steps, out, err = run(
+        "--method grpo --reward-funcs mine.never mine.fails --reward-on-error none --reward-none-limit 3"
+    )
+    assert code == 2 and steps == [1, 2]
+    why = "never returned None for all 4 rows; fails failed on all 4 rows, the last: reward_funcs=mine.fails: raised "
+    assert f"({why}KeyError: 'no_such_key' on rows.jsonl:" in out
+    assert "reward_funcs=mine.never mine.fails: step 3: none of 4 completions got a reward, number 3" in err
+    assert f"({why}KeyError: 'no_such_key' on rows.jsonl:" in err
+
+
+def test_a_run_shorter_than_the_limit_does_not_pass_for_finished(run):
+    argv = f"--method grpo --reward-funcs mine.never {RUN}".replace("--max-steps 6", "--max-steps 2")
+    assert main(argv.split()) == 2 and not Path("run/final").exists()
+
+
+def test_the_count_goes_on_after_a_resume(run):
+    argv = f"--method grpo --reward-funcs mine.never --reward-none-limit 5 {RUN}"
+    assert main(argv.split()) == 2  # the checkpoint of step 3 knows of three such batches
+    assert main(["--resume", "run"]) == 2
+    assert [json.loads(one)["step"] for one in Path("run/metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_one_step_without_rewards_stops_nothing(run):
+    code, steps, out, err = run("--method grpo --reward-funcs mine.not_first --reward-none-limit 2")
+    assert code == 0 and steps == [1, 2, 3, 4, 5, 6], err
+    assert out.count("none of 4 completions got a reward (not_first returned None for all 4 rows)") == 1
+
+
+def test_held_out_rows_without_any_reward(run):
+    code, steps, out, err = run(
+        "--method grpo --reward-funcs mine.sometimes --eval-data held.jsonl --eval-steps 2 --reward-none-limit 3"
+    )
+    assert code == 2 and steps == [0, 1, 2, 3]  # evaluations at 0 and 2 are logged, the one at 4 is not
+    assert out.count("warning: evaluation at step 0: none of 8 held-out completions got a reward") == 1
+    assert "(sometimes returned None for all 8 rows); the run stops after 3 such evaluations in a row" in out
+    assert "reward_funcs=mine.sometimes: evaluation at step 4: none of 8 held-out completions got a reward" in err
+
+
+def test_one_of_several_rewards_that_is_never_there(run):
+    code, steps, out, err = run("--method gdpo --reward-funcs mine.length mine.never --reward-none-limit 3")
+    assert code == 0 and steps == [1, 2, 3, 4, 5, 6], err
+    told = re.findall(r"warning: the reward (\w+) gave no score in 3 batches in a row \((.*)\)", out)
+    assert told == [("never", "never returned None for all 4 rows")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_penalty_is_no_reward_and_failed_environments_are_named(streaming, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(REWARDS)
+    cfg = settings(AdvantageConfig(overlong_margin=5), streaming_partial_batch=streaming)
+    groups = groups_of(cfg, [])
+    groups.rewards, groups.names = load_rewards(["mine.never"]), ["never", "overlong"]
+    said: list[str] = []
+    groups.unrewarded = Unrewarded(["mine.never"], Counters(), said.append, limit=2, num_batches=9)
+    groups.next(0, 0)
+    assert said == [
+        "warning: step 1: none of 6 completions got a reward (never returned None for all 6 rows); the run stops after "
+        "2 such batches in a row"
+    ]
+    groups.producer.done()
+    with pytest.raises(ValueError, match="step 2: none of 6 completions got a reward, number 2 of such batches"):
+        groups.next(1, 1)
+
+    groups = groups_of(settings(), [])
+    source, counters, told = groups.producer.source, Counters(), []
+    whole = source.completion
+    source.completion = lambda word: SimpleNamespace(**{**vars(whole(word)), "columns": {"env_failed": True}})
+    groups.unrewarded = Unrewarded(["exact_match"], counters, told.append, limit=0, num_batches=9)
+    groups.next(0, 0)
+    assert told == ["warning: step 1: none of 6 completions got a reward (6 environments failed)"]
+    assert counters.unrewarded_in_a_row == 1

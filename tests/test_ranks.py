@@ -256,7 +256,8 @@ with process_group(4.0):
 def test_a_checkpoint_may_take_longer_to_read_than_ranks_wait_for_each_other(tmp_path):
     """Rank 0 reads all of it; what it finds wrong is an error of its own, and the others end with it."""
     run, script = tmp_path / "run", tmp_path / "slow_disk.py"
-    assert main([*SFT, "--max-steps", "2", "--output-dir", str(run)]) == 0
+    rows = ("--data", "task:addition:split=sft,size=64", "--eval-data", "task:addition:split=eval,size=8")
+    assert main([*SFT, *rows, "--max-steps", "2", "--output-dir", str(run)]) == 0
     script.write_text(SLOW_DISK)
     done = two_ok("slow_disk", run, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [

@@ -3,8 +3,9 @@
     python -m rollout.serve --config run.yaml
     python -m rollout.serve --model Qwen/Qwen2.5-0.5B-Instruct --vllm.tensor-parallel-size 2
 
-The file is the trainer's own: model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* are taken from it.
-Ctrl-C ends the servers.
+The file is the trainer's own: model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* are taken from it. Every
+request needs a token: that of STROP_VLLM_TOKEN, or one made here. A trainer of the same user on this machine finds it
+by itself (vllm_token.py). Ctrl-C ends the servers.
 """
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ def is_garbage(head: nn.Linear) -> bool:
 
 
 def start_head(head: nn.Linear, std: float) -> None:
-    nn.init.normal_(head.weight, std=std)
+    """The same numbers for a seed whatever the dtype of the model is: they are drawn in float32."""
+    with torch.no_grad():
+        head.weight.copy_(nn.init.normal_(torch.empty(head.weight.shape), std=std))
     if head.bias is not None:
         nn.init.zeros_(head.bias)
 

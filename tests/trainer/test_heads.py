@@ -16,7 +16,7 @@ from data.chat import stop_ids
 from data.packing import Item, make_batches
 from trainer.config import LoraConfig, ModelConfig
 from trainer.export import export_model
-from trainer.heads import KINDS, NEW_PAD, head_of, load_scorer, marked_last, scores_at
+from trainer.heads import KINDS, NEW_PAD, head_of, load_scorer, marked_last, scores_at, start_head
 from trainer.model import Policy
 from trainer.tiny.build import make_tokenizer
 
@@ -250,3 +250,15 @@ def test_models_that_look_ahead_are_refused(tmp_path):
 def test_merging_without_an_adapter_is_refused(folder_of):
     with pytest.raises(ValueError, match=r"merge_lora=True: has no effect with lora.r=0"):
         load(folder_of("llama"), "sequence", merge_lora=True)
+
+
+def test_a_new_head_has_the_same_numbers_in_any_dtype():
+    """Drawn in bfloat16 they would be other numbers: a run would begin with another head on a GPU than on a CPU."""
+    heads = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        heads.append(torch.nn.Linear(8, 2, dtype=dtype))
+        torch.manual_seed(1)
+        start_head(heads[-1], std=0.5)
+    assert torch.equal(heads[0].weight.bfloat16(), heads[1].weight) and heads[0].weight.std() > 0.2
+    assert not heads[0].bias.any()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cpu", 0)  # torch itself takes it for the CPU, and it is not equal to torch.device("cpu")
@@ -62,7 +62,7 @@ class SecondDevice(TorchFunctionMode):
         target = target_of(func, args, kwargs)
         if target is not None:
             found = func(*args, **kwargs)
-            if any(found is x for x in tensors):  # torch sees nothing to move
+            if any(found is x and is_marked(x) != (target == DEVICE) for x in tensors):  # torch sees nothing to move
                 found = found.view_as(found)
             return mark(found) if target == DEVICE else found
         marked = any(map(is_marked, tensors[:1] if func.__name__ in SIZES else tensors))
@@ -84,15 +84,26 @@ class SecondDevice(TorchFunctionMode):
 
 @contextlib.contextmanager
 def second_device() -> Iterator[None]:
+    import transformers
+
     from trainer import dist
+
+    load = transformers.PreTrainedModel.from_pretrained.__func__
+
+    def load_in_main_memory(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # transformers fills buffers of a model within modes of its own, which ours would get in the way of.
+        with _pop_mode_temporarily():
+            return load(cls, *args, **kwargs)
 
     picked = dist.pick_device
     holders = [module for module in list(sys.modules.values()) if getattr(module, "pick_device", None) is picked]
     for module in holders:
         module.pick_device = lambda: DEVICE
+    transformers.PreTrainedModel.from_pretrained = classmethod(load_in_main_memory)
     try:
         with SecondDevice():
             yield
     finally:
+        transformers.PreTrainedModel.from_pretrained = classmethod(load)
         for module in holders:
             module.pick_device = picked

@@ -208,7 +208,7 @@ PROMPTS = {
     "no messages": (rows(GOOD, {"prompt": []}), "rows.jsonl:2: the prompt is empty"),
     "empty message": (rows(GOOD, {"prompt": [message("")]}), "rows.jsonl:2: the prompt is empty"),
     "not a prompt": (rows(GOOD, {"prompt": 5}), "rows.jsonl:2: messages=5"),
-    "wrong key": (rows(GOOD, {"prompt": [{"from": "human", "value": "x"}]}), "rows.jsonl:2: messages[0]", "'from'"),
+    "wrong key": (rows(GOOD, {"prompt": [{"by": "human", "value": "x"}]}), "rows.jsonl:2: messages[0]", "'by'"),
     "wrong role": (rows(GOOD, {"prompt": [message("x", "usr")]}), "rows.jsonl:2: messages[0]: role='usr'"),
     "content null": (rows(GOOD, {"prompt": [message(None)]}), "rows.jsonl:2: messages[0]: its content is None"),
     "ends with the answer": (rows({"prompt": [message("x"), message("y", "assistant")]}), "rows.jsonl:1", "assistant"),
@@ -217,7 +217,7 @@ PROMPTS = {
     "over the context": (rows(GOOD, {"prompt": "1" * 600}), "rows.jsonl:2", "600 tokens", "context of 512"),
 }
 EXAMPLES = {
-    "completion only": ({"completion": "3"}, "rows.jsonl:2: has none of 'messages', 'prompt' with 'completion'"),
+    "completion only": ({"completion": "3"}, "rows.jsonl:2: has none of 'messages', 'conversations', 'prompt' with"),
     "prompt only": ({"prompt": "1+2="}, "rows.jsonl:2: has none of"),
     "empty prompt": ({"prompt": "", "completion": "3"}, "rows.jsonl:2: the prompt is empty"),
     "completion not text": ({"prompt": [message("x")], "completion": 3}, "rows.jsonl:2: the completion is a int"),

@@ -161,7 +161,8 @@ SHARED = [
 ]
 SHARED_TEXT = (
     "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
-    "<|im_start|>assistant\nCALL<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n"
+    "<|im_start|>assistant\nCALL add<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+    "<|im_start|>assistant\nIt is 4.<|im_end|>\n"
 )
 
 
@@ -177,7 +178,8 @@ SHARED_TEXT = (
 )
 def test_sharegpt_rows(tmp_path, chatml, row, suffix):
     chatml.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}CALL{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.tool_calls %}CALL {{ m.tool_calls[0].function.name }}{% endif %}"
         "<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -186,7 +188,7 @@ def test_sharegpt_rows(tmp_path, chatml, row, suffix):
     (example,) = load_examples([spec], chatml)
     assert chatml.decode(example.ids) == SHARED_TEXT
     trained = [token for token, is_trained in zip(example.ids, example.mask, strict=True) if is_trained]
-    assert chatml.decode(trained) == "CALL<|im_end|>It is 4.<|im_end|>"
+    assert chatml.decode(trained) == "CALL add<|im_end|>It is 4.<|im_end|>"
     (prompt,) = load_prompts([spec], chatml)
     turns = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "2+2?"}]
     assert prompt.prompt == turns and "a.b" not in prompt.columns

@@ -279,4 +279,4 @@ def test_an_answer_that_begins_like_what_the_prompt_opens_keeps_its_first_letter
     trained = made.chosen_ids if method == "pairs" else made.completion_ids
     assert tokenizer.decode(trained) == "<b>4</b><|im_end|>"
     told = "whose answer does not begin with '<think>\\n', which the chat template puts before what a model writes"
-    assert capsys.readouterr().err == f"data: of 1 rows, 1 {told}\n"
+    assert capsys.readouterr().err.splitlines()[0] == f"data: of 1 rows, 1 {told}"

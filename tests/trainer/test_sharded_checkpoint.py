@@ -51,9 +51,10 @@ def test_damaged_shard_is_named(saved, tmp_path, name):
     assert find_problem(folder) == f"{name} has changed since it was written"
     (folder / name).unlink()
     assert find_problem(folder) == f"{name} is missing"
-    shutil.copytree(saved / "fsdp" / "step-00000002", tmp_path / "step-00000001")
+    newer = folder.rename(tmp_path / "step-00000003")
+    shutil.copytree(saved / "fsdp" / "step-00000002", folder)
     said = []
-    assert latest_valid(tmp_path, said.append) == tmp_path / "step-00000001" and name in said[0]
+    assert latest_valid(tmp_path, said.append) == folder and newer.name in said[0] and name in said[0]
 
 
 def test_shards_are_no_model_and_the_error_says_how_to_make_one(saved):

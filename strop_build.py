@@ -15,7 +15,7 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403 the hooks that stay as they are
 
 START = "strop_start.pth"  # read after setuptools' own, __editable__..., which names the folder
-TRY = "try: import strop_names as s; s.take_entry()\nexcept ModuleNotFoundError: s = None"  # the clone may be gone
+TRY = "try: import strop_names as s; s.take_entry()\nexcept Exception: s = None"  # the clone may be gone or broken
 LINE = f"import sys; sys.argv[:1] == ['-m'] and exec({TRY!r})\n".encode()
 
 

@@ -90,17 +90,22 @@ def take_entry() -> None:
     module may call this twice.
     """
     name = sys.orig_argv[len(sys.orig_argv) - len(sys.argv)].removeprefix("-m")
-    in_a_clone = (Path.cwd() / Path(__file__).name).is_file()  # then that one is run
-    if in_a_clone or OurPackages in sys.meta_path or not _is_entry(name):
+    if OurPackages in sys.meta_path or not _is_entry(name):
+        return
+    if (Path.cwd() / Path(__file__).name).is_file():  # a clone: its own modules are run
         return
     take()
     theirs = module_file(Path.cwd(), name)
     if theirs is not None and not is_ours(theirs):
-        print(f"python -m {name}: runs that of {ROOT}, not {theirs}; run yours by its path", file=sys.stderr)
+        print(
+            f"python -m {name}: runs {ROOT / name.partition('.')[0]}, not {theirs}; to run yours, rename it or use an "
+            "environment without strop",
+            file=sys.stderr,
+        )
 
 
 def _is_entry(name: str) -> bool:
-    if name.partition(".")[0] not in NAMES:
+    if name.partition(".")[0] not in NAMES or name.partition(".")[0] == "bench":  # that is run from a clone
         return False
     base = ROOT.joinpath(*name.split("."))
     file = base.with_name(f"{base.name}.py")

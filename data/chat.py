@@ -200,6 +200,7 @@ class _Conversation:
         """
         before = self.messages[:number]
         opening = self.render(before, generation_prompt=True)
+        self.opened = len(opening)
         if self.text.startswith(opening):
             prefix = _ids_of(self.tokenizer, opening)
             if self.ids[: len(prefix)] != prefix:
@@ -214,6 +215,7 @@ class _Conversation:
         answer = {key: value for key, value in self.messages[number].items() if key not in THOUGHT_KEYS}
         probe = self.render([*before, {**answer, "content": _PROBE}, *self.messages[number + 1 :]])
         head = commonprefix([opening, probe, self.text])
+        self.opened = len(head)
         self.notes.append(_not_begun(opening[len(head) :]))
         return common_prefix(_ids_of(self.tokenizer, head), self.ids)
 
@@ -225,6 +227,8 @@ class _Conversation:
         stop, is_last = end_of_turn_id(self.tokenizer), number + 1 == len(self.messages)
         if stop is not None:
             _check_content(self.tokenizer, self.messages[number], stop, f"messages[{number}]")
+            if not is_last and self.closes(number, stop):  # the usual case: nothing is tokenised again
+                return self.ids.index(stop, start) + 1
         alone = self.ids if is_last else _ids_of(self.tokenizer, self.render(self.messages[: number + 1]))
         is_prefix = self.ids[: len(alone)] == alone  # else this turn is written differently once others follow it
         if stop is None and not is_prefix:
@@ -243,6 +247,11 @@ class _Conversation:
             self.notes.append("with an assistant turn that the chat template does not close before the next one, "
                               "trained without an end-of-turn token")  # fmt: skip
         return end
+
+    def closes(self, number: int, stop: int) -> bool:
+        """Whether the text of a turn, which others follow, has its end-of-turn token: one that is never cut in two."""
+        own, token = self.render(self.messages[: number + 1]), self.tokenizer.added_tokens_decoder.get(stop)
+        return token is not None and self.text.startswith(own) and str(token) in own[self.opened :]
 
     def start_of_next(self, number: int) -> int:
         """Where the text of a later message begins, at the latest: all before it stays when that text is another."""

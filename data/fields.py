@@ -20,6 +20,8 @@ SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt"
                   "observation": "tool", "function_response": "tool"}  # fmt: skip
 TRUTH_VALUES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # text, from CSV say
 
+NOT_FOR_TEMPLATE = "fix the row, or rename the column if it is not for the chat template"
+
 
 def need(columns: Columns, *names: str) -> None:
     for name in names:
@@ -198,13 +200,16 @@ def response_after(prompt: Messages, value: Any, name: str, options: FormatOptio
 
 def for_template(columns: Columns) -> Columns:
     """What a row hands to the chat template besides messages: tools, and settings of the template."""
-    found = {name: columns[name] for name in ("tools", "chat_template_kwargs") if columns.get(name) is not None}
+    found = {name: columns[name] for name in ("tools", "chat_template_kwargs") if columns.get(name) not in (None, "")}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         if isinstance(found.get(name), str):  # tables whose rows differ in shape hold them as JSON
             try:
                 found[name] = json.loads(found[name])
             except json.JSONDecodeError as error:
-                raise ValueError(f"{name!r} is not valid JSON ({error.msg}); fix the row") from None
+                raise ValueError(f"{name!r} is not valid JSON ({error.msg}); {NOT_FOR_TEMPLATE}") from None
         if name in found and not isinstance(found[name], kind):
-            raise ValueError(f"{name!r} is a {type(found[name]).__name__}, not a {kind.__name__}; fix the row")
+            raise ValueError(f"{name!r} is a {type(found[name]).__name__}, not a {kind.__name__}; {NOT_FOR_TEMPLATE}")
+    for number, tool in enumerate(found.get("tools", ())):
+        if not isinstance(tool, dict):
+            raise ValueError(f"tools[{number}] is {tool!r}, not the JSON schema of a tool; {NOT_FOR_TEMPLATE}")
     return found

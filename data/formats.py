@@ -280,8 +280,8 @@ def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_id
     unknown = sorted(settings.keys() - MAP_SETTINGS - NO_EFFECT)
     if unknown:
         raise ValueError(
-            f"data_format={name}: the setting {unknown[0]!r} is not supported; only "
-            f"{', '.join(sorted(MAP_SETTINGS))} are"
+            f"data_format={name}: the setting {unknown[0]!r} is unknown; only "
+            f"{', '.join(sorted(MAP_SETTINGS))} are supported"
         )
     removed = settings.get("remove_columns", [])
     if not settings.get("batched"):

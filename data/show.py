@@ -120,8 +120,8 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
     """The settings of --config where no flag sets them, and the config that a transform gets."""
     default = ShowConfig()
     given = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
-    passed = {name: given[name] for name in ("data", "data_format", "model", "chat_template", "system_prompt")
-              if name in given}  # fmt: skip
+    names = ("data", "data_format", "model", "chat_template", "system_prompt", "chat_template_kwargs")
+    passed = {name: given[name] for name in names if name in given}
     if cfg.config is None:
         if not cfg.data:
             raise ValueError("data: required; give --data, or --config with the YAML file of a run")
@@ -130,7 +130,9 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
         kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
         return replace(cfg, kind=kind), config_for(kind, {"model": cfg.model, **passed})
     training, kind, tree = config_from(cfg.config, passed)
-    values = {f.name: tree[f.name] for f in fields(cfg) if f.name in tree and f.name not in given}
+    # Whether a model's own code may run is for the caller to say, not for a file.
+    copied = [f.name for f in fields(cfg) if f.name in tree and f.name not in (*given, "trust_remote_code")]
+    values = {name: tree[name] for name in copied}
     values |= {"format": training.format} if "format" in values else {}
     values |= {"data": tuple(values["data"])} if "data" in values else {}
     cfg = replace(cfg, **({} if "kind" in given else {"kind": kind}), **values)

@@ -194,9 +194,11 @@ def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
         return [clean_calls(item) for item in value] if isinstance(value, list) else clean_calls(value)
 
     def clean_calls(message: Any) -> Any:
-        if not isinstance(message, dict) or "tool_calls" not in message:
+        if not isinstance(message, dict):
             return message
-        return {**message, "tool_calls": _without_nulls(message["tool_calls"])}
+        if "tool_calls" in message:
+            return {**message, "tool_calls": _without_nulls(message["tool_calls"])}
+        return {name: clean(name, value) for name, value in message.items()}  # a conversation may lie in an object
 
     return {name: clean(name, value) for name, value in columns.items()}
 

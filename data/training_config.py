@@ -6,6 +6,7 @@ Its classes are the trainer's, which lies above this folder: they are looked up 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,5 +52,6 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
+        value = json.dumps(value) if isinstance(value, dict) else value
         words += [flag, *value] if isinstance(value, (tuple, list)) else [f"{flag}={value}"]
     return words

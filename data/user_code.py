@@ -201,12 +201,22 @@ class _UserLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         folders = [folder for folder in dict.fromkeys([self.home, Path.cwd()]) if _has_our_names(folder)]
         if folders:
-            vars(module)["__builtins__"] = {**vars(builtins), "__import__": _importer(folders)}
+            vars(module)["__builtins__"] = _Builtins({**vars(builtins), "__import__": _importer(folders)})
         super().exec_module(module)
 
 
+class _Builtins(dict):
+    """Python's own names with another __import__; what is added to them later is found too."""
+
+    def __missing__(self, name: str) -> Any:
+        return vars(builtins)[name]
+
+
 def _has_our_names(folder: Path) -> bool:
-    found = (folder / f"{name}.py" for name in NAMES), (path for name in NAMES for path in (folder / name).glob("*.py"))
+    found = (
+        (folder / f"{name}.py" for name in NAMES),
+        (path for name in NAMES for path in (folder / name).rglob("*.py")),
+    )
     return folder != ROOT and any(path.is_file() for paths in found for path in paths)
 
 

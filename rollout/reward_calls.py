@@ -240,7 +240,8 @@ def _score(value: Any) -> Score:
         shown = repr(value) if len(repr(value)) <= 60 else type(value).__name__
         return Fault("returned", f"returned {shown}", ", not a number; return a float or None")
     if abs(value) > LARGEST and not (isinstance(value, float) and math.isinf(value)):
-        shown = f"{value:.3g}" if isinstance(value, float) else f"a number of {len(str(int(abs(value))))} digits"
+        digits = 0 if isinstance(value, float) else int(int(abs(value)).bit_length() * math.log10(2)) + 1
+        shown = f"a number of {digits} digits" if digits else f"{value:.3g}"
         return Fault("returned", f"returned {shown}", f"; rewards are float32, return one within +-{LARGEST:g}")
     if not math.isfinite(value):
         return Fault("returned", f"returned {float(value)}", "; return a finite number, or None if it does not apply")

@@ -36,6 +36,8 @@ class RewardConfig:
     """Stop after this many batches, or evaluations, in a row in which no completion got a reward; 0 never stops."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reward_funcs, (tuple, list)):  # from Python: one function instead of a tuple of them
+            raise ValueError(f"reward_funcs={self.reward_funcs}: must be a tuple; write (my_function,)")
         parse_weights(self.reward_weights, len(self.reward_funcs) or 1)
         if self.reward_num_workers < 0:
             raise ValueError(f"reward_num_workers={self.reward_num_workers}: must be 0 (in this process) or more")

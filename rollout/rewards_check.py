@@ -89,6 +89,7 @@ def _training(cfg: CheckConfig) -> Any:
     if not uses_transform(cfg.data, cfg.data_format):
         return None
     flags = {"data": cfg.data, "data_format": cfg.data_format, "chat_template": cfg.chat_template}
+    flags |= {"chat_template_kwargs": cfg.chat_template_kwargs} if cfg.chat_template_kwargs else {}
     return config_for("prompts", {"model": cfg.model or "builtin:tiny", "reward_funcs": cfg.check, **flags})
 
 

@@ -196,9 +196,10 @@ class Launched:
         sweep(parent)
         self._scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=parent)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / f"torchinductor_{os.getuid()}"))  # kept
-        env["TMPDIR"] = self._scratch
-        lock = (Path(self._scratch) / LOCK).open("w")
+        env |= {"TMPDIR": self._scratch, "STROP_GUARDED": "1"}
+        lock = (Path(self._scratch) / f"new-{LOCK}").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)  # the guard inherits it and holds it until it ends, however it ends
+        Path(lock.name).rename(Path(self._scratch) / LOCK)  # nobody ever sees it unlocked while the guard lives
         read_end, write_end = os.pipe()
         guard = [sys.executable, str(WORKER / "strop_guard.py"), "--scratch", self._scratch, "--pid-fd", str(write_end)]
         try:

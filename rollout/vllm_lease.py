@@ -69,14 +69,14 @@ def _error(url: str, holder: dict[str, Any], left: float, run: str) -> LeaseErro
     who = f"{holder['folder'] or 'a run'} (host {holder['host']}, pid {holder['pid']}, user {holder['user']})"
     if holder["run"] == run:
         return LeaseError(
-            f"vllm.url={url}: this run goes on elsewhere, {who}, since {since}; one of the two must end, this one does"
+            f"vllm.url={url}: this run was resumed elsewhere ({who}, since {since}), so this process stops"
         )
     if left == 0:
         return LeaseError(
-            f"vllm.url={url}: {who} trained on it from {since} on, when this run had not been heard of for a minute, "
+            f"vllm.url={url}: {who} trained on it from {since} on, after this run had been silent for a minute, "
             "and left its own weights there; continue with --resume"
         )
     return LeaseError(
-        f"vllm.url={url}: {who} trains on it since {since}; wait until it ends (if it was killed, the server is free "
-        f"in {left:.0f} s), or start a server of your own with python -m rollout.serve"
+        f"vllm.url={url}: {who} has been training on it since {since}; wait until it ends (if it was killed, the "
+        f"server is free in {left:.0f} s), or start a server of your own with python -m rollout.serve"
     )

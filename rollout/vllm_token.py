@@ -40,8 +40,7 @@ class TokenFile:
             sweep(folder)
             self.path = folder / f"{host}:{port}"
             with contextlib.suppress(FileNotFoundError):
-                self.path.unlink(missing_ok=True)  # of a server that was killed
-                handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                handle, new = tempfile.mkstemp(prefix="new-", dir=folder)  # mode 0600
                 break
         else:
             raise ValueError(f"{folder}: cannot be written to; set XDG_RUNTIME_DIR to a folder that can")
@@ -50,6 +49,7 @@ class TokenFile:
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file.write(token)
         self._file.flush()
+        os.replace(new, self.path)  # nobody sees it unlocked; what a killed server left there is gone
 
     def close(self) -> None:
         """May be called twice."""

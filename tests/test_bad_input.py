@@ -343,7 +343,7 @@ def column(completions, solution): return [1.0] * len(completions)
 def exits(completions): raise SystemExit(3)
 def never(completions): return [None] * len(completions)
 def huge(completions): return [1e308] * len(completions)
-def long(completions): return [-(10**400)] * len(completions)
+def long(completions): return [-(10**5000)] * len(completions)
 def escape(completions): raise RuntimeError("red \x1b[31m and \x07 bell")
 number = 5
 """
@@ -368,7 +368,7 @@ WRONG = {
     "column": ("asks for 'solution', which no row of data has (not rows.jsonl:1", "answer"),
     "exits": ("raised SystemExit: 3 on rows.jsonl:",),
     "huge": ("returned 1e+308 for rows.jsonl:", "rewards are float32, return one within +-1e+15"),
-    "long": ("returned a number of 401 digits for rows.jsonl:", "within +-1e+15"),
+    "long": ("returned a number of 5001 digits for rows.jsonl:", "within +-1e+15"),
     "escape": ("raised RuntimeError: red \\x1b[31m and \\x07 bell on rows.jsonl:",),
 }
 

@@ -79,7 +79,10 @@ def python(*argv: str, cwd: Path, executable: Path | str = sys.executable) -> su
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_starts_there(project, installed, entry):
     done = python("-m", entry, "--help", cwd=project, executable=installed)
-    note = f"python -m trainer: runs that of {ROOT}, not {project / 'trainer.py'}; run yours by its path\n"
+    note = (
+        f"python -m trainer: runs {ROOT / 'trainer'}, not {project / 'trainer.py'}; to run yours, rename it or use an "
+        "environment without strop\n"
+    )
     assert done.returncode == 0 and done.stderr == (note if entry == "trainer" else ""), done.stderr
     assert done.stdout.startswith("usage: "), done.stdout
 

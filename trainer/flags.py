@@ -251,7 +251,7 @@ def config_to_tree(cfg: Any) -> dict[str, Any]:
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         if not dataclasses.is_dataclass(value):
-            tree[field.name] = [_saved(item) for item in value] if isinstance(value, tuple) else value
+            tree[field.name] = [_saved(item) for item in value] if isinstance(value, (tuple, list)) else value
         elif tyro.conf.OmitArgPrefixes in _strip_annotated(hints[field.name])[1]:
             tree |= config_to_tree(value)
         else:

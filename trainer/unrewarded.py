@@ -49,7 +49,7 @@ class Unrewarded:
         if self.limit and count >= most:
             raise ValueError(
                 f"reward_funcs={' '.join(self.specs)}: {where}, number {count} of such {what} in a row ({why}); check "
-                "them with python -m rollout.rewards --check, or raise --reward-none-limit"
+                "them with python -m rollout.rewards --check, or set --reward-none-limit 0 to go on without rewards"
             )
         if what not in self._told:
             self._told.add(what)

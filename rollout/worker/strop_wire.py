@@ -7,8 +7,8 @@ waits at a TCPStore; each attempt has its own prefix in it, so that leftovers of
 
 A TCPStore lets in whoever can connect to it, and lists its keys. So every link has a secret, which workers get with
 the call to join, over the authenticated control route: our keys are codes that only a holder of the secret can make,
-and the members of a new process group prove to each other that they hold it. That keeps other processes from taking a
-worker's or the trainer's place. Someone who can reach the port can still disturb a transfer, and nothing is encrypted.
+and the members of a new process group prove to each other that they hold it. A process without the secret cannot join.
+One that relays between members is not noticed, and nothing is encrypted: keep the port in a network of your own.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def end_with_server(grace: float = 10.0, every: float = 1.0) -> None:
     vLLM runs a worker in its engine's process or in a child of it. Not by Linux's parent-death signal, which is also
     sent when only the thread that started a process ends.
     """
-    chain = [os.getpid()]  # up to the API server, which leads the process group or was started by a shell outside it
+    chain = [os.getpid()]  # up to the API server, which leads the process group
     while (parent := parent_of(chain[-1])) > 1 and os.getpgid(parent) == os.getpgrp():
         chain.append(parent)
 
@@ -181,5 +181,7 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-if __name__ == "strop_worker":  # as vLLM imports it, in a worker's process; not as a module of the trainer
+# As vLLM imports it, in a worker's process, of a server that our guard started: there the API server leads its process
+# group. Of a server started by hand, that may be a shell that ends.
+if __name__ == "strop_worker" and os.environ.get("STROP_GUARDED") == "1":
     end_with_server()

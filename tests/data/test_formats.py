@@ -125,7 +125,10 @@ def test_sft_transform(rows, chatml):
         ("no_prompt", "data.jsonl:1: has neither 'prompt' nor 'messages'"),
         ("raises", "data.jsonl:1: data_format=my_transforms.raises failed on this row .KeyError: 'nothing'"),
         ("wrong", "data.jsonl:1: data_format=my_transforms.wrong returned str"),
-        ("odd_setting", "the setting 'with_indices' is not supported; only batch_size, batched, remove_columns are"),
+        (
+            "odd_setting",
+            "the setting 'with_indices' is unknown; only batch_size, batched, remove_columns are",
+        ),
         ("uneven", "data.jsonl:1: data_format=my_transforms.uneven leaves columns of different lengths .problem: 1, "),
         ("not_lists", "data.jsonl:1: data_format=my_transforms.not_lists is batched; it must return a dict of lists"),
         ("not_a_factory", "data_format=my_transforms.not_a_factory: returned dict"),

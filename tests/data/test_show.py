@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.show import main, quantile_of
+from data.show import ShowConfig, main, quantile_of, with_training
 
 
 @pytest.fixture
@@ -141,3 +141,13 @@ def test_settings_of_the_chat_template(write, tmp_path, capsys):
     assert f"{OPENING}Well: \n" in told and f"{OPENING}Hm: \n" in told
     assert main(["--data", path, *kwargs]) == 1
     assert "the chat template does not read 'style'" in capsys.readouterr().err
+
+
+def test_a_file_does_not_say_that_a_models_code_may_run(write, tmp_path):
+    """Only the caller's own flag does; other settings of the file are taken."""
+    rows = write({"prompt": "2+2=", "answer": "4"})
+    file = tmp_path / "run.yaml"
+    text = "method: grpo\nmodel: builtin:tiny\ntrust_remote_code: true\nsystem_prompt: Hi\n"
+    file.write_text(f"{text}data: ['{rows}']\n")
+    cfg, training = with_training(ShowConfig(config=str(file)))
+    assert not cfg.trust_remote_code and cfg.system_prompt == "Hi" and training.model.trust_remote_code

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from data.documents import load_documents
+from data.fields import for_template
 from data.pairs import load_pairs
 from data.prompts import load_prompts
 from data.sft import load_examples
+from data.sources import without_fillers
 from data.stepwise import load_steps
 from data.truths import load_truths
 from data.unpaired import load_labelled
@@ -280,3 +283,25 @@ def test_an_answer_that_begins_like_what_the_prompt_opens_keeps_its_first_letter
     assert tokenizer.decode(trained) == "<b>4</b><|im_end|>"
     told = "whose answer does not begin with '<think>\\n', which the chat template puts before what a model writes"
     assert capsys.readouterr().err.splitlines()[0] == f"data: of 1 rows, 1 {told}"
+
+
+@pytest.mark.parametrize(
+    ("tools", "what"),
+    [
+        ("python", "'tools' is not valid JSON"),
+        ({"a": 1}, "'tools' is a dict, not a list"),
+        (["python"], "tools[0] is 'python', not the JSON schema of a tool"),
+    ],
+)
+def test_a_column_called_tools_that_holds_something_else_is_named(tools, what):
+    with pytest.raises(ValueError, match=re.escape(what) + ".*rename the column if it is not for the chat template"):
+        for_template({"tools": tools})
+    assert for_template({"tools": "", "chat_template_kwargs": None}) == {}
+
+
+def test_nulls_that_a_table_adds_within_an_object_are_left_out():
+    call = {"function": {"name": "add", "arguments": {"theta": 1, "phi": None}}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    cleaned = without_fillers({"request": {"input": turns, "note": None}, "messages": turns})
+    assert cleaned["request"]["input"] == cleaned["messages"] and cleaned["request"]["note"] is None
+    assert cleaned["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"theta": 1}

@@ -741,7 +741,8 @@ def test_the_second_trainer_is_told_who_holds_the_lease(asked):
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told["holder"]["since"]))
         assert said(told, second) == (
             f"vllm.url=http://h:1: {first.folder} (host {socket.gethostname()}, pid {os.getpid()}, user {first.user}) "
-            f"trains on it since {since}; wait until it ends (if it was killed, the server is free in 48 s), or start "
+            f"has been training on it since {since}; wait until it ends (if it was killed, the server is free in 48 s)"
+            ", or start "
             "a server of your own with python -m rollout.serve"
         )
         assert asked.send("/strop/lease", method="GET")[1] == {"holder": told["holder"], "expires_in": 48.0}
@@ -779,7 +780,7 @@ def test_a_resumed_run_takes_its_lease_back_at_once_and_locks_its_old_process_ou
     assert asked.send("/pause", {}, session=resumed.session) is None
     status, told = asked.send("/pause", {}, session=FIRST.session)
     assert status == 409
-    assert "this run goes on elsewhere" in said(told, FIRST)
+    assert "this run was resumed elsewhere" in said(told, FIRST)
     assert asked.ask(FIRST, "renew")[0] == 409 and asked.ask(FIRST, "release")[1]["expires_in"] == 60.0
 
 

@@ -60,8 +60,8 @@ def test_a_run_without_any_reward_warns_at_once_and_stops(run, method):
     (sentence,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert sentence == (
         "error: reward_funcs=mine.never: step 5: none of 4 completions got a reward, number 5 of such batches in a row "
-        "(never returned None for all 4 rows); check them with python -m rollout.rewards --check, or raise "
-        "--reward-none-limit"
+        "(never returned None for all 4 rows); check them with python -m rollout.rewards --check, or set "
+        "--reward-none-limit 0 to go on without rewards"
     )
 
 
@@ -137,3 +137,32 @@ def test_a_penalty_is_no_reward_and_failed_environments_are_named(streaming, tmp
     groups.next(0, 0)
     assert told == ["warning: step 1: none of 6 completions got a reward (6 environments failed)"]
     assert counters.unrewarded_in_a_row == 1
+
+
+def test_a_function_given_from_python_and_the_default_are_named(tmp_path, monkeypatch):
+    """The sentence is about the functions that ran, however they were named."""
+    from rollout.reward_options import RewardConfig
+    from trainer.config import ModelConfig, PromptConfig, RunConfig
+    from trainer.methods.grpo import Config, train
+
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "1+2=", "answer": null}\n' * 8)
+
+    def silent(completions):
+        return [None] * len(completions)
+
+    for given, named in (([silent], "reward_funcs=python:"), ((), "reward_funcs=exact_match: step 2: none of 4")):
+        cfg = Config(
+            model=ModelConfig(model="builtin:tiny"), data=PromptConfig(data=("rows.jsonl",)),
+            reward=RewardConfig(reward_funcs=given), num_generations=2, max_completion_length=2,
+            run=RunConfig(max_steps=2, per_device_train_batch_size=4, output_dir=f"run{len(given)}"),
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(named)):
+            train(cfg)
+
+
+def test_one_function_in_the_place_of_a_tuple_is_refused():
+    from rollout.reward_options import RewardConfig
+
+    with pytest.raises(ValueError, match=r"reward_funcs=.*must be a tuple; write \(my_function,\)"):
+        RewardConfig(reward_funcs=len)

@@ -186,7 +186,7 @@ def train(cfg: Config) -> None:
             )
         )
         unrewarded = Unrewarded(
-            cfg.reward.reward_funcs,
+            [function.spec for function in rewards.functions],
             counters,
             run.note,
             limit=cfg.reward.reward_none_limit,

@@ -228,8 +228,8 @@ def test_more_prompt_tokens_than_the_server_takes_at_a_time_are_sampled_with_the
 def refused_by(holder: Owner, url: str) -> str:
     who = re.escape(f"{holder.folder} (host {holder.host}, pid {holder.pid}, user {holder.user})")
     return (
-        rf"^vllm\.url={re.escape(url)}: {who} trains on it since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC; wait until it "
-        r"ends \(if it was killed, the server is free in (60|5\d|4\d) s\), or start a server of your own with python"
+        rf"^vllm\.url={re.escape(url)}: {who} has been training on it since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC; "
+        r"wait until it ends \(if it was killed, the server is free in (60|5\d|4\d) s\), or start a server of your own"
     )
 
 
@@ -272,9 +272,9 @@ def test_a_killed_trainer_holds_its_server_for_a_minute_but_not_from_its_own_res
         )
         with contextlib.closing(resumed):
             resumed.load(0)
-            with pytest.raises(LeaseError, match="this run goes on elsewhere, /runs/a"):
+            with pytest.raises(LeaseError, match=r"this run was resumed elsewhere \(/runs/a"):
                 loop.run(gone.pause())  # it was not dead
-            with pytest.raises(LeaseError, match="this run goes on elsewhere, /runs/a"):
+            with pytest.raises(LeaseError, match=r"this run was resumed elsewhere \(/runs/a"):
                 loop.run(gone.renew())
         make_engine(tied_server, policy, "process_group", monkeypatch, owner=other).close()  # free at once
     finally:

@@ -362,6 +362,8 @@ def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_ser
             proxy.seen.clear()
             pool = await ready_pool([through])
             task = asyncio.ensure_future(pool.generate(request, sampling))
+            while not any(path == LEAN for path, _ in proxy.seen):  # on a busy machine it takes a while to be sent
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
             await pool.empty(pool.members[0])
             await pool.refill(pool.members[0], 2)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.cli import parse
 from trainer.dist import TIMEOUT_S, process_group, say_once
 from trainer.out_of_memory import is_out_of_memory, out_of_memory
 from trainer.reasons import one_line, raised_on_purpose
 from trainer.stop import EXIT_CODE, Stopped, end_on_sigterm
+
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             if debug:
                 raise
             print("interrupted; continue with --resume", file=sys.stderr)
-            return 130
+            return INTERRUPTED
         except BrokenPipeError:  # --help | head; a training run must not stop without a word either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             print("stopped: nobody reads the output any more", file=sys.stderr)
@@ -74,5 +78,17 @@ def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
     return 0
 
 
+def end_at_once(code: int) -> NoReturn:
+    """After Ctrl-C. All that is ours is closed by then; Python would take apart the rest for seconds."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:
+        end_at_once(code)
+    sys.exit(code)

@@ -18,7 +18,7 @@ program does to builtins, modules, frames or __eq__, or writes anywhere, is then
 reward it should not:
 
     all other tests (classes, attributes and items of results, expected exceptions, arguments changed in place, globals,
-    functions as arguments, modules such as sys or unittest, more than 2000 calls) run in the program's own process:
+    functions as arguments, modules such as sys or unittest, many calls) run in the program's own process:
     there __eq__ that is always true passes, and code that walks frames can read the tests and answer for them; no check
     in one Python process can prevent that
     functions besides the tested one that the tests use and the prompt defines (encode in a test of decode): a program
@@ -175,8 +175,9 @@ TO_ITERATOR = {"enumerate", "filter", "map", "reversed", "zip"}
 OF_DATA = {"all", "any", "bin", "bytearray", "bytes", "chr", "complex", "divmod", "hex", "oct", "ord", "pow", "range"}
 TYPES = {"bool", "bytes", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"}
 DRAWS = ("randint", "random", "randrange", "uniform")
-REPEATING = ("functools", "itertools", "operator")  # may put one object into several places
+REPEATING = ("functools", "itertools", "operator", "random")  # may put one object into several places
 BY_NAME = {"__import__", "compile", "eval", "exec", "globals", "input", "locals", "vars"}  # reach the program otherwise
+STATE = ("seed", "setcontext", "seterr", "setstate")  # change what the program does
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
 
 
@@ -242,7 +243,7 @@ class _Reading:
     def imported(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
-            if module.partition(".")[0] not in PURE or alias.name in ("*", "seed"):
+            if module.partition(".")[0] not in PURE or alias.name in ("*", *STATE):
                 raise _Unknown
             name = (alias.asname or alias.name).partition(".")[0]
             self.names[name], self.modules[name] = MODULE, module.partition(".")[0]
@@ -289,8 +290,9 @@ class _Reading:
         holders = [x.id for x in sources if isinstance(x, ast.Name)]
         whole = all(self.names.get(name) == FRESH for name in holders) and len(set(holders)) == len(holders)
         kinds = self.values(sources)
-        if RESULT in kinds and sources != [node]:
-            raise _Unknown
+        copied = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TO_COPY
+        if RESULT in kinds and not copied:
+            raise _Unknown  # a generator may change an item when it makes the next one
         if whole and all(
             isinstance(x, ast.Name) or kind in (CONST, FRESH) for x, kind in zip(sources, kinds, strict=True)
         ):
@@ -373,7 +375,7 @@ class _Reading:
                 if RESULT in self.values([part.value for part in parts if isinstance(part, ast.FormattedValue)]):
                     raise _Unknown  # __format__ of a subclass
                 return CONST
-            case ast.Attribute() if self.module_of(node) and node.attr != "seed":
+            case ast.Attribute() if self.module_of(node) and node.attr not in STATE:
                 return CONST
             case ast.ListComp() | ast.SetComp() | ast.DictComp():
                 return self.comprehension(node)
@@ -449,18 +451,18 @@ class _Reading:
         return None
 
     def comprehension(self, node: Any) -> str:
-        names, calls = dict(self.names), self.calls
+        before = dict(self.names), dict(self.parents), set(self.stale), self.calls
         items = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         parts = [(part.target, part.iter, part.ifs) for part in node.generators]
         kind = self.either(self.loop(parts, lambda: self.values(items), node))
         if kind == RESULT and not self.reads:
             raise _Unknown  # the first result would wait for the last
-        self.leave(names, calls)
+        self.leave(*before)
         return FRESH if kind == CONST else kind
 
-    def leave(self, names: dict[str, Any], calls: int) -> None:
+    def leave(self, names: dict[str, Any], parents: dict[str, list[str]], stale: set[str], calls: int) -> None:
         """Back to these names. The results among them are stale if the program was called since."""
-        self.names = names
+        self.names, self.parents, self.stale = names, parents, stale | self.stale
         if self.calls > calls:
             self.spoil()
 
@@ -516,7 +518,7 @@ class _Reading:
             raise _Unknown
         functions = [isinstance(x, ast.Name) and self.named(x.id) == PROGRAM for x in call.args]
         kinds = iter(self.values([x for x, is_function in zip(call.args, functions, strict=True) if not is_function]))
-        names, calls, stale = self.names, self.calls, self.stale
+        names, before = self.names, (dict(self.parents), set(self.stale), self.calls)
         if self.depth == 0:
             self.globals = names
         self.names = dict(self.globals if is_global else names)
@@ -525,8 +527,7 @@ class _Reading:
             self.bind(ast.Name(parameter.arg), PROGRAM if is_function else next(kinds))
         returned = self.either(self.body(node.body))
         self.depth -= 1
-        self.stale = stale | self.stale
-        self.leave(names, calls)
+        self.leave(names, *before)
         return returned
 
     def method(self, function: ast.Attribute, given: list[ast.expr]) -> str:
@@ -542,7 +543,7 @@ class _Reading:
             self.value(given[0])
             return FRESH
         kinds = self.values(given)
-        if RESULT in kinds and module != "math" or name == "seed":
+        if RESULT in kinds and module != "math" or name in STATE:
             raise _Unknown
         if module == "math" or (module == "random" and name in DRAWS):
             return RESULT if RESULT in kinds else CONST

@@ -256,6 +256,10 @@ HONEST = {
     "a global that changes": ("count = 0\ndef hit():\n    global count\n    count += 1", "hit()\nhit()\nassert count == 2"),
     "a result that changes": ("held = []\ndef add(x):\n    held.append(x)\n    return held", "a = add(1)\nadd(2)\nassert a == [1, 2]"),
     "results that change": ("held = []\ndef add(x):\n    held.append(x)\n    return held", "assert add(1) == add(2)\nassert [add(3) for _ in range(2)] == [[1, 2, 3, 3]] * 2"),
+    "one list for all items": (
+        "def f():\n    x = []\n    for i in range(2):\n        x.append(i)\n        yield x",
+        "assert [list(x) for x in f()] == [[0], [0, 1]]\nassert list(f()) == [[0, 1], [0, 1]]",
+    ),
     "one object": ("held = {}\ndef f(): return held\ng = f", "assert f() is g()"),
     "one argument twice": ("def f(m): m[0][0] = 9", "r = [1]\nm = [r, r]\nf(m)\nassert r == [9]"),
     "an argument before the call": ("def f(x):\n    x.append(1)\n    return x", "x = []\nassert x == f(x)"),

@@ -233,7 +233,9 @@ def test_honest_programs_keep_their_reward(name):
         ("x = [3, 1]\nassert f(x) == [1, 3]", True),
         ("import copy\nx = [3, 1]\nassert f(copy.deepcopy(x)) == sorted(x)", True),
         ("import datetime\nassert f(1) == datetime.datetime(2024, 1, 2, 3)", True),
-        ("assert list(map(list, f(1))) == [[1]] and {tuple(x) for x in f(2)} == {(1,)}", True),
+        ("assert list(map(list, list(f(1)))) == [[1]] and {tuple(x) for x in sorted(f(2))} == {(1,)}", True),
+        ("assert [list(x) for x in f(1)] == [[1]]", False),
+        ("import decimal\ndecimal.setcontext(decimal.Context(prec=3))\nassert f(1) == 1", False),
         ("x = [3, 1]\nf(x)\nassert x == [1, 3]", False),
         ("cases = [[1]]\nfor x in cases:\n    assert f(x) == 1\nassert cases == [[1]]", False),
         ("cases = [([1], 2)]\nassert all(map(lambda c: f(c[0]) == len(c[0]), cases))", False),
@@ -297,8 +299,8 @@ def test_data_travels_as_it_is():
         None, True, -1.5, float("inf"), "a\ud800", b"\xff", (1, (2,)), {1: {2: [3]}}, {1, 2}, frozenset({3}), 1j,
         range(3), 7**99, [1, 7**99], [True, None, 2**60], deque([1], 2), Counter("aab"), OrderedDict(a=1),
         Decimal("0.10"), Fraction(1, 3), datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 1, 2, 3, 4, zone),
-        bytearray(b"x"), datetime.time(1, 2, tzinfo=zone), datetime.timedelta(1, 2, 3), zone, uuid.UUID(int=5), {1: 2}.keys(),
-        {1: 2}.items(), memoryview(b"x"), np.float32(0.1), np.int64(3), np.bool_(True),
+        bytearray(b"x"), datetime.time(1, 2, tzinfo=zone), datetime.timedelta(1, 2, 3), zone, uuid.UUID(int=5),
+        {1: 2}.keys(), {1: 2}.items(), memoryview(b"x"), np.float32(0.1), np.int64(3), np.bool_(True),
     ):  # fmt: skip
         again = link.decode(json.dumps(code_child.encode([value], None)))[0]
         assert again == value and type(again) is type(value) and repr(again)[:9] == repr(value)[:9]

@@ -5,8 +5,12 @@
 Two processes. The judge forks a process for the program before it reads its input, so the tests, the values they
 expect, and the secret by which a pass is reported are never in the memory of the program. The tests run in the judge.
 The program's functions are stand-ins there: a call sends arguments as data and gets the result back as data, and the
-judge compares. An object that is no plain data stays where it is; the judge can call it, iterate it and read its
-attributes, but it never equals data, whatever its __eq__ says.
+judge compares.
+
+A result that is an object of the program's own class stays where it is: the judge can iterate it and ask for its
+length, truth and text, but it never equals data, whatever its __eq__ says. Running the tests together instead would let
+any program choose that by returning such an object; and no honest program returns one to tests that compare a call with
+a literal or calculate with it, which are the only ones that run apart.
 
 With "together" the tests run in the process of the program. Some tests need that (classes, patched modules, captured
 output), and there a program can do what it wants with them.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import math
 import os
 import signal
 import sys
@@ -39,27 +44,62 @@ ALIASES = {"np": "numpy"}
 HELPERS = ("unittest", "doctest", "pytest", "_pytest")  # imported anew for tests that run together with a program
 BUILTINS = dict(vars(builtins))  # as they are before a program could change them
 run_code, compile_code = exec, compile
-# Plain data besides None, bool, str, float, int and list: how to build it again, as arguments for its type.
+CONSTANTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # [math.nan] == [math.nan], by identity
+MAX_CALLS, MAX_ASKED = 2000, 2**20  # apart (calls, bytes of arguments): tests with more run faster together
+
+
+def rebuild(module: str, name: str) -> object:
+    """Calls it; the module is imported when there is something to build."""
+    return lambda *arguments: getattr(import_module(module), name)(*arguments)
+
+
+def zone(x: object) -> object:
+    """The time zone of a datetime or time as a fixed offset: two that are equal stay equal."""
+    offset = x.utcoffset()
+    return None if offset is None else import_module("datetime").timezone(offset)
+
+
+# Data besides None, bool, str, float, int and list: (what it is built of, how to build it again).
 PLAIN = {
-    "builtins.tuple": lambda x: [list(x)],
-    "builtins.set": lambda x: [list(x)],
-    "builtins.frozenset": lambda x: [list(x)],
-    "builtins.dict": lambda x: [[[key, value] for key, value in x.items()]],
-    "builtins.bytes": lambda x: [x.decode("latin-1"), "latin-1"],
-    "builtins.bytearray": lambda x: [x.decode("latin-1"), "latin-1"],
-    "builtins.complex": lambda x: [x.real, x.imag],
-    "builtins.range": lambda x: [x.start, x.stop, x.step],
-    "collections.deque": lambda x: [list(x), x.maxlen],
-    "collections.Counter": lambda x: [dict(x)],
-    "collections.OrderedDict": lambda x: [dict(x)],
-    "decimal.Decimal": lambda x: [str(x)],
-    "fractions.Fraction": lambda x: [x.numerator, x.denominator],
-    "datetime.date": lambda x: [x.year, x.month, x.day],
-    "datetime.timedelta": lambda x: [x.days, x.seconds, x.microseconds],
-    "numpy.ndarray": lambda x: [x.tolist(), x.dtype.str] if x.dtype.kind in "biufcU" else None,
+    "builtins.tuple": (lambda x: [list(x)], tuple),
+    "builtins.set": (lambda x: [list(x)], set),
+    "builtins.frozenset": (lambda x: [list(x)], frozenset),
+    "builtins.dict": (lambda x: [list(x.keys()), list(x.values())], lambda keys, values: dict(zip(keys, values))),  # noqa: B905
+    "builtins.dict_keys": (lambda x: [list(x)], lambda keys: dict.fromkeys(keys).keys()),
+    "builtins.dict_values": (lambda x: [list(x)], lambda values: dict(enumerate(values)).values()),
+    "builtins.dict_items": (lambda x: [list(x)], lambda pairs: dict(pairs).items()),
+    "builtins.bytes": (lambda x: [x.decode("latin-1"), "latin-1"], bytes),
+    "builtins.bytearray": (lambda x: [x.decode("latin-1"), "latin-1"], bytearray),
+    "builtins.memoryview": (lambda x: [x.tobytes()], memoryview),
+    "builtins.complex": (lambda x: [x.real, x.imag], complex),
+    "builtins.range": (lambda x: [x.start, x.stop, x.step], range),
+    "collections.deque": (lambda x: [list(x), x.maxlen], rebuild("collections", "deque")),
+    "collections.Counter": (lambda x: [dict(x)], rebuild("collections", "Counter")),
+    "collections.OrderedDict": (lambda x: [dict(x)], rebuild("collections", "OrderedDict")),
+    "decimal.Decimal": (lambda x: [str(x)], rebuild("decimal", "Decimal")),
+    "fractions.Fraction": (lambda x: [x.numerator, x.denominator], rebuild("fractions", "Fraction")),
+    "uuid.UUID": (lambda x: [str(x)], rebuild("uuid", "UUID")),
+    "datetime.timezone": (lambda x: [x.utcoffset(None)], rebuild("datetime", "timezone")),
+    "datetime.timedelta": (lambda x: [x.days, x.seconds, x.microseconds], rebuild("datetime", "timedelta")),
+    "datetime.datetime": (
+        lambda x: [x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond, zone(x)],
+        rebuild("datetime", "datetime"),
+    ),
+    "datetime.date": (lambda x: [x.year, x.month, x.day], rebuild("datetime", "date")),
+    "datetime.time": (
+        lambda x: [x.hour, x.minute, x.second, x.microsecond, zone(x)],
+        rebuild("datetime", "time"),
+    ),
+    "numpy.ndarray": (
+        lambda x: [x.tolist(), x.dtype.str] if x.dtype.kind in "biufcU" else None,
+        rebuild("numpy", "array"),
+    ),
 }
-MAKERS = {"numpy.ndarray": "array"}  # where not the type itself
-MUTABLE = ("builtins.bytearray", "builtins.dict", "builtins.list", "builtins.set", "collections.deque")
+for scalar in (
+    "bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
+    "float64", "complex64", "complex128",
+):  # fmt: skip
+    PLAIN[f"numpy.{scalar}"] = (lambda x: [x.item()], rebuild("numpy", scalar))
 
 
 def main() -> None:
@@ -102,32 +142,49 @@ def silence() -> None:
 
 
 class Link:
-    """Messages to the other process and back: JSON behind its length."""
+    """Messages to the other process and back: JSON behind its length. Each side waits for the other's answer."""
 
     def __init__(self, readable: int, writable: int) -> None:
         self.readable, self.writable = readable, writable
+        self.remote = None  # in the judge: makes a Remote of a number
+        self.decode = json.JSONDecoder(object_hook=self.revive, parse_constant=CONSTANTS.__getitem__).decode
 
     def send(self, message: object, dumps=json.dumps, write=os.write) -> None:
         body = dumps(message).encode()
+        if self.remote is not None and len(body) > MAX_ASKED:
+            raise Unfit
         left = memoryview(len(body).to_bytes(8, "big") + body)
         while left:
             left = left[write(self.writable, left) :]
 
-    def receive(self, loads=json.loads) -> object:
-        size = int.from_bytes(self._read(8), "big")
-        if size > MAX_MESSAGE:
-            raise MemoryError("a message is too long")
-        return loads(self._read(size))
-
-    def _read(self, size: int, read=os.read) -> bytes:
-        parts = []
-        while size:
-            part = read(self.readable, min(size, 2**20))
+    def receive(self, read=os.read) -> object:
+        got = bytearray()
+        while len(got) < 8 or len(got) < 8 + int.from_bytes(got[:8], "big"):
+            part = read(self.readable, 2**16)
             if not part:
                 raise EOFError("the other process has ended")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+            got += part
+            if len(got) > MAX_MESSAGE:
+                raise MemoryError("a message is too long")
+        size = int.from_bytes(got[:8], "big")
+        if len(got) > 8 + size:
+            raise ValueError("a message that nobody asked for")
+        return self.decode(got[8:].decode())
+
+    def revive(self, found: dict[str, object]) -> object:
+        """What encode() made of data, as data again; other dicts are messages."""
+        if len(found) != 1:
+            return found
+        ((name, inner),) = found.items()
+        if name == "int":
+            return int(inner, 16)
+        if self.remote is not None and name == "object":
+            return self.remote(inner)
+        if self.remote is not None and name == "like":
+            return like(inner[0], self.remote(inner[1]))
+        if self.remote is not None and name in ("builtins.set", "builtins.frozenset"):
+            return in_order(PLAIN[name][1], *inner)
+        return PLAIN[name][1](*inner) if name in PLAIN else found
 
 
 # The process of the judge.
@@ -146,20 +203,30 @@ def judge(link: Link, job: dict) -> str:
             word = os.urandom(16).hex()
             link.send({"op": "tests", "tests": job["tests"], "word": word})
             return "passed" if link.receive() == {"passed": word} else "failed"
+        link.remote = lambda number: Remote(link, number)
         code = compile_code(job["tests"], "<tests>", "exec")
         space = {"__name__": "__main__", "__builtins__": builtins}
+        ask(link, "imports", source=imports(job["tests"]))
         for name in wanted(code):
             module = ALIASES.get(name, name)
             if module in PURE:
                 space[name] = import_module(module)
             elif (found := ask(link, "name", name=name)) is not None:
-                space[name] = found[0]
+                space[name] = found
         run_code(code, space)
     except Unfit:
         return "unfit"
     except BaseException:
         return "failed"
     return "passed"
+
+
+def imports(tests: str) -> str:
+    """The import statements of the tests. A program may use the names, as it could if both ran in one process."""
+    import ast
+
+    found = [node for node in ast.parse(tests).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return "\n".join(ast.unparse(node) for node in found)
 
 
 def wanted(code: object) -> list[str]:
@@ -180,86 +247,77 @@ def names_in(code: object, *operations: str) -> list[str]:
 
 
 def ask(link: Link, op: str, **details: object) -> object:
-    """What the program's process makes of it; an exception there is one here, of the nearest built-in type."""
+    """What the program's process makes of it. What it raises there fails the test here: of tests that expect an
+    exception it is not known that they mean the same apart, and StopIteration would end a loop of the tests."""
     link.send({"op": op, **details})
     reply = link.receive()
-    if "raised" in reply:
-        arguments = decode(reply["arguments"], lambda number: Remote(link, number))
-        for name in reply["raised"]:
-            kind = BUILTINS.get(name)
-            if isinstance(kind, type) and issubclass(kind, BaseException):
-                try:
-                    error = kind(*arguments)
-                except TypeError:  # one that takes other arguments
-                    continue
-                raise error
-        raise RuntimeError("the program raised something")
-    value = decode(reply["value"], lambda number: Remote(link, number))
-    return (value, reply["changed"]) if "changed" in reply else value
+    if "value" not in reply:
+        raise RuntimeError("the program raised an exception")
+    return reply["value"]
 
 
 class Remote:
-    """A function or object of the program. It equals others of the program if that says so, and never plain data."""
+    """A function or object of the program. It never equals data, whatever its __eq__ says."""
+
+    calls = 0
 
     def __init__(self, link: Link, number: int) -> None:
-        self.__dict__.update(_link=link, _number=number)
-
-    def _ask(self, op: str, **details: object) -> object:
-        return ask(self._link, op, on=self._number, **details)
+        self.link, self.number = link, number
 
     def __call__(self, *arguments: object, **named: object) -> object:
-        sent = [encode(value, send_remote) for value in (*arguments, *named.values())]
-        value, changed = self._ask("call", arguments=sent, named=list(named))
-        given = [*arguments, *named.values()]
-        for place, now in changed:
-            refill(given[place], decode(now, lambda number: Remote(self._link, number)))
-        return value
+        Remote.calls += 1
+        if Remote.calls > MAX_CALLS:
+            raise Unfit
+        return self.ask("call", arguments=encode([*arguments, *named.values()], unfit), named=list(named))
 
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._ask("attribute", name=name)
-
-    def __getitem__(self, key: object) -> object:
-        return self._ask("item", key=encode(key, send_remote))
+    def ask(self, op: str, **details: object) -> object:
+        return ask(self.link, op, on=self.number, **details)
 
     def __iter__(self) -> object:
-        return self._ask("iterate")
-
-    def __next__(self) -> object:
-        return self._ask("next")
+        return iter(self.ask("items"))
 
     def __len__(self) -> int:
-        return self._ask("length")
+        length = self.ask("length")
+        if length is None:  # a generator, which list() asks, too
+            raise TypeError("the result has no len()")
+        return length
 
     def __bool__(self) -> bool:
-        return self._ask("truth")
+        return self.ask("truth")
 
     def __str__(self) -> str:
-        return self._ask("text")
+        return self.ask("text")
 
-    __repr__ = __str__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and self._ask("same", other=other._number) is True
-
-    def __hash__(self) -> int:
-        return self._number
+    def __repr__(self) -> str:
+        return self.ask("repr")
 
 
-def send_remote(value: object) -> object:
-    if type(value) is Remote:
-        return {"object": value._number}
+def unfit(value: object) -> object:
     raise Unfit
 
 
-def refill(old: object, new: object) -> None:
-    """What a function did to a list, dict or set that it was given."""
-    if isinstance(old, (list, bytearray)):
-        old[:] = new
-    else:
-        old.clear()
-        (old.extend if hasattr(old, "extend") else old.update)(new)
+def like(plain: object, remote: Remote) -> object:
+    """Data of a subclass, such as a namedtuple: equal to what its base is, but written as the program writes it."""
+    kind = type(plain)
+    if kind not in LIKE:
+        own = {"__str__": lambda self: str(self.remote), "__repr__": lambda self: repr(self.remote)}
+        LIKE[kind] = type(kind.__name__, (kind,), own)
+    made = LIKE[kind](plain)
+    made.remote = remote
+    return made
+
+
+LIKE: dict[type, type] = {}
+
+
+def in_order(kind: type, items: list[object]) -> object:
+    """A set whose items come in the order that they have in the program."""
+    made = kind(items)
+    if list(made) == items:
+        return made
+    made = type(kind.__name__, (kind,), {"__iter__": lambda self: iter(self.items)})(items)
+    made.items = items
+    return made
 
 
 # The process of the program.
@@ -282,9 +340,8 @@ def serve(link: Link) -> None:
             continue
         try:
             reply = answer(request, space, objects)
-        except BaseException as error:  # the program's: the tests may expect it
-            names = [kind.__name__ for kind in type(error).__mro__]
-            reply = {"raised": names, "arguments": encode(list(error.args), str)}
+        except BaseException as error:  # the program's
+            reply = {"raised": type(error).__name__}
         link.send(reply)
 
 
@@ -299,54 +356,66 @@ def run_together(tests: str, space: dict[str, object]) -> None:
 
 
 def answer(request: dict, space: dict[str, object], objects: list[object]) -> dict[str, object]:
-    def keep(value: object) -> object:
-        plain = as_plain(value)
-        if plain is not None:
-            return encode(plain[0], keep)
+    def hold(value: object) -> dict[str, int]:
         objects.append(value)
         return {"object": len(objects) - 1}
 
+    def keep(value: object) -> object:
+        base, plain = as_plain(value, keep)
+        if base is None:
+            return hold(value)
+        return {"like": [plain, hold(value)["object"]]} if base in WRITTEN else plain
+
     op = request["op"]
+    if op == "imports":
+        run_code(compile_code(request["source"], "<imports>", "exec"), space)
+        return {"value": None}
     if op == "name":
-        name = request["name"]
-        return {"value": encode([space[name]] if name in space else None, keep)}
+        return {"value": hold(space[request["name"]]) if request["name"] in space else None}
     thing = objects[request["on"]]
     if op == "call":
-        sent, named = request["arguments"], request["named"]
-        values = [decode(value, objects.__getitem__) for value in sent]
-        first = len(values) - len(named)
-        value = thing(*values[:first], **dict(zip(named, values[first:], strict=True)))
-        after = [(place, encode(x, keep)) for place, x in enumerate(values) if name_of(type(x)) in MUTABLE]
-        changed = [[place, now] for place, now in after if now != sent[place]]
-        return {"value": encode(value, keep), "changed": changed}
-    if op == "attribute":
-        value = getattr(thing, request["name"])
-    elif op == "item":
-        value = thing[decode(request["key"], objects.__getitem__)]
-    elif op == "same":
-        value = bool(thing == objects[request["other"]])
-    elif op == "iterate":
-        value = iter(thing)
-        objects.append(value)
-        return {"value": {"object": len(objects) - 1}}
+        given, named = request["arguments"], request["named"]
+        first = len(given) - len(named)
+        value = thing(*given[:first], **dict(zip(named, given[first:], strict=True)))
     else:
-        value = {"next": next, "length": len, "truth": bool, "text": str}[op](thing)
+        value = {"items": list, "length": length, "truth": bool, "text": str, "repr": repr}[op](thing)
     return {"value": encode(value, keep)}
 
 
-def as_plain(value: object) -> list[object] | None:
-    """[plain data] that stands for it: of subclasses, and of the numbers of libraries."""
-    for kind in (bool, int, float, str, bytes, list, tuple, set, frozenset, dict):
-        if isinstance(value, kind):
-            return [kind(value)]
-    if not hasattr(type(value), "__float__") and not hasattr(type(value), "__complex__"):
-        return None
-    import numbers
+def length(thing: object) -> int | None:
+    return len(thing) if hasattr(type(thing), "__len__") else None
 
-    for abstract, kind in ((numbers.Integral, int), (numbers.Real, float), (numbers.Complex, complex)):
+
+# Types of which an object can be built with another text: see like().
+WRITTEN = (int, float, str, list, tuple, set, frozenset, dict, bytes, bytearray, complex)
+
+
+COPIES = {int: int.__int__, float: float.__float__, str: str.__str__, list: list.copy}  # of subclasses, as these types
+
+
+def as_plain(value: object, other: object) -> tuple[type | None, object]:
+    """(the type of data it can stand for, that encoded): of subclasses, mappings, and the numbers of libraries."""
+    import numbers
+    from collections import UserList, UserString
+    from collections.abc import Mapping
+
+    for base in type(value).__mro__:
+        if base in COPIES:
+            return base, encode(COPIES[base](value), other)
+        make, _ = PLAIN.get(name_of(base), (None, None))
+        arguments = make(value) if make is not None else None
+        if arguments is not None:
+            return base, {name_of(base): encode(arguments, other)}
+    kinds = {Mapping: dict, UserList: list, UserString: str, numbers.Integral: int, numbers.Real: float}
+    for abstract, base in kinds.items():
         if isinstance(value, abstract):
-            return [kind(value)]
-    return [bool(value)] if name_of(type(value)) in ("numpy.bool", "numpy.bool_") else None
+            return base, encode(base(value), other)
+    if hasattr(type(value), "__float__"):
+        try:
+            return float, float(value)
+        except Exception:  # a tensor of several numbers, say
+            return None, None
+    return None, None
 
 
 # Both.
@@ -357,33 +426,28 @@ def name_of(kind: type) -> str:
 
 
 def encode(value: object, other: object) -> object:
-    """Plain data as JSON has it; other(value) for what is none."""
+    """Data as JSON has it; other(value) for what is none."""
     kind = type(value)
-    if value is None or kind in (bool, str, float) or (kind is int and -EXACT_INT < value < EXACT_INT):
-        return value
     if kind is list:
+        kinds = set(map(type, value))
+        if kinds <= SIMPLE and (int not in kinds or fits(value, kinds)):
+            return value
         return [encode(item, other) for item in value]
     if kind is int:
-        return {"int": hex(value)}
-    make = PLAIN.get(name_of(kind))
+        return value if -EXACT_INT < value < EXACT_INT else {"int": hex(value)}
+    if kind in SIMPLE:
+        return value
+    make, _ = PLAIN.get(name_of(kind), (None, None))
     arguments = make(value) if make is not None else None
     return other(value) if arguments is None else {name_of(kind): encode(arguments, other)}
 
 
-def decode(value: object, other: object) -> object:
-    """other(number) for what stayed in the other process."""
-    if isinstance(value, list):
-        return [decode(item, other) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((name, inner),) = value.items()
-    if name == "int":
-        return int(inner, 16)
-    if name == "object":
-        return other(inner)
-    assert name in PLAIN, name
-    module, _, kind = name.partition(".")
-    return getattr(import_module(module), MAKERS.get(name, kind))(*decode(inner, other))
+SIMPLE = {bool, float, int, str, type(None)}
+
+
+def fits(items: list[object], kinds: set[type]) -> bool:
+    """Whether these numbers are small enough to be written in decimal."""
+    return kinds <= {int, bool} and -EXACT_INT < min(items) and max(items) < EXACT_INT
 
 
 def cut_off() -> None:

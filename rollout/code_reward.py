@@ -12,13 +12,15 @@ Every program runs in an interpreter of its own: an empty folder, limits on time
 network where the system lets a process leave it, no connections otherwise. That is protection from accidents. It is not
 a security boundary: code made to break out will, so run a policy you do not trust in a container.
 
-Tests that only call functions and look at data run in another process than the program, which gets arguments as data,
-answers with data, and never sees the tests (rollout/code_child.py). What a program does to builtins, modules, frames or
-__eq__, or writes anywhere, is then of no use to it. What still earns a reward it should not:
+Tests that only compare what calls return with data (can_run_apart has the forms) run in another process than the
+program, which gets arguments as data, answers with data, and never sees the tests (rollout/code_child.py). What a
+program does to builtins, modules, frames or __eq__, or writes anywhere, is then of no use to it. What still earns a
+reward it should not:
 
-    tests with classes of the program, modules such as sys or unittest, or functions as arguments run in the program's
-    own process: there __eq__ that is always true passes, and code that walks frames can read the tests and answer for
-    them; no check in one Python process can prevent that
+    all other tests (classes, attributes and items of results, expected exceptions, arguments changed in place, globals,
+    functions as arguments, modules such as sys or unittest, many calls) run in the program's own process:
+    there __eq__ that is always true passes, and code that walks frames can read the tests and answer for them; no check
+    in one Python process can prevent that
     functions besides the tested one that the tests use and the prompt defines (encode in a test of decode): a program
     may define them anew
     as root, where user namespaces are refused, a program can read the memory of the process that runs the tests
@@ -41,7 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rollout.code_child import PURE
+from rollout.code_child import ALIASES, PURE
 from rollout.reward_functions import text_of
 from rollout.reward_workers import kill_group
 
@@ -52,7 +54,6 @@ MEMORY_GB = 1.0
 FILE_MB = 16.0
 AT_ONCE = 8
 FENCE = re.compile(r"^[ ]{0,3}(```+|~~~+)[^\n`]*\n(.*?)(?:^[ ]{0,3}\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-BY_NAME = {"globals", "locals", "vars", "eval", "exec", "compile", "__import__", "input"}  # reach the program otherwise
 KEPT = ("PATH", "LANG", "LC_ALL", "SYSTEMROOT")  # of the environment: no keys, no tokens
 
 
@@ -146,45 +147,448 @@ def passes(source: str, tests: str, seconds: float) -> bool:
 
 
 def can_run_apart(tests: str) -> bool:
-    """Whether tests can run in another process than the program, by what they say: the program has no part in this."""
+    """Whether tests can run in another process than the program and mean the same, by what they say: the program has
+    no part in this. Forms that are not known to mean the same do not."""
     try:
-        nodes = list(ast.walk(ast.parse(tests)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what odd text makes the parser raise
+        _Reading(ast.parse(tests))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what odd text makes the parser raise, and _Unknown
         return False
-    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    for node in nodes:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            if any(name.partition(".")[0] not in PURE for name in names):
-                return False
-            own |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            own.add(node.name)
-        elif isinstance(node, (ast.AsyncFunctionDef, ast.Await)):
-            return False
-        elif isinstance(node, ast.Attribute) and (node.attr == "seed" or not isinstance(node.ctx, ast.Load)):
-            return False  # the program draws numbers, or reads what the tests set
-    theirs = [name for name in loaded - own if name.lstrip("_")[:1].isupper() and name not in dir(builtins)]
-    return not (loaded & BY_NAME) and not any(_is_class(name, nodes) for name in theirs)
+    return True
 
 
-def _is_class(name: str, nodes: list[ast.AST]) -> bool:
-    """Whether tests use a capitalised name as a class, of which they may ask anything, or as a function that is only
-    called for its result (`assert Split(3) == [1, 2]`)."""
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    made = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == name]
-    given = [x for node in calls if ast.unparse(node.func) == "check" for x in node.args if ast.unparse(x) == name]
-    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
-    if len(uses) != len(made) + len(given):
-        return True  # except, isinstance, a base class
-    for node in nodes:
-        parts = list(ast.iter_child_nodes(node))
-        kept = isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Attribute, ast.withitem))
-        joined = isinstance(node, (ast.Compare, ast.BinOp))
-        if (kept and any(x in made for x in parts)) or (joined and sum(x in made for x in parts) > 1):
-            return True
-    return False
+class _Unknown(ValueError):
+    """A form of test that might mean something else when results are copies."""
+
+
+# What an expression of the tests is.
+CONST = "const"  # a number, a text: nothing that a call could change
+FRESH = "fresh"  # data in which no object occurs twice, and which at most one name holds
+SHARED = "shared"  # data of which a name holds at least a part
+RESULT = "result"  # what the program returned
+PROGRAM = "program"  # a function of the program
+MODULE = "module"
+STALE = "stale"  # not to be used any more: a call may have changed it
+
+TO_CONST = {"abs", "bool", "float", "int", "len", "print", "repr", "round", "str"}  # also of results
+TO_COPY = {"dict", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple"}  # the same; they read all of it
+TO_ITERATOR = {"enumerate", "filter", "map", "reversed", "zip"}
+OF_DATA = {"all", "any", "bin", "bytearray", "bytes", "chr", "complex", "divmod", "hex", "oct", "ord", "pow", "range"}
+TYPES = {"bool", "bytes", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"}
+DRAWS = ("randint", "random", "randrange", "uniform")
+REPEATING = ("functools", "itertools", "operator", "random")  # may put one object into several places
+BY_NAME = {"__import__", "compile", "eval", "exec", "globals", "input", "locals", "vars"}  # reach the program otherwise
+STATE = ("seed", "setcontext", "seterr", "setstate")  # change what the program does
+ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
+
+
+class _Reading:
+    """Reads tests from top to bottom as they would run, and raises _Unknown at the first form that might mean something
+    else when arguments and results are copies. It follows which names hold data, which hold a result, and which a call
+    may have changed. The body of a function is read where it is called, that of a loop twice."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        nodes = list(ast.walk(tree))
+        own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        own |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.alias))}
+        own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        if BY_NAME & {node.id for node in nodes if isinstance(node, ast.Name)}:
+            raise _Unknown
+        theirs = {node.id for node in nodes if isinstance(node, ast.Name)} - own - {*PURE, *ALIASES, *dir(builtins)}
+        # As in code_child.wanted: where tests name only builtins, one of them is the program's.
+        self.builtins = set(dir(builtins)) if theirs else set()
+        self.names: dict[str, Any] = {}  # a kind, or a function of the tests and whether it is a global one
+        self.globals: dict[str, Any] = self.names
+        self.modules: dict[str, str] = {}
+        self.parents: dict[str, list[str]] = {}  # the names of what a loop takes a name's values from
+        self.stale: set[str] = set()  # names and parts of them, such as "case[0]"
+        self.calls = self.depth = 0
+        self.reads = False  # whether the last loop went over a result
+        self.body(tree.body)
+
+    # Statements.
+
+    def body(self, statements: list[ast.stmt]) -> list[str]:
+        """The kinds that it returns."""
+        return [kind for node in statements for kind in self.statement(node)]
+
+    def statement(self, node: ast.stmt) -> list[str]:
+        match node:
+            case ast.Assert(test=test):  # the message is only made when the test has failed
+                self.value(test)
+            case ast.Expr(value=ast.Name(id=name)) if name in self.builtins:
+                pass
+            case ast.Expr(value=value):
+                self.value(value)
+            case ast.Assign(targets=[target], value=value):
+                self.bind(target, self.kept(value))
+            case ast.AugAssign(target=ast.Name(id=name), value=value):
+                if self.named(name) != CONST or self.value(value) != CONST:
+                    raise _Unknown
+            case ast.FunctionDef(decorator_list=[]):
+                self.names[node.name] = (node, self.depth == 0)
+            case ast.Import() | ast.ImportFrom():
+                self.imported(node)
+            case ast.For(orelse=[]):
+                return self.loop([(node.target, node.iter, [])], lambda: self.body(node.body), node)
+            case ast.If():
+                return self.branches(node)
+            case ast.Return(value=value):
+                return [CONST if value is None else self.value(value)]
+            case ast.Pass() | ast.Continue() | ast.Break():
+                pass
+            case _:
+                raise _Unknown
+        return []
+
+    def imported(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+            if module.partition(".")[0] not in PURE or alias.name in ("*", *STATE):
+                raise _Unknown
+            name = (alias.asname or alias.name).partition(".")[0]
+            self.names[name], self.modules[name] = MODULE, module.partition(".")[0]
+
+    def branches(self, node: ast.If) -> list[str]:
+        self.value(node.test)
+        before = dict(self.names)
+        returned = self.body(node.body)
+        after, self.names = self.names, before
+        returned += self.body(node.orelse)
+        for name in {*after, *self.names}:
+            if after.get(name) != self.names.get(name):
+                self.names[name] = STALE
+        return returned
+
+    def loop(self, parts: list[tuple[ast.expr, ast.expr, list[ast.expr]]], inner: Callable[[], Any], node: Any) -> Any:
+        """A for statement or a comprehension; parts are (target, iterable, conditions)."""
+        first = self.iterated(parts[0][1])
+        kinds, calls = [first[0]], self.calls
+        for _ in range(2):  # the second time with what the first has changed
+            for place, (target, iterable, conditions) in enumerate(parts):
+                kind, parents = self.iterated(iterable) if place else first
+                kinds.append(kind)
+                self.bind(target, kind, parents)
+                for condition in conditions:
+                    self.value(condition)
+            found = inner()
+        leaves = any(isinstance(x, (ast.Break, ast.Return)) for x in ast.walk(node))
+        self.reads = RESULT in kinds
+        if self.reads and (leaves or self.calls > calls):
+            raise _Unknown  # it may have no end; and the program must not say how often it is called
+        return found
+
+    def iterated(self, node: ast.expr) -> tuple[str, list[str]]:
+        """(the kind of its items, the names that hold them)."""
+        sources = [node]
+        match node:
+            case ast.List(elts=parts) | ast.Set(elts=parts) if parts and set(self.values(parts)) == {CONST}:
+                return CONST, []
+            case ast.Call(func=ast.Name(id="zip" | "enumerate" as name), args=sources) if name not in self.names:
+                pass
+            case ast.Call(func=ast.Attribute(value=ast.Name() as value, attr="items" | "keys" | "values")):
+                sources = [value]
+        holders = [x.id for x in sources if isinstance(x, ast.Name)]
+        whole = all(self.names.get(name) == FRESH for name in holders) and len(set(holders)) == len(holders)
+        kinds = self.values(sources)
+        copied = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TO_COPY
+        if RESULT in kinds and not copied:
+            raise _Unknown  # a generator may change an item when it makes the next one
+        if whole and all(
+            isinstance(x, ast.Name) or kind in (CONST, FRESH) for x, kind in zip(sources, kinds, strict=True)
+        ):
+            return (FRESH if holders or FRESH in kinds else CONST), holders
+        return self.either(kinds), holders
+
+    def bind(self, target: ast.expr, kind: str, parents: Sequence[str] = ()) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for part in target.elts:
+                self.bind(part, kind, parents)
+        elif isinstance(target, ast.Name):
+            self.names[target.id], self.parents[target.id] = kind, list(parents)
+            self.stale = {path for path in self.stale if path.partition("[")[0] != target.id}
+        else:
+            raise _Unknown
+
+    def kept(self, node: ast.expr) -> str:
+        """The kind of what gets a name. A second name for the same data is not followed."""
+        kind = self.value(node)
+        if kind == SHARED or isinstance(node, ast.GeneratorExp):
+            raise _Unknown
+        return kind
+
+    # Expressions.
+
+    def value(self, node: ast.expr) -> str:
+        kind = self.kind(node)
+        if kind in (PROGRAM, MODULE, STALE):
+            raise _Unknown
+        return kind
+
+    def values(self, nodes: Sequence[ast.expr]) -> list[str]:
+        """In their order. A result, or what a call may change, must not wait while the program is called."""
+        kinds: list[str] = []
+        for place, node in enumerate(nodes):
+            calls = self.calls
+            kinds.append(self.value(node))
+            if self.calls > calls:
+                early = [x.id for part in nodes[:place] for x in ast.walk(part) if isinstance(x, ast.Name)]
+                if RESULT in kinds[:-1] or any(self.is_stale(name) for name in early):
+                    raise _Unknown
+        return kinds
+
+    def is_stale(self, path: str) -> bool:
+        name = path.partition("[")[0]
+        if path == name:
+            return any(other.partition("[")[0] == name for other in self.stale)
+        return path in self.stale or name in self.stale
+
+    def kind(self, node: ast.expr) -> str:
+        match node:
+            case ast.Constant():
+                return CONST
+            case ast.Name(id=name):
+                return self.named(name)
+            case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+                kind = self.either(self.values(parts))
+                return FRESH if kind == CONST and not isinstance(node, ast.Tuple) else kind
+            case ast.Dict(keys=keys, values=values):
+                pairs = [x for pair in zip(keys, values, strict=True) for x in pair if x is not None]
+                return self.either([FRESH, *self.values(pairs)])
+            case ast.Starred(value=value):
+                return self.value(value)
+            case ast.Compare():
+                return self.compared(node)
+            case ast.BoolOp(values=parts):
+                return self.either([self.value(part) for part in parts])
+            case ast.UnaryOp(op=op, operand=operand):
+                kind = self.value(operand)
+                return CONST if isinstance(op, ast.Not) else kind
+            case ast.BinOp():
+                return self.computed(node)
+            case ast.IfExp():
+                return self.either([self.value(x) for x in (node.test, node.body, node.orelse)])
+            case ast.Subscript():
+                return self.indexed(node)
+            case ast.Slice():
+                return self.either(self.values([x for x in (node.lower, node.upper, node.step) if x is not None]))
+            case ast.JoinedStr(values=parts):
+                if RESULT in self.values([part.value for part in parts if isinstance(part, ast.FormattedValue)]):
+                    raise _Unknown  # __format__ of a subclass
+                return CONST
+            case ast.Attribute() if self.module_of(node) and node.attr not in STATE:
+                return CONST
+            case ast.ListComp() | ast.SetComp() | ast.DictComp():
+                return self.comprehension(node)
+            case ast.GeneratorExp():
+                calls, kind = self.calls, self.comprehension(node)
+                if self.calls > calls or self.reads:
+                    raise _Unknown  # who knows when it is read
+                return kind
+            case ast.Call():
+                return self.called(node)
+        raise _Unknown
+
+    def named(self, name: str) -> str:
+        if name in self.names:
+            kind = self.names[name]
+            if not isinstance(kind, str) or self.is_stale(name):
+                return STALE
+            return SHARED if kind == FRESH else kind
+        if name in PURE or name in ALIASES:
+            return MODULE
+        is_class = name[:1].isupper() and "_" not in name  # of whose objects tests may ask anything
+        return CONST if name == "__name__" else STALE if is_class or name in self.builtins else PROGRAM
+
+    def module_of(self, node: ast.expr) -> str | None:
+        """math of math.pi, datetime of datetime.timezone.utc."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        if not isinstance(node, ast.Name) or self.named(node.id) != MODULE:
+            return None
+        return self.modules.get(node.id, node.id)
+
+    def either(self, kinds: Sequence[str]) -> str:
+        return next((kind for kind in (RESULT, SHARED, FRESH) if kind in kinds), CONST)
+
+    def compared(self, node: ast.Compare) -> str:
+        sides = [node.left, *node.comparators]
+        kinds = self.values(sides)
+        for op, right, kind in zip(node.ops, node.comparators, kinds[1:], strict=True):
+            if isinstance(op, (ast.In, ast.NotIn)) and kind == RESULT:
+                raise _Unknown  # what __contains__ says need not be what it holds
+            singleton = isinstance(right, ast.Constant) and any(right.value is x for x in (None, True, False))
+            if isinstance(op, (ast.Is, ast.IsNot)) and not singleton:
+                raise _Unknown
+        return CONST
+
+    def computed(self, node: ast.BinOp) -> str:
+        sides = [node.left, node.right]
+        kinds = self.values(sides)
+        if RESULT in kinds:
+            other = sides[kinds[0] == RESULT]
+            number = not isinstance(other, ast.Constant) or isinstance(other.value, (int, float, complex))
+            if not number or FRESH in kinds or not isinstance(node.op, ARITHMETIC):
+                raise _Unknown
+        elif FRESH in kinds and isinstance(node.op, ast.Mult):
+            repeated = sides[kinds[0] != FRESH]
+            flat = isinstance(repeated, ast.List) and all(isinstance(part, ast.Constant) for part in repeated.elts)
+            return FRESH if flat else SHARED
+        return self.either(kinds)
+
+    def indexed(self, node: ast.Subscript) -> str:
+        if (path := self.path(node)) is not None:
+            return STALE if self.is_stale(path) else SHARED
+        kinds = self.values([node.value, node.slice])
+        if RESULT in kinds:
+            raise _Unknown  # a defaultdict has items that were not sent
+        return kinds[0]
+
+    def path(self, node: ast.expr) -> str | None:
+        """x or x[0] where x holds data of its own."""
+        holder = node.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else node
+        if isinstance(holder, ast.Name) and self.names.get(holder.id) == FRESH:
+            return ast.unparse(node)
+        return None
+
+    def comprehension(self, node: Any) -> str:
+        before = dict(self.names), dict(self.parents), set(self.stale), self.calls
+        items = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        parts = [(part.target, part.iter, part.ifs) for part in node.generators]
+        kind = self.either(self.loop(parts, lambda: self.values(items), node))
+        if kind == RESULT and not self.reads:
+            raise _Unknown  # the first result would wait for the last
+        self.leave(*before)
+        return FRESH if kind == CONST else kind
+
+    def leave(self, names: dict[str, Any], parents: dict[str, list[str]], stale: set[str], calls: int) -> None:
+        """Back to these names. The results among them are stale if the program was called since."""
+        self.names, self.parents, self.stale = names, parents, stale | self.stale
+        if self.calls > calls:
+            self.spoil()
+
+    def spoil(self) -> None:
+        for names in (self.names, self.globals):
+            names.update({name: STALE for name, kind in names.items() if kind == RESULT})
+
+    # Calls.
+
+    def called(self, node: ast.Call) -> str:
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if isinstance(node.func, ast.Attribute):
+            return self.method(node.func, given)
+        if not isinstance(node.func, ast.Name):
+            raise _Unknown
+        name, held = node.func.id, self.names.get(node.func.id)
+        if isinstance(held, tuple):
+            return self.inlined(*held, node)
+        if held == MODULE:
+            return self.of_module(self.modules[name], name, given)
+        if self.named(name) == PROGRAM:
+            return self.asked(given)
+        if held is not None or name not in self.builtins:
+            raise _Unknown
+        return self.builtin(name, given)
+
+    def asked(self, given: list[ast.expr]) -> str:
+        """A call of the program. What it is given it may change."""
+        for node in given:
+            inner = node.value if isinstance(node, ast.Starred) else node
+            path = self.path(inner)
+            if path is None:
+                if self.value(inner) not in (CONST, FRESH):
+                    raise _Unknown
+            elif self.is_stale(path):
+                raise _Unknown
+            else:
+                self.spend(path)
+        self.calls += 1
+        self.spoil()
+        return RESULT
+
+    def spend(self, path: str) -> None:
+        if path not in self.stale:
+            self.stale.add(path)
+            for parent in self.parents.get(path.partition("[")[0], []):
+                self.spend(parent)
+
+    def inlined(self, node: ast.FunctionDef, is_global: bool, call: ast.Call) -> str:
+        """A function of the tests."""
+        plain = ast.unparse(node.args) == ", ".join(arg.arg for arg in node.args.args)
+        if self.depth > 5 or call.keywords or len(call.args) != len(node.args.args) or not plain:
+            raise _Unknown
+        functions = [isinstance(x, ast.Name) and self.named(x.id) == PROGRAM for x in call.args]
+        kinds = iter(self.values([x for x, is_function in zip(call.args, functions, strict=True) if not is_function]))
+        names, before = self.names, (dict(self.parents), set(self.stale), self.calls)
+        if self.depth == 0:
+            self.globals = names
+        self.names = dict(self.globals if is_global else names)
+        self.depth += 1
+        for parameter, is_function in zip(node.args.args, functions, strict=True):
+            self.bind(ast.Name(parameter.arg), PROGRAM if is_function else next(kinds))
+        returned = self.either(self.body(node.body))
+        self.depth -= 1
+        self.leave(names, *before)
+        return returned
+
+    def method(self, function: ast.Attribute, given: list[ast.expr]) -> str:
+        if (module := self.module_of(function)) is not None:
+            return self.of_module(module, function.attr, given)
+        kinds = self.values([function.value, *given])
+        if RESULT in kinds or SHARED in kinds[1:]:
+            raise _Unknown
+        return FRESH if kinds[0] == CONST else SHARED
+
+    def of_module(self, module: str, name: str, given: list[ast.expr]) -> str:
+        if name == "deepcopy" and len(given) == 1 and self.path(given[0]) is not None:
+            self.value(given[0])
+            return FRESH
+        kinds = self.values(given)
+        if RESULT in kinds and module != "math" or name in STATE:
+            raise _Unknown
+        if module == "math" or (module == "random" and name in DRAWS):
+            return RESULT if RESULT in kinds else CONST
+        return SHARED if SHARED in kinds or (FRESH in kinds and module in REPEATING) else FRESH
+
+    def builtin(self, name: str, given: list[ast.expr]) -> str:
+        if name == "isinstance" and len(given) == 2:
+            kinds = given[1].elts if isinstance(given[1], ast.Tuple) else [given[1]]
+            if not all(isinstance(kind, ast.Name) and kind.id in TYPES - self.names.keys() for kind in kinds):
+                raise _Unknown
+            self.value(given[0])
+            return CONST
+        if name not in TO_CONST | TO_COPY | TO_ITERATOR | OF_DATA:
+            raise _Unknown
+        if name in TO_COPY | {"all", "any"} and len(given) == 1 and (lazy := self.lazy(given[0])) is not None:
+            kinds = [self.comprehension(lazy)]
+            if name in ("all", "any") and self.reads:
+                raise _Unknown  # they may stop early, and it may have no end
+        else:
+            kinds = self.values(given)
+        if RESULT in kinds and name != "print":
+            if name not in TO_CONST | TO_COPY:
+                raise _Unknown
+            return RESULT  # also a length: the program must not say how often a loop calls it
+        if name in TO_CONST:
+            return CONST
+        if name in TO_COPY - {"sum"} or (name == "sum" and len(given) > 1):
+            return SHARED if SHARED in kinds else FRESH
+        return SHARED if name in TO_ITERATOR else FRESH if name == "bytearray" else CONST
+
+    def lazy(self, node: ast.expr) -> ast.GeneratorExp | None:
+        """A generator that its reader reads at once, or map(...) as one."""
+        match node:
+            case ast.GeneratorExp():
+                return node
+            case ast.Call(func=ast.Name(id="map"), args=[ast.Lambda() as function, iterable], keywords=[]):
+                name = ast.unparse(function.args)
+                return _generator(name, function.body, iterable) if name.isidentifier() else None
+            case ast.Call(func=ast.Name(id="map"), args=[ast.Name() as function, iterable], keywords=[]):
+                return _generator(" item", ast.Call(function, [ast.Name(" item")], []), iterable)
+        return None
+
+
+def _generator(name: str, item: ast.expr, iterable: ast.expr) -> ast.GeneratorExp:
+    return ast.GeneratorExp(item, [ast.comprehension(ast.Name(name), iterable, [], 0)])
 
 
 def _verdict(source: str, tests: str, seconds: float, *, together: bool) -> str:

@@ -182,7 +182,7 @@ HONEST = {
         "import datetime\nfrom collections import Counter, deque\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
         "for x in (None, True, -1.5, float('inf'), 'a\\ud800', b'\\xff', (1, (2,)), {1: {2: [3]}}, {1, 2}, frozenset({3}),"
         " 1j, range(3), deque([1]), Counter('aab'), Decimal('0.1'), Fraction(1, 3), datetime.date(2024, 2, 29),"
-        " bytearray(b'x')):\n    assert same(x) == x and type(same(x)) is type(x), x\n",
+        " datetime.timedelta(1, 2, 3), bytearray(b'x')):\n    assert same(x) == x and type(same(x)) is type(x), x\n",
     ),
     "subclasses": (
         "import collections, enum\nP = collections.namedtuple('P', 'x y')\nclass E(enum.IntEnum):\n    A = 1\n"
@@ -229,6 +229,48 @@ HONEST = {
         "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(double(2), 4)\n"
         "assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T)).wasSuccessful()",
     ),
+    "a datetime": (
+        "import datetime\ndef at(h): return datetime.datetime(2024, 2, 29, h, tzinfo=datetime.timezone.utc)\ndef clock(h): return datetime.time(h, 30)",
+        "import datetime\nassert at(3) == datetime.datetime(2024, 2, 29, 3, tzinfo=datetime.timezone.utc)\nassert clock(4) == datetime.time(4, 30)",
+    ),
+    "attributes of results": (
+        "import collections, enum\nP = collections.namedtuple('P', 'x y')\nclass E(enum.IntEnum):\n    A = 1\ndef point(): return P(1, 2)\ndef one(): return E.A",
+        "assert point().x == 1\nassert one().name == 'A'",
+    ),
+    "texts of results": (
+        "import collections\nP = collections.namedtuple('P', 'x')\nclass Q:\n    def __str__(self): return 'q'\n    def __repr__(self): return 'Q()'\n"
+        "class E(str, __import__('enum').Enum):\n    A = 'a'\ndef point(): return [P(1)]\ndef q(): return Q()\ndef e(): return E.A",
+        "assert str(point()) == '[P(x=1)]'\nassert str(q()) == 'q' and repr(q()) == 'Q()'\nassert e() == 'a' and str(e()) == 'E.A'",
+    ),
+    "operators of results": (
+        "class T:\n    def __init__(self, n): self.n = n\n    def __add__(self, o): return T(self.n + o.n)\n    def __eq__(self, o): return self.n == o.n\ndef make(n): return T(n)",
+        "assert make(1) + make(2) == make(3)",
+    ),
+    "an object that contains": ("class T:\n    def __contains__(self, x): return x == 1\ndef make(): return T()", "assert 1 in make()"),
+    "an object with items": ("class T(dict): pass\ndef make(): return T()", "t = make()\nt[1] = 2\nassert t == {1: 2}"),
+    "a context": ("import contextlib\n@contextlib.contextmanager\ndef f(): yield 3", "with f() as x:\n    assert x == 3"),
+    "keys of a dict": ("def keys(): return {1: 2}.keys()", "assert keys() == {1}\nassert list(keys()) == [1]"),
+    "items of a defaultdict": ("import collections\ndef groups(): return collections.defaultdict(list)", "d = groups()\nassert d[5] == []"),
+    "mappings": ("import collections, types\ndef f(): return collections.ChainMap({1: 2})\ndef g(): return types.MappingProxyType({1: 2})", "assert f() == {1: 2}\nassert g() == {1: 2}"),
+    "numbers of numpy": ("import numpy\ndef half(x): return numpy.float32(x) / 2\ndef big(x): return numpy.int64(x) > 2", "assert half(1) == 0.5 and round(half(3), 1) == 1.5\nassert not big(1)"),
+    "a global that changes": ("count = 0\ndef hit():\n    global count\n    count += 1", "hit()\nhit()\nassert count == 2"),
+    "a result that changes": ("held = []\ndef add(x):\n    held.append(x)\n    return held", "a = add(1)\nadd(2)\nassert a == [1, 2]"),
+    "results that change": ("held = []\ndef add(x):\n    held.append(x)\n    return held", "assert add(1) == add(2)\nassert [add(3) for _ in range(2)] == [[1, 2, 3, 3]] * 2"),
+    "one list for all items": (
+        "def f():\n    x = []\n    for i in range(2):\n        x.append(i)\n        yield x",
+        "assert [list(x) for x in f()] == [[0], [0, 1]]\nassert list(f()) == [[0, 1], [0, 1]]",
+    ),
+    "one object": ("held = {}\ndef f(): return held\ng = f", "assert f() is g()"),
+    "one argument twice": ("def f(m): m[0][0] = 9", "r = [1]\nm = [r, r]\nf(m)\nassert r == [9]"),
+    "an argument before the call": ("def f(x):\n    x.append(1)\n    return x", "x = []\nassert x == f(x)"),
+    "rows that are one": ("def f(m):\n    m[0][0] = 9\n    return m", "assert f([[0]] * 2) == [[9], [9]]"),
+    "a module of the tests": ("def area(r): return math.pi * r * r", "import math\nassert math.isclose(area(1), math.pi)"),
+    "the name of a module": ("def bisect(x): return x / 2", "assert bisect(4) == 2"),
+    "an order of a set": ("def f():\n    s = set(range(100))\n    return s - (s - {8, 1})\ndef g():\n    s = set(range(1000))\n    for x in range(1000):\n        if x not in (8, 1): s.remove(x)\n    return s", "assert list(g()) == [1, 8]"),
+    "many calls": ("def double(x): return 2 * x", "for x in range(20000):\n    assert double(x) == 2 * x"),
+    "a long list": ("def same(x): return x", "assert same(list(range(10**6))) == list(range(10**6))"),
+    "not a number": ("import math\ndef f(): return [math.nan]", "import math\nassert f() == [math.nan]"),
+    "an equal class": ("class Vec:\n    def __init__(self, *x): self.x = x\n    def __eq__(self, o): return self.x == o", "assert Vec(1, 2) == (1, 2)"),
     "a seed": ("import random\ndef draw(): return random.random()", "import random\nrandom.seed(1)\na = draw()\nrandom.seed(1)\nassert a == draw()"),
     "asyncio": ("async def f(): return 1", "import asyncio\nassert asyncio.run(f()) == 1"),
 }  # fmt: skip

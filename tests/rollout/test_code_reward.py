@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 import os
 import socket
 import textwrap
 import time
+import uuid
+from collections import Counter, OrderedDict, deque
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.types import Prompt
+from rollout import code_child
 from rollout.code_reward import can_run_apart, last_block, passes, program
 from rollout.rewards import load_rewards
 from rollout.types import Completion
@@ -213,8 +220,43 @@ def test_honest_programs_keep_their_reward(name):
     ("tests", "apart"),
     [
         ("assert f(2) == 4", True),
-        ("METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n\n\ncheck(Strongest)\n", True),
-        ("import math\nassert math.isclose(F(2), 4)", True),
+        ("METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n\n\ncheck(Strongest_One)\n", True),
+        ("import math\nassert math.isclose(Find_It(2), 4)", True),
+        ("assert not f([1], k='a') and f() is None and f(1) != {2: [3]}", True),
+        ("assert round(f(1), 2) == 0.5 and abs(f(2) - 1e3) < 1e-6 and sorted(f([3, 1])) == [1, 3]", True),
+        ("x = f(1)\nassert x == 2 and len(x) == 3\nx = f(2)\nassert x == 3", True),
+        ("for x, y in [([1], 2), ([3], 4)]:\n    assert f(x) == y", True),
+        ("cases = [([1], [2])]\nfor x, y in cases:\n    assert f(*x) == y", True),
+        ("cases = [([1], [2])]\nassert all(map(lambda c: f(c[0]) == c[1], cases))", True),
+        ("xs, ys = [1], [2]\nfor x, y in zip(xs, ys):\n    assert f(x) == y", True),
+        ("assert all(f(x) == x * x for x in range(9))", True),
+        ("x = [3, 1]\nassert f(x) == [1, 3]", True),
+        ("import copy\nx = [3, 1]\nassert f(copy.deepcopy(x)) == sorted(x)", True),
+        ("import datetime\nassert f(1) == datetime.datetime(2024, 1, 2, 3)", True),
+        ("assert list(map(list, list(f(1)))) == [[1]] and {tuple(x) for x in sorted(f(2))} == {(1,)}", True),
+        ("assert [list(x) for x in f(1)] == [[1]]", False),
+        ("import decimal\ndecimal.setcontext(decimal.Context(prec=3))\nassert f(1) == 1", False),
+        ("x = [3, 1]\nf(x)\nassert x == [1, 3]", False),
+        ("cases = [[1]]\nfor x in cases:\n    assert f(x) == 1\nassert cases == [[1]]", False),
+        ("cases = [([1], 2)]\nassert all(map(lambda c: f(c[0]) == len(c[0]), cases))", False),
+        ("x = [1]\nassert f(x, x) == 2", False),
+        ("x = [1]\ny = x\nassert f(x) == y", False),
+        ("x = f(1)\nf(2)\nassert x == 1", False),
+        ("def run(g, x):\n    g(1)\n    return x == 2\nassert run(f, f(2))", False),
+        ("assert f(g(1)) == 2", False),
+        ("assert f(1) == g(1)", False),
+        ("assert f(1)[0] == 2", False),
+        ("assert f(1).x == 2", False),
+        ("assert f(1)(2) == 3", False),
+        ("assert f(1) is x", False),
+        ("assert 1 in f()", False),
+        ("assert x == 1", False),
+        ("assert all(map(f, [1]))", False),
+        ("assert any(x == 3 for x in f())", False),
+        ("for i in range(len(f(1))):\n    assert f(i) == i", False),
+        ("for x in f(1):\n    assert f(2) == 2", False),
+        ("with f() as x:\n    pass", False),
+        ("assert Vec(1) == (1,)", False),
         ("assert Vec(1) + Vec(2) == Vec(3)", False),
         ("x = Stack()\nassert x.pop() == 1", False),
         ("try:\n    f(1)\nexcept MyError:\n    pass", False),
@@ -226,6 +268,42 @@ def test_honest_programs_keep_their_reward(name):
 )
 def test_which_tests_run_apart_from_the_program(tests, apart):
     assert can_run_apart(tests) is apart
+
+
+def test_a_result_cannot_end_a_loop_of_the_tests():
+    tests = "cases = [(1, 2)]\nassert all(map(lambda c: double(c[0]) == c[1], cases))"
+    assert not passes("def double(x): raise StopIteration", tests, 10.0)
+    assert not passes("class T:\n    def __iter__(self): raise StopIteration\ndef double(x): return T()", tests, 10.0)
+    assert passes("def double(x): return 2 * x", tests, 10.0)
+
+
+def test_a_program_cannot_have_its_tests_run_together():
+    always = "class Any:\n    def __eq__(self, other): return True\n    def __len__(self): return 10**6\n"
+    for result in ("Any()", "[Any()] * 10**4", "lambda: 1", "(Any() for _ in range(10**4))"):
+        source = f"{always}def double(x): return {result}\n"
+        for tests in (ASSERTS, CHECK, "assert list(double(1)) == [2]", "x = double(2)\nassert x == 4"):
+            assert can_run_apart(tests) and not passes(source, tests, 10.0)
+
+
+def test_humaneval_runs_apart(asset):
+    with gzip.open(asset("data/HumanEval.jsonl.gz"), "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    together = [i for i, row in enumerate(rows) if not can_run_apart(f"{row['test']}\ncheck({row['entry_point']})")]
+    assert together == [32, 33, 38, 50], "they give a result to another function, or compare two"
+
+
+def test_data_travels_as_it_is():
+    link = code_child.Link(0, 0)
+    zone = datetime.timezone(datetime.timedelta(hours=2))
+    for value in (
+        None, True, -1.5, float("inf"), "a\ud800", b"\xff", (1, (2,)), {1: {2: [3]}}, {1, 2}, frozenset({3}), 1j,
+        range(3), 7**99, [1, 7**99], [True, None, 2**60], deque([1], 2), Counter("aab"), OrderedDict(a=1),
+        Decimal("0.10"), Fraction(1, 3), datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 1, 2, 3, 4, zone),
+        bytearray(b"x"), datetime.time(1, 2, tzinfo=zone), datetime.timedelta(1, 2, 3), zone, uuid.UUID(int=5),
+        {1: 2}.keys(), {1: 2}.items(), memoryview(b"x"), np.float32(0.1), np.int64(3), np.bool_(True),
+    ):  # fmt: skip
+        again = link.decode(json.dumps(code_child.encode([value], None)))[0]
+        assert again == value and type(again) is type(value) and repr(again)[:9] == repr(value)[:9]
 
 
 def test_patched_test_helpers_are_put_back():

@@ -74,16 +74,22 @@ def run(command: list[str], pid_fd: int | None, scratch: str | None = None) -> i
         if scratch and time.monotonic() - looked > RECORD_S:
             recorded = record(shared_memory(child.pid) | recorded, recorded, scratch)
             looked = time.monotonic()
-    end_group(child, SHORT_GRACE if signal.SIGINT in asked else GRACE)
+    end_group(child, SHORT_GRACE if signal.SIGINT in asked else GRACE, recorded)
     status = child.wait()
     return 128 - status if status < 0 else status
 
 
-def end_group(child: subprocess.Popen[bytes], grace: float = GRACE) -> None:
-    """TERM, grace, KILL, for what is left of the group; returns when nothing is."""
-    shared = shared_memory(child.pid)
+def end_group(child: subprocess.Popen[bytes], grace: float, recorded: set[str]) -> None:
+    """TERM, grace, KILL, for what is left of the group; returns when nothing is.
+
+    `recorded` is shared memory that processes of the group had earlier: someone may have killed them all.
+    """
+    shared = set(recorded)
     try:
-        signal_group(child, grace)
+        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+            shared |= shared_memory(child.pid)  # again before KILL: a process that is starting makes more meanwhile
+            if not signal_group(child, number, seconds):
+                break
     finally:
         for path in shared:
             with contextlib.suppress(OSError):
@@ -121,17 +127,18 @@ def record(found: set[str], recorded: set[str], scratch: str) -> set[str]:
     return found
 
 
-def signal_group(child: subprocess.Popen[bytes], grace: float) -> None:
-    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(child.pid, number)
-        except ProcessLookupError:
-            return
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if not is_alive(child):
-                return
-            time.sleep(0.05)
+def signal_group(child: subprocess.Popen[bytes], number: int, seconds: float) -> bool:
+    """Whether the group still has a member, so many seconds after the signal."""
+    try:
+        os.killpg(child.pid, number)
+    except ProcessLookupError:
+        return False
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not is_alive(child):
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def is_alive(child: subprocess.Popen[bytes]) -> bool:

@@ -416,6 +416,45 @@ def test_the_guard_keeps_the_names_of_shared_memory_for_when_it_is_killed(tmp_pa
     assert not block.exists() and not scratch.exists() and innocent.exists()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_guard_removes_shared_memory_that_a_last_look_would_not_find(tmp_path, late):
+    """Of a group that someone killed at once; or made after SIGTERM, by a process that was still starting."""
+    make = "block = SharedMemory(create=True, size=4096); print(block.name, flush=True)"
+    code = (
+        "import signal, time\n"
+        "from multiprocessing import resource_tracker; resource_tracker.register = lambda *_: None\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        f"def term(*_):\n    global block\n    {make}\n"
+        f"signal.signal(signal.SIGTERM, term)\n{'print(1, flush=True)' if late else make}\n"
+        "while True: time.sleep(0.05)"
+    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    settings = "strop_guard.RECORD_S = 0.0; strop_guard.GRACE = 0.5"
+    main = f"import strop_guard, sys; {settings}; sys.exit(strop_guard.main(sys.argv[1:]))"
+    read_end, write_end = os.pipe()
+    guard = subprocess.Popen(
+        [sys.executable, "-c", main, "--pid-fd", str(write_end), "--scratch", str(scratch), "--", sys.executable]
+        + ["-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(WORKER)},
+        pass_fds=(write_end,),
+    )
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        group = int(pipe.readline())
+    first = guard.stdout.readline().decode().strip()
+    if late:
+        guard.stdin.close()
+        block = Path("/dev/shm") / guard.stdout.readline().decode().strip()
+    else:
+        block = Path("/dev/shm") / first
+        wait_for((scratch / RECORD).exists)
+        os.killpg(group, signal.SIGKILL)
+    assert guard.wait(10) == 137 and not block.exists()
+
+
 @pytest.mark.parametrize("in_engine", [True, False])
 def test_engine_and_worker_end_with_a_killed_api_server(in_engine):
     """The worker is the engine's process, or a child of it; both ignore SIGTERM here."""

@@ -232,10 +232,19 @@ def test_a_host_others_can_reach_needs_a_token(monkeypatch):
 
 def start_guard(*command: str, grace: float = 15.0) -> tuple[subprocess.Popen, int]:
     """The guard, and the process group of what it runs, which has said something by then."""
-    code = f"import strop_guard, sys; strop_guard.GRACE = {grace}; sys.exit(strop_guard.main(sys.argv[1:]))"
+    guard, group, said = guard_of(*command, grace=grace)
+    assert said
+    return guard, group
+
+
+def guard_of(*command: str, grace: float = 15.0, scratch: Path | None = None) -> tuple[subprocess.Popen, int, str]:
+    """The guard, which looks for shared memory all the time; the process group of its command; its first line."""
+    settings = f"strop_guard.GRACE = {grace}; strop_guard.RECORD_S = 0.0"
+    code = f"import strop_guard, sys; {settings}; sys.exit(strop_guard.main(sys.argv[1:]))"
     read_end, write_end = os.pipe()
+    kept = [] if scratch is None else ["--scratch", str(scratch)]
     guard = subprocess.Popen(
-        [sys.executable, "-c", code, "--pid-fd", str(write_end), "--", *command],
+        [sys.executable, "-c", code, "--pid-fd", str(write_end), *kept, "--", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(WORKER)},
@@ -244,8 +253,7 @@ def start_guard(*command: str, grace: float = 15.0) -> tuple[subprocess.Popen, i
     os.close(write_end)
     with os.fdopen(read_end) as pipe:
         group = int(pipe.readline())
-    assert guard.stdout.readline()
-    return guard, group
+    return guard, group, guard.stdout.readline().decode().strip()
 
 
 def is_gone(group: int, seconds: float = 10.0) -> bool:
@@ -338,14 +346,8 @@ def test_guard_removes_shared_memory_and_scratch_of_a_killed_group(tmp_path):
     )
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    main = "import strop_guard, sys; strop_guard.GRACE = 0.3; sys.exit(strop_guard.main(sys.argv[1:]))"
-    guard = subprocess.Popen(
-        [sys.executable, "-c", main, "--scratch", str(scratch), "--", sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(WORKER)},
-    )
-    block = Path("/dev/shm") / guard.stdout.readline().decode().strip()
+    guard, _, name = guard_of(sys.executable, "-c", code, grace=0.3, scratch=scratch)
+    block = Path("/dev/shm") / name
     assert block.exists()
     guard.stdin.close()
     assert guard.wait(10) == 137 and not block.exists() and not scratch.exists()
@@ -396,14 +398,8 @@ def test_the_guard_keeps_the_names_of_shared_memory_for_when_it_is_killed(tmp_pa
     scratch = tmp_path / "strop-vllm-test"
     scratch.mkdir()
     (scratch / LOCK).touch()
-    main = "import strop_guard, sys; strop_guard.RECORD_S = 0.0; sys.exit(strop_guard.main(sys.argv[1:]))"
-    guard = subprocess.Popen(
-        [sys.executable, "-c", main, "--scratch", str(scratch), "--", sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(WORKER)},
-    )
-    block = Path("/dev/shm") / guard.stdout.readline().decode().strip()
+    guard, _, name = guard_of(sys.executable, "-c", code, scratch=scratch)
+    block = Path("/dev/shm") / name
     wait_for((scratch / RECORD).exists)
     guard.kill()
     guard.wait()
@@ -430,21 +426,7 @@ def test_guard_removes_shared_memory_that_a_last_look_would_not_find(tmp_path, l
     )
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    settings = "strop_guard.RECORD_S = 0.0; strop_guard.GRACE = 0.5"
-    main = f"import strop_guard, sys; {settings}; sys.exit(strop_guard.main(sys.argv[1:]))"
-    read_end, write_end = os.pipe()
-    guard = subprocess.Popen(
-        [sys.executable, "-c", main, "--pid-fd", str(write_end), "--scratch", str(scratch), "--", sys.executable]
-        + ["-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(WORKER)},
-        pass_fds=(write_end,),
-    )
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        group = int(pipe.readline())
-    first = guard.stdout.readline().decode().strip()
+    guard, group, first = guard_of(sys.executable, "-c", code, grace=0.5, scratch=scratch)
     if late:
         guard.stdin.close()
         block = Path("/dev/shm") / guard.stdout.readline().decode().strip()

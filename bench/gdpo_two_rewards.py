@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bench.common import ROOT
 from data.chat import stop_ids
-from data.prompts import load_prompts
+from data.rows.prompts import load_prompts
 from losses.advantage import gdpo_advantage, sum_then_normalize
 from rollout.local import LocalEngine
 from rollout.rewards import load_rewards

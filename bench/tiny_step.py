@@ -14,7 +14,7 @@ import tyro
 from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
 from data.chat import stop_ids
 from data.packing import Item, make_batches
-from data.prompts import load_prompts
+from data.rows.prompts import load_prompts
 from rollout.local import LocalEngine
 from rollout.types import Completion, Request, Sampling
 from trainer.config import LoraConfig, ModelConfig

@@ -9,7 +9,7 @@ import string
 from dataclasses import dataclass
 
 from data.chat import ROLES
-from data.nearest import suggest
+from data.hints import suggest
 
 
 @dataclass(frozen=True, kw_only=True)

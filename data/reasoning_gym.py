@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from data.nearest import suggest
+from data.hints import suggest
 from data.tasks import bucket
 
 PREFIX = "reasoning_gym:"

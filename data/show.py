@@ -17,22 +17,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.bad_rows import BadRows
 from data.chat import set_chat_template
-from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS
-from data.fields import with_nested
 from data.format_options import FormatOptions
-from data.formats import SFT_FORMATS, parse_specs
-from data.pair_formats import PAIR_FORMATS
-from data.pairs import load_pairs
-from data.prompts import load_prompts
-from data.sft import load_examples
+from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
+from data.formats.fields import with_nested
+from data.formats.pairs import PAIR_FORMATS
+from data.formats.registry import SFT_FORMATS, parse_specs
+from data.formats.template_settings import TemplateKwargs, check_kwargs
+from data.rows.bad_rows import BadRows
+from data.rows.pairs import load_pairs
+from data.rows.prompts import load_prompts
+from data.rows.sft import load_examples
+from data.rows.stepwise import STEP_FORMATS, UNLABELLED, load_steps
+from data.rows.targets import load_truths
+from data.rows.unpaired import load_labelled
 from data.sources import load_rows
-from data.stepwise import STEP_FORMATS, UNLABELLED, load_steps
-from data.template_settings import TemplateKwargs, check_kwargs
 from data.training_config import config_for, config_from, uses_transform
-from data.truths import load_truths
-from data.unpaired import load_labelled
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
@@ -178,7 +178,7 @@ def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
         ]
     longest = sys.maxsize if cfg.max_length is None else cfg.max_length
     if kind == "documents":
-        from data.documents import load_documents  # brings torch
+        from data.rows.documents import load_documents  # brings torch
 
         return [_shown_document(row) for row in load_documents(cfg.data, tokenizer, max_length=longest, **common)]
     if kind == "sft":

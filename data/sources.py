@@ -26,7 +26,7 @@ from typing import Any
 from data import reasoning_gym, tasks
 from data.chat import ROLES
 from data.format_options import FormatOptions
-from data.nearest import suggest
+from data.hints import suggest
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data.nearest import suggest
+from data.hints import suggest
 
 SPLITS = {"sft": range(0, 50), "train": range(50, 90), "eval": range(90, 100)}  # percent of the keys
 DEFAULT_SIZE = {"train": 4096, "sft": 8192, "eval": 500}

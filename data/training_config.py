@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS
-from data.formats import PROMPT_FORMATS, SFT_FORMATS, parse_specs
-from data.pair_formats import PAIR_FORMATS
-from data.stepwise import STEP_FORMATS
-from data.unpaired_formats import UNPAIRED_FORMATS
+from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
+from data.formats.pairs import PAIR_FORMATS
+from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, parse_specs
+from data.formats.unpaired import UNPAIRED_FORMATS
+from data.rows.stepwise import STEP_FORMATS
 
 BUILT_IN = {*PROMPT_FORMATS, *SFT_FORMATS, *PAIR_FORMATS, *UNPAIRED_FORMATS, *STEP_FORMATS, *EBFT_FORMATS,
             *EBFT_STRIDED_FORMATS}  # fmt: skip

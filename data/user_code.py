@@ -8,6 +8,8 @@ The second argument is what the user typed, as the sentences about it begin.
 A user's project may have a package `data` or a file trainer.py: in this process those names are ours (strop_names.py).
 Import statements in the user's files get the user's module all the same, if there is one of the name they ask for, and
 ours otherwise. Theirs is then loaded under another name, `_user_folder_0.data.x` for data/x.py.
+
+A function or class of the user's by the name that was typed: my_module.fn in the working folder, or FILE.py:fn.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from data.nearest import suggest
+from data.hints import suggest
 from strop_names import NAMES, ROOT, is_ours, module_file
 
 LIBRARY = str(Path(importlib.__file__).parent)
@@ -239,3 +241,19 @@ def _importer(folders: Sequence[Path]) -> Callable[..., ModuleType]:
         return sys.modules[f"{alias}.{name.partition('.')[0]}"]
 
     return import_theirs
+
+
+def find_callable(spec: str, label: str) -> tuple[str, Any]:
+    """(its own name, what it names); `label` is what the user typed, as the sentences about it begin."""
+    path, colon, attribute = spec.rpartition(":")
+    if colon and path.endswith(".py"):
+        module = load_file(Path(path).expanduser().resolve(), label)
+    else:
+        name, dot, attribute = spec.rpartition(".")
+        if not dot or colon:
+            raise ValueError(f"{label}: names no function; give my_module.function or path/to/file.py:function")
+        module = load_module(name, label)
+    found = attribute_of(module, attribute, label)
+    if not callable(found):
+        raise ValueError(f"{label}: is a {type(found).__name__}, not a function; name something callable")
+    return attribute, found

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.nearest import suggest
+from data.hints import suggest
 from data.types import Messages, Prompt
 from rollout.loop import Loop
 from rollout.nemo_gym_options import NemoGymConfig

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.nemo_gym import item_messages
+from data.rows.nemo_gym import item_messages
 from rollout.types import Completion
 
 LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.nearest import suggest
+from data.hints import suggest
 from data.user_code import PYTHON, attribute_of, import_name, load_file, load_module, told
 from rollout import reward_functions
 from rollout.reward_models import MODELS

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.chat import end_of_turn_id, render_prompt, render_text, stop_ids, with_system
-from data.template_time import apply_template
+from data.chat import apply_template, end_of_turn_id, render_prompt, render_text, stop_ids, with_system
 from data.types import Messages
 from rollout.model_folder import trust_hint
 from rollout.reward_functions import text_of

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import set_chat_template, stop_ids
-from data.formats import PROMPT_FORMATS, formatted_rows
-from data.prompts import load_prompts
-from data.template_settings import TemplateKwargs, check_kwargs
+from data.formats.registry import PROMPT_FORMATS, formatted_rows
+from data.formats.template_settings import TemplateKwargs, check_kwargs
+from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
 from rollout.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint

@@ -29,14 +29,13 @@ from typing import Any, Literal
 import torch
 
 from data.chat import common_prefix, end_of_turn_id, render_completion, render_responses
-from data.fields import user_turn
+from data.formats.fields import user_turn
 from data.types import Prompt
-from data.user_code import place, told
+from data.user_code import find_callable, place, told
 from rollout.episodes import Client, Episode, EpisodeSource
 from rollout.source import Job, Source, finished
 from rollout.turns import turn_seed
 from rollout.types import Completion, Request, Sampling
-from rollout.user_function import find_callable
 
 Kind = Literal["episode", "batch", "texts"]
 SIGNATURES = (

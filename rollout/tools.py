@@ -21,13 +21,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from data.nearest import suggest
+from data.hints import suggest
 from data.types import Prompt
-from data.user_code import told
+from data.user_code import find_callable, told
 from rollout.builtin_tools import BUILTIN
 from rollout.tool_calls import Call
 from rollout.tool_schemas import OWN, problem, schema_of
-from rollout.user_function import find_callable
 
 MAX_THREADS = 64  # calls of synchronous tools at a time
 MAX_HUNG = 32  # calls of one tool that hang at a time: their threads cannot be ended

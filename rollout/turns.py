@@ -16,8 +16,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from data.chat import clean_messages, end_of_turn_id
-from data.template_time import Endless, apply_template
+from data.chat import Endless, apply_template, clean_messages, end_of_turn_id
 from data.types import Messages
 from rollout.types import Completion
 

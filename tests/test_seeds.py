@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from data.pairs import load_pairs
-from data.prompts import load_prompts
-from data.stepwise import load_steps
+from data.rows.pairs import load_pairs
+from data.rows.prompts import load_prompts
+from data.rows.stepwise import load_steps
+from data.rows.targets import load_truths
+from data.rows.unpaired import load_labelled
 from data.training_config import BUILT_IN
-from data.truths import load_truths
-from data.unpaired import load_labelled
 from rollout.rewards_check import main as check
 from tests.data.conftest import make_tokenizer
 from tests.entry import metrics, run_ok

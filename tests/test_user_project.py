@@ -178,7 +178,7 @@ def test_ours_stay_ours_after_the_users_folder_was_searched(project):
         f"assert all(m.__file__.startswith({str(ROOT)!r}) for m in (losses, kernels, trainer.cli, data.loader))\n"
         f"assert mine.losses.__file__ == {str(project / 'losses' / '__init__.py')!r}\n"
         "assert mine.data.x.double.__globals__['FACTOR'] == 2 and import_beside('helper') is mine.helper\n"
-        "assert import_beside('data.x') is mine.data.x and import_beside('data.sft').__name__ == 'data.sft'"
+        "assert import_beside('data.x') is mine.data.x and import_beside('data.rows.sft').__name__ == 'data.rows.sft'"
     )
     done = python("-c", code, cwd=project)
     assert done.returncode == 0, done.stderr

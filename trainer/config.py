@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from data.template_settings import TemplateKwargs
+from data.formats.template_settings import TemplateKwargs
 from rollout.options import SyncConfig, VllmConfig
 from trainer.ranks import world_size
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from data.chat import set_chat_template
+from data.formats.template_settings import check_kwargs
 from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
-from data.template_settings import check_kwargs
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from rollout.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.adapters import add_adapter, attach_adapter, continue_adapter

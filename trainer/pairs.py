@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
-from data.pairs import load_pairs
+from data.rows.pairs import load_pairs
 from data.types import Pair
 from trainer.config import RunConfig
 from trainer.dist import all_count

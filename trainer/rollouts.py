@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
-from data.prompts import load_prompts
+from data.rows.prompts import load_prompts
 from data.types import Prompt
 from losses.advantage import nan_std, zero_std_frac
 from rollout.engine import Engine

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from data.nemo_gym import load_nemo_gym
+from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
+from data.user_code import find_callable
 from rollout.engine import Engine
 from rollout.environment_options import ToolConfig
 from rollout.episodes import EpisodeSource
@@ -26,7 +27,6 @@ from rollout.source import EngineSource, Source
 from rollout.tool_episode import ToolEpisode, show_tools
 from rollout.tools import load_tools
 from rollout.types import Sampling
-from rollout.user_function import find_callable
 from trainer import rollouts
 from trainer.model import Policy
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from data import template_time
+from data import chat
 from data.chat import (
     end_of_turn_id,
     render_conversation,
@@ -335,7 +335,7 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% e
 
 
 def test_a_template_that_never_ends_is_refused_by_its_name(chatml, tmp_path, monkeypatch):
-    monkeypatch.setattr(template_time, "SECONDS", 0.5)
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
     path = tmp_path / "endless.jinja"
     path.write_text(LOOPS)
     started = time.monotonic()
@@ -353,7 +353,7 @@ def test_a_row_on_which_a_template_does_not_end_is_refused_in_any_thread(chatml,
         "{% for m in messages %}{% if m.content == 'loop' %}" + LOOPS + "{% endif %}{{ m.content }}{% endfor %}"
     )
     set_chat_template(chatml, str(path))
-    monkeypatch.setattr(template_time, "SECONDS", 0.5)
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
 
     def render(content: str) -> str:
         try:
@@ -372,18 +372,18 @@ def test_a_row_on_which_a_template_does_not_end_is_refused_in_any_thread(chatml,
 
 
 def test_what_ends_at_its_limit_ends_one_way_or_the_other(monkeypatch):
-    monkeypatch.setattr(template_time, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(template_time, "_watchdog", None)  # one that looks that often
+    monkeypatch.setattr(chat, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(chat, "_watchdog", None)  # one that looks that often
     ways = {"done": 0, "late": 0}
     for turn in range(300):
         try:
-            value = template_time.within(0.004, lambda turn=turn: time.sleep(0.002 + 0.00001 * turn) or turn)
+            value = chat.within(0.004, lambda turn=turn: time.sleep(0.002 + 0.00001 * turn) or turn)
         except TimeoutError:
             ways["late"] += 1
         else:
             assert value == turn
             ways["done"] += 1
     time.sleep(0.05)  # an exception on its way would hit here
-    assert sum(ways.values()) == 300 and template_time._running == {}
+    assert sum(ways.values()) == 300 and chat._running == {}
     with pytest.raises(KeyError):
-        template_time.within(5, lambda: {}["gone"])
+        chat.within(5, lambda: {}["gone"])

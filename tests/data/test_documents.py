@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.documents import load_documents
+from data.rows.documents import load_documents
 from data.strided import StridedPlan, make_strided, require_anchors
 
 USER, ANSWER = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS, refuse_formats
+from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, refuse_formats
 
 
 def user(text):

@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 
-from data.prompts import load_prompts
-from data.sft import load_examples
+from data.rows.prompts import load_prompts
+from data.rows.sft import load_examples
 
 MODULE = """
 from dataclasses import dataclass

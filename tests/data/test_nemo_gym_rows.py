@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.chat import render_prompt
-from data.nemo_gym import input_messages, load_nemo_gym, split_dataset
+from data.rows.nemo_gym import input_messages, load_nemo_gym, split_dataset
 from trainer.tiny.build import make_tokenizer
 
 ROW = {

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from data.format_options import FormatOptions
-from data.pair_formats import FAMILIES, PAIR_FORMATS
-from data.pairs import load_pairs
+from data.formats.pairs import FAMILIES, PAIR_FORMATS
+from data.rows.pairs import load_pairs
 
 USER = {"role": "user", "content": "2+2?"}
 GOOD = {"role": "assistant", "content": "4"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from data.format_options import FormatOptions
-from data.pairs import load_pairs
+from data.rows.pairs import load_pairs
 
 USER = {"role": "user", "content": "2+2?"}
 GOOD = {"role": "assistant", "content": "4"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.chat import render_prompt
-from data.prompts import load_prompts
+from data.rows.prompts import load_prompts
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from data.sft import load_examples
+from data.rows.sft import load_examples
 
 USER = {"role": "user", "content": "2+2="}
 ANSWER = {"role": "assistant", "content": "4"}

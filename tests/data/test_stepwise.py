@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.stepwise import load_steps
+from data.rows.stepwise import load_steps
 
 
 @pytest.fixture

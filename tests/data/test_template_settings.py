@@ -7,15 +7,15 @@ import re
 
 import pytest
 
-from data.documents import load_documents
-from data.fields import for_template
-from data.pairs import load_pairs
-from data.prompts import load_prompts
-from data.sft import load_examples
+from data.formats.fields import for_template
+from data.rows.documents import load_documents
+from data.rows.pairs import load_pairs
+from data.rows.prompts import load_prompts
+from data.rows.sft import load_examples
+from data.rows.stepwise import load_steps
+from data.rows.targets import load_truths
+from data.rows.unpaired import load_labelled
 from data.sources import without_fillers
-from data.stepwise import load_steps
-from data.truths import load_truths
-from data.unpaired import load_labelled
 
 USER = {"role": "user", "content": "2+2="}
 ANSWER = {"role": "assistant", "content": "4"}
@@ -266,7 +266,7 @@ def test_a_conversation_of_truths_has_the_settings_in_all_turns(write, templated
     ],
 )
 def test_names_that_the_template_does_not_read(templated, kwargs, message):
-    from data.template_settings import check_kwargs
+    from data.formats.template_settings import check_kwargs
 
     check_kwargs(templated("QWEN3"), {"enable_thinking": False})
     with pytest.raises(ValueError, match=rf"^chat_template_kwargs=\{{.*\}}: {message}"):

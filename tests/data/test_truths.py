@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from data.formats import SFT_FORMATS
-from data.pair_formats import PAIR_FORMATS
-from data.prompts import load_prompts
-from data.sft import load_examples
-from data.truths import TRUTH_FORMATS, load_truths
+from data.formats.pairs import PAIR_FORMATS
+from data.formats.registry import SFT_FORMATS
+from data.rows.prompts import load_prompts
+from data.rows.sft import load_examples
+from data.rows.targets import TRUTH_FORMATS, load_truths
 
 
 def user(text):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from data.format_options import FormatOptions
-from data.pair_formats import PAIR_FORMATS
-from data.unpaired import load_labelled
-from data.unpaired_formats import UNPAIRED_FORMATS
+from data.formats.pairs import PAIR_FORMATS
+from data.formats.unpaired import UNPAIRED_FORMATS
+from data.rows.unpaired import load_labelled
 
 USER = {"role": "user", "content": "2+2?"}
 GOOD = {"role": "assistant", "content": "4"}

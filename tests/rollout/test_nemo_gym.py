@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from data.nemo_gym import nemo_gym_columns
+from data.rows.nemo_gym import nemo_gym_columns
 from data.types import Prompt
 from rollout.nemo_gym import GIVE_UP, RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient, error_text, join_cookies, read_places

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.prompts import load_prompts
+from data.rows.prompts import load_prompts
 from data.sources import DataSpec, load_rows, parse_spec
 from rollout.reasoning_gym import final_answer, load, score
 from rollout.rewards import load_rewards

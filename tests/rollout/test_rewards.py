@@ -388,7 +388,7 @@ def test_a_column_of_other_rows_is_none_in_every_batch_without_it(beside, capsys
 
 
 def test_a_reward_and_a_transform_of_one_file_share_it(beside):
-    from data.formats import PROMPT_FORMATS, formatted_rows
+    from data.formats.registry import PROMPT_FORMATS, formatted_rows
 
     beside("""
         calls = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from data.truths import load_truths
+from data.rows.targets import load_truths
 from data.types import TruthPrompt
 from rollout.episodes import EpisodeSource
 from rollout.local import LocalEngine

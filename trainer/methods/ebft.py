@@ -16,10 +16,10 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from data.documents import load_documents
 from data.loader import Loader
+from data.rows.documents import load_documents
+from data.rows.targets import load_truths
 from data.strided import Document, require_anchors
-from data.truths import load_truths
 from data.types import TruthPrompt
 from rollout.episodes import EpisodeSource
 from rollout.planner import Planner

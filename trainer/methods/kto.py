@@ -19,8 +19,8 @@ from torch import Tensor
 
 from data.format_options import FormatOptions
 from data.packing import Batch, Item, make_batches
+from data.rows.unpaired import load_labelled
 from data.types import Labelled
-from data.unpaired import load_labelled
 from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
 from losses.types import LossOut
 from trainer.config import (

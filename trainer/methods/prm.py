@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
-from data.stepwise import load_steps
+from data.rows.stepwise import load_steps
 from data.types import Steps
 from losses.process_reward import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig

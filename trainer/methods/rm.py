@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.format_options import FormatOptions
 from data.packing import Batch, make_batches
-from data.pairs import load_pairs
+from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.reward_model import bradley_terry
 from losses.types import LossOut

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
-from data.sft import load_examples
+from data.rows.sft import load_examples
 from data.types import Example
 from kernels.linear_logprob import TokenLogps
 from losses.sft import sft_loss

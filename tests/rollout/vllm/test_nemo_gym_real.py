@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from data.chat import render_conversation, render_prompt
-from data.nemo_gym import load_nemo_gym
+from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
 from rollout.local import LocalEngine
 from rollout.nemo_gym import RunSource, set_up_rewards

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from data.bad_rows import BadRows, Tally, read_rows
 from data.chat import (
     DELIMITERS,
     check_delimiters,
@@ -22,9 +21,10 @@ from data.chat import (
     unwritten,
 )
 from data.format_options import FormatOptions
-from data.formats import Columns, Format, WithOptions, parse_specs
-from data.pair_formats import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
-from data.template_settings import check_effect, template_settings
+from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
+from data.formats.registry import Columns, Format, WithOptions, parse_specs
+from data.formats.template_settings import check_effect, template_settings
+from data.rows.bad_rows import BadRows, Tally, read_rows
 from data.types import Pair
 
 TooLong = Literal["cut", "drop"]

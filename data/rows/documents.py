@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS, refuse_formats
-from data.formats import SFT_FORMATS
-from data.sft import load_examples
+from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, refuse_formats
+from data.formats.registry import SFT_FORMATS
+from data.rows.sft import load_examples
 from data.strided import Document
 from data.types import Example
 

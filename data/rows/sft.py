@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.bad_rows import Tally
 from data.chat import clean_messages, render_completion, render_conversation, render_prompt, unwritten
-from data.formats import SFT_FORMATS, Columns, Format, apply, formatted_rows
-from data.template_settings import check_effect, template_settings
+from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formatted_rows
+from data.formats.template_settings import check_effect, template_settings
+from data.rows.bad_rows import Tally
 from data.types import Example, Messages
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from data.fields import (
+from data.format_options import FormatOptions
+from data.formats.fields import (
     Columns,
     conversation_of,
     for_template,
@@ -22,8 +23,7 @@ from data.fields import (
     truth_of,
     user_turn,
 )
-from data.format_options import FormatOptions
-from data.pair_formats import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, Family, PairFormat, user_prompt
+from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, Family, PairFormat, user_prompt
 from data.types import Messages
 
 

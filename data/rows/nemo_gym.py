@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import clean_messages, render_prompt, with_system
-from data.formats import apply
-from data.prompts import fits, say_left_out
+from data.formats.registry import apply
+from data.formats.template_settings import template_settings
+from data.rows.prompts import fits, say_left_out
 from data.sources import load_rows, parse_spec
-from data.template_settings import template_settings
 from data.types import Messages, Prompt
 
 Columns = dict[str, Any]

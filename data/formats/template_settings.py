@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from data.fields import for_template
-from data.formats import Columns
+from data.formats.fields import for_template
+from data.formats.registry import Columns
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:

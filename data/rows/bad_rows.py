@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from data.formats import Columns, Format, apply, rows_and_formats
+from data.formats.registry import Columns, Format, apply, rows_and_formats
 from data.sources import DataSpec, Row
 
 BadRows = Literal["error", "skip"]

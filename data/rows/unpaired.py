@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from data.bad_rows import BadRows, Tally, read_rows
 from data.format_options import FormatOptions
-from data.formats import Columns
-from data.pairs import EQUAL, Rendered, TooLong, bind, check_kept, check_system, fit, limits_of, render_row
-from data.template_settings import check_effect
+from data.formats.registry import Columns
+from data.formats.template_settings import check_effect
+from data.formats.unpaired import UNPAIRED_FORMATS, UNPAIRED_OPTIONS
+from data.rows.bad_rows import BadRows, Tally, read_rows
+from data.rows.pairs import EQUAL, Rendered, TooLong, bind, check_kept, check_system, fit, limits_of, render_row
 from data.types import Labelled
-from data.unpaired_formats import UNPAIRED_FORMATS, UNPAIRED_OPTIONS
 
 
 def load_labelled(

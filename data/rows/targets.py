@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from data.bad_rows import Tally
 from data.chat import clean_messages, render_conversation, unwritten
-from data.ebft_formats import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TruthFormat, last_turn, refuse_formats
-from data.fields import DEFAULT, Columns, listed
 from data.format_options import FormatOptions
-from data.formats import PROMPT_FORMATS, SFT_FORMATS, apply, parse_specs, rows_and_formats
-from data.pair_formats import PAIR_FORMATS, PAIR_OPTIONS
-from data.pairs import bind, check_system, render_row
-from data.prompts import check_room, fits, say_left_out, say_plain, tokenise_prompt
+from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TruthFormat, last_turn, refuse_formats
+from data.formats.fields import DEFAULT, Columns, listed
+from data.formats.pairs import PAIR_FORMATS, PAIR_OPTIONS
+from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, apply, parse_specs, rows_and_formats
+from data.formats.template_settings import check_effect
+from data.rows.bad_rows import Tally
+from data.rows.pairs import bind, check_system, render_row
+from data.rows.prompts import check_room, fits, say_left_out, say_plain, tokenise_prompt
 from data.sources import Row
-from data.template_settings import check_effect
 from data.types import Messages, TruthPrompt
 
 PAIR = "of_a_pair"  # column that named pair formats add: what render_row reads besides the prompt and the truth

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
-from data.fields import (
+from data.format_options import FormatOptions
+from data.formats.fields import (
     CONVERSATION,
     DEFAULT,
     Columns,
@@ -30,7 +31,6 @@ from data.fields import (
     text_of,
     user_turn,
 )
-from data.format_options import FormatOptions
 from data.types import Messages
 
 PairFormat = Callable[[Columns, FormatOptions], Columns]

@@ -1,7 +1,7 @@
 """The ebft_* formats: a conversation, or a question with its answer, as a prompt with what truly follows it.
 
     EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" where the conversation goes on (truths.py)
-    EBFT_STRIDED_FORMATS    what data/sft.py reads: {"prompt", "completion"} or {"messages"} (documents.py)
+    EBFT_STRIDED_FORMATS    what data/rows/sft.py reads: {"prompt", "completion"} or {"messages"} (documents.py)
 
 A true completion is kept as its message, so that keys such as tool_calls and reasoning_content reach the chat template.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from data.chat import clean_messages
-from data.fields import CONVERSATION, Columns, conversation_of, for_template, text_of, user_turn
-from data.formats import Format, parse_specs
+from data.formats.fields import CONVERSATION, Columns, conversation_of, for_template, text_of, user_turn
+from data.formats.registry import Format, parse_specs
 from data.types import Messages
 
 # The pairs of tags that thoughts stand between; the first pair that a message has is taken.

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from data.bad_rows import Tally
 from data.chat import clean_messages, render_prompt, unwritten, with_system
-from data.formats import PROMPT_FORMATS, Columns, apply, formatted_rows
-from data.template_settings import check_effect, template_settings
+from data.formats.registry import PROMPT_FORMATS, Columns, apply, formatted_rows
+from data.formats.template_settings import check_effect, template_settings
+from data.rows.bad_rows import Tally
 from data.types import Messages, Prompt
 
 

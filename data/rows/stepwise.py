@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from data.bad_rows import BadRows, Tally, read_rows
 from data.chat import render_prompt, render_text
-from data.fields import Columns, for_template, messages_of, need, text_of, truth_of
-from data.formats import Format
-from data.pairs import check_system
-from data.template_settings import check_effect, template_settings
+from data.formats.fields import Columns, for_template, messages_of, need, text_of, truth_of
+from data.formats.registry import Format
+from data.formats.template_settings import check_effect, template_settings
+from data.rows.bad_rows import BadRows, Tally, read_rows
+from data.rows.pairs import check_system
 from data.types import Steps
 
 UNLABELLED = -100

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.fields import (
+from data.format_options import FormatOptions
+from data.formats.fields import (
     CONVERSATION,
     Columns,
     conversation_of,
@@ -33,8 +34,7 @@ from data.fields import (
     user_turn,
     with_nested,
 )
-from data.format_options import FormatOptions
-from data.nearest import suggest
+from data.hints import suggest
 from data.progress import shown
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
-from losses.policy_gradient import clipped_surrogate
+from losses.policy import clipped_surrogate
 
 TRL_VOCAB_CHUNK = 32768  # what its trainers pass
 FLOOR_ROWS = 4096  # rows of one matrix product of the floor: enough to fill any GPU

@@ -23,7 +23,7 @@ from torch import Tensor
 from bench.common import Row, alternate, emit, make_row, require_commit
 from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
-from losses.policy_gradient import clipped_surrogate
+from losses.policy import clipped_surrogate
 from trainer.attention import choose_attention
 from trainer.dist import pick_device
 from trainer.model import Policy, head_of, predictor_states

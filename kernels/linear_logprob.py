@@ -429,7 +429,7 @@ def _times(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     if gradient is None:
         return None
     if gradient.is_cuda and gradient.dtype != torch.float64:
-        from kernels.scaled_exp import scale_unless_one
+        from kernels.linear_logprob_triton import scale_unless_one
 
         return scale_unless_one(gradient, factor)
     return gradient.mul_(factor)
@@ -494,9 +494,9 @@ def _pick(
         raise ValueError(f"impl={impl}: there is auto, torch and triton")
     if impl == "torch" or (impl == "auto" and not (hidden.is_cuda and hidden.dtype == torch.bfloat16)):
         return TorchHead
-    from kernels import scaled_exp
+    from kernels import linear_logprob_triton
 
-    reason = scaled_exp.obstacle(hidden)
+    reason = linear_logprob_triton.obstacle(hidden)
     if reason is not None and impl == "triton":
         raise ValueError(f"impl=triton: {reason}; use impl=torch")
-    return TorchHead if reason is not None else scaled_exp.TritonHead
+    return TorchHead if reason is not None else linear_logprob_triton.TritonHead

@@ -13,13 +13,31 @@ Several rewards R_pgk with weights w_k become one advantage in one of two orders
                          (GDPO, Liu et al. 2026, arXiv:2601.05242)
 
 A reward that does not apply (NaN) adds nothing to the sum; a completion to which none applies has total NaN.
-Statistics of the batch come in as sums (losses.moments), added over ranks by the caller: with groups scored one at a
+Statistics of the batch come in as sums (losses.advantage), added over ranks by the caller: with groups scored one at a
 time the batch is still the batch. With one reward GDPO is not GRPO: the last line enlarges the advantages that are left
 as more and more groups become all equal.
 
 REINFORCE++ with a baseline is group_advantage of scale "none", then normalize_batch with sums weighted by length.
 
 Shapes: P prompts, G completions per prompt, K rewards (not head size here).
+
+Mean, deviation and effective sample size from sums that ranks can add.
+
+A statistic over a whole optimizer step is taken in two moves: each rank sums what it has into one (3,) tensor,
+
+    moments(x) = [sum w, sum w x, sum w x^2]        w = 1 unless given
+
+the caller adds those tensors over micro-batches, groups and ranks, and the functions below read the statistic off the
+total. The sums are float64, where a mean a million times the deviation still leaves half of the digits.
+
+Shapes: B = any number of values.
+
+Completions that ran out of room: leave them out of the loss, or make length cost something before they do.
+
+    soft overlong penalty (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13), L = max_length, C = margin, n = length:
+        0 up to L - C,  (L - C - n) / C between,  -1 from L on
+
+Shapes: N = packed tokens, B = completions.
 """
 
 from __future__ import annotations
@@ -29,7 +47,41 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from losses.moments import mean_of, moments, std_of
+
+@torch.no_grad()
+def moments(
+    x: Tensor,  # (...) values; NaN = absent
+    weight: Tensor | None = None,  # (...) how often each value counts, e.g. the tokens of its completion; None: once
+) -> Tensor:  # (3,) float64: count, sum, sum of squares
+    there = ~x.isnan()
+    value = torch.where(there, x, 0.0).double()
+    weight = there.double() if weight is None else torch.where(there, weight, 0).double()
+    return torch.stack([weight.sum(), (weight * value).sum(), (weight * value.square()).sum()])
+
+
+def mean_of(
+    sums: Tensor,  # (3,) from moments, added over everything
+) -> Tensor:  # ()
+    """NaN where nothing was counted."""
+    return sums[1] / sums[0]
+
+
+def std_of(
+    sums: Tensor,  # (3,) from moments, added over everything
+) -> Tensor:  # ()
+    """Sample standard deviation (ddof = 1); NaN where fewer than two values were counted."""
+    count, total, squares = sums.unbind()
+    variance = (squares - total.square() / count) / (count - 1)
+    return torch.where(count > 1, variance.clamp(min=0).sqrt(), torch.nan)
+
+
+def effective_sample_frac(
+    sums: Tensor,  # (3,) moments of importance weights, added over everything
+) -> Tensor:  # ()
+    """(sum w)^2 / (n sum w^2): 1 when all weights are equal, 1/n when one has everything; NaN of nothing."""
+    count, total, squares = sums.unbind()
+    return total.square() / (count * squares)
+
 
 EPSILON = 1e-4  # keeps a group of nearly equal rewards from blowing noise up to unit size
 
@@ -138,3 +190,22 @@ def zero_std_frac(
     """Fraction of groups that teach nothing: all rewards equal, or fewer than two of them."""
     std = nan_std(reward, dim=1)
     return (std.isnan() | (std < 1e-8)).to(reward.dtype).mean()
+
+
+def drop_truncated(
+    mask: Tensor,  # (N,) bool, True = trained
+    truncated: Tensor,  # (N,) bool, True = the token's completion did not end by itself
+) -> Tensor:  # (N,) bool
+    """Apply it before anything is counted: a dropped token is in no denominator, statistic or length."""
+    return mask & ~truncated
+
+
+def overlong_penalty(
+    length: Tensor,  # (B,) tokens of each completion
+    *,
+    max_length: int,
+    margin: int,
+) -> Tensor:  # (B,) to add to the reward
+    if not 0 < margin <= max_length:
+        raise ValueError(f"margin={margin}: must be above 0 and at most max_length={max_length}")
+    return ((max_length - margin - length.float()) / margin).clamp(-1, 0)

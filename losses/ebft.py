@@ -42,8 +42,7 @@ import torch
 from torch import Tensor
 
 from losses.advantage import leave_one_out_advantage, nan_std
-from losses.preference import wide
-from losses.types import LossOut, Term
+from losses.types import LossOut, Term, wide
 
 RANK_TOLERANCE = 1e-5  # singular values below this part of the largest count as 0
 EPSILON = 1e-8  # of grpo

@@ -20,8 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from losses.preference import wide
-from losses.types import LossOut, Term
+from losses.types import LossOut, Term, wide
 
 
 def entropy_bonus(

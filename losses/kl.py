@@ -78,7 +78,7 @@ def kl_penalty(
     beta: float,
     ratio_weighted: bool = True,
     estimator: Estimator = k3,
-    share: Tensor | None = None,  # (N,) what each token counts, from losses.group_policy; None: 1
+    share: Tensor | None = None,  # (N,) what each token counts, from losses.policy; None: 1
     count: Tensor | None = None,  # () what these tokens add to the term's count; None: their number
 ) -> LossOut:
     """beta * estimate, weighted by the ratio to the sampling policy so that its gradient is unbiased.

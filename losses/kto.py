@@ -16,8 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from losses.preference import wide
-from losses.types import LossOut, Term
+from losses.types import LossOut, Term, wide
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.types import LossOut, Term
+from losses.types import LossOut, Term, wide
 
 MAX_EXPONENT = 40.0  # exp(40) is 2e17, its square 6e34: with larger ones squared losses would overflow fp32
 
@@ -120,13 +120,6 @@ class PairScores(NamedTuple):
     def mean_delta(self) -> Tensor:  # (B,)
         """delta of the scores per token; a response without tokens scores 0."""
         return self.s_w / self.len_w.clamp(min=1) - self.s_l / self.len_l.clamp(min=1)
-
-
-def wide(
-    x: Tensor,  # (...) any float dtype
-) -> Tensor:  # (...)
-    """At least fp32: sums and differences of log-probs lose their digits below."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def logistic(

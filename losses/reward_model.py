@@ -6,6 +6,14 @@ margin (Llama 2, Touvron et al. 2023, arXiv:2307.09288) asks for more distance w
 part (Eisenstein et al. 2023, arXiv:2312.09244) fixes the free constant so that scores centre on zero.
 
 Shapes: B = preference pairs.
+
+Process reward model: is each step of a solution right (Uesato et al. 2022, arXiv:2211.14275; Lightman et al. 2023).
+
+    loss = mean over labelled positions of -log softmax(logits_n)[label_n]
+
+A step's label stands on its last token; the logits are those of that position itself, not shifted.
+
+Shapes: N = packed tokens. Classes: 0 = wrong, 1 = right.
 """
 
 from __future__ import annotations
@@ -14,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.preference import wide
-from losses.types import LossOut, Term
+from losses.types import LossOut, Term, wide
 
 
 def bradley_terry(
@@ -43,3 +50,47 @@ def bradley_terry(
             "reward/accuracy": ((distance > 0).to(distance.dtype).sum(), count),
         }
     return LossOut(terms, metrics)
+
+
+UNLABELLED = -100
+
+
+def stepwise_loss(
+    logits: Tensor,  # (N, 2) classifier outputs
+    label: Tensor,  # (N,) int64: 0, 1, or -100 = no label here
+) -> LossOut:
+    assert logits.shape == (len(label), 2), f"logits {tuple(logits.shape)} vs labels {tuple(label.shape)}"
+    labelled = label != UNLABELLED  # (N,)
+    # where() rather than a product: a position without label may hold anything, even NaN.
+    logits = torch.where(labelled.unsqueeze(1), wide(logits), 0.0)  # (N, 2)
+    loss = F.cross_entropy(logits, label, ignore_index=UNLABELLED, reduction="sum")  # ()
+    count = labelled.sum()
+    right = confusion(logits, label).diagonal().sum()
+    return LossOut({"steps": Term(1.0, loss, count)}, {"reward/step_accuracy": (right, count)})
+
+
+@torch.no_grad()
+def confusion(
+    logits: Tensor,  # (N, 2) classifier outputs
+    label: Tensor,  # (N,) int64: 0, 1, or -100 = no label here
+) -> Tensor:  # (2, 2) int64
+    """Labelled steps by [label, predicted class]. Matrices of micro-batches and ranks add up. A tie predicts wrong."""
+    predicted = (logits[:, 1] > logits[:, 0]).long()  # (N,)
+    true = F.one_hot(label.clamp(min=0), 2) * (label != UNLABELLED).unsqueeze(1)  # (N, 2)
+    return (true.unsqueeze(2) * F.one_hot(predicted, 2).unsqueeze(1)).sum(dim=0)  # CUDA has no integer matmul
+
+
+@torch.no_grad()
+def f1_scores(
+    matrix: Tensor,  # (2, 2) steps by [label, predicted class]
+) -> Tensor:  # (2,) float64
+    """2 tp / (2 tp + fp + fn) per class; NaN for a class that is neither labelled nor predicted."""
+    both = matrix.sum(dim=0) + matrix.sum(dim=1)  # (2,) predicted + labelled = 2 tp + fp + fn
+    return 2 * matrix.diagonal().double() / both
+
+
+def macro_f1(
+    matrix: Tensor,  # (2, 2) steps by [label, predicted class]
+) -> Tensor:  # () float64
+    """Mean F1 of the classes that occur; 0 when nothing is labelled."""
+    return f1_scores(matrix).nanmean().nan_to_num(nan=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -30,3 +31,10 @@ def merge(*outs: LossOut) -> LossOut:
         terms |= out.terms
         metrics |= out.metrics
     return LossOut(terms, metrics)
+
+
+def wide(
+    x: Tensor,  # (...) any float dtype
+) -> Tensor:  # (...)
+    """At least fp32: sums and differences of log-probs lose their digits below."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from kernels.linear_logprob import TokenLogps
 from losses import importance
+from losses.advantage import effective_sample_frac, moments
 from losses.entropy import entropy_bonus
-from losses.group_policy import POLICY_LOSSES, Tokens, sequence_log_ratio, share_of
 from losses.kl import KL_ESTIMATORS, kl_penalty
-from losses.moments import effective_sample_frac, moments
-from losses.policy_gradient import token_log_ratio
+from losses.policy import POLICY_LOSSES, Tokens, sequence_log_ratio, share_of, token_log_ratio
 from losses.types import LossOut, merge
 from trainer.metrics import MetricSums
 from trainer.policy_options import CLIPPED, PolicyLossConfig
@@ -102,7 +101,7 @@ def _weight(cfg: Any, known: Known, now: Tensor, mask: Tensor) -> Tensor | None:
 def loss_options(
     options: PolicyLossConfig, *, max_completion_length: int, micro_batch_tokens: Tensor | None
 ) -> dict[str, Any]:
-    """The keyword arguments of a loss of losses.group_policy."""
+    """The keyword arguments of a loss of losses.policy."""
     if options.loss_type in CLIPPED:
         found = {"epsilon_low": options.epsilon, "epsilon_high": options.clip_high,
                  "delta": options.delta, "dual_clip": options.dual_clip}  # fmt: skip

@@ -1,4 +1,4 @@
-"""One optimizer step on scored completions: from advantages to gradients, for every loss of losses.group_policy.
+"""One optimizer step on scored completions: from advantages to gradients, for every loss of losses.policy.
 
     batch = prepare(cfg, policy, completions, advantage)      # pack, and passes without gradient, where wanted
     for i in range(cfg.num_iterations):
@@ -35,9 +35,9 @@ from data.packing import Batch
 from kernels.linear_logprob import TokenLogps
 from losses import importance
 from losses.entropy import keep_top_entropy
-from losses.group_policy import MIN_LOG_WEIGHT, denominator
+from losses.importance import sequence_mean, sequence_sum
 from losses.kl import MAX_LOG_RATIO
-from losses.sequences import sequence_mean, sequence_sum
+from losses.policy import MIN_LOG_WEIGHT, denominator
 from rollout.types import Completion
 from trainer import rollouts
 from trainer.dist import all_count, all_sum, data_size
@@ -71,7 +71,7 @@ class StepBatch:
     start: list[TokenLogps] | None  # of the weights the step starts from; None: they are those of the backward pass
     given: bool  # `start` holds log-probs of earlier weights
     reference: list[Tensor] | None  # (N,)
-    local: dict[str, Tensor]  # () counts of this rank, as losses.group_policy.denominator takes them
+    local: dict[str, Tensor]  # () counts of this rank, as losses.policy.denominator takes them
     total: dict[str, Tensor]  # () the same over all ranks
     skipped: int  # completions that count and are not computed, of this rank
     skipped_tokens: int

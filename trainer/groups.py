@@ -23,14 +23,14 @@ from losses.advantage import (
     group_advantage,
     has_signal,
     leave_one_out_advantage,
+    moments,
     nan_std,
     normalize_batch,
     normalize_then_sum,
+    overlong_penalty,
     weighted_sum,
 )
 from losses.kl import k1, reward_minus_kl
-from losses.moments import moments
-from losses.truncation import overlong_penalty
 from rollout.producer import Made, Producer
 from rollout.replay import Group, Replay
 from rollout.rewards import Rewards, RewardTable

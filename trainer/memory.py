@@ -99,7 +99,7 @@ def compute_bytes(cfg: Any, device: str) -> int:
 
 
 def has_triton_head(device: str) -> bool:
-    """kernels/scaled_exp.py runs on Hopper and Blackwell, which a GPU that is not here is taken for."""
+    """kernels/linear_logprob_triton.py runs on Hopper and Blackwell, which a GPU that is not here is taken for."""
     import torch
 
     return device == "cuda" and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10))

@@ -49,7 +49,7 @@ class Card(NamedTuple):
     gib: float
     bf16: float  # TFLOP/s
     fp32: float
-    triton_head: bool  # kernels/scaled_exp.py runs on Hopper and Blackwell
+    triton_head: bool  # kernels/linear_logprob_triton.py runs on Hopper and Blackwell
 
 
 CARDS = {

@@ -62,7 +62,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/scaled_exp.py, which needs triton to import
+CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/linear_logprob_triton.py, which needs triton to import
 TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
 SCALED, SMALLEST = 256, 4096  # torchao's 8-bit moments: numbers of a scale, and of the smallest tensor that has them
 

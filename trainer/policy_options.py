@@ -34,7 +34,7 @@ class PolicyLossConfig:
     """What is minimised over the completions of a step."""
 
     loss_type: LossType = "dapo"
-    """Loss of a token and what it is averaged over: losses/group_policy.py has the table."""
+    """Loss of a token and what it is averaged over: losses/policy.py has the table."""
     epsilon: float = 0.2
     """Clip range of the ratio, below 1 and above."""
     epsilon_high: float | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels.linear_logprob as fast
-from losses.policy_gradient import clipped_surrogate
+from losses.policy import clipped_surrogate
 from losses.sft import sft_loss
 from tests.kernels import heads
 from tests.kernels.heads import ENTRIES, IGNORE, Case, Path, assert_same, is_close, make

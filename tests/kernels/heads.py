@@ -197,10 +197,10 @@ def in_chunks(case: Case, path: Path, rows: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(fast, "BLOCK_ELEMENTS", rows * case.weight.shape[0] + 1))
         if path.impl != "torch":
-            from kernels import scaled_exp
+            from kernels import linear_logprob_triton
 
             for name, value in (("CHUNK", rows), ("PART", 5), ("SCORED", 9), ("SLICE", 1)):
-                stack.enter_context(mock.patch.object(scaled_exp, name, value))
+                stack.enter_context(mock.patch.object(linear_logprob_triton, name, value))
         yield
 
 
@@ -221,6 +221,6 @@ def counted_rows(path: Path) -> Iterator[list[int]]:
 def head_class(path: Path) -> type:
     if path.impl == "torch":
         return fast.TorchHead
-    from kernels import scaled_exp  # not at the top: Triton's interpreter is switched on before, or never
+    from kernels import linear_logprob_triton  # not at the top: Triton's interpreter is switched on before, or never
 
-    return scaled_exp.TritonHead
+    return linear_logprob_triton.TritonHead

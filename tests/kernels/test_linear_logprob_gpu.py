@@ -34,17 +34,17 @@ ROWS = (1, 127, 128, 129, 1000)
 @pytest.fixture(autouse=True)
 def done_again(monkeypatch, request) -> list[int]:
     """Numbers of rows done again in torch; more than none fails a test that does not ask for this fixture by name."""
-    from kernels import scaled_exp
+    from kernels import linear_logprob_triton
 
     counts: list[int] = []
-    again = scaled_exp.TritonHead._again
+    again = linear_logprob_triton.TritonHead._again
 
     def spy(self, start, rows, stats, store):
         assert "done_again" in request.function.__code__.co_varnames, f"{len(rows)} rows were done again in torch"
         counts.append(len(rows))
         return again(self, start, rows, stats, store)
 
-    monkeypatch.setattr(scaled_exp.TritonHead, "_again", spy)
+    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_again", spy)
     yield counts
     torch.cuda.empty_cache()
 
@@ -195,14 +195,14 @@ def test_float64_on_the_torch_path():
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 def test_chunks_do_not_change_the_result(monkeypatch, entropy):
     """One chunk rounds the weight's gradient twice, many add it up in float32."""
-    from kernels import scaled_exp
+    from kernels import linear_logprob_triton
 
     case = draw(1000, 64, 50257, peaked=True)
     case.c[:, 600:800] = 0
     loss = "both" if entropy else "logp"
     whole = heads.one_pass(case, AUTO_16, loss=loss, entropy=entropy)
     for name, value in (("CHUNK", 150), ("PART", 70), ("SLICE", 1000 * 5000)):
-        monkeypatch.setattr(scaled_exp, name, value)
+        monkeypatch.setattr(linear_logprob_triton, name, value)
     want = heads.truth(case, loss=loss)
     for name, run in ENTRIES.items():
         got = run(case, AUTO_16, loss=loss, entropy=entropy)
@@ -370,5 +370,5 @@ def test_compiled_model_does_not_recompile(monkeypatch):
         for a, b in zip(got, want, strict=True):
             assert error(a, b.double()) < 2e-2  # bfloat16 hidden states, rounded elsewhere
     assert counters["stats"]["unique_graphs"] == graphs > 0
-    ours = [fn.name for fn in made if fn.module == "kernels.scaled_exp"]
+    ours = [fn.name for fn in made if fn.module == "kernels.linear_logprob_triton"]
     assert not ours, f"compiled again: {ours}"

@@ -16,6 +16,7 @@ from losses.advantage import (
     group_advantage,
     has_signal,
     leave_one_out_advantage,
+    moments,
     nan_std,
     normalize_batch,
     normalize_then_sum,
@@ -23,7 +24,6 @@ from losses.advantage import (
     weighted_sum,
     zero_std_frac,
 )
-from losses.moments import moments
 
 NAN = math.nan
 SCALES = ("group", "batch", "none")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.group_policy import Tokens, dapo
+from losses.advantage import effective_sample_frac, moments
 from losses.importance import (
     CORRECTIONS,
     SEQUENCE_CORRECTIONS,
@@ -26,8 +26,7 @@ from losses.importance import (
     token_mask,
     token_truncate,
 )
-from losses.moments import effective_sample_frac, moments
-from losses.policy_gradient import decoupled_surrogate, token_log_ratio
+from losses.policy import Tokens, dapo, decoupled_surrogate, token_log_ratio
 
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.2}
 

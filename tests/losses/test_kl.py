@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from losses.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k1, k2, k3, kl_penalty, reward_minus_kl
-from losses.policy_gradient import clipped_surrogate
+from losses.policy import clipped_surrogate
 from losses.types import LossOut, merge
 
 LOGP = (-1.0, -0.5, -2.0, -0.7)

@@ -8,10 +8,9 @@ import statistics
 import pytest
 import torch
 
-from losses.group_policy import Tokens, dapo, grpo
-from losses.moments import effective_sample_frac, mean_of, moments, std_of
-from losses.sequences import sequence_length, sequence_mean, sequence_sum
-from losses.truncation import drop_truncated, overlong_penalty
+from losses.advantage import drop_truncated, effective_sample_frac, mean_of, moments, overlong_penalty, std_of
+from losses.importance import sequence_length, sequence_mean, sequence_sum
+from losses.policy import Tokens, dapo, grpo
 
 NAN = math.nan
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.2}

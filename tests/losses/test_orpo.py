@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.orpo import CLOSEST_TO_ZERO, log1mexp, log_odds_ratio, orpo_loss
-from losses.simpo import FreeScores
+from losses.reference_free import CLOSEST_TO_ZERO, FreeScores, log1mexp, log_odds_ratio, orpo_loss
 from losses.types import LossOut
 
 ALPHA = 0.1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.policy_gradient import clipped_surrogate
+from losses.policy import clipped_surrogate
 from losses.types import LossOut
 
 # Two completions, of three tokens and of one; the padding of the second holds what must never count.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.process_reward import confusion, f1_scores, macro_f1, stepwise_loss
+from losses.reward_model import confusion, f1_scores, macro_f1, stepwise_loss
 
 LOGITS = ((0.0, 2.0), (5.0, -5.0), (1.0, 0.0), (0.0, 3.0), (2.0, 2.5))
 LABEL = (1, -100, 0, 0, 1)  # the second position carries no label; the fourth is predicted wrong

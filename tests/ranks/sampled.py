@@ -16,7 +16,7 @@ import torch
 
 from data.strided import Document
 from data.types import Prompt, TruthPrompt
-from losses.group_policy import POLICY_LOSSES
+from losses.policy import POLICY_LOSSES
 from rollout.planner import Planned
 from rollout.replay import Group
 from rollout.types import Completion

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from losses.entropy import entropy_threshold
-from losses.group_policy import POLICY_LOSSES
+from losses.policy import POLICY_LOSSES
 from tests.trainer.group_cases import (
     ADVANTAGE,
     by_hand,

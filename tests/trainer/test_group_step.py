@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels import linear_logprob
-from losses.group_policy import POLICY_LOSSES
 from losses.importance import CORRECTIONS
+from losses.policy import POLICY_LOSSES
 from tests.trainer.group_cases import (
     ADVANTAGE,
     CUTS,

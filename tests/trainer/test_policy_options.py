@@ -9,9 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from losses.group_policy import POLICY_LOSSES
 from losses.importance import CORRECTIONS
 from losses.kl import KL_ESTIMATORS
+from losses.policy import POLICY_LOSSES
 from trainer.group_loss import loss_options
 from trainer.policy_options import CLIPPED, CorrectionConfig, PolicyLossConfig, check_policy_options
 

@@ -16,7 +16,7 @@ import torch
 from data.format_options import FormatOptions
 from data.types import Pair
 from losses.preference import options_of
-from losses.simpo import CPO_LOSSES, FreeScores, cpo_loss
+from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss
 from trainer.config import (
     DataConfig,
     Flat,

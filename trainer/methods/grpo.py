@@ -4,7 +4,7 @@
 
 Shao et al. 2024 (arXiv:2402.03300), with DAPO's token-level normaliser (Yu et al. 2025, arXiv:2503.14476) by default:
 the sum over all trained tokens of the step, divided once by their number. --loss-type picks another of
-losses/group_policy.py. With --async-prefetch the next batches are sampled while this one is trained on.
+losses/policy.py. With --async-prefetch the next batches are sampled while this one is trained on.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ import torch
 
 from data.format_options import FormatOptions
 from data.types import Pair
-from losses.orpo import orpo_loss
-from losses.simpo import FreeScores
+from losses.reference_free import FreeScores, orpo_loss
 from trainer.config import (
     DataConfig,
     Flat,

@@ -15,7 +15,7 @@ from torch import Tensor
 from data.packing import Batch, Item, make_batches
 from data.rows.stepwise import load_steps
 from data.types import Steps
-from losses.process_reward import UNLABELLED, confusion, macro_f1, stepwise_loss
+from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
 from trainer.dist import all_count, all_sum, pick_device
 from trainer.heads import load_scorer, scores_at

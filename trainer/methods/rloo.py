@@ -1,7 +1,7 @@
 """RLOO: REINFORCE with the mean of the other completions as baseline (Ahmadian et al. 2024, arXiv:2402.14740).
 
 A completion is one action: its ratio is that of the whole, and its KL to the reference is a cost in the reward. The
-loop is that of trainer/methods/grpo.py; losses/group_policy.py and losses/advantage.py have the formulas.
+loop is that of trainer/methods/grpo.py; losses/policy.py and losses/advantage.py have the formulas.
 
 With --mask-truncated-completions a truncated completion trains nothing itself, but its reward, less beta times its KL,
 stays in the baseline of the others in its group. TRL masks its tokens before it sums the KL, so there its KL is 0.

@@ -42,16 +42,16 @@ def done_again(monkeypatch, request) -> list[int]:
     counts: list[int] = []
     if not IS_ON:  # the test itself runs elsewhere
         return counts
-    from kernels import scaled_exp
+    from kernels import linear_logprob_triton
 
-    again = scaled_exp.TritonHead._again
+    again = linear_logprob_triton.TritonHead._again
 
     def spy(self, start, rows, stats, store):
         assert "done_again" in request.function.__code__.co_varnames, f"{len(rows)} rows were done again in torch"
         counts.append(len(rows))
         return again(self, start, rows, stats, store)
 
-    monkeypatch.setattr(scaled_exp.TritonHead, "_again", spy)
+    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_again", spy)
     return counts
 
 
@@ -186,7 +186,7 @@ def test_row_order_and_company_do_not_change_a_log_prob(path):
 @interpreted
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_rows_with_a_gradient_move_to_the_front(density):
-    from kernels.scaled_exp import _front
+    from kernels.linear_logprob_triton import _front
 
     generator = torch.Generator().manual_seed(5)
     for n in (1, 2, 7, 64, 131):
@@ -203,7 +203,7 @@ def test_rows_with_a_gradient_move_to_the_front(density):
 @pytest.mark.parametrize("factor", [1.0, 3.0, 1 / 3])
 def test_gradients_are_scaled_in_place(dtype, factor):
     """What linear_logprob_loss does on a GPU with the gradient of its result."""
-    from kernels.scaled_exp import scale_unless_one
+    from kernels.linear_logprob_triton import scale_unless_one
 
     x = torch.linspace(-2, 2, 33).to(dtype)
     want = x.clone() if factor == 1 else x.float() * factor
@@ -235,7 +235,7 @@ def test_unlikely_targets(done_again, path, loss, options):
     path = PATHS[path]
     case = unlikely(path)
     want = heads.truth(case, loss=loss, **options)
-    limit = -99 * math.log(2)  # kernels.scaled_exp.TOO_LARGE, as a log-prob
+    limit = -99 * math.log(2)  # kernels.linear_logprob_triton.TOO_LARGE, as a log-prob
     expected = int((want["logp"] < limit).sum())
     assert 3 <= expected <= 5 and want["logp"].min() < -200
     # At logits of 250 a step of fp32 is 2e-5; and the log of a probability rounded to bfloat16 is off by up to 0.008,
@@ -371,10 +371,12 @@ ERRORS = {
 @interpreted
 @pytest.mark.parametrize("error", [None, *ERRORS])
 def test_a_deliberate_error_is_found(error, tmp_path, monkeypatch):
-    source = Path(sys.modules["kernels.scaled_exp"].__file__).read_text()
+    source = Path(sys.modules["kernels.linear_logprob_triton"].__file__).read_text()
     if error is not None:
         right, wrong = ERRORS[error]
-        assert source.count(right) == 1, f"{right}: not in kernels/scaled_exp.py any more; make the error elsewhere"
+        assert source.count(right) == 1, (
+            f"{right}: not in kernels/linear_logprob_triton.py any more; make the error elsewhere"
+        )
         source = source.replace(right, wrong)
     file = tmp_path / "altered_scaled_exp.py"
     file.write_text(source)

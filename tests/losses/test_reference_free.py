@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from losses.preference import options_of
-from losses.simpo import CPO_LOSSES, FreeScores, alpha_reward, cpo_loss
+from losses.reference_free import CPO_LOSSES, FreeScores, alpha_reward, cpo_loss
 from losses.types import LossOut
 
 MEAN_W = (-1.0, -0.8)

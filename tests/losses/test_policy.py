@@ -11,10 +11,13 @@ from torch import Tensor
 
 from kernels import linear_logprob
 from losses.entropy import entropy_bonus, entropy_threshold, keep_top_entropy
-from losses.group_policy import (
+from losses.importance import sequence_length, sequence_mean, sequence_sum
+from losses.kl import kl_penalty
+from losses.policy import (
     POLICY_LOSSES,
     Tokens,
     cispo,
+    clipped_surrogate,
     dapo,
     denominator,
     grpo,
@@ -24,11 +27,9 @@ from losses.group_policy import (
     sapo,
     sequence_log_ratio,
     share_of,
+    token_log_ratio,
     vespo,
 )
-from losses.kl import kl_penalty
-from losses.policy_gradient import clipped_surrogate, token_log_ratio
-from losses.sequences import sequence_length, sequence_mean, sequence_sum
 from losses.types import LossOut, merge
 
 LOGP = (-1.0, -0.5, -2.0, -0.7, 9.0, 9.0)

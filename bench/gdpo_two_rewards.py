@@ -28,9 +28,9 @@ from bench.common import ROOT
 from data.chat import stop_ids
 from data.rows.prompts import load_prompts
 from losses.advantage import gdpo_advantage, sum_then_normalize
+from rollout.engine import Request, Sampling
 from rollout.local import LocalEngine
 from rollout.rewards import load_rewards
-from rollout.types import Request, Sampling
 from trainer.cli import load_config
 from trainer.config import LoraConfig, ModelConfig
 from trainer.dist import pick_device

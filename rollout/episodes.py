@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from data.types import Prompt
+from rollout.engine import Completion, Request, Sampling
 from rollout.loop import together
 from rollout.source import Job
-from rollout.types import Completion, Request, Sampling
 
 
 class Client(Protocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.rows.nemo_gym import item_messages
-from rollout.types import Completion
+from rollout.engine import Completion
 
 LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0
 

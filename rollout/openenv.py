@@ -22,12 +22,12 @@ from weakref import WeakKeyDictionary
 from data.chat import render_prompt
 from data.types import Messages, Prompt
 from data.user_code import told
+from rollout.engine import Completion, Sampling
 from rollout.episodes import Client, EpisodeSource
 from rollout.openenv_options import OpenEnvConfig
 from rollout.openenv_sessions import Failed, Opener, Session, Step, find_environment, load_class
 from rollout.source import Job, finished
 from rollout.turns import Continuation, Transcript, turn_seed
-from rollout.types import Completion, Sampling
 
 
 class Adapter(Protocol):

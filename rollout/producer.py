@@ -22,9 +22,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from data.types import Prompt
+from rollout.engine import Completion
 from rollout.planner import Planned, Planner
 from rollout.source import LOOK_S, Source
-from rollout.types import Completion
 
 
 @dataclass(frozen=True)

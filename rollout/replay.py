@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from data.types import Prompt
+from rollout.engine import Completion
 from rollout.planner import Planned
-from rollout.types import Completion
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from data.types import Prompt
 from data.user_code import place, told
-from rollout.types import Completion
+from rollout.engine import Completion
 
 OFFERED = ("prompts", "completions", "completion_ids")  # what every function can ask for
 RESERVED = (*OFFERED, "prompt", "completion")  # never passed on as columns

@@ -35,6 +35,7 @@ from typing import Any
 
 from data.types import Prompt
 from data.user_code import PYTHON, import_name
+from rollout.engine import Completion
 from rollout.reward_calls import (
     LARGEST,
     OFFERED,
@@ -58,7 +59,6 @@ from rollout.reward_loading import find_reward, stays_here
 from rollout.reward_options import DEFAULT_REWARD, TIMEOUT, OnError, RewardConfig
 from rollout.reward_weights import Weight, parse_weights
 from rollout.reward_workers import WorkerPool, shards
-from rollout.types import Completion
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from data.formats.template_settings import TemplateKwargs, check_kwargs
 from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
+from rollout.engine import Completion, Request, Sampling
 from rollout.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint
 from rollout.reward_functions import text_of
 from rollout.rewards import RewardTable, load_rewards
-from rollout.types import Completion, Request, Sampling
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 SHOWN = 60  # characters of a prompt or completion in the table

@@ -32,10 +32,10 @@ from data.chat import common_prefix, end_of_turn_id, render_completion, render_r
 from data.formats.fields import user_turn
 from data.types import Prompt
 from data.user_code import find_callable, place, told
+from rollout.engine import Completion, Request, Sampling
 from rollout.episodes import Client, Episode, EpisodeSource
 from rollout.source import Job, Source, finished
 from rollout.turns import turn_seed
-from rollout.types import Completion, Request, Sampling
 
 Kind = Literal["episode", "batch", "texts"]
 SIGNATURES = (

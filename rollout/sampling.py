@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.types import Sampling
+from rollout.engine import Sampling
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 constants of splitmix64; torch multiplies modulo 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64

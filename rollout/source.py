@@ -14,8 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import NamedTuple, Protocol
 
 from data.types import Prompt
-from rollout.engine import Engine
-from rollout.types import Completion, Request, Sampling
+from rollout.engine import Completion, Engine, Request, Sampling
 
 LOOK_S = 0.5  # how often a thread that waits for completions looks after what makes them
 

@@ -21,9 +21,9 @@ from itertools import groupby
 from typing import Any
 
 from data.types import Messages, Prompt, TruthPrompt
+from rollout.engine import Completion
 from rollout.episodes import Client
 from rollout.turns import Continuation, Transcript, turn_seed
-from rollout.types import Completion
 
 LEAST = 64  # tokens that any turn may have: a short truth must not cut every completion
 

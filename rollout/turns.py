@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from data.chat import Endless, apply_template, clean_messages, end_of_turn_id
 from data.types import Messages
-from rollout.types import Completion
+from rollout.engine import Completion
 
 MARK = "strop"  # a turn of the model, and a name, that no template rewrites
 CALL_ID = "strop0000"  # nine characters: some templates insist

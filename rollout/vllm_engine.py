@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rollout.engine import Completion, Request, Sampling
 from rollout.local import LocalEngine, StopCheck
 from rollout.loop import Loop
 from rollout.options import SyncConfig, VllmConfig
@@ -31,7 +32,6 @@ from rollout.probe import Probe
 from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
 from rollout.sync.lora import LoraSync
-from rollout.types import Completion, Request, Sampling
 from rollout.vllm_command import check_build, find_python
 from rollout.vllm_gpu import shares_gpu, uuid_of
 from rollout.vllm_launch import Launched, launch, stop_all, wait_ready

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollout.types import Sampling
+from rollout.engine import Sampling
 from rollout.vllm_command import BASE
 from rollout.vllm_replies import Segment
 from rollout.vllm_server import VllmServer

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from rollout import vllm_watch
+from rollout.engine import Request, Sampling
 from rollout.http_client import allow_connections
-from rollout.types import Request, Sampling
 from rollout.vllm_command import BASE
 from rollout.vllm_member import Member, Progress, Sampled, finish, stop_end
 from rollout.vllm_replies import Segment, check_sampling

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollout import types
-from rollout.types import Sampling
+from rollout import engine
+from rollout.engine import Sampling
 
 SEED_MASK = 2**63 - 1
 FINAL_ONLY = 2  # one reply at the end; 0.24 would otherwise build every prefix of it
@@ -36,7 +36,7 @@ def check_sampling(sampling: Sampling, *, training: bool) -> None:
         raise ValueError(
             f"temperature={sampling.temperature}: vLLM samples at {LOWEST_TEMPERATURE} or above; give 0 for greedy"
         )
-    types.check_sampling(replace(sampling, for_training=training))
+    engine.check_sampling(replace(sampling, for_training=training))
 
 
 def sampling_params(sampling: Sampling, seed: int | None, max_tokens: int) -> dict[str, Any]:

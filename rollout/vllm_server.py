@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from rollout.engine import Sampling
 from rollout.http_client import ConnectError, HttpClient
-from rollout.types import Sampling
 from rollout.vllm_command import BASE, SUPPORTED, TOKEN
 from rollout.vllm_lease import LEASE, RENEW_LIMIT_S, SESSION, Owner, refusal
 from rollout.vllm_replies import Segment, error_text, is_awake, read_scores, read_segment, sampling_params

@@ -27,7 +27,7 @@ from data.packing import Item, make_batches
 from data.strided import StridedBatch
 from data.types import TruthPrompt
 from losses import ebft
-from rollout.types import Completion
+from rollout.engine import Completion
 from trainer.config import ModelConfig, RunConfig
 from trainer.dist import all_gather
 from trainer.ebft_options import FeatureConfig

@@ -38,7 +38,7 @@ from losses.entropy import keep_top_entropy
 from losses.importance import sequence_mean, sequence_sum
 from losses.kl import MAX_LOG_RATIO
 from losses.policy import MIN_LOG_WEIGHT, denominator
-from rollout.types import Completion
+from rollout.engine import Completion
 from trainer import rollouts
 from trainer.dist import all_count, all_sum, data_size
 from trainer.group_loss import (

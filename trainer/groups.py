@@ -31,10 +31,10 @@ from losses.advantage import (
     weighted_sum,
 )
 from losses.kl import k1, reward_minus_kl
+from rollout.engine import Completion
 from rollout.producer import Made, Producer
 from rollout.replay import Group, Replay
 from rollout.rewards import Rewards, RewardTable
-from rollout.types import Completion
 from trainer.dist import all_sum
 from trainer.group_step import score
 from trainer.model import Policy, reference_logps

@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 import torch
 
 from data.types import Prompt
-from rollout.engine import Engine
+from rollout.engine import Completion, Engine, Request, Sampling
 from rollout.local import LocalEngine
 from rollout.planner import Planned
 from rollout.replay import Group, as_json, completion_of
-from rollout.types import Completion, Request, Sampling
 from trainer import dist
 from trainer.groups import GroupBatch
 from trainer.lend import Lender, LentScores

@@ -13,7 +13,7 @@ from typing import Any
 from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
 from data.user_code import find_callable
-from rollout.engine import Engine
+from rollout.engine import Engine, Sampling
 from rollout.environment_options import ToolConfig
 from rollout.episodes import EpisodeSource
 from rollout.nemo_gym import COLUMNS, RunSource, set_up_rewards
@@ -26,7 +26,6 @@ from rollout.rollout_func import RolloutFunction
 from rollout.source import EngineSource, Source
 from rollout.tool_episode import ToolEpisode, show_tools
 from rollout.tools import load_tools
-from rollout.types import Sampling
 from trainer import rollouts
 from trainer.model import Policy
 

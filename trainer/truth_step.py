@@ -25,9 +25,9 @@ from data.packing import Batch, Item, make_batches
 from data.types import TruthPrompt
 from kernels.linear_logprob import TokenLogps
 from losses import ebft
+from rollout.engine import Completion
 from rollout.rewards import RewardTable
 from rollout.source import Job, Source, run_groups
-from rollout.types import Completion
 from trainer import dist
 from trainer.dist import all_sum
 from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks

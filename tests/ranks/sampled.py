@@ -17,9 +17,9 @@ import torch
 from data.strided import Document
 from data.types import Prompt, TruthPrompt
 from losses.policy import POLICY_LOSSES
+from rollout.engine import Completion
 from rollout.planner import Planned
 from rollout.replay import Group
-from rollout.types import Completion
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer import strided_step, truth_step
 from trainer.config import DataConfig, ModelConfig, PromptConfig, RunConfig

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from data.types import Prompt
+from rollout.engine import Request, Sampling
 from rollout.sync import process_group as transfer
-from rollout.types import Request, Sampling
 from rollout.worker.strop_wire import PeerError
 from trainer import rollouts
 from trainer.cli import parse

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from data.types import Prompt
-from rollout.types import Completion, Request, Sampling
+from rollout.engine import Completion, Request, Sampling
 
 TINY = Path(__file__).resolve().parents[2] / "trainer" / "tiny"
 

@@ -21,8 +21,8 @@ import pytest
 from data.types import Prompt
 from rollout import code_child
 from rollout.code_reward import can_run_apart, last_block, passes, program
+from rollout.engine import Completion
 from rollout.rewards import load_rewards
-from rollout.types import Completion
 from tests.rollout.code_programs import ASSERTS, ATTACKS, CHECK, HONEST
 
 

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
+from rollout.engine import Request, Sampling
 from rollout.episodes import EpisodeSource
 from rollout.local import LocalEngine
 from rollout.source import Job, run_groups
 from rollout.turns import Transcript, turn_seed
-from rollout.types import Request, Sampling
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(2,))

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
+from rollout.engine import Completion, Request, Sampling
 from rollout.local import LocalEngine
-from rollout.types import Completion, Request, Sampling
 
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9], [1, 2, 3, 4, 5]]
 

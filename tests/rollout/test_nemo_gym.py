@@ -12,13 +12,13 @@ import pytest
 
 from data.rows.nemo_gym import nemo_gym_columns
 from data.types import Prompt
+from rollout.engine import Completion, Sampling
 from rollout.nemo_gym import GIVE_UP, RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient, error_text, join_cookies, read_places
 from rollout.nemo_gym_episodes import Turn, chains, read_episode, response_of
 from rollout.nemo_gym_options import NemoGymConfig, check_nemo_gym
 from rollout.rewards import Rewards, load_rewards
 from rollout.source import Job, run_groups
-from rollout.types import Completion, Sampling
 from tests.rollout.nemo_replay import CLOSE, Replay
 
 SAMPLING = Sampling(max_tokens=64, stop_ids=(2,), for_training=True)

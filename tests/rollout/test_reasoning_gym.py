@@ -13,9 +13,9 @@ import pytest
 
 from data.rows.prompts import load_prompts
 from data.sources import DataSpec, load_rows, parse_spec
+from rollout.engine import Completion
 from rollout.reasoning_gym import final_answer, load, score
 from rollout.rewards import load_rewards
-from rollout.types import Completion
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = importlib.util.find_spec("reasoning_gym") is not None

@@ -7,9 +7,9 @@ from decimal import Decimal
 import pytest
 
 from data.types import Prompt
+from rollout.engine import Completion
 from rollout.reward_functions import find_last_number
 from rollout.rewards import load_rewards
-from rollout.types import Completion
 
 
 def score(name: str, text: str, answer: object = None, *, chat: bool = False, num_ids: int = 1) -> float | None:

@@ -12,8 +12,8 @@ import transformers
 from data.chat import render_conversation
 from data.types import Prompt
 from rollout import reward_models
+from rollout.engine import Completion
 from rollout.rewards import load_rewards
-from rollout.types import Completion
 from trainer.tiny.build import make_tokenizer
 
 COMMON = dict(

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from data.types import Prompt
+from rollout.engine import Completion
 from rollout.reward_calls import Fault, TrainerState, score_rows
 from rollout.reward_workers import shards
 from rollout.rewards import Rewards, load_rewards
-from rollout.types import Completion
 
 ROOT = Path(__file__).resolve().parents[2]
 

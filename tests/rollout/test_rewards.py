@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from data.types import Prompt
+from rollout.engine import Completion
 from rollout.reward_calls import TrainerState
 from rollout.reward_options import RewardConfig
 from rollout.rewards import load_rewards, open_rewards
-from rollout.types import Completion
 
 
 def write(path: Path, source: str) -> None:

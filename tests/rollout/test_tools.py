@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from rollout.builtin_tools import calculator
+from rollout.engine import Sampling
 from rollout.environment_options import ToolConfig
 from rollout.episodes import EpisodeSource
 from rollout.source import Job, run_groups
@@ -18,7 +19,6 @@ from rollout.tool_calls import Call
 from rollout.tool_episode import ToolEpisode, show_tools
 from rollout.tool_schemas import problem, schema_of
 from rollout.tools import Tool, Toolset, Turns, load_tools
-from rollout.types import Sampling
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 from tests.rollout.test_turns import HERMES, with_template
 

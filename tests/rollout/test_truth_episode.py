@@ -9,12 +9,12 @@ import pytest
 
 from data.rows.targets import load_truths
 from data.types import TruthPrompt
+from rollout.engine import Sampling
 from rollout.episodes import EpisodeSource
 from rollout.local import LocalEngine
 from rollout.source import EngineSource, Job, run_groups
 from rollout.truth_episode import TruthEpisode, later_turns, turn_lengths
 from rollout.turns import turn_seed
-from rollout.types import Sampling
 from tests.rollout.scripted_engine import TINY, ScriptedEngine, tiny_tokenizer
 
 STOP = tiny_tokenizer().eos_token_id

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
+from rollout.engine import Completion
 from rollout.turns import Continuation, Transcript, turn_seed
-from rollout.types import Completion
 from tests.rollout.scripted_engine import tiny_tokenizer
 
 # Templates in the ways of the families, written for these tests.

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from rollout import http_client, vllm_watch, vllm_weights
+from rollout.engine import Request, Sampling
 from rollout.http_client import HttpClient
 from rollout.loop import Loop
-from rollout.types import Request, Sampling
 from rollout.vllm_lease import LeaseError, Owner
 from rollout.vllm_member import NEEDS_WEIGHTS, Progress, finish, stop_end
 from rollout.vllm_pool import SLACK, Pool

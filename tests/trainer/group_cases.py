@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.types import Completion
+from rollout.engine import Completion
 from tests.trainer.naive_groups import Padded, naive_loss, padded, padded_scores
 from trainer.config import RunConfig
 from trainer.group_step import StepBatch, backward, prepare

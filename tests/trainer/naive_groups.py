@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollout.types import Completion
+from rollout.engine import Completion
 
 
 class Padded(NamedTuple):

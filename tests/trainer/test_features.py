@@ -16,7 +16,7 @@ from torch import Tensor
 from data.packing import Item, make_batches
 from data.types import TruthPrompt
 from losses.ebft import layer_indices
-from rollout.types import Completion
+from rollout.engine import Completion
 from tests.trainer import naive_ebft
 from tests.trainer.group_cases import VOCAB
 from tests.trainer.test_strided_step import make_policy, two_layers

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.packing import Batch
 from data.types import Example
-from rollout.types import Completion
+from rollout.engine import Completion
 from trainer.config import DataConfig, ModelConfig, RunConfig
 from trainer.group_step import backward, prepare
 from trainer.methods import grpo, sft

@@ -12,11 +12,11 @@ import torch
 
 from data.loader import Loader
 from data.types import Prompt
+from rollout.engine import Completion
 from rollout.planner import Planner
 from rollout.producer import Producer
 from rollout.replay import Replay
 from rollout.rewards import load_rewards
-from rollout.types import Completion
 from trainer.group_options import AdvantageConfig, AsyncConfig
 from trainer.groups import GroupBatch, Groups, advantages
 

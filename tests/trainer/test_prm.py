@@ -167,8 +167,8 @@ def test_export_reproduces_the_evaluation_in_plain_transformers(finished):
 
 def test_output_is_a_reward(finished):
     from data.types import Prompt
+    from rollout.engine import Completion
     from rollout.rewards import load_rewards
-    from rollout.types import Completion
 
     prompt = Prompt(source="test:0", prompt=[{"role": "user", "content": "3+8+5="}], ids=[])
     made = {"prompt_ids": [], "ids": [], "logps": [], "finish_reason": "stop", "versions": []}

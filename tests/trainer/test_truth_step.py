@@ -14,13 +14,13 @@ from torch import Tensor
 
 from data.types import TruthPrompt
 from losses.ebft import ADVANTAGES
+from rollout.engine import Completion, Sampling
 from rollout.episodes import EpisodeSource
 from rollout.local import LocalEngine
 from rollout.planner import Planned
 from rollout.replay import Group
 from rollout.source import Job, finished
 from rollout.truth_episode import TruthEpisode
-from rollout.types import Completion, Sampling
 from tests.trainer import naive_ebft
 from tests.trainer.test_features import SIZE, draw, vector
 from tests.trainer.test_strided_step import gradients, make_policy

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
+from rollout.engine import Request, Sampling
 from rollout.local import StopCheck
-from rollout.types import Request, Sampling
 from rollout.vllm_pool import Pool
 from rollout.vllm_server import GENERATE, LEAN, RefusedError, ServerError, VllmServer
 from tests.rollout.vllm.scripted import proxies, rewrite

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from rollout import vllm_weights
+from rollout.engine import Request, Sampling
 from rollout.local import LocalEngine
 from rollout.loop import Loop
 from rollout.options import SyncConfig, VllmConfig
 from rollout.sync.base import SyncReport
-from rollout.types import Request, Sampling
 from rollout.vllm_command import TOKEN
 from rollout.vllm_engine import VllmEngine
 from rollout.vllm_lease import LeaseError, Owner

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.types import Request, Sampling
+from rollout.engine import Request, Sampling
 from rollout.vllm_pool import Pool
 from rollout.vllm_server import LEAN, ServerError, VllmServer
 from tests.rollout.vllm.scripted import Proxy, proxies, rewrite

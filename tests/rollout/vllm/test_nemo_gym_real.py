@@ -21,6 +21,7 @@ import torch
 from data.chat import render_conversation, render_prompt
 from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
+from rollout.engine import Completion, Sampling
 from rollout.local import LocalEngine
 from rollout.nemo_gym import RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient
@@ -28,7 +29,6 @@ from rollout.nemo_gym_options import NemoGymConfig
 from rollout.options import VllmConfig
 from rollout.rewards import load_rewards
 from rollout.source import Job, run_groups
-from rollout.types import Completion, Sampling
 from rollout.vllm_command import device_of
 from rollout.vllm_launch import Launched, launch, wait_ready
 from tests.rollout.vllm.conftest import TINY

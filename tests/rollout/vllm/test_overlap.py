@@ -14,12 +14,12 @@ import torch
 
 from data.loader import Loader
 from data.types import Prompt
+from rollout.engine import Completion, Request, Sampling
 from rollout.local import LocalEngine
 from rollout.options import SyncConfig, VllmConfig
 from rollout.planner import Planner
 from rollout.producer import Made, Producer, sync_due
 from rollout.source import EngineSource
-from rollout.types import Completion, Request, Sampling
 from rollout.vllm_command import TOKEN
 from rollout.vllm_engine import VllmEngine
 from trainer.config import LoraConfig, ModelConfig

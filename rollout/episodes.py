@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.loop import together
-from rollout.source import Job
+from rollout.schedule.source import Job
 
 
 class Client(Protocol):

@@ -26,7 +26,7 @@ from rollout.engine import Completion, Sampling
 from rollout.episodes import Client, EpisodeSource
 from rollout.openenv_options import OpenEnvConfig
 from rollout.openenv_sessions import Failed, Opener, Session, Step, find_environment, load_class
-from rollout.source import Job, finished
+from rollout.schedule.source import Job, finished
 from rollout.turns import Continuation, Transcript, turn_seed
 
 

@@ -34,7 +34,7 @@ from data.types import Prompt
 from data.user_code import find_callable, place, told
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes import Client, Episode, EpisodeSource
-from rollout.source import Job, Source, finished
+from rollout.schedule.source import Job, Source, finished
 from rollout.turns import turn_seed
 
 Kind = Literal["episode", "batch", "texts"]

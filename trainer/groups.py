@@ -32,9 +32,9 @@ from losses.advantage import (
 )
 from losses.kl import k1, reward_minus_kl
 from rollout.engine import Completion
-from rollout.producer import Made, Producer
-from rollout.replay import Group, Replay
 from rollout.rewards import Rewards, RewardTable
+from rollout.schedule.producer import Made, Producer
+from rollout.schedule.replay import Group, Replay
 from trainer.dist import all_sum
 from trainer.group_step import score
 from trainer.model import Policy, reference_logps

@@ -23,8 +23,8 @@ import torch
 from data.types import Prompt
 from rollout.engine import Completion, Engine, Request, Sampling
 from rollout.local import LocalEngine
-from rollout.planner import Planned
-from rollout.replay import Group, as_json, completion_of
+from rollout.schedule.planner import Planned
+from rollout.schedule.replay import Group, as_json, completion_of
 from trainer import dist
 from trainer.groups import GroupBatch
 from trainer.lend import Lender, LentScores

@@ -18,9 +18,9 @@ from losses.advantage import nan_std, zero_std_frac
 from rollout.engine import Completion, Engine, Sampling
 from rollout.local import LocalEngine
 from rollout.options import VllmConfig
-from rollout.producer import Producer, sync_due
 from rollout.rewards import Rewards, RewardTable
-from rollout.source import Job, Source, run_groups
+from rollout.schedule.producer import Producer, sync_due
+from rollout.schedule.source import Job, Source, run_groups
 from rollout.sync.base import time_limit
 from rollout.vllm_engine import VllmEngine, check_start
 from rollout.vllm_gpu import shares_gpu

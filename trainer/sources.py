@@ -20,10 +20,10 @@ from rollout.nemo_gym import COLUMNS, RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient
 from rollout.nemo_gym_options import NemoGymConfig, check_nemo_gym
 from rollout.openenv_options import OpenEnvConfig
-from rollout.planner import Order
 from rollout.rewards import Rewards
 from rollout.rollout_func import RolloutFunction
-from rollout.source import EngineSource, Source
+from rollout.schedule.planner import Order
+from rollout.schedule.source import EngineSource, Source
 from rollout.tool_episode import ToolEpisode, show_tools
 from rollout.tools import load_tools
 from trainer import rollouts

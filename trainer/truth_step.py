@@ -27,7 +27,7 @@ from kernels.linear_logprob import TokenLogps
 from losses import ebft
 from rollout.engine import Completion
 from rollout.rewards import RewardTable
-from rollout.source import Job, Source, run_groups
+from rollout.schedule.source import Job, Source, run_groups
 from trainer import dist
 from trainer.dist import all_sum
 from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks

@@ -18,8 +18,8 @@ from data.strided import Document
 from data.types import Prompt, TruthPrompt
 from losses.policy import POLICY_LOSSES
 from rollout.engine import Completion
-from rollout.planner import Planned
-from rollout.replay import Group
+from rollout.schedule.planner import Planned
+from rollout.schedule.replay import Group
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer import strided_step, truth_step
 from trainer.config import DataConfig, ModelConfig, PromptConfig, RunConfig

@@ -10,7 +10,7 @@ import pytest
 from rollout.engine import Request, Sampling
 from rollout.episodes import EpisodeSource
 from rollout.local import LocalEngine
-from rollout.source import Job, run_groups
+from rollout.schedule.source import Job, run_groups
 from rollout.turns import Transcript, turn_seed
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 

@@ -18,7 +18,7 @@ from rollout.nemo_gym_client import GymClient, error_text, join_cookies, read_pl
 from rollout.nemo_gym_episodes import Turn, chains, read_episode, response_of
 from rollout.nemo_gym_options import NemoGymConfig, check_nemo_gym
 from rollout.rewards import Rewards, load_rewards
-from rollout.source import Job, run_groups
+from rollout.schedule.source import Job, run_groups
 from tests.rollout.nemo_replay import CLOSE, Replay
 
 SAMPLING = Sampling(max_tokens=64, stop_ids=(2,), for_training=True)

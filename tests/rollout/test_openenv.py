@@ -26,7 +26,7 @@ from rollout.loop import Loop
 from rollout.openenv import OpenEnvSource, environment_seed, load_episode, opening
 from rollout.openenv_options import OpenEnvConfig
 from rollout.openenv_sessions import Failed, find_environment
-from rollout.source import Job, run_groups
+from rollout.schedule.source import Job, run_groups
 from tests.rollout.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import pytest
 
 from data.loader import Loader
 from data.types import Prompt
-from rollout.planner import Planner, sample_seed
+from rollout.schedule.planner import Planner, sample_seed
 from trainer.checkpoint import check_state
 
 

@@ -18,9 +18,9 @@ from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.local import LocalEngine
-from rollout.planner import Planned, Planner
-from rollout.producer import Made, Producer, sync_due
-from rollout.source import EngineSource, Job, finished, run_groups
+from rollout.schedule.planner import Planned, Planner
+from rollout.schedule.producer import Made, Producer, sync_due
+from rollout.schedule.source import EngineSource, Job, finished, run_groups
 
 
 class World:

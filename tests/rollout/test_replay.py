@@ -9,8 +9,8 @@ import pytest
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.planner import Planned
-from rollout.replay import Group, Replay
+from rollout.schedule.planner import Planned
+from rollout.schedule.replay import Group, Replay
 from trainer.checkpoint import check_state
 
 PROMPTS = [Prompt(source=f"rows:{row}", prompt=f"{row}?", ids=[row + 1]) for row in range(9)]

@@ -9,7 +9,7 @@ from data.types import Prompt
 from rollout.engine import Sampling
 from rollout.local import LocalEngine
 from rollout.rollout_func import RolloutFunction, kind_of
-from rollout.source import Job, run_groups
+from rollout.schedule.source import Job, run_groups
 from tests.rollout.scripted_engine import tiny_tokenizer, user_prompt
 
 SAMPLING = Sampling(max_tokens=12, stop_ids=(2,), for_training=True)

@@ -14,7 +14,7 @@ from rollout.builtin_tools import calculator
 from rollout.engine import Sampling
 from rollout.environment_options import ToolConfig
 from rollout.episodes import EpisodeSource
-from rollout.source import Job, run_groups
+from rollout.schedule.source import Job, run_groups
 from rollout.tool_calls import Call
 from rollout.tool_episode import ToolEpisode, show_tools
 from rollout.tool_schemas import problem, schema_of

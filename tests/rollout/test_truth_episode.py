@@ -12,7 +12,7 @@ from data.types import TruthPrompt
 from rollout.engine import Sampling
 from rollout.episodes import EpisodeSource
 from rollout.local import LocalEngine
-from rollout.source import EngineSource, Job, run_groups
+from rollout.schedule.source import EngineSource, Job, run_groups
 from rollout.truth_episode import TruthEpisode, later_turns, turn_lengths
 from rollout.turns import turn_seed
 from tests.rollout.scripted_engine import TINY, ScriptedEngine, tiny_tokenizer

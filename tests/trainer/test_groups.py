@@ -13,10 +13,10 @@ import torch
 from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.planner import Planner
-from rollout.producer import Producer
-from rollout.replay import Replay
 from rollout.rewards import load_rewards
+from rollout.schedule.planner import Planner
+from rollout.schedule.producer import Producer
+from rollout.schedule.replay import Replay
 from trainer.group_options import AdvantageConfig, AsyncConfig
 from trainer.groups import GroupBatch, Groups, advantages
 

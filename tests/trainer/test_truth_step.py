@@ -17,9 +17,9 @@ from losses.ebft import ADVANTAGES
 from rollout.engine import Completion, Sampling
 from rollout.episodes import EpisodeSource
 from rollout.local import LocalEngine
-from rollout.planner import Planned
-from rollout.replay import Group
-from rollout.source import Job, finished
+from rollout.schedule.planner import Planned
+from rollout.schedule.replay import Group
+from rollout.schedule.source import Job, finished
 from rollout.truth_episode import TruthEpisode
 from tests.trainer import naive_ebft
 from tests.trainer.test_features import SIZE, draw, vector

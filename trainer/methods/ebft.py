@@ -22,9 +22,9 @@ from data.rows.targets import load_truths
 from data.strided import Document, require_anchors
 from data.types import TruthPrompt
 from rollout.episodes import EpisodeSource
-from rollout.planner import Planner
-from rollout.producer import Producer
-from rollout.replay import Replay
+from rollout.schedule.planner import Planner
+from rollout.schedule.producer import Producer
+from rollout.schedule.replay import Replay
 from rollout.truth_episode import TruthEpisode
 from trainer import rollouts, strided_step, truth_step
 from trainer.bad_steps import BadSteps

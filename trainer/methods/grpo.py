@@ -18,12 +18,12 @@ from rollout.environment_options import ToolConfig
 from rollout.nemo_gym_options import NemoGymConfig
 from rollout.openenv_options import OpenEnvConfig
 from rollout.options import SyncConfig, VllmConfig
-from rollout.planner import Planner
-from rollout.producer import Producer
-from rollout.replay import Replay
 from rollout.reward_calls import TrainerState
 from rollout.reward_options import RewardConfig
 from rollout.rewards import open_rewards
+from rollout.schedule.planner import Planner
+from rollout.schedule.producer import Producer
+from rollout.schedule.replay import Replay
 from trainer import rollouts
 from trainer.bad_steps import BadSteps
 from trainer.config import (

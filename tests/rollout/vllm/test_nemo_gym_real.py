@@ -28,7 +28,7 @@ from rollout.nemo_gym_client import GymClient
 from rollout.nemo_gym_options import NemoGymConfig
 from rollout.options import VllmConfig
 from rollout.rewards import load_rewards
-from rollout.source import Job, run_groups
+from rollout.schedule.source import Job, run_groups
 from rollout.vllm_command import device_of
 from rollout.vllm_launch import Launched, launch, wait_ready
 from tests.rollout.vllm.conftest import TINY

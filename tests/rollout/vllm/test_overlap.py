@@ -17,9 +17,9 @@ from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.local import LocalEngine
 from rollout.options import SyncConfig, VllmConfig
-from rollout.planner import Planner
-from rollout.producer import Made, Producer, sync_due
-from rollout.source import EngineSource
+from rollout.schedule.planner import Planner
+from rollout.schedule.producer import Made, Producer, sync_due
+from rollout.schedule.source import EngineSource
 from rollout.vllm_command import TOKEN
 from rollout.vllm_engine import VllmEngine
 from trainer.config import LoraConfig, ModelConfig

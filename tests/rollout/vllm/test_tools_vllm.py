@@ -13,7 +13,7 @@ import pytest
 from rollout.engine import Sampling
 from rollout.episodes import EpisodeSource
 from rollout.rollout_func import RolloutFunction
-from rollout.source import Job, run_groups
+from rollout.schedule.source import Job, run_groups
 from rollout.tool_calls import Call, Parsed
 from rollout.tool_episode import ToolEpisode
 from rollout.tools import load_tools

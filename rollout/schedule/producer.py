@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.planner import Planned, Planner
-from rollout.source import LOOK_S, Source
+from rollout.schedule.planner import Planned, Planner
+from rollout.schedule.source import LOOK_S, Source
 
 
 @dataclass(frozen=True)

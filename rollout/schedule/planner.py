@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from data.loader import Loader
 from data.types import Prompt
-from rollout.source import Job
+from rollout.schedule.source import Job
 
 REROLL_LIMIT = 1024  # prompts that wait to come again; more are left as they are
 

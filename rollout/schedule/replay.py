@@ -19,7 +19,7 @@ from typing import Any
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.planner import Planned
+from rollout.schedule.planner import Planned
 
 
 @dataclass(frozen=True, kw_only=True)

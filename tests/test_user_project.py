@@ -21,7 +21,7 @@ PROJECT = {
     "data/loader.py": "FACTOR = 2\n",  # ours has a loader.py, too
     "losses/__init__.py": "HALF = 0.5\n",
     "rollout/__init__.py": "",
-    "rollout/engine.py": "def third():\n    return 3\n",
+    "rollout/types.py": "def third():\n    return 3\n",
     "trainer.py": "MINE = 7\n",
     "helper.py": "import data.loader\n\nFOUR = 2 * data.loader.FACTOR\n",
     "rows.jsonl": json.dumps({"prompt": "1+1=", "completion": "2", "answer": "2"}) + "\n",
@@ -36,7 +36,7 @@ from rollout.reward_functions import FUNCTIONS  # the user's rollout has none: o
 
 
 def score(completions, **columns):
-    from rollout.engine import third  # at the time of the call
+    from rollout.types import third  # at the time of the call
 
     assert "exact_match" in FUNCTIONS
     parts = [data.x.double(1), own.FACTOR, double(1), losses.HALF, trainer.MINE, third(), helper.FOUR]

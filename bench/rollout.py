@@ -19,7 +19,7 @@ import tyro
 from bench.common import Timing, emit, make_row, require_commit
 from bench.served import SHAPES, serving
 from rollout.engine import Completion, Request, Sampling
-from rollout.options import SyncConfig, VllmConfig
+from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.vllm_engine import VllmEngine
 
 

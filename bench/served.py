@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rollout.local import LocalEngine
-from rollout.options import SyncConfig, VllmConfig
+from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.vllm_engine import VllmEngine
 from trainer.adapters import add_adapter
 from trainer.attention import choose_attention

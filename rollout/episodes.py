@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.loop import together
 from rollout.schedule.source import Job
+from rollout.servers.loop import together
 
 
 class Client(Protocol):

@@ -27,10 +27,10 @@ from typing import Any, Literal
 
 from data.types import Messages, Prompt
 from rollout.engine import Completion, Sampling
-from rollout.loop import together
 from rollout.nemo_gym_client import GymClient, GymError, row_body
 from rollout.nemo_gym_episodes import NoTokenIds, failed, read_episode, read_reward, response_of
 from rollout.schedule.source import Job
+from rollout.servers.loop import together
 
 # What the completions of a RunSource bring for rewards and metrics; reward_components only where the server has them.
 COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "left_out_turns", "reward_components")

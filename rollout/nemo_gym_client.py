@@ -22,8 +22,8 @@ from typing import Any
 
 from data.hints import suggest
 from data.types import Messages, Prompt
-from rollout.loop import Loop
 from rollout.nemo_gym_options import NemoGymConfig
+from rollout.servers.loop import Loop
 
 CONNECT_S = 10.0
 POLL_S = 1.0

@@ -16,8 +16,8 @@ from typing import Any
 
 from data.chat import apply_template, end_of_turn_id, render_prompt, render_text, stop_ids, with_system
 from data.types import Messages
-from rollout.model_folder import trust_hint
 from rollout.reward_functions import text_of
+from rollout.servers.model_folder import trust_hint
 
 MAX_TOKENS = 16384  # of one forward, padding included
 COMBINE: dict[str, Callable[[list[float]], float]] = {

@@ -16,9 +16,9 @@ from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint
 from rollout.reward_functions import text_of
 from rollout.rewards import RewardTable, load_rewards
+from rollout.servers.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 SHOWN = 60  # characters of a prompt or completion in the table

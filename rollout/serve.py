@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
-from rollout.model_folder import served_model
-from rollout.options import LOOPBACK, Backend, VllmConfig
-from rollout.vllm_command import TOKEN, device_of, find_python
-from rollout.vllm_launch import Launched, launch, stop_all, wait_ready
+from rollout.servers.command import TOKEN, device_of, find_python
+from rollout.servers.launch import Launched, launch, stop_all, wait_ready
+from rollout.servers.model_folder import served_model
+from rollout.servers.options import LOOPBACK, Backend, VllmConfig
 
 PORT = 8000
 

@@ -26,21 +26,19 @@ import torch
 
 from rollout.engine import Completion, Request, Sampling
 from rollout.local import LocalEngine, StopCheck
-from rollout.loop import Loop
-from rollout.options import SyncConfig, VllmConfig
 from rollout.probe import Probe
+from rollout.servers.client import RefusedError, ServerError, VllmServer
+from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
+from rollout.servers.launch import Launched, launch, stop_all, wait_ready
+from rollout.servers.lease import Owner
+from rollout.servers.loop import Loop
+from rollout.servers.options import SyncConfig, VllmConfig
+from rollout.servers.pool import Member, Pool
+from rollout.servers.token import find_token
 from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
 from rollout.sync.lora import LoraSync
-from rollout.vllm_command import check_build, find_python
-from rollout.vllm_gpu import shares_gpu, uuid_of
-from rollout.vllm_launch import Launched, launch, stop_all, wait_ready
-from rollout.vllm_lease import Owner
-from rollout.vllm_member import Member
-from rollout.vllm_pool import Pool
 from rollout.vllm_score import score_rows
-from rollout.vllm_server import RefusedError, ServerError, VllmServer
-from rollout.vllm_token import find_token
 from rollout.vllm_weights import Weights
 
 LOOK_S = 0.5  # how often a thread that waits for completions looks after servers that need weights

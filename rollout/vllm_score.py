@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.vllm_member import Member
-from rollout.vllm_pool import Pool
-from rollout.vllm_server import ServerError
+from rollout.servers.client import ServerError
+from rollout.servers.pool import Member, Pool
 
 
 async def score_rows(pool: Pool, member: Member, rows: Sequence[list[int]]) -> list[list[float]]:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from rollout.loop import Loop
+from rollout.servers.client import RefusedError, ServerError
+from rollout.servers.loop import Loop
+from rollout.servers.pool import Member, Pool
 from rollout.sync.base import SyncError, SyncReport, WeightSync
-from rollout.vllm_member import Member
-from rollout.vllm_pool import Pool
-from rollout.vllm_server import RefusedError, ServerError
 
 MAX_PUSHES = 3  # of one version, each after a server that failed was left out
 RETRY_S = 60.0  # for how long a route that fails (a proxy that restarts, a 503) is tried again

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollout.vllm_command import TOKEN
+from rollout.servers.command import TOKEN
 from tests.entry import environment, metrics, run_ok
 
 ASYNC = ("--async-prefetch",)

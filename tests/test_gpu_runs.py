@@ -24,8 +24,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.model_folder import BUILTIN
 from rollout.reward_models import OutcomeReward, ProcessReward
+from rollout.servers.model_folder import BUILTIN
 from tests.entry import environment, metrics
 from trainer.__main__ import main
 from trainer.checkpoint import find_problem

@@ -30,8 +30,7 @@ NO_MODELS_IN_DATA = {"peft", "accelerate", "vllm", "torch.nn", "torch.optim"}
 # Collectives belong to one file; the others named here use torch's fsdp, tensor and checkpoint modules, or own the
 # separate process group for weights.
 DISTRIBUTED = ("trainer/dist.py", "trainer/dist_watch.py", "trainer/parallel.py", "trainer/shards.py",
-               "trainer/checkpoint.py", "trainer/small_state.py", "rollout/sync", "rollout/worker",
-               "rollout/vllm_worker")  # fmt: skip
+               "trainer/checkpoint.py", "trainer/small_state.py", "rollout/sync", "rollout/servers/worker")  # fmt: skip
 
 
 def sources(folder: str) -> list[Path]:

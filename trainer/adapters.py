@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rollout.model_folder import check_adapter_weights, read_adapter
+from rollout.servers.model_folder import check_adapter_weights, read_adapter
 from trainer.config import LoraConfig
 from trainer.reasons import first_line, why
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from data.formats.template_settings import TemplateKwargs
-from rollout.options import SyncConfig, VllmConfig
+from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.ranks import world_size
 
 T = TypeVar("T")

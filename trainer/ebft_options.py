@@ -10,7 +10,7 @@ from typing import Any, Literal
 from data.format_options import FormatOptions
 from data.strided import StridedPlan
 from losses.ebft import layer_indices
-from rollout.options import SyncConfig, VllmConfig
+from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.config import (
     DataConfig,
     Flat,

@@ -26,7 +26,7 @@ import tyro
 from torch import Tensor, nn
 
 from data.chat import stop_ids
-from rollout.model_folder import read_adapter, resolve_model
+from rollout.servers.model_folder import read_adapter, resolve_model
 from trainer.checkpoint import ADAPTER, find_problem, latest_valid, stored_tensors
 from trainer.cli import load_config
 from trainer.dist import is_main

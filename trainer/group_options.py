@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout.options import SyncConfig
+from rollout.servers.options import SyncConfig
 from trainer.config import RolloutConfig
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
-from rollout.model_folder import check_base, read_adapter, resolve_model
+from rollout.servers.model_folder import check_base, read_adapter, resolve_model
 from trainer.adapters import attach_adapter
 from trainer.attention import attention_masks, choose_attention, load_name, part_of
 from trainer.config import LoraConfig, ModelConfig

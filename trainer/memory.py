@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollout.model_folder import read_adapter, resolve_model
+from rollout.servers.model_folder import read_adapter, resolve_model
 from trainer.plan_memory import METHODS, Method, Sizes, Work, kept, peak, sampling, sizes_of
 from trainer.ranks import world_size
 from trainer.reasons import why

@@ -23,7 +23,7 @@ from data.formats.template_settings import check_kwargs
 from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
-from rollout.model_folder import BUILTIN, check_base, read_adapter, resolve_model
+from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.attention import attention_masks, choose_attention, is_sliced, load_name, part_of, row_multiple, uses_flex
 from trainer.config import LoraConfig, ModelConfig

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
-from rollout.model_folder import resolve_model
+from rollout.servers.model_folder import resolve_model
 from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
 from trainer.dist import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
 from trainer.folders import sync

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rollout.worker import strop_wire
+from rollout.servers.worker import strop_wire
 
 if TYPE_CHECKING:
-    from rollout.loop import Loop
-    from rollout.vllm_server import VllmServer
+    from rollout.servers.client import VllmServer
+    from rollout.servers.loop import Loop
 
 ALIGN = 16  # bytes: any dtype may begin there
 MIB = 2**20

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollout.options import SyncConfig
+from rollout.servers.options import SyncConfig
 from rollout.sync.base import MIB, WeightSource, WeightSync
 
 if TYPE_CHECKING:
-    from rollout.loop import Loop
-    from rollout.vllm_server import VllmServer
+    from rollout.servers.client import VllmServer
+    from rollout.servers.loop import Loop
 
 
 USED_BY = {
@@ -101,8 +101,8 @@ def host_for(servers: Sequence[Any]) -> str:
     import socket
     from urllib.parse import urlsplit
 
-    from rollout.options import LOOPBACK
-    from rollout.worker.strop_wire import address_towards
+    from rollout.servers.options import LOOPBACK
+    from rollout.servers.worker.strop_wire import address_towards
 
     for server in servers:
         name = urlsplit(server.url).hostname or "127.0.0.1"

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from rollout.options import LOOPBACK
+from rollout.servers.command import BASE
+from rollout.servers.options import LOOPBACK
 from rollout.sync.base import (
     MIB,
     Calls,
@@ -34,11 +35,10 @@ from rollout.sync.base import (
     time_limit,
 )
 from rollout.sync.folder import WeightFolder, fsync_folder
-from rollout.vllm_command import BASE
 
 if TYPE_CHECKING:
-    from rollout.loop import Loop
-    from rollout.vllm_server import VllmServer
+    from rollout.servers.client import VllmServer
+    from rollout.servers.loop import Loop
 
 CPU = torch.device("cpu")
 DTYPE_NAMES = {

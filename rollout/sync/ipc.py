@@ -18,7 +18,9 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from rollout.options import LOOPBACK
+from rollout.servers.command import BASE
+from rollout.servers.options import LOOPBACK
+from rollout.servers.worker import strop_wire
 from rollout.sync.base import (
     MIB,
     Calls,
@@ -31,12 +33,10 @@ from rollout.sync.base import (
     synchronize,
 )
 from rollout.sync.link import Link
-from rollout.vllm_command import BASE
-from rollout.worker import strop_wire
 
 if TYPE_CHECKING:
-    from rollout.loop import Loop
-    from rollout.vllm_server import VllmServer
+    from rollout.servers.client import VllmServer
+    from rollout.servers.loop import Loop
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

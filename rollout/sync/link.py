@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollout.servers.worker import strop_wire
 from rollout.sync.base import Calls, SyncError, WeightSource, make_buckets, time_limit
-from rollout.worker import strop_wire
 
 if TYPE_CHECKING:
-    from rollout.loop import Loop
-    from rollout.vllm_server import VllmServer
+    from rollout.servers.client import VllmServer
+    from rollout.servers.loop import Loop
 
 LEAVE_S = 5.0
 JOIN_S = 60.0  # seconds to meet all workers; connecting takes milliseconds, importing nccl seconds

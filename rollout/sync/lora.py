@@ -18,8 +18,8 @@ from rollout.sync.base import SyncError, SyncReport, WeightSource
 from rollout.sync.folder import WeightFolder, fsync_folder
 
 if TYPE_CHECKING:
-    from rollout.loop import Loop
-    from rollout.vllm_server import VllmServer
+    from rollout.servers.client import VllmServer
+    from rollout.servers.loop import Loop
 
 NAMES = 2  # versions a server knows by name
 FOLDERS = 8  # versions kept on disk: more than a server holds in memory

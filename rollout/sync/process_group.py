@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rollout.servers.command import BASE
+from rollout.servers.worker import strop_wire
 from rollout.sync.base import (
     MIB,
     Calls,
@@ -26,12 +28,10 @@ from rollout.sync.base import (
     synchronize,
 )
 from rollout.sync.link import Link
-from rollout.vllm_command import BASE
-from rollout.worker import strop_wire
 
 if TYPE_CHECKING:
-    from rollout.loop import Loop
-    from rollout.vllm_server import VllmServer
+    from rollout.servers.client import VllmServer
+    from rollout.servers.loop import Loop
 
 
 class ProcessGroupSync:

@@ -24,8 +24,8 @@ import torch
 
 from data.types import Prompt
 from rollout.engine import Request, Sampling
+from rollout.servers.worker.strop_wire import PeerError
 from rollout.sync import process_group as transfer
-from rollout.worker.strop_wire import PeerError
 from trainer import rollouts
 from trainer.cli import parse
 from trainer.dist import is_main, pick_device, process_group

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.servers.worker import strop_wire
 from rollout.sync.base import TensorSpec
-from rollout.worker import strop_wire
 
 CPU = torch.device("cpu")
 

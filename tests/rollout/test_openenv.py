@@ -22,11 +22,11 @@ from data.chat import render_conversation, render_prompt
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.local import LocalEngine
-from rollout.loop import Loop
 from rollout.openenv import OpenEnvSource, environment_seed, load_episode, opening
 from rollout.openenv_options import OpenEnvConfig
 from rollout.openenv_sessions import Failed, find_environment
 from rollout.schedule.source import Job, run_groups
+from rollout.servers.loop import Loop
 from tests.rollout.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.loop import Loop
+from rollout.servers.loop import Loop
+from rollout.servers.worker import strop_wire
 from rollout.sync.process_group import ProcessGroupSync
-from rollout.worker import strop_wire
 from trainer.config import LoraConfig, ModelConfig
 from trainer.model import load_policy
 from trainer.weights import PolicyWeights

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rollout.loop import Loop
+from rollout.servers.loop import Loop
+from rollout.servers.worker import strop_wire
 from rollout.sync import folder as folder_module
 from rollout.sync.base import SyncError, TensorSpec, make_buckets, time_limit
 from rollout.sync.choose import host_for, pick_backend
@@ -25,7 +26,6 @@ from rollout.sync.folder import WeightFolder
 from rollout.sync.ipc import IpcSync, refuse_expandable_segments
 from rollout.sync.lora import LoraSync
 from rollout.sync.process_group import ProcessGroupSync
-from rollout.worker import strop_wire
 from tests.rollout.receiver import CPU, Receiver, fails_at, random_source, slow
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,15 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout import http_client, vllm_watch, vllm_weights
+from rollout import vllm_weights
 from rollout.engine import Request, Sampling
-from rollout.http_client import HttpClient
-from rollout.loop import Loop
-from rollout.vllm_lease import LeaseError, Owner
-from rollout.vllm_member import NEEDS_WEIGHTS, Progress, finish, stop_end
-from rollout.vllm_pool import SLACK, Pool
-from rollout.vllm_replies import (
+from rollout.servers import client as http_client
+from rollout.servers import pool as vllm_watch
+from rollout.servers.client import (
+    GENERATE,
+    HttpClient,
+    Pulse,
+    RefusedError,
     Segment,
+    ServerError,
+    VllmServer,
     check_sampling,
     error_text,
     is_awake,
@@ -28,7 +31,9 @@ from rollout.vllm_replies import (
     read_segment,
     sampling_params,
 )
-from rollout.vllm_server import GENERATE, Pulse, RefusedError, ServerError, VllmServer
+from rollout.servers.lease import LeaseError, Owner
+from rollout.servers.loop import Loop
+from rollout.servers.pool import NEEDS_WEIGHTS, SLACK, Pool, Progress, finish, stop_end
 from rollout.vllm_weights import Weights
 
 SAMPLING = Sampling(max_tokens=3, stop_ids=(2,))

@@ -18,27 +18,31 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout import serve, vllm_command, vllm_lease
-from rollout.model_folder import BUILTIN, served_model
-from rollout.options import VllmConfig
-from rollout.vllm_command import ROOT, WORKER, find_python, serve_command, served_rank, vllm_version
-from rollout.vllm_launch import (
+from rollout import serve
+from rollout.servers import command as vllm_command
+from rollout.servers import lease as vllm_lease
+from rollout.servers.command import ROOT, WORKER, find_python, serve_command, served_rank, vllm_version
+from rollout.servers.launch import (
     LOCK,
     Launched,
     _is_zombie,
+    cause_of,
     check_host,
     gpus_of,
     group_members,
+    is_port_taken,
     launch,
+    phase_of,
     reserve,
     stop_all,
     sweep,
     wait_ready,
 )
-from rollout.vllm_lease import Owner
-from rollout.vllm_log import cause_of, is_port_taken, phase_of
-from rollout.vllm_token import TokenFile, find_token, folders
-from rollout.worker.strop_guard import RECORD
+from rollout.servers.lease import Owner
+from rollout.servers.model_folder import BUILTIN, served_model
+from rollout.servers.options import VllmConfig
+from rollout.servers.token import TokenFile, find_token, folders
+from rollout.servers.worker.strop_guard import RECORD
 
 GUARD = WORKER / "strop_guard.py"
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
@@ -364,7 +368,7 @@ def test_what_a_killed_guard_leaves_is_removed_at_the_next_start(monkeypatch, tm
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holder!r}])"
     command = [sys.executable, "-c", parent]
-    monkeypatch.setattr("rollout.vllm_launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
+    monkeypatch.setattr("rollout.servers.launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
     first = Launched(VllmConfig(), replica=0, token=None, log=tmp_path / "first.log")
     (scratch,) = home.iterdir()
     wait_for(lambda: (tmp_path / "first.log").read_text().strip())
@@ -476,7 +480,7 @@ def wait_for(condition, seconds=15.0):
 def sleeper(monkeypatch, tmp_path):
     """A "server" that only sleeps."""
     command = [sys.executable, "-c", SLEEPER]
-    monkeypatch.setattr("rollout.vllm_launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
+    monkeypatch.setattr("rollout.servers.launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
     server = Launched(VllmConfig(), replica=0, token=None, log=tmp_path / "vllm-0.log")
     yield server
     server.stop()
@@ -494,7 +498,7 @@ def test_a_restart_ends_the_old_server_and_starts_another(sleeper):
 def test_servers_that_are_still_starting_end_at_once(monkeypatch, tmp_path):
     """Ctrl-C: a server that loads a model may not listen to TERM for long."""
     monkeypatch.setattr(
-        "rollout.vllm_launch.serve_command", lambda cfg, **_: ([sys.executable, "-c", DEAF], dict(os.environ))
+        "rollout.servers.launch.serve_command", lambda cfg, **_: ([sys.executable, "-c", DEAF], dict(os.environ))
     )
     servers = [Launched(VllmConfig(), replica=i, token=None, log=tmp_path / f"{i}.log") for i in range(3)]
     while not all(server.log.read_text() for server in servers):
@@ -645,7 +649,7 @@ def test_a_token_lies_in_a_private_folder_or_nowhere(monkeypatch, tmp_path):
     tmp_path.chmod(0o755)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = tmp_path / f"strop-{os.getuid()}"
-    monkeypatch.setattr("rollout.vllm_token.folders", lambda: [folder])
+    monkeypatch.setattr("rollout.servers.token.folders", lambda: [folder])
     kept = TokenFile("127.0.0.1", 8000, "sesame")
     assert kept.path.parent == folder and find_token("http://127.0.0.1:8000") == "sesame"
     folder.chmod(0o750)
@@ -669,7 +673,7 @@ def test_where_tokens_are_kept_without_a_session_folder(monkeypatch, tmp_path):
 
 
 def test_the_token_of_a_killed_starter_is_swept_away(runtime):
-    code = "import sys; from rollout.vllm_token import TokenFile; kept = TokenFile('127.0.0.1', 8000, 'old'); "
+    code = "import sys; from rollout.servers.token import TokenFile; kept = TokenFile('127.0.0.1', 8000, 'old'); "
     code += "print('up', flush=True); import time; time.sleep(600)"
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert starter.stdout.readline() == b"up\n"
@@ -683,7 +687,7 @@ def test_the_token_of_a_killed_starter_is_swept_away(runtime):
 
 def test_a_server_has_a_token_file_for_as_long_as_it_runs(runtime, monkeypatch):
     command = [sys.executable, "-c", SLEEPER]
-    monkeypatch.setattr("rollout.vllm_launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
+    monkeypatch.setattr("rollout.servers.launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
     one, two = (launch(VllmConfig(), model="m", replica=i, say=lambda text: None) for i in range(2))
     assert one.token != two.token and find_token(one.url) == one.token and find_token(two.url) == two.token
     assert two.token_path == runtime / "strop" / two.url.removeprefix("http://")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.format_options import FormatOptions
-from rollout.options import SyncConfig, VllmConfig
+from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.cli import parse
 from trainer.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from trainer.ebft_options import EbftConfig, FeatureConfig, StridedConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.options import SyncConfig, VllmConfig
+from rollout.servers.options import SyncConfig, VllmConfig
 from tests.trainer.test_weights import make_model, policy_of, with_lora
 from trainer import dist, lend, rollouts, weights
 from trainer.lend import Lender, LentWeights

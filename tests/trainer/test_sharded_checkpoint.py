@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.model_folder import resolve_model
+from rollout.servers.model_folder import resolve_model
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from tests.ranks.worker import make_policy
 from tests.test_ranks import two_ok

@@ -17,13 +17,13 @@ from data.loader import Loader
 from rollout.environment_options import ToolConfig
 from rollout.nemo_gym_options import NemoGymConfig
 from rollout.openenv_options import OpenEnvConfig
-from rollout.options import SyncConfig, VllmConfig
 from rollout.reward_calls import TrainerState
 from rollout.reward_options import RewardConfig
 from rollout.rewards import open_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
+from rollout.servers.options import SyncConfig, VllmConfig
 from trainer import rollouts
 from trainer.bad_steps import BadSteps
 from trainer.config import (

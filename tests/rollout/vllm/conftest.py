@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.options import VllmConfig
-from rollout.vllm_command import device_of
-from rollout.vllm_launch import Launched, find_python, launch, wait_ready
+from rollout.servers.command import device_of
+from rollout.servers.launch import Launched, find_python, launch, wait_ready
+from rollout.servers.options import VllmConfig
 
 HERE = Path(__file__).parent
 TINY = HERE.parents[2] / "trainer" / "tiny"

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollout.http_client import HttpClient
-from rollout.vllm_lease import LEASE, SESSION
-from rollout.vllm_server import LEAN
+from rollout.servers.client import LEAN, HttpClient
+from rollout.servers.lease import LEASE, SESSION
 
 Change = Callable[[str, int, bytes], tuple[int, bytes]]
 

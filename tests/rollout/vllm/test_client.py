@@ -10,8 +10,8 @@ import torch
 
 from rollout.engine import Request, Sampling
 from rollout.local import StopCheck
-from rollout.vllm_pool import Pool
-from rollout.vllm_server import GENERATE, LEAN, RefusedError, ServerError, VllmServer
+from rollout.servers.client import GENERATE, LEAN, RefusedError, ServerError, VllmServer
+from rollout.servers.pool import Pool
 from tests.rollout.vllm.scripted import proxies, rewrite
 
 VOCAB = 275

@@ -15,13 +15,13 @@ import torch
 from rollout import vllm_weights
 from rollout.engine import Request, Sampling
 from rollout.local import LocalEngine
-from rollout.loop import Loop
-from rollout.options import SyncConfig, VllmConfig
+from rollout.servers.client import VllmServer
+from rollout.servers.command import TOKEN
+from rollout.servers.lease import LeaseError, Owner
+from rollout.servers.loop import Loop
+from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.base import SyncReport
-from rollout.vllm_command import TOKEN
 from rollout.vllm_engine import VllmEngine
-from rollout.vllm_lease import LeaseError, Owner
-from rollout.vllm_server import VllmServer
 from tests.rollout.vllm.scripted import Proxy
 from trainer.config import LoraConfig, ModelConfig
 from trainer.model import Policy, load_policy

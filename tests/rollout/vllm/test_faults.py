@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rollout.engine import Request, Sampling
-from rollout.vllm_pool import Pool
-from rollout.vllm_server import LEAN, ServerError, VllmServer
+from rollout.servers.client import LEAN, ServerError, VllmServer
+from rollout.servers.pool import Pool
 from tests.rollout.vllm.scripted import Proxy, proxies, rewrite
 
 REQUESTS = [Request(prompt_ids=[5, 6, 7 + i % 5], seed=i) for i in range(16)]
@@ -151,7 +151,7 @@ def test_our_own_server_is_started_again_and_rejoins_after_weights(untied_server
 
 
 def test_a_server_that_cannot_be_started_is_given_up_in_the_end(untied_server, monkeypatch):
-    monkeypatch.setattr("rollout.vllm_watch.RESTARTS", 1)
+    monkeypatch.setattr("rollout.servers.pool.RESTARTS", 1)
 
     def restart(index):
         raise ValueError("vllm.port=8000: is taken; free it or name another")

@@ -17,10 +17,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout.options import VllmConfig
-from rollout.vllm_command import WORKER, device_of
-from rollout.vllm_launch import group_members, launch, sweep, wait_ready
-from rollout.vllm_token import find_token
+from rollout.servers.command import WORKER, device_of
+from rollout.servers.launch import group_members, launch, sweep, wait_ready
+from rollout.servers.options import VllmConfig
+from rollout.servers.token import find_token
 from tests.entry import ROOT
 
 ROUTES = [

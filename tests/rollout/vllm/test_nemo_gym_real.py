@@ -26,11 +26,11 @@ from rollout.local import LocalEngine
 from rollout.nemo_gym import RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient
 from rollout.nemo_gym_options import NemoGymConfig
-from rollout.options import VllmConfig
 from rollout.rewards import load_rewards
 from rollout.schedule.source import Job, run_groups
-from rollout.vllm_command import device_of
-from rollout.vllm_launch import Launched, launch, wait_ready
+from rollout.servers.command import device_of
+from rollout.servers.launch import Launched, launch, wait_ready
+from rollout.servers.options import VllmConfig
 from tests.rollout.vllm.conftest import TINY
 
 HEAD_PORT = 18100

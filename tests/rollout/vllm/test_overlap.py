@@ -16,11 +16,11 @@ from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.local import LocalEngine
-from rollout.options import SyncConfig, VllmConfig
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Made, Producer, sync_due
 from rollout.schedule.source import EngineSource
-from rollout.vllm_command import TOKEN
+from rollout.servers.command import TOKEN
+from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.vllm_engine import VllmEngine
 from trainer.config import LoraConfig, ModelConfig
 from trainer.model import Policy, load_policy

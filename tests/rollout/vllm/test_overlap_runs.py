@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from rollout.vllm_command import TOKEN
+from rollout.servers.command import TOKEN
 from tests.entry import metrics
 from tests.rollout.vllm.test_runs import log_of, start, wait_for_step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.vllm_command import TOKEN
+from rollout.servers.command import TOKEN
 from tests.entry import metrics
 from tests.rollout.vllm.test_runs import log_of, start
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.vllm_command import TOKEN
+from rollout.servers.command import TOKEN
 from tests.entry import metrics, run_ok
 from tests.rollout.vllm.conftest import Server
 from tests.rollout.vllm.test_engine import make_engine, make_policy

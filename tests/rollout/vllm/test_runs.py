@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rollout.vllm_command import TOKEN
+from rollout.servers.command import TOKEN
 from tests.entry import environment, metrics, processes_with
 
 STEPS = 6

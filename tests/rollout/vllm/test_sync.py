@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rollout.loop import Loop
+from rollout.servers.client import RefusedError, VllmServer
+from rollout.servers.loop import Loop
+from rollout.servers.worker import strop_wire
 from rollout.sync.base import SyncError
 from rollout.sync.filesystem import FilesystemSync
 from rollout.sync.ipc import IpcSync
 from rollout.sync.lora import LoraSync
 from rollout.sync.process_group import ProcessGroupSync
-from rollout.vllm_server import RefusedError, VllmServer
-from rollout.worker import strop_wire
 from trainer.model import Policy
 from trainer.weights import PolicyWeights
 
@@ -294,8 +294,8 @@ import sys, time
 from pathlib import Path
 import torch
 from tests.rollout.vllm import test_sync as t
-from rollout.loop import Loop
-from rollout.vllm_server import VllmServer
+from rollout.servers.loop import Loop
+from rollout.servers.client import VllmServer
 
 class Stalls(t.PolicyWeights):
     def tensors(self):

@@ -1,4 +1,7 @@
-"""How a vLLM server is started: which interpreter, which arguments, which environment. Nothing is started here."""
+"""How a vLLM server is started: which interpreter, which arguments, which environment. Nothing is started here.
+
+Which GPU the trainer has, and whether servers share it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout.options import VllmConfig
+import torch
+
+from rollout.servers.options import VllmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).resolve().parent / "worker"
@@ -216,3 +221,18 @@ def _server_env(
     # two busy cores then gave less than half the tokens.
     env["OMP_NUM_THREADS"] = str(max(1, cores // cfg.replicas - 1))
     return env
+
+
+def uuid_of(device: torch.device) -> str | None:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def shares_gpu(cfg: VllmConfig, device: torch.device) -> bool:
+    """Whether server and trainer take turns on one GPU."""
+    if device.type != "cuda":
+        if cfg.colocate:
+            raise ValueError("vllm.colocate=True: there is no GPU to share; leave it out")
+        return False
+    if cfg.colocate is not None:
+        return cfg.colocate
+    return not cfg.url and not cfg.devices and torch.cuda.device_count() == 1

@@ -9,7 +9,7 @@ group leaves behind is removed, and the folder --scratch. The command's process 
 written to file descriptor --pid-fd.
 
 If this process itself is killed, nobody does that. So the names of the shared memory are kept in the folder --scratch,
-where rollout/vllm_launch.py finds them when it stops the server or starts the next one.
+where rollout/servers/launch.py finds them when it stops the server or starts the next one.
 """
 
 from __future__ import annotations

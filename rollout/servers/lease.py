@@ -3,7 +3,7 @@
     owner = Owner.here(run="c0ffee12", folder="runs/a")
     owner.tag(12) -> "c0ffee12:12"        # what tokens and workers are marked with: a step number alone is no name
 
-The server's side is rollout/worker/strop_lease.py.
+The server's side is rollout/servers/worker/strop_lease.py.
 """
 
 from __future__ import annotations

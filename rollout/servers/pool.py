@@ -7,24 +7,124 @@
     sampled = await pool.generate(Request(prompt_ids=[5, 6, 7], seed=11), Sampling(max_tokens=8, stop_ids=(2,)))
     -> Sampled(ids=[9, 8, 2], logps=[..], finish_reason="stop", versions=[(11, 1), (12, 2)], resumes=1)
 
-All of it runs in one asyncio loop, so state changes only between awaits. vllm_watch.py looks after servers that fail.
+All of it runs in one asyncio loop, so state changes only between awaits.
+
+What the pool keeps about one server, and about one completion on its way. Plain data, no connection.
+
+Looks after the servers of a pool: the dead and the hung are put out, ours are started again, others waited for.
+
+A server is asked every few seconds for a sign of its workers, not only of its API: /health says 200 while the engine
+hangs. After a bad reply it is asked at once. One that was started anew, by us or by someone else, or that stands
+paused, gets weights before it gets requests: it is "out: needs weights", and whoever owns the weights sees to that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollout import vllm_watch
 from rollout.engine import Request, Sampling
-from rollout.http_client import allow_connections
-from rollout.vllm_command import BASE
-from rollout.vllm_member import Member, Progress, Sampled, finish, stop_end
-from rollout.vllm_replies import Segment, check_sampling
-from rollout.vllm_server import RefusedError, ServerError, VllmServer
+from rollout.servers.client import (
+    Pulse,
+    RefusedError,
+    Segment,
+    ServerError,
+    VllmServer,
+    allow_connections,
+    check_sampling,
+)
+from rollout.servers.command import BASE
+from rollout.servers.lease import RENEW_S, LeaseError
+
+NEEDS_WEIGHTS = "needs weights"
+
+
+@dataclass(eq=False)
+class Member:
+    """A server and what the pool knows about it."""
+
+    index: int
+    server: VllmServer
+    state: Literal["ready", "updating", "out"] = "out"
+    reason: str = NEEDS_WEIGHTS  # why it is out
+    version: int | None = None  # of the weights it serves
+    model: str = BASE  # what requests ask for: the base or an adapter
+    in_flight: int = 0
+    tasks: set[asyncio.Task[Segment]] = field(default_factory=set)
+    changes: int = 0  # counts empty, refill and restart: an answer from before one of them says nothing
+    strikes: int = 0  # failures since the last good reply
+    restarts: int = 0  # since the last good reply
+    not_before: float = 0.0  # time at which it may be tried again
+    lost: bool = False  # given up on
+    last_reply: float = 0.0
+
+    @property
+    def needs_weights(self) -> bool:
+        return self.state == "out" and self.reason == NEEDS_WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A completion before it is decoded."""
+
+    ids: list[int]
+    logps: list[float]
+    finish_reason: Literal["stop", "length"]
+    versions: list[tuple[int, int]]  # (weight version, number of tokens it made), in order
+    resumes: int  # how often it was interrupted by an update of the weights and went on
+
+
+@dataclass(slots=True)
+class Progress:
+    """One completion on its way."""
+
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    resumes: int = 0
+    failures: int = 0
+
+    def add(self, segment: Segment, version: int) -> None:
+        if not segment.ids:
+            return
+        self.ids += segment.ids
+        self.logps += segment.logps
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + len(segment.ids))
+        else:
+            self.versions.append((version, len(segment.ids)))
+
+
+def finish(done: Progress, reason: Literal["stop", "length"], length: int | None = None) -> Sampled:
+    """Cut to `length` tokens, where a stop string was found only after both halves were joined."""
+    if length is None:
+        return Sampled(done.ids, done.logps, reason, done.versions, done.resumes)
+    versions, left = [], length
+    for version, count in done.versions:
+        if left > 0:
+            versions.append((version, min(count, left)))
+        left -= count
+    return Sampled(done.ids[:length], done.logps[:length], reason, versions, done.resumes)
+
+
+def stop_end(ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> int | None:
+    """Number of tokens up to the one that completes a stop string; None: there is none."""
+    if decode is None or not any(text in decode(ids) for text in sampling.stop):
+        return None
+    low, high = 1, len(ids)  # a longer prefix holds every string that a shorter one holds
+    while low < high:
+        middle = (low + high) // 2
+        if any(text in decode(ids[:middle]) for text in sampling.stop):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
 
 QUIET_S = 0.25  # after a pause: no reply for this long means that the rest is stuck in the server's queue
 EMPTY_S = 10.0  # and this is the longest it may take for all replies to arrive
@@ -146,7 +246,7 @@ class Pool:
 
     async def watch(self, *, heartbeat_s: float = 10.0, check_s: float = 30.0) -> None:
         """Look after the servers until cancelled: doubt, restart, and say which need weights."""
-        await vllm_watch.watch(self, heartbeat_s=heartbeat_s, check_s=check_s)
+        await watch(self, heartbeat_s=heartbeat_s, check_s=check_s)
 
     def record(self, event: str, member: Member, reason: str) -> None:
         """For the metrics and the console."""
@@ -251,7 +351,7 @@ class Pool:
         done.failures += 1
         if member.state == "ready":
             member.strikes += 1
-            if member.strikes >= vllm_watch.STRIKES and self.restart is None:
+            if member.strikes >= STRIKES and self.restart is None:
                 member.not_before = time.monotonic() + min(60.0, 2.0**member.strikes)
             self.record("doubted", member, str(error))
             self._set(member, "out", str(error))
@@ -341,3 +441,122 @@ class Pool:
         if len(self._home) > STICKY:
             self._home.popitem(last=False)
         return best
+
+
+STRIKES = 3  # bad replies in a row, each from a server that seemed well: it is not
+RESTARTS = 5  # in a row without one good reply in between: it will not get better
+LONGEST_WAIT_S = 60.0
+
+
+async def watch(pool: Pool, *, heartbeat_s: float, check_s: float) -> None:
+    looks: dict[int, asyncio.Task[None]] = {}
+    leases = asyncio.ensure_future(_renew(pool))
+    try:
+        while True:
+            for member in pool.members:
+                busy = member.index in looks and not looks[member.index].done()
+                if not busy and not member.lost and time.monotonic() >= member.not_before:
+                    looks[member.index] = asyncio.ensure_future(_look(pool, member, check_s))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat_s):  # wait_for of Python 3.11 can lose a cancellation
+                    await pool.alarm.wait()
+            pool.alarm.clear()
+            for task in (leases, *looks.values()):
+                if task.done():
+                    task.result()  # an error of ours, or a server lost to another trainer, ends the watch
+    finally:
+        for task in (leases, *looks.values()):
+            task.cancel()
+
+
+async def _renew(pool: Pool) -> None:
+    """Keep the leases, whatever the servers' states: a transfer of weights may take longer than a lease lasts."""
+    try:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            renewals = [member.server.renew() for member in pool.members]
+            for result in await asyncio.gather(*renewals, return_exceptions=True):
+                # One that does not answer is the watch's business, and the lease outlasts three renewals.
+                if isinstance(result, BaseException) and not isinstance(result, ServerError | RefusedError):
+                    raise result
+    finally:
+        pool.alarm.set()
+
+
+async def _look(pool: Pool, member: Member, check_s: float) -> None:
+    """One look; again when the server's state changed in the meantime. Not while its workers load weights."""
+    while member.state != "updating":
+        changes = member.changes
+        try:
+            pulse = await member.server.check(check_s)
+        except ServerError as error:
+            if member.changes == changes:
+                await _is_bad(pool, member, str(error))
+                return
+        else:
+            if member.changes == changes:
+                await _is_alive(pool, member, pulse)
+                return
+
+
+async def _is_alive(pool: Pool, member: Member, pulse: Pulse) -> None:
+    assert member.server.info is not None, "servers are connected before they are watched"
+    if pulse.instance != member.server.info.instance:
+        await _is_another(pool, member)
+    elif pulse.foreign is not None:
+        raise LeaseError(
+            f"vllm.url={member.server.url}: another trainer has loaded its weights there (they are marked "
+            f"{pulse.foreign}), so what it samples is not this run's policy; end that run or give each its own server, "
+            "then continue with --resume"
+        )
+    elif member.needs_weights:
+        return
+    elif pulse.paused or pulse.dirty:
+        pool.record("paused", member, "half a model is in it" if pulse.dirty else "not by us")
+        await pool.fail(member, NEEDS_WEIGHTS)
+    elif member.state == "out" and member.strikes >= STRIKES and pool.restart is not None:
+        await _is_bad(pool, member, f"{member.strikes} bad replies in a row, last: {member.reason}")
+    elif member.state == "out" and (member.version is None or member.version != pool.version):
+        await pool.fail(member, NEEDS_WEIGHTS)
+    elif member.state == "out":
+        await pool.rejoin(member)
+
+
+async def _is_another(pool: Pool, member: Member) -> None:
+    """Someone started it again at the same address."""
+    member.version = None
+    await pool.fail(member, "someone started it again")  # before we wait: it holds no weights that we know of
+    try:
+        await member.server.connect()
+    except (ServerError, RefusedError) as error:
+        await pool.fail(member, str(error))
+        return
+    pool.record("restarted", member, "not by us")
+    await pool.fail(member, NEEDS_WEIGHTS)
+
+
+async def _is_bad(pool: Pool, member: Member, trouble: str) -> None:
+    """Put it out; start it again if it is ours, with growing pauses."""
+    member.not_before = time.monotonic() + 1.0  # the alarm that follows is this one
+    await pool.fail(member, trouble)
+    if pool.restart is None:
+        return
+    if member.restarts >= RESTARTS:
+        member.lost = True
+        pool.record("lost", member, f"started {RESTARTS} times without one good reply")
+        await pool.fail(member, trouble)
+        return
+    await asyncio.sleep(min(LONGEST_WAIT_S, 2.0**member.restarts - 1))
+    member.restarts += 1
+    pool.record("restarting", member, "")
+    member.version = None
+    try:
+        server = await asyncio.to_thread(pool.restart, member.index)
+        await server.connect()
+    except (ServerError, OSError, ValueError) as error:
+        await pool.fail(member, f"could not be started again ({error})")
+        return
+    await member.server.close()
+    member.server, member.strikes = server, 0
+    pool.counts["server_restarts"] += 1
+    await pool.fail(member, NEEDS_WEIGHTS)

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollout.options import LOOPBACK
-from rollout.vllm_command import TOKEN
+from rollout.servers.command import TOKEN
+from rollout.servers.options import LOOPBACK
 
 ANY = ("0.0.0.0", "::")  # addresses of a server that listens on all
 

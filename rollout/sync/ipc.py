@@ -24,6 +24,7 @@ from rollout.servers.worker import strop_wire
 from rollout.sync.base import (
     MIB,
     Calls,
+    Link,
     SyncReport,
     WeightSource,
     buffer_size,
@@ -32,7 +33,6 @@ from rollout.sync.base import (
     slowest,
     synchronize,
 )
-from rollout.sync.link import Link
 
 if TYPE_CHECKING:
     from rollout.servers.client import VllmServer

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.sync.base import SyncError, SyncReport, WeightSource
-from rollout.sync.folder import WeightFolder, fsync_folder
+from rollout.sync.filesystem import WeightFolder, fsync_folder
 
 if TYPE_CHECKING:
     from rollout.servers.client import VllmServer

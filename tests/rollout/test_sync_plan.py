@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 
 from rollout.servers.loop import Loop
 from rollout.servers.worker import strop_wire
-from rollout.sync import folder as folder_module
+from rollout.sync import filesystem as folder_module
 from rollout.sync.base import SyncError, TensorSpec, make_buckets, time_limit
 from rollout.sync.choose import host_for, pick_backend
-from rollout.sync.filesystem import FilesystemSync, make_room, write_rooms
-from rollout.sync.folder import WeightFolder
+from rollout.sync.filesystem import FilesystemSync, WeightFolder, make_room, write_rooms
 from rollout.sync.ipc import IpcSync, refuse_expandable_segments
 from rollout.sync.lora import LoraSync
 from rollout.sync.process_group import ProcessGroupSync
@@ -351,7 +350,7 @@ def test_a_killed_runs_folder_is_deleted_by_the_next_one_and_a_living_runs_is_no
 
 
 def test_a_folder_goes_with_the_process_that_forgot_to_close_it(tmp_path):
-    code = f"from rollout.sync.folder import WeightFolder; f = WeightFolder({str(tmp_path)!r}, 'strop-'); print(f.path)"
+    code = f"from rollout.sync.filesystem import WeightFolder; f = WeightFolder({str(tmp_path)!r}, 'strop-'); print(f.path)"
     made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert Path(made.strip()).parent == tmp_path and list(tmp_path.iterdir()) == []
 

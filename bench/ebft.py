@@ -38,9 +38,9 @@ from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
 from losses import ebft
 from rollout.engine import Sampling
-from rollout.local import evaluating
-from rollout.sampling import uniform
-from rollout.strided import continue_documents, draw
+from rollout.engines.local import evaluating
+from rollout.engines.sampling import uniform
+from rollout.engines.strided import continue_documents, draw
 from trainer import strided_step
 from trainer.attention import span_masks
 from trainer.config import DataConfig, ModelConfig

@@ -19,8 +19,8 @@ import tyro
 from bench.common import Timing, emit, make_row, require_commit
 from bench.served import SHAPES, serving
 from rollout.engine import Completion, Request, Sampling
+from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
-from rollout.vllm_engine import VllmEngine
 
 
 def main(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
+from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
-from rollout.vllm_engine import VllmEngine
 from trainer.adapters import add_adapter
 from trainer.attention import choose_attention
 from trainer.config import LoraConfig

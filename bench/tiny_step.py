@@ -16,7 +16,7 @@ from data.chat import stop_ids
 from data.packing import Item, make_batches
 from data.rows.prompts import load_prompts
 from rollout.engine import Completion, Request, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 from trainer.config import LoraConfig, ModelConfig
 from trainer.dist import pick_device
 from trainer.model import Policy, load_policy, token_logps

@@ -20,9 +20,9 @@ import tyro
 
 from bench.common import Row, Timing, emit, make_row, require_commit
 from bench.served import SHAPES, change, free_gib, serving
+from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.choose import make_sync
-from rollout.vllm_engine import VllmEngine
 from trainer.model import Policy
 from trainer.weights import PolicyWeights
 

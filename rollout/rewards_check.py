@@ -125,7 +125,7 @@ def _text(source: str, completion: Any) -> str:
 
 
 def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]:
-    from rollout.local import LocalEngine
+    from rollout.engines.local import LocalEngine
 
     model, tokenizer = _load_model(cfg.model, trust_remote_code=cfg.trust_remote_code)
     set_chat_template(tokenizer, cfg.chat_template)

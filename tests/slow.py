@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from rollout.vllm_engine import VllmEngine
+from rollout.engines.vllm import VllmEngine
 from trainer import __main__ as entry
 from trainer.methods import grpo
 

@@ -22,7 +22,7 @@ import torch
 
 from data.types import Prompt
 from rollout.engine import Completion, Engine, Request, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group, as_json, completion_of
 from trainer import dist

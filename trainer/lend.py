@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 from trainer import dist
 from trainer.model import Policy
 from trainer.parallel import whole_head

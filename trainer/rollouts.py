@@ -16,7 +16,8 @@ from data.rows.prompts import load_prompts
 from data.types import Prompt
 from losses.advantage import nan_std, zero_std_frac
 from rollout.engine import Completion, Engine, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
+from rollout.engines.vllm import VllmEngine, check_start
 from rollout.rewards import Rewards, RewardTable
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.source import Job, Source, run_groups
@@ -24,7 +25,6 @@ from rollout.servers.command import shares_gpu
 from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
-from rollout.vllm_engine import VllmEngine, check_start
 from trainer.config import RolloutConfig, RunConfig
 from trainer.dist import all_count, await_order, context_size, data_size, give_order, is_main, leading, world_size
 from trainer.lend import LentScores, LentWeights

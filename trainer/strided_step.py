@@ -27,9 +27,9 @@ from data.strided import Document, StridedBatch, empty_strided, make_strided
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
 from losses import ebft
 from losses.importance import log_difference
-from rollout.sampling import signed_64
+from rollout.engines.sampling import signed_64
+from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
-from rollout.strided import continue_documents
 from trainer.attention import span_masks
 from trainer.dist import all_sum, world_size
 from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks

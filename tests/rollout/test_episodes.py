@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from rollout.engine import Request, Sampling
+from rollout.engines.local import LocalEngine
 from rollout.episodes import EpisodeSource
-from rollout.local import LocalEngine
 from rollout.schedule.source import Job, run_groups
 from rollout.turns import Transcript, turn_seed
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.engine import Completion, Request, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9], [1, 2, 3, 4, 5]]
 
@@ -70,7 +70,7 @@ def test_score_equals_generate_and_a_plain_forward_pass(make_model, tokenizer, t
     completions = engine.generate(requests_for(PROMPTS, 2), Sampling(temperature=temperature, max_tokens=9))
     pairs = [(c.prompt_ids, c.ids) for c in completions]
     for limit in (2**26, 20 * 258):
-        monkeypatch.setattr("rollout.local.SCORE_LOGITS", limit)
+        monkeypatch.setattr("rollout.engines.local.SCORE_LOGITS", limit)
         for completion, logps in zip(completions, engine.score(pairs, temperature), strict=True):
             assert logps == pytest.approx(completion.logps, abs=1e-5)
             assert logps == pytest.approx(plain_logps(model, completion, temperature).tolist(), abs=1e-5)
@@ -287,7 +287,7 @@ def test_bfloat16_autocast_reports_what_it_sampled_from(make_model, tokenizer):
 def test_large_vocabularies_are_sampled_in_slabs(make_model, tokenizer, monkeypatch):
     engine = LocalEngine(make_model(), tokenizer)
     whole = engine.generate(requests_for(PROMPTS, 4), Sampling(max_tokens=8))
-    monkeypatch.setattr("rollout.sampling.SLAB", 258 * 3)
+    monkeypatch.setattr("rollout.engines.sampling.SLAB", 258 * 3)
     assert [c.ids for c in engine.generate(requests_for(PROMPTS, 4), Sampling(max_tokens=8))] == [c.ids for c in whole]
 
 

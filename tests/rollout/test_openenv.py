@@ -21,7 +21,7 @@ import pytest
 from data.chat import render_conversation, render_prompt
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 from rollout.openenv import OpenEnvSource, environment_seed, load_episode, opening
 from rollout.openenv_options import OpenEnvConfig
 from rollout.openenv_sessions import Failed, find_environment

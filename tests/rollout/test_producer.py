@@ -17,7 +17,7 @@ import pytest
 from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 from rollout.schedule.planner import Planned, Planner
 from rollout.schedule.producer import Made, Producer, sync_due
 from rollout.schedule.source import EngineSource, Job, finished, run_groups

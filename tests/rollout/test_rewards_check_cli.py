@@ -129,7 +129,7 @@ def test_the_module_runs_as_a_command(files):
 def test_settings_of_the_chat_template_reach_the_prompts(files, capsys, make_model, tokenizer, monkeypatch):
     import copy
 
-    from rollout.local import LocalEngine
+    from rollout.engines.local import LocalEngine
 
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHAT.replace("[assistant]{%", "[assistant]{{ style }}{%")

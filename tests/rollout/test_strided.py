@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.attention import TILE, dense_mask
-from rollout import strided
 from rollout.engine import Sampling
-from rollout.sampling import sample, uniform
-from rollout.strided import Continued, continue_documents
+from rollout.engines import strided
+from rollout.engines.sampling import sample, uniform
+from rollout.engines.strided import Continued, continue_documents
 from trainer import attention
 from trainer.attention import attention_masks, span_masks, use_flex
 

@@ -10,8 +10,8 @@ import pytest
 from data.rows.targets import load_truths
 from data.types import TruthPrompt
 from rollout.engine import Sampling
+from rollout.engines.local import LocalEngine
 from rollout.episodes import EpisodeSource
-from rollout.local import LocalEngine
 from rollout.schedule.source import EngineSource, Job, run_groups
 from rollout.truth_episode import TruthEpisode, later_turns, turn_lengths
 from rollout.turns import turn_seed

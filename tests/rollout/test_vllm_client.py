@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout import vllm_weights
 from rollout.engine import Request, Sampling
+from rollout.engines import weights as vllm_weights
+from rollout.engines.weights import Weights
 from rollout.servers import client as http_client
 from rollout.servers import pool as vllm_watch
 from rollout.servers.client import (
@@ -34,7 +35,6 @@ from rollout.servers.client import (
 from rollout.servers.lease import LeaseError, Owner
 from rollout.servers.loop import Loop
 from rollout.servers.pool import NEEDS_WEIGHTS, SLACK, Pool, Progress, finish, stop_end
-from rollout.vllm_weights import Weights
 
 SAMPLING = Sampling(max_tokens=3, stop_ids=(2,))
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from data.packing import Batch, Item, make_batches
 from kernels.attention import Spans, block_mask, dense_mask
 from rollout.engine import Request, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 from trainer import attention
 from trainer.attention import attend, attention_masks, choose_attention, flex_obstacle, load_name, use_flex
 from trainer.config import LoraConfig, ModelConfig

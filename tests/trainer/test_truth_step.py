@@ -15,8 +15,8 @@ from torch import Tensor
 from data.types import TruthPrompt
 from losses.ebft import ADVANTAGES
 from rollout.engine import Completion, Sampling
+from rollout.engines.local import LocalEngine
 from rollout.episodes import EpisodeSource
-from rollout.local import LocalEngine
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group
 from rollout.schedule.source import Job, finished

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.engine import Request, Sampling
-from rollout.local import StopCheck
+from rollout.engines.local import StopCheck
 from rollout.servers.client import GENERATE, LEAN, RefusedError, ServerError, VllmServer
 from rollout.servers.pool import Pool
 from tests.rollout.vllm.scripted import proxies, rewrite

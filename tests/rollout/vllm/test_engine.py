@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import vllm_weights
 from rollout.engine import Request, Sampling
-from rollout.local import LocalEngine
+from rollout.engines import weights as vllm_weights
+from rollout.engines.local import LocalEngine
+from rollout.engines.vllm import VllmEngine
 from rollout.servers.client import VllmServer
 from rollout.servers.command import TOKEN
 from rollout.servers.lease import LeaseError, Owner
 from rollout.servers.loop import Loop
 from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.base import SyncReport
-from rollout.vllm_engine import VllmEngine
 from tests.rollout.vllm.scripted import Proxy
 from trainer.config import LoraConfig, ModelConfig
 from trainer.model import Policy, load_policy

@@ -22,7 +22,7 @@ from data.chat import render_conversation, render_prompt
 from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
 from rollout.engine import Completion, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 from rollout.nemo_gym import RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient
 from rollout.nemo_gym_options import NemoGymConfig

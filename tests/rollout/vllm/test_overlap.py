@@ -15,13 +15,13 @@ import torch
 from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
+from rollout.engines.vllm import VllmEngine
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Made, Producer, sync_due
 from rollout.schedule.source import EngineSource
 from rollout.servers.command import TOKEN
 from rollout.servers.options import SyncConfig, VllmConfig
-from rollout.vllm_engine import VllmEngine
 from trainer.config import LoraConfig, ModelConfig
 from trainer.model import Policy, load_policy
 from trainer.weights import PolicyWeights

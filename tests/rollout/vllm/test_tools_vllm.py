@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollout.engine import Sampling
+from rollout.engines.vllm import VllmEngine
 from rollout.episodes import EpisodeSource
 from rollout.rollout_func import RolloutFunction
 from rollout.schedule.source import Job, run_groups
@@ -18,7 +19,6 @@ from rollout.tool_calls import Call, Parsed
 from rollout.tool_episode import ToolEpisode
 from rollout.tools import load_tools
 from rollout.turns import turn_seed
-from rollout.vllm_engine import VllmEngine
 from tests.rollout.scripted_engine import user_prompt
 from tests.rollout.vllm.test_engine import LIMIT, change, make_engine, make_policy
 

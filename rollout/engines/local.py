@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rollout.engine import Completion, Request, Sampling, check_sampling
-from rollout.sampling import sample, signed_64, uniform
+from rollout.engines.sampling import sample, signed_64, uniform
 
 SCORE_LOGITS = 2**26  # logits of one scoring forward: 256 MB in fp32
 DROP_FRAC = 0.125  # finished rows are dropped once they are this share of the batch: each drop copies the cache

@@ -25,8 +25,8 @@ from torch import Tensor
 from data.strided import StridedBatch
 from kernels.attention import TILE, Spans
 from rollout.engine import Sampling, check_sampling
-from rollout.local import PAD_ID, evaluating
-from rollout.sampling import sample, uniform
+from rollout.engines.local import PAD_ID, evaluating
+from rollout.engines.sampling import sample, uniform
 
 LOGITS = 2**26  # held at once: 256 MB in fp32
 

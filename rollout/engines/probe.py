@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollout.local import LocalEngine
+from rollout.engines.local import LocalEngine
 
 SEQUENCES, TOKENS = 3, 32
 

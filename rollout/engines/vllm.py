@@ -25,8 +25,10 @@ from typing import Any
 import torch
 
 from rollout.engine import Completion, Request, Sampling
-from rollout.local import LocalEngine, StopCheck
-from rollout.probe import Probe
+from rollout.engines.local import LocalEngine, StopCheck
+from rollout.engines.probe import Probe
+from rollout.engines.score import score_rows
+from rollout.engines.weights import Weights
 from rollout.servers.client import RefusedError, ServerError, VllmServer
 from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
@@ -38,8 +40,6 @@ from rollout.servers.token import find_token
 from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
 from rollout.sync.lora import LoraSync
-from rollout.vllm_score import score_rows
-from rollout.vllm_weights import Weights
 
 LOOK_S = 0.5  # how often a thread that waits for completions looks after servers that need weights
 CLOSE_S = 30.0

@@ -23,11 +23,11 @@ from data.chat import render_prompt
 from data.types import Messages, Prompt
 from data.user_code import told
 from rollout.engine import Completion, Sampling
-from rollout.episodes import Client, EpisodeSource
+from rollout.episodes.episode import Client, EpisodeSource
+from rollout.episodes.turns import Continuation, Transcript, turn_seed
 from rollout.openenv_options import OpenEnvConfig
 from rollout.openenv_sessions import Failed, Opener, Session, Step, find_environment, load_class
 from rollout.schedule.source import Job, finished
-from rollout.turns import Continuation, Transcript, turn_seed
 
 
 class Adapter(Protocol):

@@ -14,18 +14,18 @@ from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
 from data.user_code import find_callable
 from rollout.engine import Engine, Sampling
-from rollout.environment_options import ToolConfig
-from rollout.episodes import EpisodeSource
+from rollout.episodes.episode import EpisodeSource
+from rollout.episodes.options import ToolConfig
+from rollout.episodes.rollout_func import RolloutFunction
+from rollout.episodes.tool_episode import ToolEpisode, show_tools
+from rollout.episodes.tools import load_tools
 from rollout.nemo_gym import COLUMNS, RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient
 from rollout.nemo_gym_options import NemoGymConfig, check_nemo_gym
 from rollout.openenv_options import OpenEnvConfig
 from rollout.rewards import Rewards
-from rollout.rollout_func import RolloutFunction
 from rollout.schedule.planner import Order
 from rollout.schedule.source import EngineSource, Source
-from rollout.tool_episode import ToolEpisode, show_tools
-from rollout.tools import load_tools
 from trainer import rollouts
 from trainer.model import Policy
 

@@ -9,9 +9,9 @@ import pytest
 
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.episodes import EpisodeSource
+from rollout.episodes.episode import EpisodeSource
+from rollout.episodes.turns import Transcript, turn_seed
 from rollout.schedule.source import Job, run_groups
-from rollout.turns import Transcript, turn_seed
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(2,))

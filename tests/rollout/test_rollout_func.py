@@ -8,7 +8,7 @@ import torch
 from data.types import Prompt
 from rollout.engine import Sampling
 from rollout.engines.local import LocalEngine
-from rollout.rollout_func import RolloutFunction, kind_of
+from rollout.episodes.rollout_func import RolloutFunction, kind_of
 from rollout.schedule.source import Job, run_groups
 from tests.rollout.scripted_engine import tiny_tokenizer, user_prompt
 

@@ -350,7 +350,8 @@ def test_a_killed_runs_folder_is_deleted_by_the_next_one_and_a_living_runs_is_no
 
 
 def test_a_folder_goes_with_the_process_that_forgot_to_close_it(tmp_path):
-    code = f"from rollout.sync.filesystem import WeightFolder; f = WeightFolder({str(tmp_path)!r}, 'strop-'); print(f.path)"
+    make = f"f = WeightFolder({str(tmp_path)!r}, 'strop-'); print(f.path)"
+    code = f"from rollout.sync.filesystem import WeightFolder; {make}"
     made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert Path(made.strip()).parent == tmp_path and list(tmp_path.iterdir()) == []
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.tool_calls import Call, find_format, hermes, llama3_json, pythonic
+from rollout.episodes.tool_calls import Call, find_format, hermes, llama3_json, pythonic
 
 LOOKUP = Call(name="lookup", arguments={"key": "ab"})
 

@@ -10,15 +10,13 @@ from typing import Any, Literal
 
 import pytest
 
-from rollout.builtin_tools import calculator
 from rollout.engine import Sampling
-from rollout.environment_options import ToolConfig
-from rollout.episodes import EpisodeSource
+from rollout.episodes.episode import EpisodeSource
+from rollout.episodes.options import ToolConfig
+from rollout.episodes.tool_calls import Call
+from rollout.episodes.tool_episode import ToolEpisode, show_tools
+from rollout.episodes.tools import Tool, Toolset, Turns, calculator, load_tools, problem, schema_of
 from rollout.schedule.source import Job, run_groups
-from rollout.tool_calls import Call
-from rollout.tool_episode import ToolEpisode, show_tools
-from rollout.tool_schemas import problem, schema_of
-from rollout.tools import Tool, Toolset, Turns, load_tools
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 from tests.rollout.test_turns import HERMES, with_template
 
@@ -220,7 +218,7 @@ def test_a_tool_that_hangs_costs_its_time_limit_and_in_the_end_the_run(monkeypat
         assert run(toolset, Call(name="sleep")) == ("error: sleep took more than 0.05 s", True)
     assert run(toolset, Call(name="slow_socket")) == ("error: TimeoutError: timed out", True)
     assert {name: tool.num_hung for name, tool in toolset.tools.items()} == {"hang": 1, "sleep": 0, "slow_socket": 0}
-    monkeypatch.setattr("rollout.tools.MAX_HUNG", 2)
+    monkeypatch.setattr("rollout.episodes.tools.MAX_HUNG", 2)
     with pytest.raises(ValueError, match="tools=my.hang: 2 calls of it hang, and their threads cannot be ended"):
         run(toolset, Call(name="hang"))
     released.set()
@@ -482,7 +480,7 @@ def test_settings_that_cannot_work_are_refused(settings, message):
 
 
 def test_waiting_for_a_thread_is_not_the_tools_time(monkeypatch):
-    monkeypatch.setattr("rollout.tools.MAX_THREADS", 2)
+    monkeypatch.setattr("rollout.episodes.tools.MAX_THREADS", 2)
 
     def slow() -> str:
         """Takes its time."""

@@ -11,10 +11,10 @@ from data.rows.targets import load_truths
 from data.types import TruthPrompt
 from rollout.engine import Sampling
 from rollout.engines.local import LocalEngine
-from rollout.episodes import EpisodeSource
+from rollout.episodes.episode import EpisodeSource
+from rollout.episodes.target import TruthEpisode, later_turns, turn_lengths
+from rollout.episodes.turns import turn_seed
 from rollout.schedule.source import EngineSource, Job, run_groups
-from rollout.truth_episode import TruthEpisode, later_turns, turn_lengths
-from rollout.turns import turn_seed
 from tests.rollout.scripted_engine import TINY, ScriptedEngine, tiny_tokenizer
 
 STOP = tiny_tokenizer().eos_token_id

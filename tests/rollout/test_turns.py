@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from rollout.engine import Completion
-from rollout.turns import Continuation, Transcript, turn_seed
+from rollout.episodes.turns import Continuation, Transcript, turn_seed
 from tests.rollout.scripted_engine import tiny_tokenizer
 
 # Templates in the ways of the families, written for these tests.

@@ -14,7 +14,7 @@ SMALL = (
     "--reward-funcs", "exact_match", "env", "length",
 )  # fmt: skip
 MINE = '''
-from rollout.turns import Transcript, turn_seed
+from rollout.episodes.turns import Transcript, turn_seed
 
 
 def greet(name: str, episode) -> str:

@@ -16,11 +16,11 @@ from data.types import TruthPrompt
 from losses.ebft import ADVANTAGES
 from rollout.engine import Completion, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.episodes import EpisodeSource
+from rollout.episodes.episode import EpisodeSource
+from rollout.episodes.target import TruthEpisode
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group
 from rollout.schedule.source import Job, finished
-from rollout.truth_episode import TruthEpisode
 from tests.trainer import naive_ebft
 from tests.trainer.test_features import SIZE, draw, vector
 from tests.trainer.test_strided_step import gradients, make_policy

@@ -21,11 +21,11 @@ from data.rows.documents import load_documents
 from data.rows.targets import load_truths
 from data.strided import Document, require_anchors
 from data.types import TruthPrompt
-from rollout.episodes import EpisodeSource
+from rollout.episodes.episode import EpisodeSource
+from rollout.episodes.target import TruthEpisode
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
-from rollout.truth_episode import TruthEpisode
 from trainer import rollouts, strided_step, truth_step
 from trainer.bad_steps import BadSteps
 from trainer.counters import Counters, Timer

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from data.loader import Loader
-from rollout.environment_options import ToolConfig
+from rollout.episodes.options import ToolConfig
 from rollout.nemo_gym_options import NemoGymConfig
 from rollout.openenv_options import OpenEnvConfig
 from rollout.reward_calls import TrainerState

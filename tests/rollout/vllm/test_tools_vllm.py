@@ -12,13 +12,13 @@ import pytest
 
 from rollout.engine import Sampling
 from rollout.engines.vllm import VllmEngine
-from rollout.episodes import EpisodeSource
-from rollout.rollout_func import RolloutFunction
+from rollout.episodes.episode import EpisodeSource
+from rollout.episodes.rollout_func import RolloutFunction
+from rollout.episodes.tool_calls import Call, Parsed
+from rollout.episodes.tool_episode import ToolEpisode
+from rollout.episodes.tools import load_tools
+from rollout.episodes.turns import turn_seed
 from rollout.schedule.source import Job, run_groups
-from rollout.tool_calls import Call, Parsed
-from rollout.tool_episode import ToolEpisode
-from rollout.tools import load_tools
-from rollout.turns import turn_seed
 from tests.rollout.scripted_engine import user_prompt
 from tests.rollout.vllm.test_engine import LIMIT, change, make_engine, make_policy
 

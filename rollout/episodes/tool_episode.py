@@ -23,11 +23,11 @@ from typing import Any
 from data.chat import render_prompt
 from data.types import Messages, Prompt
 from rollout.engine import Completion
-from rollout.environment_options import ToolConfig
-from rollout.episodes import Client
-from rollout.tool_calls import Call, Parsed, find_format
-from rollout.tools import Toolset, Turns
-from rollout.turns import CALL_ID, Continuation, Transcript, turn_seed
+from rollout.episodes.episode import Client
+from rollout.episodes.options import ToolConfig
+from rollout.episodes.tool_calls import Call, Parsed, find_format
+from rollout.episodes.tools import Toolset, Turns
+from rollout.episodes.turns import CALL_ID, Continuation, Transcript, turn_seed
 
 
 class ToolEpisode:

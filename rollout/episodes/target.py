@@ -22,8 +22,8 @@ from typing import Any
 
 from data.types import Messages, Prompt, TruthPrompt
 from rollout.engine import Completion
-from rollout.episodes import Client
-from rollout.turns import Continuation, Transcript, turn_seed
+from rollout.episodes.episode import Client
+from rollout.episodes.turns import Continuation, Transcript, turn_seed
 
 LEAST = 64  # tokens that any turn may have: a short truth must not cut every completion
 

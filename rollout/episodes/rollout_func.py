@@ -33,9 +33,9 @@ from data.formats.fields import user_turn
 from data.types import Prompt
 from data.user_code import find_callable, place, told
 from rollout.engine import Completion, Request, Sampling
-from rollout.episodes import Client, Episode, EpisodeSource
+from rollout.episodes.episode import Client, Episode, EpisodeSource
+from rollout.episodes.turns import turn_seed
 from rollout.schedule.source import Job, Source, finished
-from rollout.turns import turn_seed
 
 Kind = Literal["episode", "batch", "texts"]
 SIGNATURES = (

@@ -30,7 +30,7 @@ from data.rows.prompts import load_prompts
 from losses.advantage import gdpo_advantage, sum_then_normalize
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.rewards import load_rewards
+from rollout.rewards.table import load_rewards
 from trainer.cli import load_config
 from trainer.config import LoraConfig, ModelConfig
 from trainer.dist import pick_device

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from data.reasoning_gym import check_installed, known_tasks, score_answer
-from rollout.reward_functions import Scores, text_of
+from rollout.rewards.functions import Scores, text_of
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

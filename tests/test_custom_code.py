@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.rewards import load_rewards
+from rollout.rewards.table import load_rewards
 from tests.entry import ROOT, environment
 from trainer.__main__ import main as train
 
@@ -107,7 +107,7 @@ def failed(code: object) -> bool:
 
 
 def run_check(*argv: str) -> object:
-    from rollout.rewards_check import main
+    from rollout.rewards.__main__ import main
 
     return main([*argv])
 
@@ -246,7 +246,7 @@ def test_reward_models_in_workers_are_not_asked_about_either(evil, marker):
 
 
 LOADERS = [path for folder in ("data", "rollout", "trainer") for path in (ROOT / folder).rglob("*.py")]
-PICKLES = {"rollout/reward_process.py"}  # from the trainer to a worker that it started
+PICKLES = {"rollout/rewards/worker_child.py"}  # from the trainer to a worker that it started
 
 
 def test_every_call_that_loads_says_what_it_trusts():

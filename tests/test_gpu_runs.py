@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.reward_models import OutcomeReward, ProcessReward
+from rollout.rewards.models import OutcomeReward, ProcessReward
 from rollout.servers.model_folder import BUILTIN
 from tests.entry import environment, metrics
 from trainer.__main__ import main

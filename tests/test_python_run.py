@@ -12,16 +12,16 @@ import pytest
 import yaml
 
 from data.user_code import import_name
-from rollout.reward_loading import find_reward
-from rollout.reward_options import RewardConfig
-from rollout.rewards import load_rewards
+from rollout.rewards.loading import find_reward
+from rollout.rewards.options import RewardConfig
+from rollout.rewards.table import load_rewards
 from tests.entry import ROOT, metrics, run
 from trainer.flags import config_to_tree
 
 SCRIPT = """
 import sys
 from mine import polite
-from rollout.reward_options import RewardConfig
+from rollout.rewards.options import RewardConfig
 from trainer.config import ModelConfig, PromptConfig, RunConfig
 from trainer.methods.grpo import Config, train
 

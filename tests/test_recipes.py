@@ -47,7 +47,7 @@ def test_grpo_gsm8k_begins_with_three_rewards(asset, tmp_path):
 def test_the_rewards_of_grpo_gsm8k_tell_the_three_things_apart():
     from data.types import Prompt
     from rollout.engine import Completion
-    from rollout.rewards import load_rewards
+    from rollout.rewards.table import load_rewards
 
     recipe = yaml.safe_load((RECIPES / "grpo_gsm8k.yaml").read_text())
     texts = [

@@ -19,7 +19,7 @@ from data.rows.stepwise import load_steps
 from data.rows.targets import load_truths
 from data.rows.unpaired import load_labelled
 from data.training_config import BUILT_IN
-from rollout.rewards_check import main as check
+from rollout.rewards.__main__ import main as check
 from tests.data.conftest import make_tokenizer
 from tests.entry import metrics, run_ok
 

@@ -32,7 +32,7 @@ import helper
 import losses
 import trainer
 from data import double
-from rollout.reward_functions import FUNCTIONS  # the user's rollout has none: ours
+from rollout.rewards.functions import FUNCTIONS  # the user's rollout has none: ours
 
 
 def score(completions, **columns):

@@ -2,7 +2,7 @@
 
 A run from Python, in one process, with no flags and no environment variables:
 
-    from rollout.reward_options import RewardConfig
+    from rollout.rewards.options import RewardConfig
     from trainer.config import ModelConfig, PromptConfig, RunConfig
     from trainer.methods.grpo import Config, train
 

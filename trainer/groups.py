@@ -32,7 +32,7 @@ from losses.advantage import (
 )
 from losses.kl import k1, reward_minus_kl
 from rollout.engine import Completion
-from rollout.rewards import Rewards, RewardTable
+from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Made, Producer
 from rollout.schedule.replay import Group, Replay
 from trainer.dist import all_sum

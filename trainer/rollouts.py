@@ -18,7 +18,7 @@ from losses.advantage import nan_std, zero_std_frac
 from rollout.engine import Completion, Engine, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine, check_start
-from rollout.rewards import Rewards, RewardTable
+from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.source import Job, Source, run_groups
 from rollout.servers.command import shares_gpu

@@ -23,7 +23,7 @@ from rollout.nemo_gym import COLUMNS, RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient
 from rollout.nemo_gym_options import NemoGymConfig, check_nemo_gym
 from rollout.openenv_options import OpenEnvConfig
-from rollout.rewards import Rewards
+from rollout.rewards.table import Rewards
 from rollout.schedule.planner import Order
 from rollout.schedule.source import EngineSource, Source
 from trainer import rollouts

@@ -26,7 +26,7 @@ from data.types import TruthPrompt
 from kernels.linear_logprob import TokenLogps
 from losses import ebft
 from rollout.engine import Completion
-from rollout.rewards import RewardTable
+from rollout.rewards.table import RewardTable
 from rollout.schedule.source import Job, Source, run_groups
 from trainer import dist
 from trainer.dist import all_sum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rollout.rewards import RewardTable
+from rollout.rewards.table import RewardTable
 from trainer.counters import Counters
 
 

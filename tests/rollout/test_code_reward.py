@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from data.types import Prompt
-from rollout import code_child
-from rollout.code_reward import can_run_apart, last_block, passes, program
 from rollout.engine import Completion
-from rollout.rewards import load_rewards
+from rollout.rewards import code_child
+from rollout.rewards.code import can_run_apart, last_block, passes, program
+from rollout.rewards.table import load_rewards
 from tests.rollout.code_programs import ASSERTS, ATTACKS, CHECK, HONEST
 
 

@@ -17,7 +17,7 @@ from rollout.nemo_gym import GIVE_UP, RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient, error_text, join_cookies, read_places
 from rollout.nemo_gym_episodes import Turn, chains, read_episode, response_of
 from rollout.nemo_gym_options import NemoGymConfig, check_nemo_gym
-from rollout.rewards import Rewards, load_rewards
+from rollout.rewards.table import Rewards, load_rewards
 from rollout.schedule.source import Job, run_groups
 from tests.rollout.nemo_replay import CLOSE, Replay
 

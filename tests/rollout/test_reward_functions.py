@@ -8,8 +8,8 @@ import pytest
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.reward_functions import find_last_number
-from rollout.rewards import load_rewards
+from rollout.rewards.functions import find_last_number
+from rollout.rewards.table import load_rewards
 
 
 def score(name: str, text: str, answer: object = None, *, chat: bool = False, num_ids: int = 1) -> float | None:

@@ -11,9 +11,9 @@ import transformers
 
 from data.chat import render_conversation
 from data.types import Prompt
-from rollout import reward_models
 from rollout.engine import Completion
-from rollout.rewards import load_rewards
+from rollout.rewards import models
+from rollout.rewards.table import load_rewards
 from trainer.tiny.build import make_tokenizer
 
 COMMON = dict(
@@ -91,7 +91,7 @@ def test_a_score_does_not_depend_on_the_batch(changes, tmp_path, monkeypatch):
     folder = save(tmp_path, "SequenceClassification", num_labels=1, **changes)
     alone = [score(f"model:{folder}", [chat(q)], [a])[0] for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
     for budget in (16384, 60, 1):
-        monkeypatch.setattr(reward_models, "MAX_TOKENS", budget)
+        monkeypatch.setattr(models, "MAX_TOKENS", budget)
         together = score(f"model:{folder}", [chat(q) for q in QUESTIONS], list(ANSWERS))
         assert together == pytest.approx(alone, abs=1e-5)
 

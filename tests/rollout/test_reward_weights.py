@@ -6,9 +6,9 @@ import yaml
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.reward_options import RewardConfig
-from rollout.reward_weights import parse_weight, parse_weights
-from rollout.rewards import load_rewards, open_rewards
+from rollout.rewards.options import RewardConfig
+from rollout.rewards.table import load_rewards, open_rewards
+from rollout.rewards.weights import parse_weight, parse_weights
 from trainer.flags import build, flag_table, read_argv, read_tree
 
 

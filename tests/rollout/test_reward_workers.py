@@ -16,9 +16,9 @@ import pytest
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.reward_calls import Fault, TrainerState, score_rows
-from rollout.reward_workers import shards
-from rollout.rewards import Rewards, load_rewards
+from rollout.rewards.calls import Fault, TrainerState, score_rows
+from rollout.rewards.table import Rewards, load_rewards
+from rollout.rewards.workers import shards
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -378,7 +378,7 @@ def test_workers_end_with_a_trainer_that_was_killed(tmp_path):
         "import os, time\ndef judge(completions):\n    print(os.getpid(), flush=True)\n    time.sleep(1e6)\n"
     )
     code = (
-        "from rollout.rewards import load_rewards\nfrom tests.rollout.test_reward_workers import rows\n"
+        "from rollout.rewards.table import load_rewards\nfrom tests.rollout.test_reward_workers import rows\n"
         "load_rewards(['my_rewards.judge'], num_workers=1).score(*rows(['a']))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -16,9 +16,9 @@ import torch
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.reward_calls import TrainerState
-from rollout.reward_options import RewardConfig
-from rollout.rewards import load_rewards, open_rewards
+from rollout.rewards.calls import TrainerState
+from rollout.rewards.options import RewardConfig
+from rollout.rewards.table import load_rewards, open_rewards
 
 
 def write(path: Path, source: str) -> None:
@@ -498,7 +498,7 @@ def test_a_package_beside_the_user_may_import_its_own_parts(tmp_path, monkeypatc
 
 
 def test_importing_rewards_is_light():
-    code = "import sys, rollout.rewards; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    code = "import sys, rollout.rewards.table; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

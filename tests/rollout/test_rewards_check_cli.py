@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.rewards_check import main
+from rollout.rewards.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = (

@@ -13,7 +13,7 @@ import torch
 from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.rewards import load_rewards
+from rollout.rewards.table import load_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay

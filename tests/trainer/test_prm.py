@@ -168,7 +168,7 @@ def test_export_reproduces_the_evaluation_in_plain_transformers(finished):
 def test_output_is_a_reward(finished):
     from data.types import Prompt
     from rollout.engine import Completion
-    from rollout.rewards import load_rewards
+    from rollout.rewards.table import load_rewards
 
     prompt = Prompt(source="test:0", prompt=[{"role": "user", "content": "3+8+5="}], ids=[])
     made = {"prompt_ids": [], "ids": [], "logps": [], "finish_reason": "stop", "versions": []}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.rewards import load_rewards
+from rollout.rewards.table import load_rewards
 from tests.trainer.test_groups import groups_of, settings
 from trainer.__main__ import main
 from trainer.counters import Counters
@@ -141,7 +141,7 @@ def test_a_penalty_is_no_reward_and_failed_environments_are_named(streaming, tmp
 
 def test_a_function_given_from_python_and_the_default_are_named(tmp_path, monkeypatch):
     """The sentence is about the functions that ran, however they were named."""
-    from rollout.reward_options import RewardConfig
+    from rollout.rewards.options import RewardConfig
     from trainer.config import ModelConfig, PromptConfig, RunConfig
     from trainer.methods.grpo import Config, train
 
@@ -162,7 +162,7 @@ def test_a_function_given_from_python_and_the_default_are_named(tmp_path, monkey
 
 
 def test_one_function_in_the_place_of_a_tuple_is_refused():
-    from rollout.reward_options import RewardConfig
+    from rollout.rewards.options import RewardConfig
 
     with pytest.raises(ValueError, match=r"reward_funcs=.*must be a tuple; write \(my_function,\)"):
         RewardConfig(reward_funcs=len)

@@ -17,9 +17,9 @@ from data.loader import Loader
 from rollout.episodes.options import ToolConfig
 from rollout.nemo_gym_options import NemoGymConfig
 from rollout.openenv_options import OpenEnvConfig
-from rollout.reward_calls import TrainerState
-from rollout.reward_options import RewardConfig
-from rollout.rewards import open_rewards
+from rollout.rewards.calls import TrainerState
+from rollout.rewards.options import RewardConfig
+from rollout.rewards.table import open_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay

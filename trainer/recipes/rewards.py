@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.reward_functions import find_last_number, text_of
+from rollout.rewards.functions import find_last_number, text_of
 
 FARTHEST = 100  # what an answer without a number gets, and one that is farther off
 

@@ -26,7 +26,7 @@ from rollout.engines.local import LocalEngine
 from rollout.nemo_gym import RunSource, set_up_rewards
 from rollout.nemo_gym_client import GymClient
 from rollout.nemo_gym_options import NemoGymConfig
-from rollout.rewards import load_rewards
+from rollout.rewards.table import load_rewards
 from rollout.schedule.source import Job, run_groups
 from rollout.servers.command import device_of
 from rollout.servers.launch import Launched, launch, wait_ready

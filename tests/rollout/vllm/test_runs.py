@@ -67,7 +67,7 @@ def api_servers(run_dir: Path) -> list[int]:
 
 COUNTING = """
 import os
-from rollout.reward_functions import exact_match
+from rollout.rewards.functions import exact_match
 
 def right_and_written_down(prompts, completions, answer):
     with open(os.environ["STROP_TEST_PROMPTS"], "a") as file:

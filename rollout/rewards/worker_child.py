@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rollout.reward_calls import CallLog, Fault, TrainerState, checked, raised
-from rollout.reward_loading import find_reward
+from rollout.rewards.calls import CallLog, Fault, TrainerState, checked, raised
+from rollout.rewards.loading import find_reward
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ A user's function takes the names it wants of `completions`, `prompts`, `complet
 It may also name TRL's `trainer_state` (global_step, max_steps, epoch), `log_extra(column, values)`, which adds a column
 to samples.jsonl, and `log_metric(name, value)`, whose mean over the calls of a step is the metric reward/log/NAME.
 
-With num_workers functions run in processes of their own (rollout/reward_workers.py); one with a state_dict, or that
+With num_workers functions run in processes of their own (rollout/rewards/workers.py); one with a state_dict, or that
 holds a model, stays in this one. A row on which a function fails stops the run, or with on_error "none" gets no reward
 at all: without one of its parts a sum would say something else.
 
@@ -36,7 +36,7 @@ from typing import Any
 from data.types import Prompt
 from data.user_code import PYTHON, import_name
 from rollout.engine import Completion
-from rollout.reward_calls import (
+from rollout.rewards.calls import (
     LARGEST,
     OFFERED,
     RESERVED,
@@ -55,10 +55,10 @@ from rollout.reward_calls import (
     say_aloud,
     score_rows,
 )
-from rollout.reward_loading import find_reward, stays_here
-from rollout.reward_options import DEFAULT_REWARD, TIMEOUT, OnError, RewardConfig
-from rollout.reward_weights import Weight, parse_weights
-from rollout.reward_workers import WorkerPool, shards
+from rollout.rewards.loading import find_reward, stays_here
+from rollout.rewards.options import DEFAULT_REWARD, TIMEOUT, OnError, RewardConfig
+from rollout.rewards.weights import Weight, parse_weights
+from rollout.rewards.workers import WorkerPool, shards
 
 
 @dataclass(frozen=True)
@@ -474,9 +474,3 @@ def _total(values: list[float | None], weights: list[float]) -> float | None:
 def _is_async(call: Callable[..., Any]) -> bool:
     method = type(call).__call__  # of a callable object
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(method)
-
-
-if __name__ == "__main__":
-    from rollout.rewards_check import main
-
-    sys.exit(main())

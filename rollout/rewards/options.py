@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout.reward_weights import parse_weights
+from rollout.rewards.weights import parse_weights
 
 OnError = Literal["stop", "none"]
 TIMEOUT = 60.0  # seconds

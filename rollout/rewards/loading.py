@@ -10,11 +10,11 @@ from typing import Any
 
 from data.hints import suggest
 from data.user_code import PYTHON, attribute_of, import_name, load_file, load_module, told
-from rollout import reward_functions
-from rollout.reward_models import MODELS
+from rollout.rewards import functions
+from rollout.rewards.models import MODELS
 
 LAZY: dict[str, tuple[str, str]] = {  # built-ins with parts that others need not import: module, attribute
-    "code": ("rollout.code_reward", "code"),  # called with what follows the colon
+    "code": ("rollout.rewards.code", "code"),  # called with what follows the colon
     "reasoning_gym": ("rollout.reasoning_gym", "score"),
     "nemo_gym": ("rollout.nemo_gym", "VerifyReward"),
 }
@@ -33,10 +33,10 @@ def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = Fal
             f"reward_funcs={spec}: was a Python object that no import finds again; resume the run from the program "
             "that started it, with RunConfig(resume=FOLDER), or name another function by --reward-funcs"
         )
-    if spec in reward_functions.FUNCTIONS:
-        return spec, reward_functions.FUNCTIONS[spec]
-    if head in reward_functions.FACTORIES:
-        return head, reward_functions.FACTORIES[head](argument if colon else None)
+    if spec in functions.FUNCTIONS:
+        return spec, functions.FUNCTIONS[spec]
+    if head in functions.FACTORIES:
+        return head, functions.FACTORIES[head](argument if colon else None)
     if head in MODELS:
         return head, MODELS[head](argument if colon else None, trust_remote_code)
     if head in LAZY:
@@ -46,7 +46,7 @@ def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = Fal
         module = load_file(Path(path).expanduser().resolve(), f"reward_funcs={spec}")
         return attribute, _user_function(spec, attribute_of(module, attribute, f"reward_funcs={spec}"))
     if colon or "." not in spec:
-        builtin = (*reward_functions.FUNCTIONS, *reward_functions.FACTORIES, *MODELS, *LAZY)
+        builtin = (*functions.FUNCTIONS, *functions.FACTORIES, *MODELS, *LAZY)
         raise ValueError(
             f"reward_funcs={spec}: no such built-in reward; {suggest(head, builtin)} or give module.function or "
             "path/to/file.py:function"

@@ -1,6 +1,6 @@
 """Runs one program and its tests, and says whether they passed. A file of its own, without imports of ours.
 
-    python -I rollout/code_child.py < {"program", "tests", "together", "limits": {...}, "secret"}  # JSON on stdin
+    python -I code_child.py < {"program", "tests", "together", "limits": {...}, "secret"}  # JSON on stdin
 
 Two processes. The judge forks a process for the program before it reads its input, so the tests, the values they
 expect, and the secret by which a pass is reported are never in the memory of the program. The tests run in the judge.

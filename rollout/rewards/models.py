@@ -16,7 +16,7 @@ from typing import Any
 
 from data.chat import apply_template, end_of_turn_id, render_prompt, render_text, stop_ids, with_system
 from data.types import Messages
-from rollout.reward_functions import text_of
+from rollout.rewards.functions import text_of
 from rollout.servers.model_folder import trust_hint
 
 MAX_TOKENS = 16384  # of one forward, padding included

@@ -13,7 +13,7 @@ network where the system lets a process leave it, no connections otherwise. That
 a security boundary: code made to break out will, so run a policy you do not trust in a container.
 
 Tests that only compare what calls return with data (can_run_apart has the forms) run in another process than the
-program, which gets arguments as data, answers with data, and never sees the tests (rollout/code_child.py). What a
+program, which gets arguments as data, answers with data, and never sees the tests (code_child.py). What a
 program does to builtins, modules, frames or __eq__, or writes anywhere, is then of no use to it. What still earns a
 reward it should not:
 
@@ -43,9 +43,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rollout.code_child import ALIASES, PURE
-from rollout.reward_functions import text_of
-from rollout.reward_workers import kill_group
+from rollout.rewards.code_child import ALIASES, PURE
+from rollout.rewards.functions import text_of
+from rollout.rewards.workers import kill_group
 
 CHILD = Path(__file__).with_name("code_child.py")
 SECONDS = 10.0

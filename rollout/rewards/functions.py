@@ -9,7 +9,7 @@
     repetition[:N]               minus the share of repeated runs of N tokens (3 unless given)
     soft_overlong:MAX,MARGIN     0 up to MAX-MARGIN tokens, then down to -1 at MAX
     math_verify                  1 when the text and the answer are the same mathematics (extra `rewards`)
-    code[:SECONDS]               1 when the program in the text passes the row's tests (rollout/code_reward.py)
+    code[:SECONDS]               1 when the program in the text passes the row's tests (rollout/rewards/code.py)
     env                          what the completion's own environment gave it; None where it gave nothing
 
 `answer` is a column of the data; a row whose answer is None gets None: the reward does not apply to it.

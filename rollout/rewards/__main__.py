@@ -16,8 +16,8 @@ from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.reward_functions import text_of
-from rollout.rewards import RewardTable, load_rewards
+from rollout.rewards.functions import text_of
+from rollout.rewards.table import RewardTable, load_rewards
 from rollout.servers.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
@@ -236,3 +236,7 @@ def _short(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "None" if value is None else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

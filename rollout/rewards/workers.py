@@ -31,10 +31,10 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from data.types import Prompt
-from rollout.reward_calls import CallLog, Fault, Outcome, Scored, TrainerState, score_rows
+from rollout.rewards.calls import CallLog, Fault, Outcome, Scored, TrainerState, score_rows
 from strop_names import ROOT
 
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rollout.reward_process import main; main()"
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rollout.rewards.worker_child import main; main()"
 START_SECONDS = 300.0  # to import what the functions need
 GLANCE = 0.2  # seconds between looks whether the process is still there
 CHUNK = 2**16

@@ -19,10 +19,8 @@ from rollout.episodes.options import ToolConfig
 from rollout.episodes.rollout_func import RolloutFunction
 from rollout.episodes.tool_episode import ToolEpisode, show_tools
 from rollout.episodes.tools import load_tools
-from rollout.nemo_gym import COLUMNS, RunSource, set_up_rewards
-from rollout.nemo_gym_client import GymClient
-from rollout.nemo_gym_options import NemoGymConfig, check_nemo_gym
-from rollout.openenv_options import OpenEnvConfig
+from rollout.gyms.nemo_gym import COLUMNS, GymClient, RunSource, set_up_rewards
+from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.rewards.table import Rewards
 from rollout.schedule.planner import Order
 from rollout.schedule.source import EngineSource, Source
@@ -79,7 +77,7 @@ class Surroundings:
         if self.toolset is not None:
             self.episode = ToolEpisode.of(cfg.tools, self.toolset, policy.tokenizer)
         if cfg.openenv.env is not None:
-            from rollout.openenv import load_episode  # its package is an extra
+            from rollout.gyms.openenv import load_episode  # its package is an extra
 
             self.episode = load_episode(cfg.openenv, policy.tokenizer)
 
@@ -149,7 +147,7 @@ class Surroundings:
             settings = {"chat_template_kwargs": self.cfg.model.chat_template_kwargs}
             return self.function.source(engine, sampling, num_generations=self.cfg.num_generations, **settings)
         if self.cfg.openenv.env is not None:
-            from rollout.openenv import OpenEnvSource
+            from rollout.gyms.openenv import OpenEnvSource
 
             return OpenEnvSource(engine, sampling, self.episode)
         if self.episode is not None:

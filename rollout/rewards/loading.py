@@ -15,8 +15,8 @@ from rollout.rewards.models import MODELS
 
 LAZY: dict[str, tuple[str, str]] = {  # built-ins with parts that others need not import: module, attribute
     "code": ("rollout.rewards.code", "code"),  # called with what follows the colon
-    "reasoning_gym": ("rollout.reasoning_gym", "score"),
-    "nemo_gym": ("rollout.nemo_gym", "VerifyReward"),
+    "reasoning_gym": ("rollout.gyms.reasoning_gym", "score"),
+    "nemo_gym": ("rollout.gyms.nemo_gym", "VerifyReward"),
 }
 
 

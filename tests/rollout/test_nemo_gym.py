@@ -13,10 +13,20 @@ import pytest
 from data.rows.nemo_gym import nemo_gym_columns
 from data.types import Prompt
 from rollout.engine import Completion, Sampling
-from rollout.nemo_gym import GIVE_UP, RunSource, set_up_rewards
-from rollout.nemo_gym_client import GymClient, error_text, join_cookies, read_places
-from rollout.nemo_gym_episodes import Turn, chains, read_episode, response_of
-from rollout.nemo_gym_options import NemoGymConfig, check_nemo_gym
+from rollout.gyms.nemo_gym import (
+    GIVE_UP,
+    GymClient,
+    RunSource,
+    Turn,
+    chains,
+    error_text,
+    join_cookies,
+    read_episode,
+    read_places,
+    response_of,
+    set_up_rewards,
+)
+from rollout.gyms.options import NemoGymConfig, check_nemo_gym
 from rollout.rewards.table import Rewards, load_rewards
 from rollout.schedule.source import Job, run_groups
 from tests.rollout.nemo_replay import CLOSE, Replay

@@ -22,9 +22,8 @@ from data.chat import render_conversation, render_prompt
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.openenv import OpenEnvSource, environment_seed, load_episode, opening
-from rollout.openenv_options import OpenEnvConfig
-from rollout.openenv_sessions import Failed, find_environment
+from rollout.gyms.openenv import Failed, OpenEnvSource, environment_seed, find_environment, load_episode, opening
+from rollout.gyms.options import OpenEnvConfig
 from rollout.schedule.source import Job, run_groups
 from rollout.servers.loop import Loop
 from tests.rollout.scripted_engine import ScriptedEngine

@@ -14,7 +14,7 @@ import pytest
 from data.rows.prompts import load_prompts
 from data.sources import DataSpec, load_rows, parse_spec
 from rollout.engine import Completion
-from rollout.reasoning_gym import final_answer, load, score
+from rollout.gyms.reasoning_gym import final_answer, load, score
 from rollout.rewards.table import load_rewards
 
 ROOT = Path(__file__).resolve().parents[2]

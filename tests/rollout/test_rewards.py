@@ -214,8 +214,8 @@ def test_rewards_of_environments_are_imported_when_they_are_named(monkeypatch):
             return [2.0] * len(completions)
 
     for module, attribute, spec, value in (
-        ("rollout.nemo_gym", "VerifyReward", "nemo_gym:verify", Gym),
-        ("rollout.reasoning_gym", "score", "reasoning_gym", Gym().__call__),
+        ("rollout.gyms.nemo_gym", "VerifyReward", "nemo_gym:verify", Gym),
+        ("rollout.gyms.reasoning_gym", "score", "reasoning_gym", Gym().__call__),
     ):
         fake = types.ModuleType(module)
         setattr(fake, attribute, value)

@@ -15,8 +15,7 @@ from functools import partial
 
 from data.loader import Loader
 from rollout.episodes.options import ToolConfig
-from rollout.nemo_gym_options import NemoGymConfig
-from rollout.openenv_options import OpenEnvConfig
+from rollout.gyms.options import NemoGymConfig, OpenEnvConfig
 from rollout.rewards.calls import TrainerState
 from rollout.rewards.options import RewardConfig
 from rollout.rewards.table import open_rewards

@@ -23,9 +23,8 @@ from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
 from rollout.engine import Completion, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.nemo_gym import RunSource, set_up_rewards
-from rollout.nemo_gym_client import GymClient
-from rollout.nemo_gym_options import NemoGymConfig
+from rollout.gyms.nemo_gym import GymClient, RunSource, set_up_rewards
+from rollout.gyms.options import NemoGymConfig
 from rollout.rewards.table import load_rewards
 from rollout.schedule.source import Job, run_groups
 from rollout.servers.command import device_of

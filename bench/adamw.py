@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bench.common import Row, alternate, emit, make_row, require_commit
 from trainer.config import OptimConfig
-from trainer.dist import pick_device
+from trainer.parallel.comm import pick_device
 from trainer.plan import known_config
 from trainer.small_state import RoundedAdamW
 

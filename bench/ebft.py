@@ -44,11 +44,11 @@ from rollout.engines.strided import continue_documents, draw
 from trainer import strided_step
 from trainer.attention import span_masks
 from trainer.config import DataConfig, ModelConfig
-from trainer.dist import pick_device
 from trainer.ebft_options import EbftConfig, FeatureConfig, StridedConfig
 from trainer.features import FeatureNetwork, Found, blocks_of, states_of
 from trainer.model import Policy, as_head_takes, head_of, hidden_states
 from trainer.optim import total_loss
+from trainer.parallel.comm import pick_device
 from trainer.strided_step import StridedStep
 
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}

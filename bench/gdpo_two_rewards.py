@@ -33,8 +33,8 @@ from rollout.engines.local import LocalEngine
 from rollout.rewards.table import load_rewards
 from trainer.cli import load_config
 from trainer.config import LoraConfig, ModelConfig
-from trainer.dist import pick_device
 from trainer.model import load_policy
+from trainer.parallel.comm import pick_device
 
 RECIPE = ROOT / "trainer" / "recipes" / "gdpo_two_rewards.yaml"
 METHODS = ("grpo", "gdpo")

@@ -16,8 +16,8 @@ from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.adapters import add_adapter
 from trainer.attention import choose_attention
 from trainer.config import LoraConfig
-from trainer.dist import pick_device
 from trainer.model import BUILTIN, Policy
+from trainer.parallel.comm import pick_device
 from trainer.weights import PolicyWeights
 
 QWEN3 = {

@@ -8,7 +8,7 @@ that are not kept weigh 0 in the policy loss but still count in its denominator;
 
 A quantile lies on a value of the data or between two. A completion that was sampled twice has equal tokens there, whose
 entropies differ by rounding, so an exact comparison would keep some copies and drop others, depending on the layout.
-trainer/step_quantile.py therefore lowers the threshold by a small part of itself, more than rounding comes to.
+trainer/parallel/quantile.py therefore lowers the threshold by a small part of itself, more than rounding comes to.
 
 Shapes: N = packed tokens.
 """

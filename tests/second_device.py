@@ -86,7 +86,7 @@ class SecondDevice(TorchFunctionMode):
 def second_device() -> Iterator[None]:
     import transformers
 
-    from trainer import dist
+    from trainer.parallel import comm
 
     load = transformers.PreTrainedModel.from_pretrained.__func__
 
@@ -95,7 +95,7 @@ def second_device() -> Iterator[None]:
         with _pop_mode_temporarily():
             return load(cls, *args, **kwargs)
 
-    picked = dist.pick_device
+    picked = comm.pick_device
     holders = [module for module in list(sys.modules.values()) if getattr(module, "pick_device", None) is picked]
     for module in holders:
         module.pick_device = lambda: DEVICE

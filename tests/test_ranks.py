@@ -21,9 +21,9 @@ from tests.entry import ROOT, environment, metrics, repeatable, run_ok
 from trainer.__main__ import main
 from trainer.checkpoint import find_problem, list_checkpoints
 from trainer.cli import load_config
-from trainer.dist import shares
-from trainer.dist_watch import HUNG, Place, Watch, record_flight
-from trainer.parallel import ParallelConfig
+from trainer.parallel.comm import shares
+from trainer.parallel.watch import HUNG, Place, Watch, record_flight
+from trainer.sharding import ParallelConfig
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SFT = (
@@ -212,7 +212,7 @@ def test_what_all_ranks_find_wrong_is_said_once(flags, message, tmp_path):
 def test_a_rank_that_does_not_come_is_named_with_what_is_waited_for(tmp_path):
     (tmp_path / "sleepy.py").write_text(
         "import time, torch\n"
-        "from trainer.dist import all_sum, process_group, rank\n"
+        "from trainer.parallel.comm import all_sum, process_group, rank\n"
         "with process_group(4.0):\n"
         "    all_sum(torch.ones(1), 'first')\n"
         "    if rank() == 1:\n"
@@ -231,7 +231,7 @@ SLOW_DISK = """
 import sys, time
 from trainer import checkpoint
 from trainer.cli import parse
-from trainer.dist import barrier, process_group, rank
+from trainer.parallel.comm import barrier, process_group, rank
 from trainer.run import open_run
 
 def slow(path, sha256_of=checkpoint.sha256_of):
@@ -273,9 +273,9 @@ ASLEEP = """
 import time, torch
 from data.packing import Item, make_batches
 from tests.ranks.worker import make_policy
-from trainer.dist import process_group, rank
+from trainer.parallel.comm import process_group, rank
 from trainer.model import token_logps
-from trainer.parallel import ParallelConfig, place, spread
+from trainer.sharding import ParallelConfig, place, spread
 with process_group(4.0):
     policy = spread(ParallelConfig(mode="fsdp"), make_policy())
     batches = make_batches([Item([n, 1, 2, 3], [False, True, True, True]) for n in range(3)], max_tokens=4)

@@ -8,7 +8,7 @@ tile lists that name is transformers' sdpa: the same model object still generate
 
 Whatever flex attention cannot do is refused here or falls back to sdpa in the open, never silently.
 
-Where ranks share rows (trainer/context.py) both kinds go by names of their own, under which a layer first gathers the
+Where ranks share rows (trainer/parallel/context.py) both kinds go by names of their own, under which a layer first gathers the
 keys and values of the whole row. A model under such a name still does whole rows for whoever brings no mask of ours.
 """
 
@@ -24,8 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.packing import Batch
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
-from trainer.context import Part, slice_of, whole_row
-from trainer.dist import context_size
+from trainer.parallel.comm import context_size
+from trainer.parallel.context import Part, slice_of, whole_row
 
 NAME = "strop"  # among transformers' attention implementations
 SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # the same where ranks share rows

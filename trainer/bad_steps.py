@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from trainer.config import OptimConfig
 from trainer.counters import Counters
-from trainer.dist import all_sum
 from trainer.metrics import MetricSums
+from trainer.parallel.comm import all_sum
 
 
 def not_finite(grad_norm: float, sums: MetricSums | None) -> str | None:

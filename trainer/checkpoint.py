@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.dist import is_main, world_size
 from trainer.folders import remove_folder, sync
+from trainer.parallel.comm import is_main, world_size
+from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, settle
 from trainer.saver import INDEX, MANIFEST, Saver, Shard, Snapshot, sha256_of
-from trainer.shards import is_dtensor, is_first_copy, local, local_slices, settle
 from trainer.small_state import SCALE, as_held, as_saved
 from trainer.tensor_files import Record, TensorFiles, records_from_json, records_of_file
 

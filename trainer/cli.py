@@ -28,7 +28,7 @@ from data.user_code import import_beside, is_missing
 from trainer.config import RunConfig
 from trainer.flags import Values, build, config_to_tree, flag_table, looks_like_flag, nearest, read_argv, read_tree
 from trainer.learning_rates import rates_of
-from trainer.ranks import world_size
+from trainer.parallel.ranks import world_size
 
 __all__ = ["config_to_tree", "load_config", "method_names", "method_summary", "parse", "save_config"]
 

@@ -16,7 +16,7 @@ import tyro
 
 from data.formats.template_settings import TemplateKwargs
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer.ranks import world_size
+from trainer.parallel.ranks import world_size
 
 T = TypeVar("T")
 Flat = tyro.conf.OmitArgPrefixes[T]

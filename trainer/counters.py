@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from trainer.dist import all_max
+from trainer.parallel.comm import all_max
 
 
 class Timer:

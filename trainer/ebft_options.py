@@ -23,8 +23,8 @@ from trainer.config import (
     check_evaluation,
 )  # fmt: skip
 from trainer.group_options import AdvantageConfig, AsyncConfig, check_overlap
-from trainer.parallel import ParallelConfig
 from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
+from trainer.sharding import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

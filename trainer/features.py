@@ -29,11 +29,11 @@ from data.types import TruthPrompt
 from losses import ebft
 from rollout.engine import Completion
 from trainer.config import ModelConfig, RunConfig
-from trainer.dist import all_gather
 from trainer.ebft_options import FeatureConfig
 from trainer.model import Policy, as_reference, blocks_of, causal_lm, hidden_states
-from trainer.parallel import ParallelConfig, place
+from trainer.parallel.comm import all_gather
 from trainer.reference import load_frozen
+from trainer.sharding import ParallelConfig, place
 
 
 class Found(NamedTuple):

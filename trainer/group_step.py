@@ -40,7 +40,6 @@ from losses.kl import MAX_LOG_RATIO
 from losses.policy import MIN_LOG_WEIGHT, denominator
 from rollout.engine import Completion
 from trainer import rollouts
-from trainer.dist import all_count, all_sum, data_size
 from trainer.group_loss import (
     Known,
     add_gap_metrics,
@@ -55,7 +54,8 @@ from trainer.group_loss import (
 from trainer.metrics import MetricSums
 from trainer.model import Policy, reference_logps, token_logps, token_loss
 from trainer.optim import total_loss
-from trainer.step_quantile import tolerance_of, top_threshold
+from trainer.parallel.comm import all_count, all_sum, data_size
+from trainer.parallel.quantile import tolerance_of, top_threshold
 
 
 @dataclass(frozen=True)

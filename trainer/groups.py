@@ -35,9 +35,9 @@ from rollout.engine import Completion
 from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Made, Producer
 from rollout.schedule.replay import Group, Replay
-from trainer.dist import all_sum
 from trainer.group_step import score
 from trainer.model import Policy, reference_logps
+from trainer.parallel.comm import all_sum
 from trainer.rollouts import logged_metrics, pack_completions
 from trainer.unrewarded import Unrewarded
 

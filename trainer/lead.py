@@ -25,11 +25,11 @@ from rollout.engine import Completion, Engine, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group, as_json, completion_of
-from trainer import dist
 from trainer.groups import GroupBatch
 from trainer.lend import Lender, LentScores
 from trainer.model import Policy
-from trainer.parallel import gathered_weights
+from trainer.parallel import comm
+from trainer.sharding import gathered_weights
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Lead:
 
     def __init__(self, policy: Policy, engine: Engine, prompts: Sequence[Prompt]) -> None:
         self.policy, self.local, self.prompts = policy, engine, prompts
-        spreads = dist.world_size() > 1 and dist.is_main() and isinstance(engine, LocalEngine)
+        spreads = comm.world_size() > 1 and comm.is_main() and isinstance(engine, LocalEngine)
         self.engine: Engine = SpreadEngine(policy, engine) if spreads else engine
         self.orders: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
         if isinstance(engine, LocalEngine):  # on rank 0 it may be that of servers, which lends nothing
@@ -47,21 +47,21 @@ class Lead:
 
     def run(self, work: Callable[[], T]) -> T | None:
         """What rank 0 does, and its result there; None elsewhere."""
-        if dist.world_size() == 1:
+        if comm.world_size() == 1:
             return work()
-        if dist.is_main():
-            with dist.leading():
+        if comm.is_main():
+            with comm.leading():
                 result = work()
-                dist.give_order("done")
+                comm.give_order("done")
             return result
-        while (order := dist.await_order()) != "done":
+        while (order := comm.await_order()) != "done":
             name, *words = order.split()
             self.orders[name](*words)
         return None
 
     def share(self, batch: GroupBatch | None) -> GroupBatch:
         """Rank 0's groups dealt to all, about as many tokens for each. What was sampled stays whole on rank 0."""
-        if dist.world_size() == 1:
+        if comm.world_size() == 1:
             assert batch is not None
             return batch
         packed = None
@@ -69,12 +69,12 @@ class Lead:
             sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in batch.groups]
             packed = {
                 "groups": [_packed(group) for group in batch.groups],
-                "dealt": dist.shares(sizes, dist.data_size()),
+                "dealt": comm.shares(sizes, comm.data_size()),
                 "names": batch.names,
                 "weights": batch.weights,
             }
-        packed = dist.from_main(packed, "groups of the step")
-        own = [self._unpacked(packed["groups"][i]) for i in packed["dealt"][dist.data_rank()]]
+        packed = comm.from_main(packed, "groups of the step")
+        own = [self._unpacked(packed["groups"][i]) for i in packed["dealt"][comm.data_rank()]]
         if batch is not None:
             return replace(batch, groups=own)
         return GroupBatch(own, packed["names"], packed["weights"], {})
@@ -85,7 +85,7 @@ class Lead:
         return Group(planned=planned, completions=completions, values=saved["values"], replayed=saved["replayed"])
 
     def _generate_part(self) -> None:
-        requests, sampling, version = dist.from_main(None, "requests")
+        requests, sampling, version = comm.from_main(None, "requests")
         self.local.version = version
         generate_part(self.policy, self.local, [Request(**r) for r in requests], _sampling(sampling))
 
@@ -94,8 +94,8 @@ class SpreadEngine(LentScores):
     """The engine in process over several ranks: rank 0 asks, all make their part."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        dist.give_order("generate")
-        dist.from_main([[asdict(request) for request in requests], asdict(sampling), self.version], "requests")
+        comm.give_order("generate")
+        comm.from_main([[asdict(request) for request in requests], asdict(sampling), self.version], "requests")
         self.local.version = self.version
         return generate_part(self.policy, self.local, requests, sampling)
 
@@ -104,14 +104,14 @@ def generate_part(
     policy: Policy, local: LocalEngine, requests: Sequence[Request], sampling: Sampling
 ) -> list[Completion]:
     """This rank's part of the requests; all of them together on rank 0."""
-    world, rank = dist.world_size(), dist.rank()
+    world, rank = comm.world_size(), comm.rank()
     first, stop = (len(requests) * part // world for part in (rank, rank + 1))
     with gathered_weights(policy):
         made = local.generate(requests[first:stop], sampling) if stop > first else []
     text = json.dumps([as_json(completion) for completion in made]).encode()
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(policy.device)
-    parts = dist.all_gather(own, "completions", everyone=True)
-    if not dist.is_main():
+    parts = comm.all_gather(own, "completions", everyone=True)
+    if not comm.is_main():
         return made
     return [completion_of(c) for part in parts for c in json.loads(bytes(part.cpu().numpy().tobytes()))]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rollout.engines.local import LocalEngine
-from trainer import dist
 from trainer.model import Policy
-from trainer.parallel import whole_head
+from trainer.parallel import comm
+from trainer.sharding import whole_head
 from trainer.weights import PolicyWeights
 
 Sequences = Sequence[tuple[list[int], list[int]]]
@@ -29,7 +29,7 @@ class LentWeights(PolicyWeights):
     """Rank 0's source: it tells the others before it reads, and reads to the end whatever a server does."""
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        dist.give_order(f"weights {name_of(self.dtype)}")
+        comm.give_order(f"weights {name_of(self.dtype)}")
         tensors = super().tensors()
         try:
             while (pair := next(tensors, None)) is not None:  # `yield from` would close them with this generator
@@ -40,7 +40,7 @@ class LentWeights(PolicyWeights):
 
     def save_adapter(self, folder: Path) -> None:
         _ = self.adapter  # one that cannot be served is refused before the others are told
-        dist.give_order(f"adapter {name_of(self.dtype)}")
+        comm.give_order(f"adapter {name_of(self.dtype)}")
         super().save_adapter(folder)
 
 
@@ -54,8 +54,8 @@ class LentScores(LocalEngine):
         self.policy, self.local = policy, local
 
     def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        dist.give_order("score")
-        dist.from_main([sequences, temperature], "sequences to score")
+        comm.give_order("score")
+        comm.from_main([sequences, temperature], "sequences to score")
         return score_together(self.policy, self.local, sequences, temperature)
 
 
@@ -75,7 +75,7 @@ class Lender:
         self._source(dtype).adapter.read()
 
     def score(self) -> None:
-        sequences, temperature = dist.from_main(None, "sequences to score")
+        sequences, temperature = comm.from_main(None, "sequences to score")
         score_together(self.policy, self.local, sequences, temperature)
 
     def _source(self, dtype: str) -> PolicyWeights:
@@ -87,7 +87,7 @@ class Lender:
 
 def score_together(policy: Policy, local: LocalEngine, sequences: Sequences, temperature: float) -> list[list[float]]:
     """Log-probs by all ranks at once; the model stays in shards, but for the block at work and the head."""
-    with dist.inside("log-probs to compare"), whole_head(policy):
+    with comm.inside("log-probs to compare"), whole_head(policy):
         return local.score(sequences, temperature)
 
 

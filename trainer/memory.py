@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.servers.model_folder import read_adapter, resolve_model
+from trainer.parallel.ranks import world_size
 from trainer.plan_memory import METHODS, Method, Sizes, Work, kept, peak, sampling, sizes_of
-from trainer.ranks import world_size
 from trainer.reasons import why
 
 ANY = Method("any loss")  # a method that is not ours
@@ -109,7 +109,7 @@ def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
     """GPUs that one copy is divided over, by the settings and, for auto, as the trainer decides."""
     import torch
 
-    from trainer.parallel import room_for_a_copy
+    from trainer.sharding import room_for_a_copy
 
     parallel, world = cfg.parallel, world_size()
     if world == 1 or parallel.mode == "replicate":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.shards import local, local_slices
+from trainer.parallel.dtensor import local, local_slices
 from trainer.tensor_files import Record, TensorFiles, records_of_file
 
 ONE_FILE = "model.safetensors"

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.dist import all_gather, all_sum, pick_device, world_size
+from trainer.parallel.comm import all_gather, all_sum, pick_device, world_size
 
 # One line per name, `*` stands for any text. The report, the README and a test read this: a run may log no other name.
 GLOSSARY: dict[str, str] = {

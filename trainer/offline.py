@@ -16,10 +16,10 @@ from typing import Any
 from data.loader import Loader
 from trainer.bad_steps import BadSteps
 from trainer.counters import Counters, Timer
-from trainer.dist import all_count, rank, share
 from trainer.metrics import MetricSums
 from trainer.model import Policy
 from trainer.optim import build_optimizer, clip_and_step
+from trainer.parallel.comm import all_count, rank, share
 from trainer.run import Run
 
 Evaluate = Callable[[], dict[str, float]]

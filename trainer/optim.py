@@ -15,7 +15,7 @@ from losses.types import LossOut
 from trainer.bad_steps import BadSteps, not_finite
 from trainer.config import OptimConfig
 from trainer.metrics import MetricSums
-from trainer.parallel import clip_gradients, sum_gradients
+from trainer.sharding import clip_gradients, sum_gradients
 from trainer.small_state import small_adamw
 
 

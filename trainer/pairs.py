@@ -16,10 +16,10 @@ from data.packing import Batch, Item, make_batches
 from data.rows.pairs import load_pairs
 from data.types import Pair
 from trainer.config import RunConfig
-from trainer.dist import all_count
 from trainer.metrics import MetricSums
 from trainer.model import Policy
-from trainer.parallel import place
+from trainer.parallel.comm import all_count
+from trainer.sharding import place
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,21 @@ from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
 from trainer.config import RolloutConfig, RunConfig
-from trainer.dist import all_count, await_order, context_size, data_size, give_order, is_main, leading, world_size
 from trainer.lend import LentScores, LentWeights
 from trainer.model import Policy
-from trainer.parallel import place
-from trainer.ranks import local_world_size
+from trainer.parallel.comm import (
+    all_count,
+    await_order,
+    context_size,
+    data_size,
+    give_order,
+    is_main,
+    leading,
+    world_size,
+)
+from trainer.parallel.ranks import local_world_size
 from trainer.run import Run
+from trainer.sharding import place
 from trainer.unrewarded import Unrewarded
 from trainer.weights import PolicyWeights
 

@@ -45,7 +45,6 @@ from trainer.checkpoint import (
 from trainer.cli import config_to_tree, load_config, save_config
 from trainer.config import RunConfig
 from trainer.console import Console, evaluation_lines
-from trainer.dist import from_main, on_main, world_size
 from trainer.export import describe_model, export_model
 from trainer.folders import remove_folder, remove_leftovers
 from trainer.health import Watch, replay
@@ -53,6 +52,7 @@ from trainer.learning_rates import SMALL_MODEL, far_off
 from trainer.memory import device_type
 from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy
+from trainer.parallel.comm import from_main, on_main, world_size
 from trainer.run_folder import (
     expand,
     is_new_each_time,

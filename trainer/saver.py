@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer import stop
-from trainer.dist import is_main, of_all, rank, world_size
-from trainer.dist_watch import say
 from trainer.folders import TMP, remove_folder, sync
+from trainer.parallel.comm import is_main, of_all, rank, world_size
+from trainer.parallel.watch import say
 from trainer.tensor_files import (
     Part,
     Record,

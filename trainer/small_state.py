@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from kernels.adamw import Held, Rates, step_
 from trainer.config import OptimConfig
-from trainer.shards import is_dtensor
+from trainer.parallel.dtensor import is_dtensor
 
 SCALE = "_scale"
 

@@ -94,7 +94,7 @@ def end_on_sigterm() -> Iterator[Stop]:
 
 def asked() -> bool:
     """Whether to save and stop now; the same answer on every rank."""
-    from trainer.dist import any_rank  # torch is slow to import, and --help is not to wait for it
+    from trainer.parallel.comm import any_rank  # torch is slow to import, and --help is not to wait for it
 
     return any_rank(STOP.signalled)
 

@@ -28,8 +28,6 @@ from losses import ebft
 from rollout.engine import Completion
 from rollout.rewards.table import RewardTable
 from rollout.schedule.source import Job, Source, run_groups
-from trainer import dist
-from trainer.dist import all_sum
 from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
 from trainer.groups import GroupBatch
 from trainer.lead import Lead
@@ -37,7 +35,9 @@ from trainer.metrics import MetricSums
 from trainer.model import Policy, token_logps, token_loss
 from trainer.offline import mine
 from trainer.optim import total_loss
-from trainer.parallel import place
+from trainer.parallel import comm
+from trainer.parallel.comm import all_sum
+from trainer.sharding import place
 
 ORDER = "measure"  # what rank 0 says when it wants rewards
 
@@ -67,9 +67,9 @@ class FeatureRewards:
     def measure(self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion]) -> Measured:
         """Of whole groups, one prompt for each completion; on rank 0, where the others await orders."""
         groups = self.network.items_of(prompts, completions, num_generations=self.num_generations)
-        if dist.world_size() == 1:
+        if comm.world_size() == 1:
             return self.network.measure(self.network.of_items(groups, self.num_generations))
-        dist.give_order(ORDER)
+        comm.give_order(ORDER)
         return self._measure_part([[list(vars(item).values()) for item in group] for group in groups])
 
     def follow(self) -> None:
@@ -78,9 +78,9 @@ class FeatureRewards:
 
     def _measure_part(self, told: list[list[list[Any]]] | None) -> Measured:
         """This rank's part of the groups that rank 0 tells; all of them together, in their order."""
-        groups = [[Item(*item) for item in group] for group in dist.from_main(told, "groups to measure")]
-        dealt = dist.shares([sum(len(item.ids) for item in group) for group in groups], dist.world_size())
-        own = [groups[number] for number in dealt[dist.rank()]]
+        groups = [[Item(*item) for item in group] for group in comm.from_main(told, "groups to measure")]
+        dealt = comm.shares([sum(len(item.ids) for item in group) for group in groups], comm.world_size())
+        own = [groups[number] for number in dealt[comm.rank()]]
         found = of_all_ranks([self.network.measure(self.network.of_items(own, self.num_generations))])
         order = torch.tensor([number for part in dealt for number in part]).argsort().to(found.cfm.device)
         unbiased = None if found.cfm_unbiased is None else found.cfm_unbiased[order]

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from rollout.sync.base import TensorSpec, synchronize
 from trainer.checkpoint import ADAPTER
-from trainer.dist import inside
 from trainer.meta_load import same_layout
 from trainer.model import Policy, causal_lm
-from trainer.shards import full, is_dtensor, settle
+from trainer.parallel.comm import inside
+from trainer.parallel.dtensor import full, is_dtensor, settle
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")  # model.layers.12
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from data.packing import Item, make_batches
 from tests.ranks.worker import one_process
 from trainer.attention import use_flex, use_slices
-from trainer.dist import context_size, is_main, process_group
 from trainer.model import Policy, token_logps
-from trainer.parallel import sum_gradients
+from trainer.parallel.comm import context_size, is_main, process_group
+from trainer.sharding import sum_gradients
 
 VOCAB = 1000
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer import __main__ as entry
 from trainer import saver
-from trainer.dist import rank
+from trainer.parallel.comm import rank
 
 
 def break_second_save(fault: str) -> None:

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 from rollout.servers.model_folder import resolve_model
 from tests.ranks.worker import one_process
 from trainer import meta_load
-from trainer import parallel as parallel_module
+from trainer import sharding as parallel_module
 from trainer.config import LoraConfig, ModelConfig
-from trainer.dist import barrier, is_main
 from trainer.model import Policy, causal_lm, load_policy
-from trainer.parallel import ParallelConfig, spread
-from trainer.shards import full, is_dtensor, local
+from trainer.parallel.comm import barrier, is_main
+from trainer.parallel.dtensor import full, is_dtensor, local
+from trainer.sharding import ParallelConfig, spread
 
 TINY = resolve_model("builtin:tiny")
 CPU = torch.device("cpu")

@@ -23,7 +23,6 @@ from rollout.schedule.replay import Group
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer import strided_step, truth_step
 from trainer.config import DataConfig, ModelConfig, PromptConfig, RunConfig
-from trainer.dist import of_all, rank
 from trainer.ebft_options import FeatureConfig, StridedConfig
 from trainer.features import FeatureNetwork
 from trainer.group_step import backward, prepare
@@ -31,6 +30,7 @@ from trainer.groups import GroupBatch, advantages, sequence_kl
 from trainer.lead import Lead
 from trainer.model import Policy
 from trainer.offline import places_of_mine
+from trainer.parallel.comm import of_all, rank
 from trainer.policy_options import CorrectionConfig, PolicyLossConfig
 
 SIZE = 4  # completions of a group

@@ -28,10 +28,10 @@ from rollout.servers.worker.strop_wire import PeerError
 from rollout.sync import process_group as transfer
 from trainer import rollouts
 from trainer.cli import parse
-from trainer.dist import is_main, pick_device, process_group
 from trainer.lead import Lead
 from trainer.model import Policy, load_policy
-from trainer.parallel import spread
+from trainer.parallel.comm import is_main, pick_device, process_group
+from trainer.sharding import spread
 
 PROBE_EVERY = 20
 MODES = {

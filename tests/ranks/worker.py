@@ -21,13 +21,13 @@ from torch import Tensor
 from data.types import Example, Labelled, Pair, Steps
 from trainer.attention import use_slices
 from trainer.config import ModelConfig, RunConfig
-from trainer.dist import context_size, is_main, process_group
 from trainer.methods import cpo, dpo
 from trainer.model import Policy
 from trainer.offline import mine
-from trainer.parallel import ParallelConfig, clip_gradients, spread, sum_gradients
+from trainer.parallel.comm import context_size, is_main, process_group
+from trainer.parallel.dtensor import full
 from trainer.reference import Reference
-from trainer.shards import full
+from trainer.sharding import ParallelConfig, clip_gradients, spread, sum_gradients
 
 VOCAB = 29
 DATA = ("rows",)

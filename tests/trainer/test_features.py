@@ -24,7 +24,7 @@ from trainer.config import LoraConfig, ModelConfig, RunConfig
 from trainer.ebft_options import FeatureConfig
 from trainer.features import FeatureNetwork, blocks_of, feature_policy, states_of
 from trainer.model import Policy, hidden_states, load_policy
-from trainer.parallel import ParallelConfig
+from trainer.sharding import ParallelConfig
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(model="builtin:tiny")

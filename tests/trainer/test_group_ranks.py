@@ -26,9 +26,10 @@ from tests.trainer.group_cases import (
     moved_llama,
     step,
 )
-from trainer import group_step, metrics, step_quantile
+from trainer import group_step, metrics
 from trainer.group_step import backward, prepare
-from trainer.step_quantile import kth_smallest, tolerance_of, top_threshold
+from trainer.parallel import quantile
+from trainer.parallel.quantile import kth_smallest, tolerance_of, top_threshold
 
 TOGETHER = {
     "vllm_importance_sampling_mode": "sequence_mask",
@@ -57,7 +58,7 @@ class Meeting:
 
 def on_two_ranks(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> list[Any]:
     meeting, results, errors = Meeting(), [None, None], []
-    for module in (group_step, metrics, step_quantile):
+    for module in (group_step, metrics, quantile):
         monkeypatch.setattr(module, "all_sum", meeting.all_sum)
 
     def run(rank: int) -> None:

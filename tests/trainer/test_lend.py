@@ -13,9 +13,10 @@ from torch import nn
 
 from rollout.servers.options import SyncConfig, VllmConfig
 from tests.trainer.test_weights import make_model, policy_of, with_lora
-from trainer import dist, lend, rollouts, weights
+from trainer import lend, rollouts, weights
 from trainer.lend import Lender, LentWeights
-from trainer.parallel import ParallelConfig
+from trainer.parallel import comm
+from trainer.sharding import ParallelConfig
 
 
 @pytest.fixture
@@ -62,23 +63,23 @@ def test_an_adapter_is_read_by_all_once_it_is_known_to_be_servable(read, tmp_pat
 
 def test_orders_come_from_the_main_thread_while_the_others_wait(monkeypatch):
     store = SimpleNamespace(set=lambda *_: None, delete_key=lambda *_: None)
-    monkeypatch.setattr(dist, "_watch", SimpleNamespace(orders=0, leading=False, store=store))
+    monkeypatch.setattr(comm, "_watch", SimpleNamespace(orders=0, leading=False, store=store))
     with pytest.raises(AssertionError, match="nobody waits"):
-        dist.give_order("weights")
+        comm.give_order("weights")
     failed: list[str] = []
 
     def elsewhere() -> None:
         try:
-            dist.give_order("weights")
+            comm.give_order("weights")
         except AssertionError as error:
             failed.append(str(error))
 
-    with dist.leading():
-        dist.give_order("weights")
+    with comm.leading():
+        comm.give_order("weights")
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert failed == ["weights: only the main thread may give it"] and dist._watch.orders == 1
+    assert failed == ["weights: only the main thread may give it"] and comm._watch.orders == 1
 
 
 def settings(*, vllm: VllmConfig, sync: SyncConfig | None = None, timeout_s: float = 600.0) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 from losses.types import LossOut, Term
 from trainer.config import OptimConfig
 from trainer.optim import build_optimizer, clip_and_step, lr_factor, term_metrics, total_loss
-from trainer.parallel import clip_gradients
+from trainer.sharding import clip_gradients
 
 
 def make_model() -> nn.Module:

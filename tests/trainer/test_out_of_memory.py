@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.entry import metrics
-from trainer import parallel
+from trainer import sharding
 from trainer.__main__ import main
 from trainer.config import DataConfig, LoraConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.memory import cached_tokens, method_of, planned_peak, sizes_for, work_of
 from trainer.methods import cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft
 from trainer.out_of_memory import advice, asked_for, is_out_of_memory
-from trainer.parallel import ParallelConfig
 from trainer.plan_memory import METHODS, at_peak, peak, sampling, saved
+from trainer.sharding import ParallelConfig
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.50 GiB is "
@@ -139,7 +139,7 @@ def test_shards_follow_the_processes(monkeypatch, tmp_path):
         work = work_of(replace(cfg, parallel=ParallelConfig(mode=name, **options)), s, "cpu")
         found[name, *options.values()] = work.shards
     assert found == {("auto",): 1, ("replicate",): 1, ("fsdp",): 4, ("fsdp", 2): 2}
-    monkeypatch.setattr(parallel, "SMALL", 16 * s.params)  # no room for the reference beside it
+    monkeypatch.setattr(sharding, "SMALL", 16 * s.params)  # no room for the reference beside it
     assert work_of(cfg, s, "cpu").shards == 4
 
 
@@ -149,7 +149,7 @@ def test_processes_that_share_rows_hold_a_part_each_and_all_keys(monkeypatch, tm
     monkeypatch.setenv("WORLD_SIZE", "2")
     s = sizes_for(cfg)
     copies = [ParallelConfig(mode="replicate", context=size) for size in (1, 2)]
-    alone, ours = (work_of(replace(cfg, parallel=parallel), s, "cuda") for parallel in copies)
+    alone, ours = (work_of(replace(cfg, parallel=sharding), s, "cuda") for sharding in copies)
     assert (alone.tokens, ours.tokens, ours.own, ours.rows) == (2048, 4096, 2048, 2048)  # two rows, a half of each
     assert (alone.head, ours.head) == ("one pass", "any loss")
     assert saved(s, ours) - saved(s, alone) == 6 * 2048 * 2 * 2 * 16 * 2  # keys and values in bfloat16

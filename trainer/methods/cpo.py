@@ -27,14 +27,14 @@ from trainer.config import (
     RunConfig,
     check_evaluation,
 )
-from trainer.dist import all_sum, pick_device
 from trainer.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_logps
 from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss
 from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
-from trainer.parallel import ParallelConfig, spread
+from trainer.parallel.comm import all_sum, pick_device
 from trainer.run import open_run
+from trainer.sharding import ParallelConfig, spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,6 @@ from rollout.schedule.replay import Replay
 from trainer import rollouts, strided_step, truth_step
 from trainer.bad_steps import BadSteps
 from trainer.counters import Counters, Timer
-from trainer.dist import all_count, is_main, pick_device, rank
 from trainer.ebft_options import EbftConfig
 from trainer.features import FeatureNetwork, feature_policy
 from trainer.group_step import backward, prepare
@@ -38,8 +37,9 @@ from trainer.lead import Lead
 from trainer.model import Policy, load_policy
 from trainer.offline import Offline
 from trainer.optim import build_optimizer, clip_and_step
-from trainer.parallel import spread
+from trainer.parallel.comm import all_count, is_main, pick_device, rank
 from trainer.run import Run, open_run
+from trainer.sharding import spread
 from trainer.sources import load_curriculum
 
 

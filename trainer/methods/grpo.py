@@ -37,16 +37,16 @@ from trainer.config import (
     check_evaluation,
 )  # fmt: skip
 from trainer.counters import Counters, Timer
-from trainer.dist import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.group_options import AdvantageConfig, AsyncConfig, check_overlap
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, Groups, advantages, sequence_kl
 from trainer.lead import Lead
 from trainer.model import load_policy
 from trainer.optim import build_optimizer, clip_and_step
-from trainer.parallel import ParallelConfig, spread
+from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
 from trainer.run import open_run
+from trainer.sharding import ParallelConfig, spread
 from trainer.sources import Surroundings, check_surroundings, load_curriculum
 from trainer.unrewarded import Unrewarded
 

@@ -34,14 +34,14 @@ from trainer.config import (
     RunConfig,
     check_evaluation,
 )  # fmt: skip
-from trainer.dist import all_count, all_gather, all_sum, pick_device
 from trainer.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_logps
 from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss
-from trainer.parallel import ParallelConfig, place, spread
+from trainer.parallel.comm import all_count, all_gather, all_sum, pick_device
 from trainer.reference import Reference, build_reference, wants_copy
 from trainer.run import open_run
+from trainer.sharding import ParallelConfig, place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from data.types import Example
 from kernels.linear_logprob import TokenLogps
 from losses.sft import sft_loss
 from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig, check_evaluation
-from trainer.dist import all_count, all_sum, pick_device
 from trainer.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_logps, token_loss
 from trainer.offline import Offline, mine
 from trainer.optim import total_loss
-from trainer.parallel import ParallelConfig, place, spread
+from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.run import open_run
+from trainer.sharding import ParallelConfig, place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

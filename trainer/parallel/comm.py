@@ -30,8 +30,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.dist_watch import Watch, record_flight, say
-from trainer.ranks import is_main, rank, world_size
+from trainer.parallel.ranks import is_main, rank, world_size
+from trainer.parallel.watch import Watch, record_flight, say
 
 T = TypeVar("T")
 TIMEOUT_S = 600.0

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch
-from trainer.dist import context_gather, context_rank, context_scatter_sum, context_size, context_sum
+from trainer.parallel.comm import context_gather, context_rank, context_scatter_sum, context_size, context_sum
 
 
 @dataclass(frozen=True)

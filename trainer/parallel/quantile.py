@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.dist import all_sum
+from trainer.parallel.comm import all_sum
 
 DIGIT = 1 << 16
 # Between layouts (shared prompts or not, micro-batches of any size, padding) float32 entropies of the same token differ

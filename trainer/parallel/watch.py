@@ -1,6 +1,6 @@
 """Ranks that do not come: each says where it is now and then, and one that has waited too long says where all are.
 
-trainer/dist.py tells a Watch when a collective or a pass begins and ends.
+trainer/parallel/comm.py tells a Watch when a collective or a pass begins and ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.ranks import rank, world_size
+from trainer.parallel.ranks import rank, world_size
 
 HUNG = 75  # exit code of a process that has waited too long: a launcher may start it again
 BEAT_S = 1.0  # how often a rank says where it is

@@ -37,12 +37,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.folders import remove_folder, sync
+from trainer.files.folders import remove_folder, sync
+from trainer.files.tensor_files import Record, TensorFiles, records_from_json, records_of_file
 from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, settle
 from trainer.saver import INDEX, MANIFEST, Saver, Shard, Snapshot, sha256_of
 from trainer.small_state import SCALE, as_held, as_saved
-from trainer.tensor_files import Record, TensorFiles, records_from_json, records_of_file
 
 FORMAT = 1
 FILES = {"rng.safetensors", "state.json"}  # beside the tensors

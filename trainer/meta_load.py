@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.parallel.dtensor import local, local_slices
-from trainer.tensor_files import Record, TensorFiles, records_of_file
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import ADAPTER
+from trainer.files.tensor_files import Spec, write_tensors
 from trainer.meta_load import INDEX, ONE_FILE, same_layout
-from trainer.tensor_files import Spec, write_tensors
 from trainer.weights import block_by_block, lora_layers, refuse_unmergeable
 
 LIMIT = 5 * 10**9  # bytes of one file

@@ -46,7 +46,7 @@ from trainer.cli import config_to_tree, load_config, save_config
 from trainer.config import RunConfig
 from trainer.console import Console, evaluation_lines
 from trainer.export import describe_model, export_model
-from trainer.folders import remove_folder, remove_leftovers
+from trainer.files.folders import remove_folder, remove_leftovers
 from trainer.health import Watch, replay
 from trainer.learning_rates import SMALL_MODEL, far_off
 from trainer.memory import device_type

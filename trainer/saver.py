@@ -27,10 +27,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer import stop
-from trainer.folders import TMP, remove_folder, sync
-from trainer.parallel.comm import is_main, of_all, rank, world_size
-from trainer.parallel.watch import say
-from trainer.tensor_files import (
+from trainer.files.folders import TMP, remove_folder, sync
+from trainer.files.tensor_files import (
     Part,
     Record,
     Spec,
@@ -40,6 +38,8 @@ from trainer.tensor_files import (
     specs_of,
     write_tensors,
 )
+from trainer.parallel.comm import is_main, of_all, rank, world_size
+from trainer.parallel.watch import say
 
 INDEX = "shards.json"  # which file holds which part of which tensor
 MANIFEST = "manifest.json"

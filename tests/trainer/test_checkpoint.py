@@ -26,7 +26,7 @@ from trainer.checkpoint import (
     save_checkpoint,
     set_aside_after,
 )
-from trainer.folders import remove_leftovers
+from trainer.files.folders import remove_leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -33,11 +33,11 @@ from trainer import saver
 from trainer.config import Flat, ModelConfig, RunConfig
 from trainer.console import evaluation_lines
 from trainer.counters import Counters
+from trainer.files.tensor_files import TensorFiles
 from trainer.metrics import JsonlLog
 from trainer.model import Policy
 from trainer.run import Run, expand, open_run
 from trainer.run_state import load_states
-from trainer.tensor_files import TensorFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ import tyro
 from torch import Tensor, nn
 
 from bench.common import Row, alternate, emit, make_row, require_commit
-from trainer.config import OptimConfig
+from trainer.config.blocks import OptimConfig
 from trainer.parallel.comm import pick_device
 from trainer.plan import known_config
 from trainer.small_state import RoundedAdamW

@@ -43,8 +43,8 @@ from rollout.engines.sampling import uniform
 from rollout.engines.strided import continue_documents, draw
 from trainer import strided_step
 from trainer.attention import span_masks
-from trainer.config import DataConfig, ModelConfig
-from trainer.ebft_options import EbftConfig, FeatureConfig, StridedConfig
+from trainer.config.blocks import DataConfig, ModelConfig
+from trainer.config.ebft import EbftConfig, FeatureConfig, StridedConfig
 from trainer.features import FeatureNetwork, Found, blocks_of, states_of
 from trainer.model import Policy, as_head_takes, head_of, hidden_states
 from trainer.optim import total_loss

@@ -31,8 +31,8 @@ from losses.advantage import gdpo_advantage, sum_then_normalize
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.rewards.table import load_rewards
-from trainer.cli import load_config
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.config.yaml import load_config
 from trainer.model import load_policy
 from trainer.parallel.comm import pick_device
 

@@ -15,7 +15,7 @@ from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.adapters import add_adapter
 from trainer.attention import choose_attention
-from trainer.config import LoraConfig
+from trainer.config.blocks import LoraConfig
 from trainer.model import BUILTIN, Policy
 from trainer.parallel.comm import pick_device
 from trainer.weights import PolicyWeights

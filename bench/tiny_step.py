@@ -17,7 +17,7 @@ from data.packing import Item, make_batches
 from data.rows.prompts import load_prompts
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.model import Policy, load_policy, token_logps
 from trainer.parallel.comm import pick_device
 

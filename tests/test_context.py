@@ -14,9 +14,9 @@ from kernels.attention import Spans, dense_mask
 from tests.entry import metrics, run_ok
 from tests.test_ranks import alike, results_of, two_ok
 from trainer import attention
-from trainer.ebft_options import EbftConfig
+from trainer.config.blocks import ParallelConfig
+from trainer.config.ebft import EbftConfig
 from trainer.parallel import context
-from trainer.sharding import ParallelConfig
 
 BOTH = ("replicate", "fsdp")
 
@@ -171,7 +171,7 @@ def test_a_context_that_cannot_be_is_refused(world, settings, message, monkeypat
 def test_methods_and_models_that_cannot_share_rows_are_refused(monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trainer.config import DataConfig, ModelConfig
+    from trainer.config.blocks import DataConfig, ModelConfig
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ParallelConfig(mode="replicate", context=2).context == 2

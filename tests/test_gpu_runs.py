@@ -29,7 +29,7 @@ from rollout.servers.model_folder import BUILTIN
 from tests.entry import environment, metrics
 from trainer.__main__ import main
 from trainer.checkpoint import find_problem
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.model import load_policy
 from trainer.parallel.comm import pick_device
 

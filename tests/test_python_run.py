@@ -16,13 +16,13 @@ from rollout.rewards.loading import find_reward
 from rollout.rewards.options import RewardConfig
 from rollout.rewards.table import load_rewards
 from tests.entry import ROOT, metrics, run
-from trainer.flags import config_to_tree
+from trainer.config.flags import config_to_tree
 
 SCRIPT = """
 import sys
 from mine import polite
 from rollout.rewards.options import RewardConfig
-from trainer.config import ModelConfig, PromptConfig, RunConfig
+from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
 from trainer.methods.grpo import Config, train
 
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
 from trainer.__main__ import main
 from trainer.checkpoint import find_problem, list_checkpoints
-from trainer.cli import load_config
+from trainer.config.blocks import ParallelConfig
+from trainer.config.yaml import load_config
 from trainer.parallel.comm import shares
 from trainer.parallel.watch import HUNG, Place, Watch, record_flight
-from trainer.sharding import ParallelConfig
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SFT = (

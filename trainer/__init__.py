@@ -3,7 +3,7 @@
 A run from Python, in one process, with no flags and no environment variables:
 
     from rollout.rewards.options import RewardConfig
-    from trainer.config import ModelConfig, PromptConfig, RunConfig
+    from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
     from trainer.methods.grpo import Config, train
 
     def short(completions, **columns):

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from rollout.servers.model_folder import check_adapter_weights, read_adapter
-from trainer.config import LoraConfig
-from trainer.reasons import first_line, why
+from trainer.config.blocks import LoraConfig
+from trainer.config.errors import first_line, why
 
 
 def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:

@@ -9,7 +9,8 @@ tile lists that name is transformers' sdpa: the same model object still generate
 Whatever flex attention cannot do is refused here or falls back to sdpa in the open, never silently.
 
 Where ranks share rows (trainer/parallel/context.py) both kinds go by names of their own, under which a layer first
-gathers the keys and values of the whole row. A model under such a name still does whole rows for whoever brings no mask of ours.
+gathers the keys and values of the whole row. A model under such a name still does whole rows for whoever brings no mask
+of ours.
 """
 
 from __future__ import annotations

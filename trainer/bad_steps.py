@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from trainer.config import OptimConfig
+from trainer.config.blocks import OptimConfig
 from trainer.counters import Counters
 from trainer.metrics import MetricSums
 from trainer.parallel.comm import all_sum

@@ -22,19 +22,24 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import tyro
-import yaml
 
 from data.user_code import import_beside, is_missing
-from trainer.config import RunConfig
-from trainer.flags import Values, build, config_to_tree, flag_table, looks_like_flag, nearest, read_argv, read_tree
-from trainer.learning_rates import rates_of
+from trainer.config.blocks import RunConfig
+from trainer.config.flags import (
+    Values,
+    build,
+    flag_table,
+    looks_like_flag,
+    nearest,
+    read_argv,
+    read_tree,
+)
+from trainer.config.learning_rates import rates_of
+from trainer.config.yaml import load_config
 from trainer.parallel.ranks import world_size
-
-__all__ = ["config_to_tree", "load_config", "method_names", "method_summary", "parse", "save_config"]
 
 METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
-PER_CALL = ("resume", "overwrite_output_dir")  # said to one call of the command, not part of what a run is
 
 
 def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
@@ -186,50 +191,6 @@ def _with_learning_rate(cfg: Any) -> Any:
 
 def _shown(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML lets the last of two equal keys win silently; here that is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.MarkedYAMLError(problem=f"key {twice} is given twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def load_config(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read as a config file; {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text; a config is a YAML file") from None
-    except RecursionError:
-        raise ValueError(f"{path}: is nested too deeply to be read; a config has two levels") from None
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path}: not valid YAML{line}: {problem or error}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: not a mapping of settings; write lines such as learning_rate: 1e-6")
-    return tree
-
-
-def save_config(path: Path, tree: dict[str, Any]) -> None:
-    """Write a config so that --config PATH runs it again; atomic, as a killed run must stay resumable."""
-    kept = {key: value for key, value in tree.items() if key not in PER_CALL}
-    scratch = path.with_name(f".tmp-{path.name}")
-    readable = r"\x85" not in repr(kept)  # PyYAML writes that line break as it is, and reads it back as a space
-    with scratch.open("w", encoding="utf-8") as file:
-        yaml.safe_dump(kept, file, sort_keys=False, allow_unicode=readable, width=100)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
 
 
 def _started_again() -> bool:

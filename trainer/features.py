@@ -28,12 +28,12 @@ from data.strided import StridedBatch
 from data.types import TruthPrompt
 from losses import ebft
 from rollout.engine import Completion
-from trainer.config import ModelConfig, RunConfig
-from trainer.ebft_options import FeatureConfig
+from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
+from trainer.config.ebft import FeatureConfig
 from trainer.model import Policy, as_reference, blocks_of, causal_lm, hidden_states
 from trainer.parallel.comm import all_gather
 from trainer.reference import load_frozen
-from trainer.sharding import ParallelConfig, place
+from trainer.sharding import place
 
 
 class Found(NamedTuple):

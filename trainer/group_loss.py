@@ -20,8 +20,8 @@ from losses.entropy import entropy_bonus
 from losses.kl import KL_ESTIMATORS, kl_penalty
 from losses.policy import POLICY_LOSSES, Tokens, sequence_log_ratio, share_of, token_log_ratio
 from losses.types import LossOut, merge
+from trainer.config.policy import CLIPPED, PolicyLossConfig
 from trainer.metrics import MetricSums
-from trainer.policy_options import CLIPPED, PolicyLossConfig
 
 
 class Known(NamedTuple):

@@ -26,7 +26,8 @@ from data.packing import Batch, Item, make_batches
 from rollout.servers.model_folder import check_base, read_adapter, resolve_model
 from trainer.adapters import attach_adapter
 from trainer.attention import attention_masks, choose_attention, load_name, part_of
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.config.errors import first_line, why
 from trainer.model import (
     Policy,
     causal_lm,
@@ -38,7 +39,6 @@ from trainer.model import (
     pick_dtype,
     unsupported,
 )
-from trainer.reasons import first_line, why
 
 
 class Kind(NamedTuple):

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout.servers.model_folder import read_adapter, resolve_model
+from trainer.config.errors import why
 from trainer.parallel.ranks import world_size
 from trainer.plan_memory import METHODS, Method, Sizes, Work, kept, peak, sampling, sizes_of
-from trainer.reasons import why
 
 ANY = Method("any loss")  # a method that is not ours
 

@@ -26,13 +26,13 @@ from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, lin
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.attention import attention_masks, choose_attention, is_sliced, load_name, part_of, row_multiple, uses_flex
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.config.errors import first_line, why
 from trainer.files.tensor_files import TensorFiles
 from trainer.meta_load import files_of, make_hollow
 from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import whole
 from trainer.parallel.watch import say
-from trainer.reasons import first_line, why
 
 
 @dataclass

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
 from rollout.servers.model_folder import resolve_model
-from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
+from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
 from trainer.files.folders import sync
 from trainer.model import Policy, causal_lm, load_policy, reference_logps, token_logps
 from trainer.parallel.comm import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
 from trainer.parallel.dtensor import full, put, settle
-from trainer.sharding import ParallelConfig, place, spread
+from trainer.sharding import place, spread
 
 
 class Reference:

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.cli import load_config
+from trainer.config.yaml import load_config
 from trainer.console import duration, number
 from trainer.curves import curve_svg
 from trainer.health import Episode, replay

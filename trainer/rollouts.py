@@ -25,7 +25,7 @@ from rollout.servers.command import shares_gpu
 from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
-from trainer.config import RolloutConfig, RunConfig
+from trainer.config.blocks import RolloutConfig, RunConfig
 from trainer.lend import LentScores, LentWeights
 from trainer.model import Policy
 from trainer.parallel.comm import (

@@ -42,13 +42,14 @@ from trainer.checkpoint import (
     save_checkpoint,
     set_aside_after,
 )
-from trainer.cli import config_to_tree, load_config, save_config
-from trainer.config import RunConfig
+from trainer.config.blocks import RunConfig
+from trainer.config.flags import config_to_tree
+from trainer.config.learning_rates import SMALL_MODEL, far_off
+from trainer.config.yaml import load_config, save_config
 from trainer.console import Console, evaluation_lines
 from trainer.export import describe_model, export_model
 from trainer.files.folders import remove_folder, remove_leftovers
 from trainer.health import Watch, replay
-from trainer.learning_rates import SMALL_MODEL, far_off
 from trainer.memory import device_type
 from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy

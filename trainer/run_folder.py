@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from trainer.config import RunConfig
+from trainer.config.blocks import RunConfig
 from trainer.metrics import read_jsonl
 
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from data.user_code import told, users_part
+from trainer.config.errors import raised_on_purpose
 from trainer.files.tensor_files import TensorFiles
-from trainer.reasons import raised_on_purpose
 
 
 class Stateful(Protocol):

@@ -20,17 +20,17 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from data.packing import Batch, empty_batch
+from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.meta_load import fill, to_meta
 from trainer.model import Policy, blocks_of, causal_lm, check_logps
-from trainer.parallel.comm import TIMEOUT_S, all_max, all_sum, context_size, is_main, of_all, passing, world_size
+from trainer.parallel.comm import all_max, all_sum, context_size, is_main, of_all, passing, world_size
 from trainer.parallel.dtensor import full, is_dtensor, settle
 from trainer.parallel.watch import say
 
@@ -38,44 +38,6 @@ T = TypeVar("T", bound=Any)
 SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments that each CPU rank may hold whole
 ROOM = 0.4  # of a GPU's memory, for the same
 BUCKET = 64 << 20  # bytes of gradients that copies add up at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Several processes, started by torchrun."""
-
-    mode: Literal["auto", "replicate", "fsdp"] = "auto"
-    """replicate: a whole copy on every rank; fsdp: weights in shards; auto: replicate where there is room for it."""
-    shard: int | None = None
-    """fsdp: ranks that one copy is sharded over, those of a node for example; None: all of them."""
-    reshard_after_forward: bool = True
-    """fsdp: give gathered weights back between forward and backward; less memory, one gather more."""
-    reduce_once: bool = False
-    """fsdp: add up gradients over ranks once a step, not after each micro-batch; less traffic, all gradients whole."""
-    cpu_offload: bool = False
-    """fsdp: keep shards and optimizer state in main memory."""
-    context: int = 1
-    """Ranks that share every micro-batch, a slice of its rows each, for long sequences; 1: each has rows of its own."""
-    timeout_s: float = TIMEOUT_S
-    """Seconds that a rank waits for the others before it says where each of them is, and ends."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"parallel.timeout_s={self.timeout_s}: must be above 0")
-        world = world_size()
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if world == 1 and value != field.default:
-                raise ValueError(
-                    f"parallel.{field.name}={value}: has no effect with one process; start several with torchrun"
-                )
-            of_all = ("mode", "context", "timeout_s")
-            if self.mode == "replicate" and field.name not in of_all and value != field.default:
-                raise ValueError(f"parallel.{field.name}={value}: has no effect with parallel.mode=replicate")
-        if self.shard is not None and (self.shard < 1 or world % self.shard):
-            raise ValueError(f"parallel.shard={self.shard}: must divide the {world} processes")
-        if self.context < 1 or world % self.context:
-            raise ValueError(f"parallel.context={self.context}: must divide the {world} processes")
 
 
 def spread(cfg: ParallelConfig, policy: Policy) -> Policy:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kernels.adamw import Held, Rates, step_
-from trainer.config import OptimConfig
+from trainer.config.blocks import OptimConfig
 from trainer.parallel.dtensor import is_dtensor
 
 SCALE = "_scale"

@@ -22,8 +22,9 @@ from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer import strided_step, truth_step
-from trainer.config import DataConfig, ModelConfig, PromptConfig, RunConfig
-from trainer.ebft_options import FeatureConfig, StridedConfig
+from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
+from trainer.config.ebft import FeatureConfig, StridedConfig
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.features import FeatureNetwork
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, advantages, sequence_kl
@@ -31,7 +32,6 @@ from trainer.lead import Lead
 from trainer.model import Policy
 from trainer.offline import places_of_mine
 from trainer.parallel.comm import of_all, rank
-from trainer.policy_options import CorrectionConfig, PolicyLossConfig
 
 SIZE = 4  # completions of a group
 UNEVEN = 12  # tokens of a micro-batch that the two ranks have different numbers of

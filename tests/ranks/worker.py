@@ -20,14 +20,14 @@ from torch import Tensor
 
 from data.types import Example, Labelled, Pair, Steps
 from trainer.attention import use_slices
-from trainer.config import ModelConfig, RunConfig
+from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
 from trainer.model import Policy
 from trainer.offline import mine
 from trainer.parallel.comm import context_size, is_main, process_group
 from trainer.parallel.dtensor import full
 from trainer.reference import Reference
-from trainer.sharding import ParallelConfig, clip_gradients, spread, sum_gradients
+from trainer.sharding import clip_gradients, spread, sum_gradients
 
 VOCAB = 29
 DATA = ("rows",)
@@ -102,7 +102,7 @@ def make_policy(
 def config(method: str, max_tokens: int = 64, **options: Any) -> Any:
     from importlib import import_module
 
-    from trainer.config import DataConfig
+    from trainer.config.blocks import DataConfig
 
     module = import_module(f"trainer.methods.{method}")
     run = RunConfig(max_tokens_per_micro_batch=max_tokens, per_device_train_batch_size=8)

@@ -9,7 +9,7 @@ from rollout.engine import Completion
 from rollout.rewards.options import RewardConfig
 from rollout.rewards.table import load_rewards, open_rewards
 from rollout.rewards.weights import parse_weight, parse_weights
-from trainer.flags import build, flag_table, read_argv, read_tree
+from trainer.config.flags import build, flag_table, read_argv, read_tree
 
 
 @pytest.mark.parametrize("given", [0.5, "0.5", " 5e-1", 1, "1", "-2"])

@@ -11,7 +11,7 @@ import torch
 from rollout.servers.loop import Loop
 from rollout.servers.worker import strop_wire
 from rollout.sync.process_group import ProcessGroupSync
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.model import load_policy
 from trainer.weights import PolicyWeights
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from rollout.engine import Completion
 from tests.trainer.naive_groups import Padded, naive_loss, padded, padded_scores
-from trainer.config import RunConfig
+from trainer.config.blocks import RunConfig
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.group_step import StepBatch, backward, prepare
 from trainer.model import Policy
-from trainer.policy_options import CorrectionConfig, PolicyLossConfig
 
 VOCAB = 29
 TEMPERATURE = 0.8

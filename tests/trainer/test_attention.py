@@ -17,7 +17,7 @@ from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
 from trainer import attention
 from trainer.attention import attend, attention_masks, choose_attention, flex_obstacle, load_name, use_flex
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.model import Policy, check_logps, load_policy, predictor_states, token_logps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # a device by name: choosing asks for no more

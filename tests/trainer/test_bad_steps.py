@@ -13,7 +13,7 @@ import trainer.offline
 from tests.entry import metrics
 from trainer.__main__ import main
 from trainer.bad_steps import BadSteps, not_finite
-from trainer.config import OptimConfig
+from trainer.config.blocks import OptimConfig
 from trainer.counters import Counters
 from trainer.methods import grpo
 from trainer.metrics import MetricSums, describe

@@ -13,8 +13,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer import cli, flags
-from trainer.config import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from trainer import cli
+from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig, flags
+from trainer.config.flags import config_to_tree
+from trainer.config.yaml import save_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +206,7 @@ def test_scale_rewards_takes_a_boolean_as_trl_does(tmp_path, monkeypatch, word, 
     assert parse(*argv, "--scale-rewards", word).advantage.scale_rewards == meant
     Path("c.yaml").write_text(f"scale_rewards: {word}\n")
     cfg = parse(*argv, "--config", "c.yaml")
-    assert cfg.advantage.scale_rewards == meant and cli.config_to_tree(cfg)["scale_rewards"] == meant
+    assert cfg.advantage.scale_rewards == meant and config_to_tree(cfg)["scale_rewards"] == meant
 
 
 def test_scale_rewards_refuses_other_words():
@@ -321,7 +323,7 @@ def test_tiny_recipe_fills_in_only_when_nothing_names_a_model(fork, capsys):
 def make_run(folder: str, *argv: str) -> Path:
     run_dir = Path(folder)
     (run_dir / "checkpoints" / "step-00000002").mkdir(parents=True)
-    cli.save_config(run_dir / "config.yaml", cli.config_to_tree(parse(*BASE, *argv)))
+    save_config(run_dir / "config.yaml", config_to_tree(parse(*BASE, *argv)))
     return run_dir
 
 
@@ -364,7 +366,7 @@ def test_bare_resume_takes_the_run_written_to_last(fork):
 def test_saved_config_drops_what_was_said_to_one_call(fork):
     run = RunConfig(method="my_pkg.algo", resume="latest", overwrite_output_dir=True)
     cfg = dataclasses.replace(parse(*BASE), run=run)
-    cli.save_config(Path("config.yaml"), cli.config_to_tree(cfg))
+    save_config(Path("config.yaml"), config_to_tree(cfg))
     again = parse("--config", "config.yaml")
     assert (again.run.resume, again.run.overwrite_output_dir, again.run.method) == (None, False, "my_pkg.algo")
 
@@ -401,7 +403,7 @@ def test_config_survives_the_round_trip(method, tmp_path):
     base += ["--chat-template-kwargs", '{"enable_thinking": false}']
     cfg = parse(*base, "--learning-rate", "3e-7", "--max-steps", "None", "--no-packing", "--report-to", "none")
     assert cfg.model.chat_template_kwargs == {"enable_thinking": False}
-    cli.save_config(tmp_path / "config.yaml", cli.config_to_tree(cfg))
+    save_config(tmp_path / "config.yaml", config_to_tree(cfg))
     assert parse("--config", str(tmp_path / "config.yaml")) == cfg
 
 
@@ -430,7 +432,7 @@ def test_any_config_survives_the_round_trip(fork, stop, weights, system, gamma, 
         stop=tuple(stop),
         weights=None if weights is None else tuple(weights),
     )
-    cli.save_config(Path("config.yaml"), cli.config_to_tree(cfg))
+    save_config(Path("config.yaml"), config_to_tree(cfg))
     assert parse("--config", "config.yaml") == cfg
 
 

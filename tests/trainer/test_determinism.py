@@ -11,7 +11,7 @@ import yaml
 from tests.entry import metrics, repeatable
 from trainer import determinism
 from trainer.__main__ import main
-from trainer.config import RunConfig
+from trainer.config.blocks import RunConfig
 from trainer.run import open_run
 
 SMALL = [

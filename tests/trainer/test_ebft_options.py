@@ -9,10 +9,10 @@ import pytest
 from data.format_options import FormatOptions
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.cli import parse
-from trainer.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
-from trainer.ebft_options import EbftConfig, FeatureConfig, StridedConfig
-from trainer.group_options import AsyncConfig
-from trainer.policy_options import CorrectionConfig, PolicyLossConfig
+from trainer.config.blocks import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from trainer.config.ebft import EbftConfig, FeatureConfig, StridedConfig
+from trainer.config.groups import AsyncConfig
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 
 
 def make(**settings: Any) -> EbftConfig:

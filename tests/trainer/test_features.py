@@ -20,11 +20,10 @@ from rollout.engine import Completion
 from tests.trainer import naive_ebft
 from tests.trainer.group_cases import VOCAB
 from tests.trainer.test_strided_step import make_policy, two_layers
-from trainer.config import LoraConfig, ModelConfig, RunConfig
-from trainer.ebft_options import FeatureConfig
+from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, RunConfig
+from trainer.config.ebft import FeatureConfig
 from trainer.features import FeatureNetwork, blocks_of, feature_policy, states_of
 from trainer.model import Policy, hidden_states, load_policy
-from trainer.sharding import ParallelConfig
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(model="builtin:tiny")

@@ -17,11 +17,11 @@ from torch import Tensor
 from data.packing import Batch
 from data.types import Example
 from rollout.engine import Completion
-from trainer.config import DataConfig, ModelConfig, RunConfig
+from trainer.config.blocks import DataConfig, ModelConfig, RunConfig
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.group_step import backward, prepare
 from trainer.methods import grpo, sft
 from trainer.model import Policy
-from trainer.policy_options import CorrectionConfig, PolicyLossConfig
 
 VOCAB = 37
 BATCH = 8

@@ -42,8 +42,8 @@ from tests.trainer.group_cases import (
 )
 from tests.trainer.naive_groups import padded, padded_scores
 from trainer import group_step
+from trainer.config.policy import SEQUENCE_LEVEL
 from trainer.group_step import backward, prepare
-from trainer.policy_options import SEQUENCE_LEVEL
 
 CORRECTION_CASES: dict[str, dict[str, Any]] = {
     "off": {"vllm_importance_sampling_correction": False},

@@ -17,7 +17,7 @@ from rollout.rewards.table import load_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
-from trainer.group_options import AdvantageConfig, AsyncConfig
+from trainer.config.groups import AdvantageConfig, AsyncConfig
 from trainer.groups import GroupBatch, Groups, advantages
 
 G = 2

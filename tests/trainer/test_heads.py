@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.packing import Item, make_batches
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.export import export_model
 from trainer.heads import KINDS, NEW_PAD, head_of, load_scorer, marked_last, scores_at, start_head
 from trainer.model import Policy

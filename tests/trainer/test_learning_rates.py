@@ -12,8 +12,9 @@ import trainer.run
 from tests.entry import ROOT
 from trainer import cli
 from trainer.__main__ import main
-from trainer.config import LoraConfig, OptimConfig
-from trainer.learning_rates import RATES, far_off, rates_of
+from trainer.config.blocks import LoraConfig, OptimConfig
+from trainer.config.flags import config_to_tree
+from trainer.config.learning_rates import RATES, far_off, rates_of
 
 RECIPES = ROOT / "trainer" / "recipes"
 PUBLISHED = {  # (all weights, LoRA), as the README has them
@@ -40,7 +41,7 @@ def test_the_default_follows_the_rank_and_a_given_rate_wins(method, tmp_path):
     assert parse(method, *own).optim.learning_rate == full
     cfg = parse(method, *own, "--lora.r", "8")
     assert cfg.optim.learning_rate == lora and cfg.lora.r == 8
-    assert cli.config_to_tree(cfg)["learning_rate"] == lora  # what config.yaml is written from
+    assert config_to_tree(cfg)["learning_rate"] == lora  # what config.yaml is written from
     assert parse(method, *own, "--lora.r", "0").optim.learning_rate == full
     assert parse(method, *own, "--lora.r", "8", "--learning-rate", "3e-6").optim.learning_rate == 3e-6
     (tmp_path / "c.yaml").write_text("model: m\ndata: [d]\nlearning_rate: 4e-6\nlora: {r: 4}\n")

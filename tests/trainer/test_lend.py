@@ -14,9 +14,9 @@ from torch import nn
 from rollout.servers.options import SyncConfig, VllmConfig
 from tests.trainer.test_weights import make_model, policy_of, with_lora
 from trainer import lend, rollouts, weights
+from trainer.config.blocks import ParallelConfig
 from trainer.lend import Lender, LentWeights
 from trainer.parallel import comm
-from trainer.sharding import ParallelConfig
 
 
 @pytest.fixture

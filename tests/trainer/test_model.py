@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from data.packing import Batch, Item, make_batches
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.model import (
     BUILTIN,
     Policy,

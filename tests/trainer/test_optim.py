@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from losses.types import LossOut, Term
-from trainer.config import OptimConfig
+from trainer.config.blocks import OptimConfig
 from trainer.optim import build_optimizer, clip_and_step, lr_factor, term_metrics, total_loss
 from trainer.sharding import clip_gradients
 

@@ -11,12 +11,11 @@ import torch
 from tests.entry import metrics
 from trainer import sharding
 from trainer.__main__ import main
-from trainer.config import DataConfig, LoraConfig, ModelConfig, PromptConfig, RunConfig
+from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, ParallelConfig, PromptConfig, RunConfig
 from trainer.memory import cached_tokens, method_of, planned_peak, sizes_for, work_of
 from trainer.methods import cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft
 from trainer.out_of_memory import advice, asked_for, is_out_of_memory
 from trainer.plan_memory import METHODS, at_peak, peak, sampling, saved
-from trainer.sharding import ParallelConfig
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.50 GiB is "

@@ -21,7 +21,7 @@ from torch import Tensor
 from data.types import Labelled, Pair
 from losses.preference import PAIR_LOSSES
 from losses.reference_free import CPO_LOSSES
-from trainer.config import DataConfig, LoraConfig, ModelConfig, ReferenceConfig, ResponseConfig, RunConfig
+from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, ReferenceConfig, ResponseConfig, RunConfig
 from trainer.methods import cpo, dpo, ipo, kto, orpo, simpo
 from trainer.metrics import MetricSums
 from trainer.model import Policy

@@ -13,7 +13,7 @@ from torch import nn
 
 from kernels.linear_logprob import BLOCK_ELEMENTS, linear_logprob_loss
 from trainer import plan, plan_memory
-from trainer.config import ModelConfig, OptimConfig, RunConfig
+from trainer.config.blocks import ModelConfig, OptimConfig, RunConfig
 from trainer.memory import build
 from trainer.optim import build_optimizer
 from trainer.plan import CARDS, KNOWN, METHODS, Parallel, PlanConfig, columns, known_config, largest, main

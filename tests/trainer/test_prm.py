@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.types import Steps
 from tests.entry import metrics, run_ok
-from trainer.config import DataConfig, ModelConfig, RunConfig
+from trainer.config.blocks import DataConfig, ModelConfig, RunConfig
 from trainer.methods import prm
 from trainer.model import Policy
 

@@ -16,7 +16,7 @@ from data.packing import Item, make_batches
 from tests.entry import metrics, repeatable
 from tests.test_resume import start_and_kill
 from trainer.__main__ import main
-from trainer.config import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
+from trainer.config.blocks import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
 from trainer.model import Policy, load_policy, token_logps
 from trainer.reference import MovingReference, Reference, build_reference, wants_copy
 

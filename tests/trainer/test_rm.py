@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.types import Pair
 from tests.entry import metrics, run_ok
-from trainer.config import DataConfig, LoraConfig, ModelConfig, RunConfig
+from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, RunConfig
 from trainer.heads import load_scorer
 from trainer.methods import rm
 from trainer.model import Policy

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import trainer.run
 from trainer import saver
-from trainer.config import Flat, ModelConfig, RunConfig
+from trainer.config.blocks import Flat, ModelConfig, RunConfig
 from trainer.console import evaluation_lines
 from trainer.counters import Counters
 from trainer.files.tensor_files import TensorFiles

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint import load_checkpoint, save_checkpoint
-from trainer.config import LoraConfig, ModelConfig, OptimConfig
+from trainer.config.blocks import LoraConfig, ModelConfig, OptimConfig
 from trainer.model import load_policy
 from trainer.optim import build_optimizer
 

@@ -14,8 +14,8 @@ import torch
 from data.strided import Document
 from tests.trainer import naive_ebft
 from tests.trainer.group_cases import VOCAB
-from trainer.config import LoraConfig, RunConfig
-from trainer.ebft_options import FeatureConfig, StridedConfig
+from trainer.config.blocks import LoraConfig, RunConfig
+from trainer.config.ebft import FeatureConfig, StridedConfig
 from trainer.features import FeatureNetwork
 from trainer.model import Policy
 from trainer.strided_step import backward, check_gap, continue_all, evaluate, judge, sample_rows, step_metrics

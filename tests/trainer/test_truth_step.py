@@ -24,14 +24,14 @@ from rollout.schedule.source import Job, finished
 from tests.trainer import naive_ebft
 from tests.trainer.test_features import SIZE, draw, vector
 from tests.trainer.test_strided_step import gradients, make_policy
-from trainer.config import LoraConfig, ModelConfig, RunConfig
-from trainer.ebft_options import FeatureConfig
+from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
+from trainer.config.ebft import FeatureConfig
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.features import FeatureNetwork
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch
 from trainer.lead import Lead
 from trainer.model import Policy, load_policy
-from trainer.policy_options import CorrectionConfig, PolicyLossConfig
 from trainer.truth_step import FeatureRewards, add_truth, advantages, evaluate
 
 TEMPERATURE = 0.7

@@ -12,8 +12,8 @@ import pytest
 from rollout.rewards.table import load_rewards
 from tests.trainer.test_groups import groups_of, settings
 from trainer.__main__ import main
+from trainer.config.groups import AdvantageConfig
 from trainer.counters import Counters
-from trainer.group_options import AdvantageConfig
 from trainer.unrewarded import Unrewarded
 
 REWARDS = """
@@ -142,7 +142,7 @@ def test_a_penalty_is_no_reward_and_failed_environments_are_named(streaming, tmp
 def test_a_function_given_from_python_and_the_default_are_named(tmp_path, monkeypatch):
     """The sentence is about the functions that ran, however they were named."""
     from rollout.rewards.options import RewardConfig
-    from trainer.config import ModelConfig, PromptConfig, RunConfig
+    from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
     from trainer.methods.grpo import Config, train
 
     monkeypatch.chdir(tmp_path)

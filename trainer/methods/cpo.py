@@ -17,12 +17,13 @@ from data.format_options import FormatOptions
 from data.types import Pair
 from losses.preference import options_of
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss
-from trainer.config import (
+from trainer.config.blocks import (
     DataConfig,
     Flat,
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     ResponseConfig,
     RunConfig,
     check_evaluation,
@@ -34,7 +35,7 @@ from trainer.optim import term_metrics, total_loss
 from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
 from trainer.parallel.comm import all_sum, pick_device
 from trainer.run import open_run
-from trainer.sharding import ParallelConfig, spread
+from trainer.sharding import spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,12 +29,13 @@ from losses.preference import (
     options_of,
     wpo_weight,
 )  # fmt: skip
-from trainer.config import (
+from trainer.config.blocks import (
     DataConfig,
     Flat,
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     ReferenceConfig,
     ResponseConfig,
     RunConfig,
@@ -48,7 +49,7 @@ from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pa
 from trainer.parallel.comm import all_sum, pick_device, rows_of_all
 from trainer.reference import MovingReference, Reference, build_reference, wants_copy
 from trainer.run import open_run
-from trainer.sharding import ParallelConfig, spread
+from trainer.sharding import spread
 
 LossType = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",

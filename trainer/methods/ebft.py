@@ -28,8 +28,8 @@ from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
 from trainer import rollouts, strided_step, truth_step
 from trainer.bad_steps import BadSteps
+from trainer.config.ebft import EbftConfig
 from trainer.counters import Counters, Timer
-from trainer.ebft_options import EbftConfig
 from trainer.features import FeatureNetwork, feature_policy
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, Groups

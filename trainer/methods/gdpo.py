@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.config import Flat
-from trainer.group_options import AdvantageConfig
+from trainer.config.blocks import Flat
+from trainer.config.groups import AdvantageConfig
 from trainer.methods import grpo
 
 SEPARATE = "normalize_then_sum"

@@ -25,28 +25,29 @@ from rollout.schedule.replay import Replay
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer import rollouts
 from trainer.bad_steps import BadSteps
-from trainer.config import (
+from trainer.config.blocks import (
     Flat,
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     PromptConfig,
     RolloutConfig,
     RunConfig,
     check_engine,
     check_evaluation,
 )  # fmt: skip
+from trainer.config.groups import AdvantageConfig, AsyncConfig, check_overlap
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_policy_options
 from trainer.counters import Counters, Timer
-from trainer.group_options import AdvantageConfig, AsyncConfig, check_overlap
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, Groups, advantages, sequence_kl
 from trainer.lead import Lead
 from trainer.model import load_policy
 from trainer.optim import build_optimizer, clip_and_step
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
-from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
 from trainer.run import open_run
-from trainer.sharding import ParallelConfig, spread
+from trainer.sharding import spread
 from trainer.sources import Surroundings, check_surroundings, load_curriculum
 from trainer.unrewarded import Unrewarded
 

@@ -23,12 +23,13 @@ from data.rows.unpaired import load_labelled
 from data.types import Labelled
 from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
 from losses.types import LossOut
-from trainer.config import (
+from trainer.config.blocks import (
     DataConfig,
     Flat,
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     ReferenceConfig,
     ResponseConfig,
     RunConfig,
@@ -41,7 +42,7 @@ from trainer.optim import term_metrics, total_loss
 from trainer.parallel.comm import all_count, all_gather, all_sum, pick_device
 from trainer.reference import Reference, build_reference, wants_copy
 from trainer.run import open_run
-from trainer.sharding import ParallelConfig, place, spread
+from trainer.sharding import place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from data.packing import Batch, Item, make_batches
 from data.rows.stepwise import load_steps
 from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
-from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.heads import load_scorer, scores_at
 from trainer.metrics import MetricSums
 from trainer.model import Policy
@@ -24,7 +24,7 @@ from trainer.offline import Offline, mine
 from trainer.optim import total_loss
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.run import open_run
-from trainer.sharding import ParallelConfig, place, spread
+from trainer.sharding import place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.config import Flat
-from trainer.group_options import AdvantageConfig
+from trainer.config.blocks import Flat
+from trainer.config.groups import AdvantageConfig
+from trainer.config.policy import PolicyLossConfig
 from trainer.methods import grpo
-from trainer.policy_options import PolicyLossConfig
 
 
 def _advantage() -> AdvantageConfig:

@@ -18,7 +18,7 @@ from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.reward_model import bradley_terry
 from losses.types import LossOut
-from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.heads import load_scorer, marked_last, scores_at
 from trainer.metrics import MetricSums
 from trainer.model import Policy
@@ -26,7 +26,7 @@ from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.run import open_run
-from trainer.sharding import ParallelConfig, place, spread
+from trainer.sharding import place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

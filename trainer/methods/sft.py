@@ -16,14 +16,23 @@ from data.rows.sft import load_examples
 from data.types import Example
 from kernels.linear_logprob import TokenLogps
 from losses.sft import sft_loss
-from trainer.config import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, RunConfig, check_evaluation
+from trainer.config.blocks import (
+    DataConfig,
+    Flat,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    check_evaluation,
+)
 from trainer.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_logps, token_loss
 from trainer.offline import Offline, mine
 from trainer.optim import total_loss
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.run import open_run
-from trainer.sharding import ParallelConfig, place, spread
+from trainer.sharding import place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,6 @@ from trainer.parallel.ranks import is_main, rank, world_size
 from trainer.parallel.watch import Watch, record_flight, say
 
 T = TypeVar("T")
-TIMEOUT_S = 600.0
 LONGEST_LOOK_S = 0.02  # between two looks for an order
 SPARE_S = 30.0  # torch's own limit is later than ours, which says more
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+TIMEOUT_S = 600.0  # how long a rank waits for the others, by default
+
 
 def world_size() -> int:
     value = os.environ.get("WORLD_SIZE") or "1"

@@ -23,7 +23,7 @@ from rollout.servers.loop import Loop
 from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.base import SyncReport
 from tests.rollout.vllm.scripted import Proxy
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.model import Policy, load_policy
 from trainer.weights import PolicyWeights
 

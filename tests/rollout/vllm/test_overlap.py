@@ -22,7 +22,7 @@ from rollout.schedule.producer import Made, Producer, sync_due
 from rollout.schedule.source import EngineSource
 from rollout.servers.command import TOKEN
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer.config import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.model import Policy, load_policy
 from trainer.weights import PolicyWeights
 

@@ -11,20 +11,20 @@ from data.format_options import FormatOptions
 from data.strided import StridedPlan
 from losses.ebft import layer_indices
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer.config import (
+from trainer.config.blocks import (
     DataConfig,
     Flat,
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RolloutConfig,
     RunConfig,
     check_engine,
     check_evaluation,
 )  # fmt: skip
-from trainer.group_options import AdvantageConfig, AsyncConfig, check_overlap
-from trainer.policy_options import CorrectionConfig, PolicyLossConfig, check_policy_options
-from trainer.sharding import ParallelConfig
+from trainer.config.groups import AdvantageConfig, AsyncConfig, check_overlap
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_policy_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,55 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from data.formats.template_settings import TemplateKwargs
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer.parallel.ranks import world_size
+from trainer.parallel.ranks import TIMEOUT_S, world_size
 
 T = TypeVar("T")
 Flat = tyro.conf.OmitArgPrefixes[T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Several processes, started by torchrun."""
+
+    mode: Literal["auto", "replicate", "fsdp"] = "auto"
+    """replicate: a whole copy on every rank; fsdp: weights in shards; auto: replicate where there is room for it."""
+    shard: int | None = None
+    """fsdp: ranks that one copy is sharded over, those of a node for example; None: all of them."""
+    reshard_after_forward: bool = True
+    """fsdp: give gathered weights back between forward and backward; less memory, one gather more."""
+    reduce_once: bool = False
+    """fsdp: add up gradients over ranks once a step, not after each micro-batch; less traffic, all gradients whole."""
+    cpu_offload: bool = False
+    """fsdp: keep shards and optimizer state in main memory."""
+    context: int = 1
+    """Ranks that share every micro-batch, a slice of its rows each, for long sequences; 1: each has rows of its own."""
+    timeout_s: float = TIMEOUT_S
+    """Seconds that a rank waits for the others before it says where each of them is, and ends."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"parallel.timeout_s={self.timeout_s}: must be above 0")
+        world = world_size()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if world == 1 and value != field.default:
+                raise ValueError(
+                    f"parallel.{field.name}={value}: has no effect with one process; start several with torchrun"
+                )
+            of_all = ("mode", "context", "timeout_s")
+            if self.mode == "replicate" and field.name not in of_all and value != field.default:
+                raise ValueError(f"parallel.{field.name}={value}: has no effect with parallel.mode=replicate")
+        if self.shard is not None and (self.shard < 1 or world % self.shard):
+            raise ValueError(f"parallel.shard={self.shard}: must divide the {world} processes")
+        if self.context < 1 or world % self.context:
+            raise ValueError(f"parallel.context={self.context}: must divide the {world} processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +188,7 @@ class OptimConfig:
     (
         "Peak learning rate. The default is the method's for all weights (sft 2e-5; rm, prm 1e-5; orpo 8e-6; others "
         "1e-6); with --lora.r it is 2e-4 for sft, 1e-4 for rm and prm, 8e-5 for orpo, 5e-6 for dpo, ipo and kto, and "
-        "1e-5 for the others. Sources: trainer/learning_rates.py. config.yaml has the number that was used."
+        "1e-5 for the others. Sources: trainer/config/learning_rates.py. config.yaml has the number that was used."
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape after warm-up: constant, or down to zero linearly or along a cosine."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout.servers.options import SyncConfig
-from trainer.config import RolloutConfig
+from trainer.config.blocks import RolloutConfig
 
 
 @dataclass(frozen=True, kw_only=True)

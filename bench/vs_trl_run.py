@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.vs_trl import RESULT, Measured, reward, wait_for
-from trainer.metrics import read_jsonl
+from trainer.metrics.metrics import read_jsonl
 
 PROMPT_TOKENS = 256
 

@@ -10,7 +10,7 @@ import yaml
 
 from tests.entry import metrics, run_ok
 from trainer.cli import method_names
-from trainer.metrics import describe
+from trainer.metrics.metrics import describe
 
 ALWAYS = {"step", "loss/total", "optim/grad_norm", "optim/lr", "perf/tokens_per_s", "time/step_s", "data/tokens_total"}
 GRPO = {

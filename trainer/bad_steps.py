@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 
 from trainer.config.blocks import OptimConfig
-from trainer.counters import Counters
-from trainer.metrics import MetricSums
+from trainer.metrics.counters import Counters
+from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_sum
 
 

@@ -21,7 +21,7 @@ from losses.kl import KL_ESTIMATORS, kl_penalty
 from losses.policy import POLICY_LOSSES, Tokens, sequence_log_ratio, share_of, token_log_ratio
 from losses.types import LossOut, merge
 from trainer.config.policy import CLIPPED, PolicyLossConfig
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 
 
 class Known(NamedTuple):

@@ -51,7 +51,7 @@ from trainer.group_loss import (
     has_kl_term,
     loss,
 )
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy, reference_logps, token_logps, token_loss
 from trainer.optim import total_loss
 from trainer.parallel.comm import all_count, all_sum, data_size

@@ -15,8 +15,8 @@ from typing import Any
 
 from data.loader import Loader
 from trainer.bad_steps import BadSteps
-from trainer.counters import Counters, Timer
-from trainer.metrics import MetricSums
+from trainer.metrics.counters import Counters, Timer
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy
 from trainer.optim import build_optimizer, clip_and_step
 from trainer.parallel.comm import all_count, rank, share

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from losses.types import LossOut
 from trainer.bad_steps import BadSteps, not_finite
 from trainer.config.blocks import OptimConfig
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.sharding import clip_gradients, sum_gradients
 from trainer.small_state import small_adamw
 

@@ -16,7 +16,7 @@ from data.packing import Batch, Item, make_batches
 from data.rows.pairs import load_pairs
 from data.types import Pair
 from trainer.config.blocks import RunConfig
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy
 from trainer.parallel.comm import all_count
 from trainer.sharding import place

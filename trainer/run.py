@@ -46,12 +46,12 @@ from trainer.config.blocks import RunConfig
 from trainer.config.flags import config_to_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
 from trainer.config.yaml import load_config, save_config
-from trainer.console import Console, evaluation_lines
 from trainer.export import describe_model, export_model
 from trainer.files.folders import remove_folder, remove_leftovers
-from trainer.health import Watch, replay
 from trainer.memory import device_type
-from trainer.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
+from trainer.metrics.console import Console, evaluation_lines
+from trainer.metrics.health import Watch, replay
+from trainer.metrics.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.model import Policy
 from trainer.parallel.comm import from_main, on_main, world_size
 from trainer.run_folder import (
@@ -273,7 +273,7 @@ class Run:
 
     def finish(self, policy: Policy) -> None:
         """Export the model to final/, write the report, and say where things are and what the training did."""
-        from trainer.report import write_report  # matplotlib is slow to import
+        from trainer.metrics.report import write_report  # matplotlib is slow to import
 
         assert self._console is not None, "restore() comes before finish()"
         self._saver.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from trainer.config.blocks import RunConfig
-from trainer.metrics import read_jsonl
+from trainer.metrics.metrics import read_jsonl
 
 
 def expand(output_dir: str, method: str, now: time.struct_time | None = None) -> Path:

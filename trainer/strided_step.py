@@ -32,7 +32,7 @@ from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
 from trainer.attention import span_masks
 from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
 from trainer.offline import mine, places_of_mine
 from trainer.optim import total_loss

@@ -31,7 +31,7 @@ from rollout.schedule.source import Job, Source, run_groups
 from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
 from trainer.groups import GroupBatch
 from trainer.lead import Lead
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy, token_logps, token_loss
 from trainer.offline import mine
 from trainer.optim import total_loss

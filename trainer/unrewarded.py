@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rollout.rewards.table import RewardTable
-from trainer.counters import Counters
+from trainer.metrics.counters import Counters
 
 
 class Unrewarded:

@@ -14,9 +14,9 @@ from tests.entry import metrics
 from trainer.__main__ import main
 from trainer.bad_steps import BadSteps, not_finite
 from trainer.config.blocks import OptimConfig
-from trainer.counters import Counters
 from trainer.methods import grpo
-from trainer.metrics import MetricSums, describe
+from trainer.metrics.counters import Counters
+from trainer.metrics.metrics import MetricSums, describe
 from trainer.optim import build_optimizer, clip_and_step
 from trainer.run import Run
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import console as console_module
-from trainer.console import Console, duration, eval_line, number, one_line, prompt_text, sparkline
-from trainer.health import Finding
+from trainer.metrics.console import Console, duration, eval_line, number, one_line, prompt_text, sparkline
+from trainer.metrics.health import Finding
+from trainer.metrics.metrics import console as console_module
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
@@ -123,8 +123,8 @@ def test_small_formats():
 
 SCRIPT = """
 import time
-from trainer.console import Console
-from trainer.health import Finding
+from trainer.metrics.console import Console
+from trainer.metrics.health import Finding
 console = Console(8, 2, "grpo tiny")
 with console:
     console.step(2, {"eval/reward/mean": 0.25})

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from trainer.health import Finding, Watch, replay
+from trainer.metrics.health import Finding, Watch, replay
 
 HEALTHY = {
     "reward/mean": 0.5,

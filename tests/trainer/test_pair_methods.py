@@ -23,7 +23,7 @@ from losses.preference import PAIR_LOSSES
 from losses.reference_free import CPO_LOSSES
 from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, ReferenceConfig, ResponseConfig, RunConfig
 from trainer.methods import cpo, dpo, ipo, kto, orpo, simpo
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy
 from trainer.pairs import pack_pairs
 from trainer.reference import Reference

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.curves import curve_svg, outline, smooth, tick_texts, value_axis
-from trainer.metrics import JsonlLog
-from trainer.report import flatten, write_report
+from trainer.metrics.metrics import JsonlLog
+from trainer.metrics.report import curve_svg, flatten, outline, smooth, tick_texts, value_axis, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {

@@ -31,10 +31,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import trainer.run
 from trainer import saver
 from trainer.config.blocks import Flat, ModelConfig, RunConfig
-from trainer.console import evaluation_lines
-from trainer.counters import Counters
 from trainer.files.tensor_files import TensorFiles
-from trainer.metrics import JsonlLog
+from trainer.metrics.console import evaluation_lines
+from trainer.metrics.counters import Counters
+from trainer.metrics.metrics import JsonlLog
 from trainer.model import Policy
 from trainer.run import Run, expand, open_run
 from trainer.run_state import load_states

@@ -41,7 +41,7 @@ from trainer.config.blocks import (
     RunConfig,
     check_evaluation,
 )  # fmt: skip
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_log_collision, token_logps
 from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss

@@ -29,11 +29,11 @@ from rollout.schedule.replay import Replay
 from trainer import rollouts, strided_step, truth_step
 from trainer.bad_steps import BadSteps
 from trainer.config.ebft import EbftConfig
-from trainer.counters import Counters, Timer
 from trainer.features import FeatureNetwork, feature_policy
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, Groups
 from trainer.lead import Lead
+from trainer.metrics.counters import Counters, Timer
 from trainer.model import Policy, load_policy
 from trainer.offline import Offline
 from trainer.optim import build_optimizer, clip_and_step

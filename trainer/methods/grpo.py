@@ -39,10 +39,10 @@ from trainer.config.blocks import (
 )  # fmt: skip
 from trainer.config.groups import AdvantageConfig, AsyncConfig, check_overlap
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_policy_options
-from trainer.counters import Counters, Timer
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, Groups, advantages, sequence_kl
 from trainer.lead import Lead
+from trainer.metrics.counters import Counters, Timer
 from trainer.model import load_policy
 from trainer.optim import build_optimizer, clip_and_step
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank

@@ -18,7 +18,7 @@ from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.heads import load_scorer, scores_at
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy
 from trainer.offline import Offline, mine
 from trainer.optim import total_loss

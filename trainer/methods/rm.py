@@ -20,7 +20,7 @@ from losses.reward_model import bradley_terry
 from losses.types import LossOut
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.heads import load_scorer, marked_last, scores_at
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy
 from trainer.offline import Offline, mine
 from trainer.optim import term_metrics, total_loss

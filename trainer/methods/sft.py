@@ -26,7 +26,7 @@ from trainer.config.blocks import (
     RunConfig,
     check_evaluation,
 )
-from trainer.metrics import MetricSums
+from trainer.metrics.metrics import MetricSums
 from trainer.model import Policy, load_policy, token_logps, token_loss
 from trainer.offline import Offline, mine
 from trainer.optim import total_loss

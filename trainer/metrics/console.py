@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainer.health import Finding
+from trainer.metrics.health import Finding
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

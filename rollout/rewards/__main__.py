@@ -20,7 +20,7 @@ from rollout.rewards.functions import text_of
 from rollout.rewards.table import RewardTable, load_rewards
 from rollout.servers.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint
 
-TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
+TINY_MODEL = Path(__file__).resolve().parents[2] / "trainer" / "tiny"
 SHOWN = 60  # characters of a prompt or completion in the table
 
 

@@ -18,7 +18,7 @@ import torch
 
 from rollout.servers.options import VllmConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).resolve().parent / "worker"
 SUPPORTED = ("0.24", "0.32")  # the releases whose routes, replies and reload code were read and run
 TOKEN = "STROP_VLLM_TOKEN"

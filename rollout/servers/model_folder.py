@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-BUILTIN = {"builtin:tiny": Path(__file__).resolve().parent.parent / "trainer" / "tiny"}
+BUILTIN = {"builtin:tiny": Path(__file__).resolve().parents[2] / "trainer" / "tiny"}
 
 
 def resolve_model(name: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -479,20 +478,3 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, st
             yield f"{prefix}{key}", " ".join(str(item) for item in value) or "none"
         else:
             yield f"{prefix}{key}", "none" if value is None else str(value)
-
-
-def main(argv: Sequence[str]) -> int:
-    if not argv or any(word.startswith("-") for word in argv):
-        print("usage: python -m trainer.report RUN [RUN ...]\n\nWrites RUN/report.html for each run folder.")
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
-    try:
-        for run_dir in argv:
-            print(write_report(Path(run_dir)))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,26 @@
+"""python -m trainer.report RUN [RUN ...]: write RUN/report.html, one page about a run (trainer/metrics/report.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.metrics.report import write_report
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or any(word.startswith("-") for word in argv):
+        print("usage: python -m trainer.report RUN [RUN ...]\n\nWrites RUN/report.html for each run folder.")
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    try:
+        for run_dir in argv:
+            print(write_report(Path(run_dir)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

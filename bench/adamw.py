@@ -21,7 +21,7 @@ from bench.common import Row, alternate, emit, make_row, require_commit
 from trainer.config.blocks import OptimConfig
 from trainer.parallel.comm import pick_device
 from trainer.plan import known_config
-from trainer.small_state import RoundedAdamW
+from trainer.policy.optim import RoundedAdamW
 
 RATE = 1e-6
 BETAS = (0.9, 0.999)

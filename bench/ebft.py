@@ -42,13 +42,13 @@ from rollout.engines.local import evaluating
 from rollout.engines.sampling import uniform
 from rollout.engines.strided import continue_documents, draw
 from trainer import strided_step
-from trainer.attention import span_masks
 from trainer.config.blocks import DataConfig, ModelConfig
 from trainer.config.ebft import EbftConfig, FeatureConfig, StridedConfig
 from trainer.features import FeatureNetwork, Found, blocks_of, states_of
-from trainer.model import Policy, as_head_takes, head_of, hidden_states
-from trainer.optim import total_loss
 from trainer.parallel.comm import pick_device
+from trainer.policy.attention import span_masks
+from trainer.policy.logps import Policy, as_head_takes, head_of, hidden_states
+from trainer.policy.optim import total_loss
 from trainer.strided_step import StridedStep
 
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}

@@ -33,8 +33,8 @@ from rollout.engines.local import LocalEngine
 from rollout.rewards.table import load_rewards
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.config.yaml import load_config
-from trainer.model import load_policy
 from trainer.parallel.comm import pick_device
+from trainer.policy.load import load_policy
 
 RECIPE = ROOT / "trainer" / "recipes" / "gdpo_two_rewards.yaml"
 METHODS = ("grpo", "gdpo")

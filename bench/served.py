@@ -13,12 +13,13 @@ import torch
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer.adapters import add_adapter
-from trainer.attention import choose_attention
 from trainer.config.blocks import LoraConfig
-from trainer.model import BUILTIN, Policy
 from trainer.parallel.comm import pick_device
-from trainer.weights import PolicyWeights
+from trainer.policy.adapters import add_adapter
+from trainer.policy.attention import choose_attention
+from trainer.policy.load import BUILTIN
+from trainer.policy.logps import Policy
+from trainer.policy.weights import PolicyWeights
 
 QWEN3 = {
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,

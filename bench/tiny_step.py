@@ -18,8 +18,9 @@ from data.rows.prompts import load_prompts
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.model import Policy, load_policy, token_logps
 from trainer.parallel.comm import pick_device
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, token_logps
 
 NUM_PROMPTS, GROUP = 16, 8
 LAYOUTS = {"packed, 512 tokens": (True, 512), "packed, 2048 tokens": (True, 2048), "padded": (False, 4096)}

@@ -24,9 +24,9 @@ from bench.common import Row, alternate, emit, make_row, require_commit
 from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
 from losses.policy import clipped_surrogate
-from trainer.attention import choose_attention
-from trainer.model import Policy, head_of, predictor_states
 from trainer.parallel.comm import pick_device
+from trainer.policy.attention import choose_attention
+from trainer.policy.logps import Policy, head_of, predictor_states
 
 QWEN3_1_7B = {
     "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,

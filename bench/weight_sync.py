@@ -23,8 +23,8 @@ from bench.served import SHAPES, change, free_gib, serving
 from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.choose import make_sync
-from trainer.model import Policy
-from trainer.weights import PolicyWeights
+from trainer.policy.logps import Policy
+from trainer.policy.weights import PolicyWeights
 
 Backend = Literal["ipc", "process_group", "filesystem", "lora"]
 LORA_RANK = 16

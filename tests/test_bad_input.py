@@ -16,7 +16,7 @@ import pytest
 
 from tests.entry import run
 from trainer.__main__ import main
-from trainer.model import BUILTIN
+from trainer.policy.load import BUILTIN
 
 TINY = BUILTIN["builtin:tiny"]
 SMALL = ["--max-steps", 1, "--per-device-train-batch-size", 8]

@@ -13,10 +13,10 @@ from data.packing import Batch, Item, empty_batch, make_batches
 from kernels.attention import Spans, dense_mask
 from tests.entry import metrics, run_ok
 from tests.test_ranks import alike, results_of, two_ok
-from trainer import attention
 from trainer.config.blocks import ParallelConfig
 from trainer.config.ebft import EbftConfig
 from trainer.parallel import context
+from trainer.policy import attention
 
 BOTH = ("replicate", "fsdp")
 

@@ -30,8 +30,8 @@ from tests.entry import environment, metrics
 from trainer.__main__ import main
 from trainer.checkpoint import find_problem
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.model import load_policy
 from trainer.parallel.comm import pick_device
+from trainer.policy.load import load_policy
 
 ON_CPU = os.environ.get("STROP_RUNS_ON") == "cpu"
 pytestmark = [] if ON_CPU else pytest.mark.gpu

@@ -274,8 +274,8 @@ import time, torch
 from data.packing import Item, make_batches
 from tests.ranks.worker import make_policy
 from trainer.parallel.comm import process_group, rank
-from trainer.model import token_logps
-from trainer.sharding import ParallelConfig, place, spread
+from trainer.policy.load import token_logps
+from trainer.policy.sharding import ParallelConfig, place, spread
 with process_group(4.0):
     policy = spread(ParallelConfig(mode="fsdp"), make_policy())
     batches = make_batches([Item([n, 1, 2, 3], [False, True, True, True]) for n in range(3)], max_tokens=4)

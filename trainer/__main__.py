@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from trainer.cli import parse
 from trainer.config.errors import one_line, raised_on_purpose
-from trainer.out_of_memory import is_out_of_memory, out_of_memory
 from trainer.parallel.comm import process_group, say_once
 from trainer.parallel.ranks import TIMEOUT_S
+from trainer.policy.memory import is_out_of_memory, out_of_memory
 from trainer.stop import EXIT_CODE, Stopped, end_on_sigterm
 
 INTERRUPTED = 130  # exit code after Ctrl-C

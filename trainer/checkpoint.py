@@ -41,13 +41,13 @@ from trainer.files.folders import remove_folder, sync
 from trainer.files.tensor_files import Record, TensorFiles, records_from_json, records_of_file
 from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, settle
+from trainer.policy.adapters import ADAPTER
+from trainer.policy.optim import SCALE, as_held, as_saved
 from trainer.saver import INDEX, MANIFEST, Saver, Shard, Snapshot, sha256_of
-from trainer.small_state import SCALE, as_held, as_saved
 
 FORMAT = 1
 FILES = {"rng.safetensors", "state.json"}  # beside the tensors
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
-ADAPTER = "default"  # peft's name for the adapter under training
 HASHERS = 8  # files read at the same time when a checkpoint is checked
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 

@@ -27,19 +27,20 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from rollout.servers.model_folder import read_adapter, resolve_model
-from trainer.checkpoint import ADAPTER, find_problem, latest_valid, stored_tensors
+from trainer.checkpoint import find_problem, latest_valid, stored_tensors
 from trainer.config.errors import why
 from trainer.config.yaml import load_config
 from trainer.files.folders import atomic_folder
 from trainer.files.tensor_files import Spec, TensorFiles, aligned, write_tensors
-from trainer.meta_load import model_tensors
-from trainer.model_files import WholeModel, write_model
 from trainer.parallel.comm import is_main
 from trainer.parallel.dtensor import full, is_dtensor, settle
 from trainer.parallel.watch import say
+from trainer.policy.adapters import ADAPTER
+from trainer.policy.load import model_tensors
+from trainer.policy.model_files import WholeModel, write_model
 from trainer.saver import INDEX, MANIFEST
 
-SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's words for the models of trainer/heads.py
+SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's words for the models of trainer/policy/heads.py
 OF_TRAINING = ("state.json", INDEX, MANIFEST)  # of a checkpoint, no part of a model folder
 
 

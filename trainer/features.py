@@ -30,10 +30,11 @@ from losses import ebft
 from rollout.engine import Completion
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
-from trainer.model import Policy, as_reference, blocks_of, causal_lm, hidden_states
 from trainer.parallel.comm import all_gather
-from trainer.reference import load_frozen
-from trainer.sharding import place
+from trainer.policy.load import blocks_of
+from trainer.policy.logps import Policy, as_reference, causal_lm, hidden_states
+from trainer.policy.reference import load_frozen
+from trainer.policy.sharding import place
 
 
 class Found(NamedTuple):

@@ -52,10 +52,10 @@ from trainer.group_loss import (
     loss,
 )
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy, reference_logps, token_logps, token_loss
-from trainer.optim import total_loss
 from trainer.parallel.comm import all_count, all_sum, data_size
 from trainer.parallel.quantile import tolerance_of, top_threshold
+from trainer.policy.logps import Policy, reference_logps, token_logps, token_loss
+from trainer.policy.optim import total_loss
 
 
 @dataclass(frozen=True)

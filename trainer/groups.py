@@ -36,8 +36,8 @@ from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Made, Producer
 from rollout.schedule.replay import Group, Replay
 from trainer.group_step import score
-from trainer.model import Policy, reference_logps
 from trainer.parallel.comm import all_sum
+from trainer.policy.logps import Policy, reference_logps
 from trainer.rollouts import logged_metrics, pack_completions
 from trainer.unrewarded import Unrewarded
 

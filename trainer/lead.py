@@ -27,9 +27,9 @@ from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group, as_json, completion_of
 from trainer.groups import GroupBatch
 from trainer.lend import Lender, LentScores
-from trainer.model import Policy
 from trainer.parallel import comm
-from trainer.sharding import gathered_weights
+from trainer.policy.logps import Policy
+from trainer.policy.sharding import gathered_weights
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from rollout.engines.local import LocalEngine
-from trainer.model import Policy
 from trainer.parallel import comm
-from trainer.sharding import whole_head
-from trainer.weights import PolicyWeights
+from trainer.policy.logps import Policy
+from trainer.policy.sharding import whole_head
+from trainer.policy.weights import PolicyWeights
 
 Sequences = Sequence[tuple[list[int], list[int]]]
 

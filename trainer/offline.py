@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from data.loader import Loader
-from trainer.bad_steps import BadSteps
 from trainer.metrics.counters import Counters, Timer
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy
-from trainer.optim import build_optimizer, clip_and_step
 from trainer.parallel.comm import all_count, rank, share
+from trainer.policy.logps import Policy
+from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
 from trainer.run import Run
 
 Evaluate = Callable[[], dict[str, float]]

@@ -17,9 +17,9 @@ from data.rows.pairs import load_pairs
 from data.types import Pair
 from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy
 from trainer.parallel.comm import all_count
-from trainer.sharding import place
+from trainer.policy.logps import Policy
+from trainer.policy.sharding import place
 
 
 @dataclass(frozen=True)

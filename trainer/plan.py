@@ -5,9 +5,9 @@
     python -m trainer.plan --shape qwen3-8b --gpus 8 --parallel.context 4 --max-tokens-per-micro-batch 131072
     python -m trainer.plan --model builtin:tiny --lora.r 16 --max-tokens-per-micro-batch 16384
 
-trainer/plan_memory.py has the formulas. Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor on
-a CPU; the peak of a step there; the head's buffers and the peak of a checkpointed bfloat16 step, against rows measured
-on an H200; AdamW's moments, against what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a GPU. Not
+trainer/policy/memory.py has the formulas. Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor,
+on a CPU; the peak of a step there; the head's buffers and the peak of a checkpointed bfloat16 step, against rows
+measured on an H200; AdamW's moments, against what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a GPU. Not
 measured, so mere estimates: FSDP's buffers, and the two constants below. Sequences are packed and attention is flex
 attention: with sdpa a dense mask and, on some GPUs, scores come on top.
 
@@ -21,16 +21,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from trainer.memory import build, meta_model
-from trainer.plan_memory import (
+from trainer.policy.memory import (
     METHODS,
     Sizes,
     Work,
+    build,
     busiest,
     flops_per_token,
     head_bytes,
     kept,
     logits_bytes,
+    meta_model,
     peak,
     sampling,
     sizes_of,
@@ -357,7 +358,7 @@ def explain(
     out.append(f"Asked for, {how} gradient checkpointing: {verdict}.")
     out.append(
         f"Rough: speed is {cfg.mfu:.2f} of the data sheet's peak, training alone, neither sampling nor waiting; "
-        f"{RESERVE:g} GiB are set aside for CUDA and the allocator. Memory: trainer/plan_memory.py."
+        f"{RESERVE:g} GiB are set aside for CUDA and the allocator. Memory: trainer/policy/memory.py."
     )
     return out
 

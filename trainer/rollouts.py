@@ -27,7 +27,6 @@ from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
 from trainer.config.blocks import RolloutConfig, RunConfig
 from trainer.lend import LentScores, LentWeights
-from trainer.model import Policy
 from trainer.parallel.comm import (
     all_count,
     await_order,
@@ -39,10 +38,11 @@ from trainer.parallel.comm import (
     world_size,
 )
 from trainer.parallel.ranks import local_world_size
+from trainer.policy.logps import Policy
+from trainer.policy.sharding import place
+from trainer.policy.weights import PolicyWeights
 from trainer.run import Run
-from trainer.sharding import place
 from trainer.unrewarded import Unrewarded
-from trainer.weights import PolicyWeights
 
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
 EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",

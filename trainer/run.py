@@ -48,12 +48,12 @@ from trainer.config.learning_rates import SMALL_MODEL, far_off
 from trainer.config.yaml import load_config, save_config
 from trainer.export import describe_model, export_model
 from trainer.files.folders import remove_folder, remove_leftovers
-from trainer.memory import device_type
 from trainer.metrics.console import Console, evaluation_lines
 from trainer.metrics.health import Watch, replay
 from trainer.metrics.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
-from trainer.model import Policy
 from trainer.parallel.comm import from_main, on_main, world_size
+from trainer.policy.logps import Policy
+from trainer.policy.memory import device_type
 from trainer.run_folder import (
     expand,
     is_new_each_time,

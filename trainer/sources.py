@@ -25,7 +25,7 @@ from rollout.rewards.table import Rewards
 from rollout.schedule.planner import Order
 from rollout.schedule.source import EngineSource, Source
 from trainer import rollouts
-from trainer.model import Policy
+from trainer.policy.logps import Policy
 
 
 def check_surroundings(cfg: Any) -> None:

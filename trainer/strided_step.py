@@ -30,14 +30,14 @@ from losses.importance import log_difference
 from rollout.engines.sampling import signed_64
 from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
-from trainer.attention import span_masks
 from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
 from trainer.offline import mine, places_of_mine
-from trainer.optim import total_loss
 from trainer.parallel.comm import all_sum, world_size
-from trainer.sharding import fill_up, gathered_weights, place
+from trainer.policy.attention import span_masks
+from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
+from trainer.policy.optim import total_loss
+from trainer.policy.sharding import fill_up, gathered_weights, place
 
 EVAL_SEED = -1  # of held-out continuations; a run's own seed is 0 or above
 

@@ -32,12 +32,12 @@ from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_
 from trainer.groups import GroupBatch
 from trainer.lead import Lead
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy, token_logps, token_loss
 from trainer.offline import mine
-from trainer.optim import total_loss
 from trainer.parallel import comm
 from trainer.parallel.comm import all_sum
-from trainer.sharding import place
+from trainer.policy.logps import Policy, token_logps, token_loss
+from trainer.policy.optim import total_loss
+from trainer.policy.sharding import place
 
 ORDER = "measure"  # what rank 0 says when it wants rewards
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from data.packing import Item, make_batches
 from tests.ranks.worker import one_process
-from trainer.attention import use_flex, use_slices
-from trainer.model import Policy, token_logps
 from trainer.parallel.comm import context_size, is_main, process_group
-from trainer.sharding import sum_gradients
+from trainer.policy.attention import use_flex, use_slices
+from trainer.policy.logps import Policy, token_logps
+from trainer.policy.sharding import sum_gradients
 
 VOCAB = 1000
 

@@ -26,11 +26,11 @@ from tests.ranks.sampled import group_case, strided_case, structured_case
 from tests.ranks.worker import MODES, Case, one_process
 from trainer.config.blocks import ParallelConfig
 from trainer.config.policy import PolicyLossConfig
-from trainer.model import Policy
-from trainer.optim import clip_and_step
 from trainer.parallel.comm import is_main, process_group
 from trainer.parallel.dtensor import full
-from trainer.sharding import spread, sum_gradients
+from trainer.policy.logps import Policy
+from trainer.policy.optim import clip_and_step
+from trainer.policy.sharding import spread, sum_gradients
 
 STEPS = 20
 ALONE = {4, 13}  # steps with as few rows as a step can have

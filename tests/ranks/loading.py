@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from rollout.servers.model_folder import resolve_model
 from tests.ranks.worker import one_process
-from trainer import meta_load
-from trainer import sharding as parallel_module
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig
-from trainer.model import Policy, causal_lm, load_policy
 from trainer.parallel.comm import barrier, is_main
 from trainer.parallel.dtensor import full, is_dtensor, local
-from trainer.sharding import spread
+from trainer.policy import load as meta_load
+from trainer.policy import sharding as parallel_module
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, causal_lm
+from trainer.policy.sharding import spread
 
 TINY = resolve_model("builtin:tiny")
 CPU = torch.device("cpu")

@@ -29,9 +29,9 @@ from trainer.features import FeatureNetwork
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, advantages, sequence_kl
 from trainer.lead import Lead
-from trainer.model import Policy
 from trainer.offline import places_of_mine
 from trainer.parallel.comm import of_all, rank
+from trainer.policy.logps import Policy
 
 SIZE = 4  # completions of a group
 UNEVEN = 12  # tokens of a micro-batch that the two ranks have different numbers of

@@ -25,12 +25,12 @@ from trainer import saver as saving
 from trainer.checkpoint import find_problem, list_checkpoints, load_checkpoint, save_checkpoint
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
-from trainer.model import Policy
 from trainer.parallel.comm import all_sum, barrier, is_main, process_group, rank, world_size
 from trainer.parallel.dtensor import full, whole
-from trainer.reference import MovingReference
+from trainer.policy.logps import Policy
+from trainer.policy.reference import MovingReference
+from trainer.policy.sharding import clip_gradients, spread, sum_gradients
 from trainer.saver import Saver
-from trainer.sharding import clip_gradients, spread, sum_gradients
 
 
 def optimizer_of(policy: Policy) -> tuple[AdamW, LambdaLR]:

@@ -29,9 +29,10 @@ from rollout.sync import process_group as transfer
 from trainer import rollouts
 from trainer.cli import parse
 from trainer.lead import Lead
-from trainer.model import Policy, load_policy
 from trainer.parallel.comm import is_main, pick_device, process_group
-from trainer.sharding import spread
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy
+from trainer.policy.sharding import spread
 
 PROBE_EVERY = 20
 MODES = {

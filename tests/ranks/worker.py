@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from data.types import Example, Labelled, Pair, Steps
-from trainer.attention import use_slices
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
-from trainer.model import Policy
 from trainer.offline import mine
 from trainer.parallel.comm import context_size, is_main, process_group
 from trainer.parallel.dtensor import full
-from trainer.reference import Reference
-from trainer.sharding import clip_gradients, spread, sum_gradients
+from trainer.policy.attention import use_slices
+from trainer.policy.logps import Policy
+from trainer.policy.reference import Reference
+from trainer.policy.sharding import clip_gradients, spread, sum_gradients
 
 VOCAB = 29
 DATA = ("rows",)

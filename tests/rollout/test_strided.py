@@ -18,8 +18,8 @@ from rollout.engine import Sampling
 from rollout.engines import strided
 from rollout.engines.sampling import sample, uniform
 from rollout.engines.strided import Continued, continue_documents
-from trainer import attention
-from trainer.attention import attention_masks, span_masks, use_flex
+from trainer.policy import attention
+from trainer.policy.attention import attention_masks, span_masks, use_flex
 
 VOCAB = 60
 WINDOW = 4  # shorter than the documents below, and than context + generated

@@ -12,8 +12,8 @@ from rollout.servers.loop import Loop
 from rollout.servers.worker import strop_wire
 from rollout.sync.process_group import ProcessGroupSync
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.model import load_policy
-from trainer.weights import PolicyWeights
+from trainer.policy.load import load_policy
+from trainer.policy.weights import PolicyWeights
 
 pytestmark = pytest.mark.gpu
 

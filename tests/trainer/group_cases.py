@@ -22,7 +22,7 @@ from tests.trainer.naive_groups import Padded, naive_loss, padded, padded_scores
 from trainer.config.blocks import RunConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.group_step import StepBatch, backward, prepare
-from trainer.model import Policy
+from trainer.policy.logps import Policy
 
 VOCAB = 29
 TEMPERATURE = 0.8

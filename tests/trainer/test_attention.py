@@ -15,10 +15,11 @@ from data.packing import Batch, Item, make_batches
 from kernels.attention import Spans, block_mask, dense_mask
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
-from trainer import attention
-from trainer.attention import attend, attention_masks, choose_attention, flex_obstacle, load_name, use_flex
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.model import Policy, check_logps, load_policy, predictor_states, token_logps
+from trainer.policy import attention
+from trainer.policy.attention import attend, attention_masks, choose_attention, flex_obstacle, load_name, use_flex
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, check_logps, predictor_states, token_logps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # a device by name: choosing asks for no more
 VOCAB = 60

@@ -12,12 +12,11 @@ import torch
 import trainer.offline
 from tests.entry import metrics
 from trainer.__main__ import main
-from trainer.bad_steps import BadSteps, not_finite
 from trainer.config.blocks import OptimConfig
 from trainer.methods import grpo
 from trainer.metrics.counters import Counters
 from trainer.metrics.metrics import MetricSums, describe
-from trainer.optim import build_optimizer, clip_and_step
+from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step, not_finite
 from trainer.run import Run
 
 SMALL = ["--max-steps", "4", "--save-steps", "2", "--per-device-train-batch-size", "8", "--max-eval-rows", "4",

@@ -22,7 +22,7 @@ from transformers import (
 from trainer import export
 from trainer.checkpoint import save_checkpoint
 from trainer.export import ExportConfig, describe_model, dtype_on_disk, export_checkpoint, export_model, loadable_base
-from trainer.model_files import WholeModel, write_model
+from trainer.policy.model_files import WholeModel, write_model
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

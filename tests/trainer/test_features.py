@@ -23,7 +23,8 @@ from tests.trainer.test_strided_step import make_policy, two_layers
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
 from trainer.features import FeatureNetwork, blocks_of, feature_policy, states_of
-from trainer.model import Policy, hidden_states, load_policy
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, hidden_states
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(model="builtin:tiny")

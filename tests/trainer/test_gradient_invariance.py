@@ -21,7 +21,7 @@ from trainer.config.blocks import DataConfig, ModelConfig, RunConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.group_step import backward, prepare
 from trainer.methods import grpo, sft
-from trainer.model import Policy
+from trainer.policy.logps import Policy
 
 VOCAB = 37
 BATCH = 8

@@ -16,8 +16,8 @@ from data.chat import stop_ids
 from data.packing import Item, make_batches
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.export import export_model
-from trainer.heads import KINDS, NEW_PAD, head_of, load_scorer, marked_last, scores_at, start_head
-from trainer.model import Policy
+from trainer.policy.heads import KINDS, NEW_PAD, head_of, load_scorer, marked_last, scores_at, start_head
+from trainer.policy.logps import Policy
 from trainer.tiny.build import make_tokenizer
 
 CPU = torch.device("cpu")

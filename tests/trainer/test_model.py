@@ -14,16 +14,8 @@ from torch import Tensor, nn
 
 from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.model import (
-    BUILTIN,
-    Policy,
-    causal_lm,
-    check_logps,
-    load_policy,
-    reference_logps,
-    resolve_model,
-    token_logps,
-)
+from trainer.policy.load import BUILTIN, load_policy, resolve_model
+from trainer.policy.logps import Policy, causal_lm, check_logps, reference_logps, token_logps
 from trainer.tiny.build import make_tokenizer
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch import Tensor
 from data.tasks import make_rows
 from tests.entry import metrics
 from trainer.__main__ import main
-from trainer.model import BUILTIN
+from trainer.policy.load import BUILTIN
 
 BASE = BUILTIN["builtin:tiny"]
 NUM_ROWS = 24

@@ -8,8 +8,8 @@ from torch import nn
 
 from losses.types import LossOut, Term
 from trainer.config.blocks import OptimConfig
-from trainer.optim import build_optimizer, clip_and_step, lr_factor, term_metrics, total_loss
-from trainer.sharding import clip_gradients
+from trainer.policy.optim import build_optimizer, clip_and_step, lr_factor, term_metrics, total_loss
+from trainer.policy.sharding import clip_gradients
 
 
 def make_model() -> nn.Module:

@@ -9,13 +9,25 @@ import pytest
 import torch
 
 from tests.entry import metrics
-from trainer import sharding
 from trainer.__main__ import main
 from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, ParallelConfig, PromptConfig, RunConfig
-from trainer.memory import cached_tokens, method_of, planned_peak, sizes_for, work_of
 from trainer.methods import cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft
-from trainer.out_of_memory import advice, asked_for, is_out_of_memory
-from trainer.plan_memory import METHODS, at_peak, peak, sampling, saved
+from trainer.policy import sharding
+from trainer.policy.memory import (
+    METHODS,
+    advice,
+    asked_for,
+    at_peak,
+    cached_tokens,
+    is_out_of_memory,
+    method_of,
+    peak,
+    planned_peak,
+    sampling,
+    saved,
+    sizes_for,
+    work_of,
+)
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.50 GiB is "

@@ -12,12 +12,24 @@ import torch
 from torch import nn
 
 from kernels.linear_logprob import BLOCK_ELEMENTS, linear_logprob_loss
-from trainer import plan, plan_memory
+from trainer import plan
 from trainer.config.blocks import ModelConfig, OptimConfig, RunConfig
-from trainer.memory import build
-from trainer.optim import build_optimizer
 from trainer.plan import CARDS, KNOWN, METHODS, Parallel, PlanConfig, columns, known_config, largest, main
-from trainer.plan_memory import Precision, Sizes, Work, busiest, head_bytes, kept, moments, peak, saved, sizes_of
+from trainer.policy import memory
+from trainer.policy.memory import (
+    Precision,
+    Sizes,
+    Work,
+    build,
+    busiest,
+    head_bytes,
+    kept,
+    moments,
+    peak,
+    saved,
+    sizes_of,
+)
+from trainer.policy.optim import build_optimizer
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +153,7 @@ def test_buffers_of_the_head_are_the_measured_ones(sizes, shape, one_pass, any_l
     got = head_bytes(s, Work(tokens=n, lora_r=8), p) - 2 * n * d
     assert got / GIB == pytest.approx(frozen, rel=0.01)
     if torch_path is not None:
-        assert (plan_memory.logits_bytes(s, n) - gradients) / GIB == pytest.approx(torch_path, rel=0.001)
+        assert (memory.logits_bytes(s, n) - gradients) / GIB == pytest.approx(torch_path, rel=0.001)
 
 
 def test_measured_facts_are_those_in_the_bench_results():
@@ -265,19 +277,19 @@ def test_largest_micro_batch_is_the_last_that_fits(sizes, work):
 def test_flops_per_token(sizes):
     s = sizes["llama-3.1-8b"]
     num = s.params - s.embedding
-    assert plan_memory.flops_per_token(s, Work(tokens=1)) == 6 * num
-    assert plan_memory.flops_per_token(s, Work(tokens=1, checkpointing=True)) == 8 * num
-    assert plan_memory.flops_per_token(s, Work(tokens=1, lora_r=8, has_reference=True)) == 6 * num
+    assert memory.flops_per_token(s, Work(tokens=1)) == 6 * num
+    assert memory.flops_per_token(s, Work(tokens=1, checkpointing=True)) == 8 * num
+    assert memory.flops_per_token(s, Work(tokens=1, lora_r=8, has_reference=True)) == 6 * num
     tied = sizes["qwen3-0.6b"]
-    assert plan_memory.flops_per_token(tied, Work(tokens=1)) == 6 * tied.params
+    assert memory.flops_per_token(tied, Work(tokens=1)) == 6 * tied.params
 
 
 def test_numbers_copied_from_elsewhere_are_still_those():
     scaled_exp = pytest.importorskip("kernels.linear_logprob_triton")
     assert (scaled_exp.CHUNK, scaled_exp.PART, scaled_exp.SLICE) == (
-        plan_memory.CHUNK, plan_memory.PART, plan_memory.SLICE
+        memory.CHUNK, memory.PART, memory.SLICE
     )  # fmt: skip
-    assert BLOCK_ELEMENTS == plan_memory.TORCH_BLOCK
+    assert BLOCK_ELEMENTS == memory.TORCH_BLOCK
     assert RunConfig.max_tokens_per_micro_batch == PlanConfig.max_tokens_per_micro_batch
     assert OptimConfig.optim == PlanConfig.optim
     assert ModelConfig.trained_dtype == PlanConfig.trained_dtype

@@ -15,7 +15,7 @@ from data.types import Steps
 from tests.entry import metrics, run_ok
 from trainer.config.blocks import DataConfig, ModelConfig, RunConfig
 from trainer.methods import prm
-from trainer.model import Policy
+from trainer.policy.logps import Policy
 
 VOCAB = 37
 LENGTHS = (9, 3, 14, 6, 2, 11, 5, 7)

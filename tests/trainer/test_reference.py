@@ -17,8 +17,9 @@ from tests.entry import metrics, repeatable
 from tests.test_resume import start_and_kill
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
-from trainer.model import Policy, load_policy, token_logps
-from trainer.reference import MovingReference, Reference, build_reference, wants_copy
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, token_logps
+from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(model="builtin:tiny")

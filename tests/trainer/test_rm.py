@@ -16,9 +16,9 @@ from torch import Tensor
 from data.types import Pair
 from tests.entry import metrics, run_ok
 from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, RunConfig
-from trainer.heads import load_scorer
 from trainer.methods import rm
-from trainer.model import Policy
+from trainer.policy.heads import load_scorer
+from trainer.policy.logps import Policy
 
 VOCAB = 37
 PAIRS = 8

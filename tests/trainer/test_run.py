@@ -35,7 +35,7 @@ from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import evaluation_lines
 from trainer.metrics.counters import Counters
 from trainer.metrics.metrics import JsonlLog
-from trainer.model import Policy
+from trainer.policy.logps import Policy
 from trainer.run import Run, expand, open_run
 from trainer.run_state import load_states
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.config.blocks import LoraConfig, ModelConfig, OptimConfig
-from trainer.model import load_policy
-from trainer.optim import build_optimizer
+from trainer.policy.load import load_policy
+from trainer.policy.optim import build_optimizer
 
 CPU = torch.device("cpu")
 

@@ -31,7 +31,8 @@ from trainer.features import FeatureNetwork
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch
 from trainer.lead import Lead
-from trainer.model import Policy, load_policy
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy
 from trainer.truth_step import FeatureRewards, add_truth, advantages, evaluate
 
 TEMPERATURE = 0.7

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.model import Policy
-from trainer.weights import PolicyWeights
+from trainer.policy.logps import Policy
+from trainer.policy.weights import PolicyWeights
 
 CPU = torch.device("cpu")
 COMMON = dict(

@@ -42,14 +42,15 @@ from trainer.config.blocks import (
     check_evaluation,
 )  # fmt: skip
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy, load_policy, token_log_collision, token_logps
 from trainer.offline import Offline, mine
-from trainer.optim import term_metrics, total_loss
 from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
 from trainer.parallel.comm import all_sum, pick_device, rows_of_all
-from trainer.reference import MovingReference, Reference, build_reference, wants_copy
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, token_log_collision, token_logps
+from trainer.policy.optim import term_metrics, total_loss
+from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
+from trainer.policy.sharding import spread
 from trainer.run import open_run
-from trainer.sharding import spread
 
 LossType = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",

@@ -27,19 +27,19 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
 from trainer import rollouts, strided_step, truth_step
-from trainer.bad_steps import BadSteps
 from trainer.config.ebft import EbftConfig
 from trainer.features import FeatureNetwork, feature_policy
 from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, Groups
 from trainer.lead import Lead
 from trainer.metrics.counters import Counters, Timer
-from trainer.model import Policy, load_policy
 from trainer.offline import Offline
-from trainer.optim import build_optimizer, clip_and_step
 from trainer.parallel.comm import all_count, is_main, pick_device, rank
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy
+from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
+from trainer.policy.sharding import spread
 from trainer.run import Run, open_run
-from trainer.sharding import spread
 from trainer.sources import load_curriculum
 
 

@@ -24,7 +24,6 @@ from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer import rollouts
-from trainer.bad_steps import BadSteps
 from trainer.config.blocks import (
     Flat,
     LoraConfig,
@@ -43,11 +42,11 @@ from trainer.group_step import backward, prepare
 from trainer.groups import GroupBatch, Groups, advantages, sequence_kl
 from trainer.lead import Lead
 from trainer.metrics.counters import Counters, Timer
-from trainer.model import load_policy
-from trainer.optim import build_optimizer, clip_and_step
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
+from trainer.policy.load import load_policy
+from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
+from trainer.policy.sharding import spread
 from trainer.run import open_run
-from trainer.sharding import spread
 from trainer.sources import Surroundings, check_surroundings, load_curriculum
 from trainer.unrewarded import Unrewarded
 

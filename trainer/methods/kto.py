@@ -36,13 +36,14 @@ from trainer.config.blocks import (
     check_evaluation,
 )  # fmt: skip
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy, load_policy, token_logps
 from trainer.offline import Offline, mine
-from trainer.optim import term_metrics, total_loss
 from trainer.parallel.comm import all_count, all_gather, all_sum, pick_device
-from trainer.reference import Reference, build_reference, wants_copy
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, token_logps
+from trainer.policy.optim import term_metrics, total_loss
+from trainer.policy.reference import Reference, build_reference, wants_copy
+from trainer.policy.sharding import place, spread
 from trainer.run import open_run
-from trainer.sharding import place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

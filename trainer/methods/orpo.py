@@ -27,13 +27,14 @@ from trainer.config.blocks import (
     check_evaluation,
 )
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy, load_policy, token_logps
 from trainer.offline import Offline, mine
-from trainer.optim import term_metrics, total_loss
 from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
 from trainer.parallel.comm import all_sum, pick_device
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, token_logps
+from trainer.policy.optim import term_metrics, total_loss
+from trainer.policy.sharding import spread
 from trainer.run import open_run
-from trainer.sharding import spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,14 @@ from data.types import Pair
 from losses.reward_model import bradley_terry
 from losses.types import LossOut
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
-from trainer.heads import load_scorer, marked_last, scores_at
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy
 from trainer.offline import Offline, mine
-from trainer.optim import term_metrics, total_loss
 from trainer.parallel.comm import all_count, all_sum, pick_device
+from trainer.policy.heads import load_scorer, marked_last, scores_at
+from trainer.policy.logps import Policy
+from trainer.policy.optim import term_metrics, total_loss
+from trainer.policy.sharding import place, spread
 from trainer.run import open_run
-from trainer.sharding import place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

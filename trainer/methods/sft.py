@@ -27,12 +27,13 @@ from trainer.config.blocks import (
     check_evaluation,
 )
 from trainer.metrics.metrics import MetricSums
-from trainer.model import Policy, load_policy, token_logps, token_loss
 from trainer.offline import Offline, mine
-from trainer.optim import total_loss
 from trainer.parallel.comm import all_count, all_sum, pick_device
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, token_logps, token_loss
+from trainer.policy.optim import total_loss
+from trainer.policy.sharding import place, spread
 from trainer.run import open_run
-from trainer.sharding import place, spread
 
 
 @dataclass(frozen=True, kw_only=True)

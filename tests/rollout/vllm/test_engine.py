@@ -24,8 +24,9 @@ from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.base import SyncReport
 from tests.rollout.vllm.scripted import Proxy
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.model import Policy, load_policy
-from trainer.weights import PolicyWeights
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy
+from trainer.policy.weights import PolicyWeights
 
 CPU = torch.device("cpu")
 LIMIT = 1e-3  # float32 on any machine, at tokens as unlikely as chance may draw them

@@ -23,8 +23,9 @@ from rollout.schedule.source import EngineSource
 from rollout.servers.command import TOKEN
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.model import Policy, load_policy
-from trainer.weights import PolicyWeights
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy
+from trainer.policy.weights import PolicyWeights
 
 CPU = torch.device("cpu")
 LIMIT = 1e-3  # float32 on any machine, at contexts of 80 tokens and weights moved several times; see wrong_version

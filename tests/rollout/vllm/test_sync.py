@@ -24,8 +24,8 @@ from rollout.sync.filesystem import FilesystemSync
 from rollout.sync.ipc import IpcSync
 from rollout.sync.lora import LoraSync
 from rollout.sync.process_group import ProcessGroupSync
-from trainer.model import Policy
-from trainer.weights import PolicyWeights
+from trainer.policy.logps import Policy
+from trainer.policy.weights import PolicyWeights
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """Bytes that one training step holds, counted from the sizes of a model. The only place that counts them.
 
-`python -m trainer.plan` prints them for a run that is thought of, trainer/memory.py gives them for one that runs.
+`python -m trainer.plan` prints them for a run that is planned, sizes_for and work_of give them for one that runs.
 
 L layers, D width, H query heads, G key-value heads, K head size, I width inside the gated MLP, V vocabulary, N tokens
 of one micro-batch (packed, so all are real), P parameters. h = bytes of a trained weight, w = of a number in the
@@ -55,12 +55,30 @@ buffer (3 c each), its gradient whole (c) and in float32 for the reduction (4), 
 whole from forward to backward (c). FSDP casts, so autocast does not.
 
 Not counted: what --compile saves (compiled blocks keep fewer activations), dense masks of sdpa, reward models.
+
+What a run holds on its device, from its Config alone; nothing is loaded.
+
+    s = sizes_for(cfg)
+    work = work_of(cfg, s)                     # at the largest micro-batch that the settings admit
+    num_bytes = planned_peak(cfg, tokens)      # of a step that has so many tokens
+
+The counting itself is in trainer/policy/memory.py.
+
+Out of memory on the device: what was asked for, what is held, and which flags to lower with what each would save.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from rollout.servers.model_folder import read_adapter, resolve_model
+from trainer.config.errors import why
+from trainer.parallel.ranks import world_size
 
 CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/linear_logprob_triton.py, which needs triton to import
 TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
@@ -370,3 +388,277 @@ def flops_per_token(s: Sizes, work: Work) -> int:
     """
     num = s.params - (0 if s.tied else s.embedding)
     return num * (2 + (2 if work.lora_r else 4) + 2 * work.checkpointing + 2 * work.has_reference)
+
+
+ANY = Method("any loss")  # a method that is not ours
+
+
+def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The model without its numbers."""
+    from transformers import AutoConfig
+
+    path = resolve_model(model)
+    if (Path(path) / "adapter_config.json").exists():
+        path = resolve_model(read_adapter(path)["base_model_name_or_path"])
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    except Exception as error:  # damaged files make transformers raise anything
+        raise ValueError(f"model={model}: its config.json cannot be read: {why(error, path)}") from None
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(config, name, None):
+            raise ValueError(f"model={model}: a mixture of experts, which is not planned for")
+    lacking = [x for x in ("num_attention_heads", "intermediate_size", "num_hidden_layers") if not hasattr(config, x)]
+    if lacking:
+        raise ValueError(f"model={model}: its config has no {lacking[0]}; only decoder models are planned for")
+    return build(config, trust_remote_code=trust_remote_code)
+
+
+def build(config: Any, *, trust_remote_code: bool = False) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def sizes_for(cfg: Any) -> Sizes:
+    return sizes_of(meta_model(cfg.model.model, trust_remote_code=cfg.model.trust_remote_code))
+
+
+def planned_peak(cfg: Any, tokens: int, *, trained_tokens: int | None = None) -> float:
+    """Bytes that tensors take on this device at the peak of a step which has so many tokens here, sampling included."""
+    s, parts = sizes_for(cfg), cfg.run.gradient_accumulation_steps
+    most = min(math.ceil(tokens / parts), max(cfg.run.max_tokens_per_micro_batch, longest(cfg) or 0))
+    trained = None if trained_tokens is None else math.ceil(most * trained_tokens / tokens)
+    work = replace(work_of(cfg, s), tokens=most, trained_tokens=trained, accumulates=most < tokens)
+    cached = cached_tokens(cfg)
+    return max(peak(s, work), sampling(s, work, cached) if cached else 0.0)
+
+
+def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
+    """This run as plan_memory takes it, at the most tokens that its settings admit, on cuda or cpu; None: as here."""
+    device = device or device_type()
+    tokens, steps = micro_batch_tokens(cfg), cfg.run.gradient_accumulation_steps
+    head, context = method_of(cfg).head, cfg.parallel.context
+    work = Work(
+        tokens=tokens, lora_r=cfg.lora.r, held=2 if cfg.model.trained_dtype == "bfloat16" else 4,
+        compute=compute_bytes(cfg, device), checkpointing=cfg.model.gradient_checkpointing, context=context,
+        head="any loss" if context > 1 and head == "one pass" else head,  # model.token_loss
+        has_reference=has_reference(cfg), others=other_models(cfg, compute_bytes(cfg, device)), optim=cfg.optim.optim,
+        triton=has_triton_head(device), accumulates=steps > 1 or tokens < step_tokens(cfg),
+    )  # fmt: skip
+    return replace(work, shards=shards_of(cfg, s, work, device))
+
+
+def method_of(cfg: Any) -> Method:
+    """By the module of its Config, or of one that this is derived from."""
+    names = (kind.__module__.rpartition(".")[2] for kind in type(cfg).__mro__)
+    return next((METHODS[name] for name in names if name in METHODS), ANY)
+
+
+def device_type() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def compute_bytes(cfg: Any, device: str) -> int:
+    """Of one number in a matrix product."""
+    if cfg.model.dtype == "auto":
+        return 4 if device == "cpu" else 2
+    return 4 if cfg.model.dtype == "float32" else 2
+
+
+def has_triton_head(device: str) -> bool:
+    """kernels/linear_logprob_triton.py runs on Hopper and Blackwell, which a GPU that is not here is taken for."""
+    import torch
+
+    return device == "cuda" and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10))
+
+
+def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
+    """GPUs that one copy is divided over, by the settings and, for auto, as the trainer decides."""
+    import torch
+
+    from trainer.policy.sharding import room_for_a_copy
+
+    parallel, world = cfg.parallel, world_size()
+    if world == 1 or parallel.mode == "replicate":
+        return 1
+    if parallel.mode == "auto":
+        whole = kept(s, replace(work, optim="adamw", others=0.0))
+        if sum(whole.values()) <= room_for_a_copy(torch.device(device)):
+            return 1
+    return parallel.shard or world
+
+
+def has_reference(cfg: Any) -> bool:
+    """Whether the run compares with its starting point as it trains; without LoRA that is a second model."""
+    wants, beta = method_of(cfg).reference, cfg.policy_loss.beta if hasattr(cfg, "policy_loss") else 0.0
+    if wants == "always" and hasattr(cfg, "features"):
+        return cfg.features.feature_model is None or beta > 0
+    if wants == "always":
+        is_free = getattr(cfg, "reference_free", False)
+        return not is_free and cfg.reference.ref != "precomputed" and cfg.reference.ref_model is None
+    return wants == "with beta" and beta > 0
+
+
+def other_models(cfg: Any, compute: int) -> float:
+    """Bytes of models named beside --model, which do not train."""
+    reference, features = getattr(cfg, "reference", None), getattr(cfg, "features", None)
+    trusts, total = cfg.model.trust_remote_code, 0.0
+    if reference is not None and reference.ref_model is not None and reference.ref != "precomputed":
+        total += compute * sizes_of(meta_model(reference.ref_model, trust_remote_code=trusts)).params
+    if features is not None and features.feature_model is not None:
+        total += compute * sizes_of(meta_model(features.feature_model, trust_remote_code=trusts)).params
+    return total
+
+
+def micro_batch_tokens(cfg: Any) -> int:
+    """The most one forward holds: what is allowed, or one long sequence, or all there is of an accumulation step."""
+    limit, length = cfg.run.max_tokens_per_micro_batch, longest(cfg)
+    if length is None:
+        return limit
+    return min(max(limit, length), sequences(cfg) * length)
+
+
+def step_tokens(cfg: Any) -> float:
+    """The most of one accumulation step on this device, or on those that share it."""
+    length = longest(cfg)
+    return math.inf if length is None else sequences(cfg) * length
+
+
+def sequences(cfg: Any) -> int:
+    """Of one accumulation step on this device, or on those that share it."""
+    return cfg.run.per_device_train_batch_size * method_of(cfg).sequences * cfg.parallel.context
+
+
+def longest(cfg: Any) -> int | None:
+    """Tokens of the longest sequence that the settings admit, prompts as far as bound; None where they do not say."""
+    if getattr(cfg, "mode", None) == "strided":
+        return None  # rows of continuations side by side
+    if hasattr(cfg, "rollout"):
+        return (cfg.max_prompt_length or 0) + cfg.max_completion_length
+    return cfg.response.max_length if hasattr(cfg, "response") else getattr(cfg, "max_length", None)
+
+
+def cached_tokens(cfg: Any) -> int:
+    """Of what the local engine samples at a time, at their longest; 0 where it does not sample."""
+    if not hasattr(cfg, "rollout") or cfg.rollout.engine != "local":
+        return 0
+    return completions(cfg) * (longest(cfg) or 0)
+
+
+def completions(cfg: Any) -> int:
+    """Sampled by the local engine at a time."""
+    return min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)
+
+
+GIB = 2**30
+RANK = 16  # of adapters suggested to a run that trains all weights
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A flag and what it would save, in bytes."""
+
+    flag: str
+    saves: float
+    remark: str = ""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this, or what it was raised from, is torch's error for a device that is full."""
+    torch = sys.modules.get("torch")  # without it nothing can have been allocated
+    while torch is not None and error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def out_of_memory(error: BaseException, cfg: Any) -> str:
+    """The message, one flag per line. Never fails: without an estimate it names the flags alone."""
+    lines = [f"out of memory: {asked_for(error)}"]
+    try:
+        from trainer.policy.memory import at_peak, cache_bytes, cached_tokens, sizes_for, work_of
+
+        sizes = sizes_for(cfg)
+        work = work_of(cfg, sizes)
+        parts = at_peak(sizes, work) | {"cache": cache_bytes(sizes, work.compute, cached_tokens(cfg))}
+        held = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
+        lines.append(f"  this run holds about, in GiB: {held}")
+        given = advice(sizes, work, cfg)
+        width = max(len(one.flag) for one in given)
+        lines += [f"  {one.flag:<{width}}  saves about {one.saves / GIB:.3g} GiB{one.remark}" for one in given]
+    except Exception as why:  # whatever a strange model or config raises: the first line is the news
+        lines.append(f"  what would help cannot be estimated here ({type(why).__name__}); try")
+        lines.append("  --max-tokens-per-micro-batch 4096 or less, --gradient-checkpointing, --lora.r 16")
+    lines.append("  checkpoints are whole: --resume goes on from the last one, with these flags added")
+    return "\n".join(lines)
+
+
+def asked_for(error: BaseException) -> str:
+    """The figures of torch's message, without its advice about environment variables."""
+    text = ""
+    while error is not None and not text:
+        found = re.search(r"Tried to allocate [^.]*(?:\.\d[^.]*)*\.", str(error))
+        text = str(error)[found.start() :] if found else ""
+        last, error = error, error.__cause__ or error.__context__
+    if not text:
+        return " ".join(str(last).split()) or type(last).__name__
+    text = re.split(r" If reserved but unallocated| See documentation", text)[0]
+    return " ".join(text.split()).replace("Tried", "tried", 1).rstrip(".")
+
+
+def advice(sizes: Any, work: Any, cfg: Any) -> list[Advice]:
+    """What can be lowered in this run, the most helpful first."""
+    from trainer.policy.memory import cache_bytes, cached_tokens, completions, longest, peak
+
+    def saves(**changed: Any) -> float:
+        return peak(sizes, work) - peak(sizes, replace(work, **changed))
+
+    found = []
+    length, half = longest(cfg), work.tokens // 2
+    if length is None or half >= length:
+        less = saves(tokens=half, accumulates=True)
+        while less <= 0 and half // 2 >= (length or 1):  # a second micro-batch finds the gradients of the first
+            half //= 2
+            less = saves(tokens=half, accumulates=True)
+        found.append(Advice(f"--max-tokens-per-micro-batch {half}", less, f", {work.tokens} tokens now"))
+    else:  # one sequence is a micro-batch by itself
+        name = "completion-length" if hasattr(cfg, "rollout") else "length"
+        less = saves(tokens=half)
+        found.append(Advice(f"--max-{name} {length // 2}", less, f", one sequence is {length} tokens"))
+    if not work.checkpointing:
+        found.append(Advice("--gradient-checkpointing", saves(checkpointing=True), ", a third more time"))
+    if work.optim == "adamw":
+        found.append(Advice("--optim adamw_8bit", saves(optim="adamw_8bit"), " of moments (needs torchao)"))
+    if work.lora_r:
+        rank = max(1, work.lora_r // 2)
+        found.append(Advice(f"--lora.r {rank}", saves(lora_r=rank), ", in a new run"))
+    else:
+        if work.held == 4 and work.compute == 2:
+            remark = ", in a new run: weights, gradients and moments"
+            found.append(Advice("--trained-dtype bfloat16", saves(held=2), remark))
+        less = saves(lora_r=RANK)
+        found.append(Advice(f"--lora.r {RANK}", less, ", in a new run: only adapters are trained"))
+    if hasattr(cfg, "reference") and (work.has_reference or work.others):
+        less = saves(has_reference=False, others=0.0)
+        found.append(Advice("--ref precomputed", less, ": no second model while training"))
+    if cached := cache_bytes(sizes, work.compute, cached_tokens(cfg)):
+        size = max(1, completions(cfg) // 2)
+        found.append(Advice(f"--rollout.max-batch-size {size}", cached / 2, " while completions are made"))
+    total = _device_bytes()
+    if hasattr(cfg, "vllm") and cfg.rollout.engine == "vllm" and not cfg.vllm.url and total:
+        share = cfg.vllm.gpu_memory_utilization or 0.35
+        lower = round(max(0.1, share - 0.1), 2)
+        remark = f" for a server on this GPU, of {total / GIB:.3g} GiB"
+        found.append(Advice(f"--vllm.gpu-memory-utilization {lower}", (share - lower) * total, remark))
+    return sorted((one for one in found if one.saves > 0), key=lambda one: -one.saves)
+
+
+def _device_bytes() -> int:
+    import torch
+
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from rollout.sync.base import TensorSpec, synchronize
-from trainer.checkpoint import ADAPTER
-from trainer.meta_load import same_layout
-from trainer.model import Policy, causal_lm
 from trainer.parallel.comm import inside
 from trainer.parallel.dtensor import full, is_dtensor, settle
+from trainer.policy.adapters import ADAPTER
+from trainer.policy.load import same_layout
+from trainer.policy.logps import Policy, causal_lm
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")  # model.layers.12
 

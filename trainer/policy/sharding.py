@@ -28,11 +28,11 @@ from torch import nn
 from data.packing import Batch, empty_batch
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
-from trainer.meta_load import fill, to_meta
-from trainer.model import Policy, blocks_of, causal_lm, check_logps
 from trainer.parallel.comm import all_max, all_sum, context_size, is_main, of_all, passing, world_size
 from trainer.parallel.dtensor import full, is_dtensor, settle
 from trainer.parallel.watch import say
+from trainer.policy.load import blocks_of, fill, to_meta
+from trainer.policy.logps import Policy, causal_lm, check_logps
 
 T = TypeVar("T", bound=Any)
 SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments that each CPU rank may hold whole

@@ -11,6 +11,8 @@ from rollout.servers.model_folder import check_adapter_weights, read_adapter
 from trainer.config.blocks import LoraConfig
 from trainer.config.errors import first_line, why
 
+ADAPTER = "default"  # peft's name for the adapter under training
+
 
 def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:
     """The model with a saved adapter around it."""

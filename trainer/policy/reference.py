@@ -17,10 +17,11 @@ from data.packing import Batch, Item, make_batches
 from rollout.servers.model_folder import resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
 from trainer.files.folders import sync
-from trainer.model import Policy, causal_lm, load_policy, reference_logps, token_logps
 from trainer.parallel.comm import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
 from trainer.parallel.dtensor import full, put, settle
-from trainer.sharding import place, spread
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, causal_lm, reference_logps, token_logps
+from trainer.policy.sharding import place, spread
 
 
 class Reference:

@@ -24,21 +24,12 @@ from torch import Tensor, nn
 from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
 from rollout.servers.model_folder import check_base, read_adapter, resolve_model
-from trainer.adapters import attach_adapter
-from trainer.attention import attention_masks, choose_attention, load_name, part_of
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.config.errors import first_line, why
-from trainer.model import (
-    Policy,
-    causal_lm,
-    check_adapters,
-    compile_blocks,
-    held_dtype,
-    load_causal_lm,
-    load_tokenizer,
-    pick_dtype,
-    unsupported,
-)
+from trainer.policy.adapters import attach_adapter
+from trainer.policy.attention import attention_masks, choose_attention, load_name, part_of
+from trainer.policy.load import check_adapters, compile_blocks, held_dtype, load_causal_lm, load_tokenizer, pick_dtype
+from trainer.policy.logps import Policy, causal_lm, unsupported
 
 
 class Kind(NamedTuple):

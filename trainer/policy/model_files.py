@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import ADAPTER
 from trainer.files.tensor_files import Spec, write_tensors
-from trainer.meta_load import INDEX, ONE_FILE, same_layout
-from trainer.weights import block_by_block, lora_layers, refuse_unmergeable
+from trainer.policy.adapters import ADAPTER
+from trainer.policy.load import INDEX, ONE_FILE, same_layout
+from trainer.policy.weights import block_by_block, lora_layers, refuse_unmergeable
 
 LIMIT = 5 * 10**9  # bytes of one file
 

@@ -1,0 +1,341 @@
+"""Load a policy and take token log-probs from it.
+
+Trained weights are float32, or bfloat16 where asked for; matrix products run in `compute_dtype` (autocast when that is
+bfloat16). Frozen weights (the base of a LoRA run, a reference copy) are held in `compute_dtype`. Dropout of the base
+model is switched off, so that the log-probs of the same weights are the same numbers in the trainer and in the rollout
+engine.
+
+Models built without their numbers, which are read when it is known which part of them a rank holds.
+
+    lm = load_causal_lm(path, cfg, dtype, device, on_meta=True)
+    files = files_of(lm, path)           # None: it is laid out otherwise in its files, and has to be loaded whole
+    make_hollow(lm)                      # parameters of the right shape and dtype that take no memory
+    ...adapters around it, shards of it...
+    fill(lm, files, device)              # memory for what this rank holds, and those slices of the files in it
+
+A hollow parameter is one number seen as a whole tensor (all strides 0). Unlike one on the meta device it lets peft put
+adapters beside it that are real, and drawn from the same random numbers as beside a loaded one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.chat import set_chat_template
+from data.formats.template_settings import check_kwargs
+from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.config.errors import why
+from trainer.files.tensor_files import Record, TensorFiles, records_of_file
+from trainer.parallel.comm import is_main, world_size
+from trainer.parallel.dtensor import local, local_slices
+from trainer.parallel.watch import say
+from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
+from trainer.policy.attention import (
+    choose_attention,
+    load_name,
+)
+from trainer.policy.logps import Policy, causal_lm, check_logps
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def model_tensors(path: str) -> TensorFiles:
+    """The tensors of a model folder or hub id, as transformers finds them; none is read yet."""
+    from transformers.utils import cached_file
+
+    def find(name: str) -> Path | None:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else Path(found)
+
+    index = None if find(ONE_FILE) else find(INDEX)
+    names = [ONE_FILE] if index is None else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    records: dict[str, Record] = {}
+    folder = Path()
+    for name in names:
+        file = find(name)
+        if file is None:
+            raise ValueError(f"model={path}: has no {name}")
+        folder = file.parent
+        records |= records_of_file(folder, name)
+    return TensorFiles(folder, records)
+
+
+def files_of(lm: Any, path: str) -> TensorFiles | None:
+    """Files from which each tensor of `lm`, which is on the meta device, can be read by its own name; None: not so."""
+    files = model_tensors(path)
+    wanted: dict[int, tuple[str, Tensor]] = {}  # of tensors that are one and the same, the first
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        wanted.setdefault(id(tensor), (name, tensor))
+    named = dict(wanted.values())
+    if not same_layout(lm, named):
+        return None
+    found = [files.records.get(name) for name in named]
+    fits = all(r is not None and r.shape == tuple(t.shape) for r, t in zip(found, named.values(), strict=True))
+    return files if fits and compute_buffers(lm) else None
+
+
+def same_layout(lm: Any, named: dict[str, Tensor]) -> bool:
+    """Whether files hold these tensors as they are in memory; fused experts, for one, they do not."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted = revert_weight_conversion(lm, dict(named))
+    return converted.keys() == named.keys() and all(converted[name] is tensor for name, tensor in named.items())
+
+
+@torch.no_grad()
+def compute_buffers(lm: Any) -> bool:
+    """Bring what no file holds (the frequencies of rotary positions) off the meta device, as transformers does.
+
+    Whether that was possible: every number must have been written by the model's own initialisation.
+    """
+    for module in lm.modules():
+        names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
+        for name in names:
+            buffer = module._buffers[name]
+            if not buffer.is_floating_point():
+                return False  # no value that says it was never written
+            module._buffers[name] = torch.full_like(buffer, torch.nan, device="cpu")
+        if names:
+            lm._init_weights(module)
+        if any(module._buffers[name].isnan().any() for name in names):
+            return False
+        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+            return False
+    return True
+
+
+def make_hollow(lm: nn.Module) -> None:
+    """From the meta device into main memory, one number for each tensor."""
+
+    def hollow(tensor: Tensor) -> Tensor:
+        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
+
+    _replace(lm, hollow, {name for name, _ in lm.named_parameters()} | {name for name, _ in lm.named_buffers()})
+
+
+def to_meta(lm: nn.Module, files: TensorFiles) -> None:
+    """Hollow parameters back to the meta device, where sharding costs nothing; adapters stay as they are."""
+    _replace(lm, lambda tensor: torch.empty_like(tensor, device="meta"), set(_from_files(lm, files)))
+
+
+@torch.no_grad()
+def fill(lm: nn.Module, files: TensorFiles, device: torch.device) -> None:
+    """Give memory to what is on the meta device, whole or in shards, and read this rank's part of it."""
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in lm.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shared.setdefault(id(parameter), []).append((module, name))
+    lm._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    for (first, own), *others in shared.values():  # tied parameters are tied again
+        for module, name in others:
+            module._parameters[name] = first._parameters[own]
+    tensors = lm.state_dict(keep_vars=True)
+    for name, on_disk in _from_files(lm, files).items():
+        local(tensors[name]).copy_(files.read(on_disk, local_slices(tensors[name])))
+
+
+def _from_files(lm: nn.Module, files: TensorFiles) -> dict[str, str]:
+    """Names of the tensors that the files hold -> their names there; of tied ones the first."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        on_disk = name.replace(".base_layer.", ".")
+        if on_disk in files.records and id(tensor) not in seen:
+            found[name] = on_disk
+            seen.add(id(tensor))
+    return found
+
+
+def _replace(lm: nn.Module, change: Any, names: set[str]) -> None:
+    """Change tensors in place of the modules' own; what was shared stays shared."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (old, new); while the old one is held its id is its own
+    for prefix, module in lm.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                full_name = f"{prefix}.{name}" if prefix else name
+                if tensor is None or (full_name not in names and id(tensor) not in known):
+                    continue
+                if id(tensor) not in known:
+                    new = change(tensor.detach())
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    known[id(tensor)] = tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                held[name] = known[id(tensor)][1]
+
+
+def load_policy(
+    cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, whole: bool = False
+) -> Policy:
+    """With several processes the numbers stay in their files, for spread() to read; `whole` reads them at once."""
+    check_adapters(cfg, lora)
+    compute_dtype = pick_dtype(cfg.dtype, device)
+    path = resolve_model(cfg.model)
+    adapter = path if (Path(path) / "adapter_config.json").exists() else None
+    base = read_adapter(path)["base_model_name_or_path"] if adapter else path
+    trains_base = lora.r == 0
+    base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
+    tokenizer = load_tokenizer(path, cfg)
+    later = world_size() > 1 and not whole and not (adapter and trains_base)  # which merges numbers
+    model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
+    if files is None:
+        model = load_causal_lm(base, cfg, base_dtype, device)
+    policy = Policy(
+        model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype, files=files
+    )
+    if adapter and trains_base:
+        # peft froze the base to attach the adapter, and leaves it frozen.
+        policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
+    elif adapter:
+        policy.model = continue_adapter(model, adapter, lora)
+        if with_reference:  # a frozen copy of the adapter, not the bare base
+            policy.model.load_adapter(adapter, "reference", is_trainable=False)
+            policy.reference_adapter = "reference"
+    elif not trains_base:
+        policy.model = add_adapter(model, lora)
+    if with_reference and trains_base:
+        if files is None:
+            policy.reference = load_causal_lm(base, cfg, compute_dtype, device)
+        else:
+            policy.reference, _ = load_hollow(base, cfg, compute_dtype, device)
+        if adapter:
+            policy.reference.load_state_dict(policy.model.state_dict())
+        policy.reference.eval().requires_grad_(False)
+    if files is None:
+        for model in (policy.model, policy.reference):
+            if model is not None:
+                model.to(device)
+    if cfg.gradient_checkpointing:
+        causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy.model.train()
+    if files is None:
+        check_logps(policy)
+    if cfg.compile:
+        for model in (policy.model, policy.reference):
+            if model is not None:
+                compile_blocks(causal_lm(model), base)
+    return policy
+
+
+def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
+    """Refuse settings that have no effect with adapters, or without."""
+    if cfg.merge_lora and lora.r == 0:
+        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
+    if cfg.trained_dtype != "float32" and lora.r > 0:
+        raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
+
+
+def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """Of weights that train."""
+    if cfg.trained_dtype == "bfloat16" and compute_dtype != torch.bfloat16:
+        raise ValueError("trained_dtype=bfloat16: products would be in float32 on this device; add --dtype bfloat16")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.trained_dtype]
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:  # the tokenizers library raises just that for a damaged file
+        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {why(error, path)}") from None
+    set_chat_template(tokenizer, cfg.chat_template)
+    check_kwargs(tokenizer, cfg.chat_template_kwargs)
+    return tokenizer
+
+
+def refuse_quantised(path: str, cfg: ModelConfig) -> None:
+    from transformers import PretrainedConfig
+
+    try:
+        quantised = PretrainedConfig.get_config_dict(path)[0].get("quantization_config")
+    except (OSError, ValueError):  # no config, or a broken one: loading the model says so better
+        return
+    if quantised:
+        kind = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
+        raise ValueError(
+            f"model={cfg.model}: its weights are quantised ({kind}), which is not supported; take the full model, "
+            "with --lora.r 16 where memory is short"
+        )
+
+
+def load_hollow(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, TensorFiles | None]:
+    """The model without its numbers, and the files to read them from; None where they can only be loaded whole."""
+    model = load_causal_lm(path, cfg, dtype, device, on_meta=True)
+    files = files_of(model, path)
+    if files is None:
+        if is_main():
+            say(f"model={cfg.model}: laid out otherwise in its files than in memory; every process loads all of it")
+        return None, None
+    make_hollow(model)
+    return model, files
+
+
+def load_causal_lm(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
+) -> nn.Module:
+    """Weights in main memory, or none (on_meta); attention as `device` will run it."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    attn_implementation = load_name(cfg.attn_implementation, device)
+    check_base(path)
+    refuse_quantised(path, cfg)
+    if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=cfg.trust_remote_code,
+            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+            **({"device_map": "meta"} if on_meta else {}),
+        )
+    except Exception as error:  # damaged files and their own code make transformers raise anything
+        raise ValueError(f"model={cfg.model}: could not be loaded: {why(error, path)}") from None
+    wrong = sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
+    if wrong:  # transformers would fill them with random numbers and go on
+        raise ValueError(
+            f"model={cfg.model}: its weights do not fit its config.json: {len(wrong)} tensors are missing or have "
+            f"another shape, {wrong[0]} for one; get both files from one source"
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    choose_attention(model, cfg.attn_implementation, device)
+    return model
+
+
+def blocks_of(lm: Any, source: str) -> nn.ModuleList:
+    """The blocks of a transformers model: its list of as many modules as it says it has layers."""
+    num_layers = lm.config.get_text_config().num_hidden_layers
+    for child in lm.base_model.children():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            return child
+    raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
+
+
+def compile_blocks(lm: Any, source: str) -> None:
+    """In place, so that names and hooks stay. Rows differ in length: sizes are compiled as unknowns."""
+    for block in blocks_of(lm, source):
+        block.compile(dynamic=True)

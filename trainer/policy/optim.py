@@ -1,0 +1,245 @@
+"""AdamW, its schedule, and the one place that turns losses into an update.
+
+AdamW with small state: weights and moments in bfloat16 (kernels/adamw.py), or moments in 8 bit, by torchao.
+
+In a checkpoint 8-bit moments are float32 numbers, so that any number of ranks can read them; beside them, where they
+are not in shards, the scales of their blocks, with which the same codes are found again.
+
+Steps whose loss or gradient is not finite: the run stops and names them, or leaves them out (--nan-policy).
+
+A skipped step changes neither weights nor moments; the schedule goes on, and its line of metrics is written as always.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from kernels.adamw import Held, Rates, step_
+from losses.types import LossOut
+from trainer.config.blocks import OptimConfig
+from trainer.metrics.counters import Counters
+from trainer.metrics.metrics import MetricSums
+from trainer.parallel.comm import all_sum
+from trainer.parallel.dtensor import is_dtensor
+from trainer.policy.sharding import clip_gradients, sum_gradients
+
+
+def not_finite(grad_norm: float, sums: MetricSums | None) -> str | None:
+    """What of this step is not finite, or None; the same answer on every rank, as gradient norm and loss are global.
+
+    A loss may be infinite with a gradient that is not (a target of probability 0 in float32): such a step is as
+    worthless. Its value is at hand after the gradient norm, for the device has just been waited for.
+    """
+    if not math.isfinite(grad_norm):
+        return f"gradient norm {grad_norm}"
+    if sums is None or "loss/total" not in sums.pairs:
+        return None
+    loss = float(all_sum(sums.pairs["loss/total"][0], "loss", everyone=True))
+    return None if math.isfinite(loss) else f"loss {loss}"
+
+
+class BadSteps:
+    """What is done about them; the counts are in the checkpoint, so a resumed run stops where an unbroken one would."""
+
+    def __init__(
+        self,
+        cfg: OptimConfig | None = None,
+        counters: Counters | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.cfg, self.counters, self.note = cfg or OptimConfig(), counters or Counters(), note
+
+    def skip(self, problem: str, where: str) -> None:
+        """Count and tell; ValueError when the run is to stop instead."""
+        counters, limit = self.counters, self.cfg.nan_skip_limit
+        if self.cfg.nan_policy == "stop" or counters.skipped_in_a_row >= limit:
+            before = f", after {limit} skipped steps in a row" if self.cfg.nan_policy == "skip" else ""
+            raise ValueError(f"{where}: {problem} is not finite{before}; lower --learning-rate or mend these rows")
+        counters.skipped_steps += 1
+        counters.skipped_in_a_row += 1
+        self.note(f"skipped {where}: {problem} is not finite ({counters.skipped_in_a_row} in a row, at most {limit})")
+
+    def end(self) -> None:
+        """A step was good."""
+        self.counters.skipped_in_a_row = 0
+
+
+SCALE = "_scale"
+
+
+def small_adamw(groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
+    betas = (cfg.adam_beta1, cfg.adam_beta2)
+    if cfg.optim == "adamw":
+        return RoundedAdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon)
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise ValueError(
+            f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install -e '.[small]'"
+        ) from None
+    return AdamW8bit(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, bf16_stochastic_round=True)
+
+
+class RoundedAdamW(Optimizer):
+    """Weights and moments in bfloat16, rounded at random; parameters in float32 beside them are not rounded."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        number = 0  # of the parameter: each has random bits of its own
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                t = int(state["step"])
+                rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], t)
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                held = Held(*(_own(tensor) for tensor in tensors))
+                step_(held, rates, seed=(t << 16 ^ number) % 2**31)
+
+
+def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Optimizer state of one parameter, in tensors of plain numbers."""
+    saved: dict[str, Tensor] = {}
+    for key, slot in slots.items():
+        own = _own(slot)
+        if not _is_small(own):
+            saved[key] = slot
+        elif is_dtensor(slot):
+            saved[key] = _in_shards(own.dequantize(), slot)
+        else:
+            saved |= {key: own.dequantize(), key + SCALE: own.scale}
+    return saved
+
+
+@torch.no_grad()
+def as_held(optimizer: Optimizer, parameter: nn.Parameter, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state as this optimizer keeps it, from what as_saved gave, in shards or not as the parameter is."""
+    held = {}
+    for key, value in saved.items():
+        if key.endswith(SCALE):
+            continue
+        if key == "step":
+            held[key] = value
+            continue
+        if not hasattr(optimizer, "_new_buffer"):  # torchao's have it
+            held[key] = value.to(parameter.dtype)
+            continue
+        held[key] = optimizer._new_buffer(parameter, key == "exp_avg")
+        own, scale = _own(held[key]), saved.get(key + SCALE)
+        if _is_small(own) and scale is not None and scale.shape == own.scale.shape:
+            from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+            blocks = _own(value).view(len(scale), -1) / scale.to(own.device).unsqueeze(1)
+            own.codes.copy_(quantize_8bit_with_qmap(blocks, own.qmap).view(own.shape))
+            own.scale.copy_(scale)
+        else:
+            own.copy_(_own(value))
+    return held
+
+
+def _own(tensor: Tensor) -> Any:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return hasattr(tensor, "codes")
+
+
+def _in_shards(own: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if cfg.optim == "adamw_8bit" or any(p.dtype == torch.bfloat16 for p in trained):
+        optimizer = small_adamw(groups, cfg)
+    else:
+        # One kernel for all weights on a GPU: torch's other way makes a temporary as large as all of them.
+        fused = all(p.device.type == "cuda" for p in trained)
+        betas = (cfg.adam_beta1, cfg.adam_beta2)
+        optimizer = AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=fused)
+    return optimizer, LambdaLR(optimizer, lr_factor(cfg.lr_scheduler_type, cfg.warmup_ratio, total_steps))
+
+
+def lr_factor(kind: str, warmup_ratio: float, total_steps: int) -> Callable[[int], float]:
+    """Multiplier of the peak rate for the update after `step` updates: up linearly, then constant, line or cosine."""
+    warmup = round(warmup_ratio * total_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if kind == "constant":
+            return 1.0
+        done = (step - warmup) / max(1, total_steps - warmup)
+        return max(0.0, 1.0 - done) if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+    return factor
+
+
+def total_loss(out: LossOut, denominators: dict[str, Tensor]) -> Tensor:
+    """Each term divided once, by its count over the whole optimizer step and all ranks."""
+    assert out.terms.keys() <= denominators.keys(), f"terms {sorted(out.terms)} vs {sorted(denominators)}"
+    parts = [term.weight * term.sum / denominators[name].clamp(min=1) for name, term in out.terms.items()]
+    return torch.stack(parts).sum()
+
+
+def term_metrics(out: LossOut) -> dict[str, tuple[Tensor, Tensor]]:
+    """Metrics of the terms themselves: loss/<name> per counted unit, unweighted."""
+    return {f"loss/{name}": (term.sum.detach(), term.count) for name, term in out.terms.items()}
+
+
+def clip_and_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: LambdaLR,
+    max_grad_norm: float,
+    where: str,
+    sums: MetricSums | None = None,
+    bad_steps: BadSteps | None = None,
+) -> float:
+    """Clip, check, step. What is not finite never touches the weights: it stops the run, or `bad_steps` lets it go on.
+
+    `sums` are those of the step; its loss is looked at too.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    limit = max_grad_norm if max_grad_norm > 0 else math.inf
+    sum_gradients(model)
+    grad_norm = clip_gradients(trained, limit)
+    bad_steps = bad_steps or BadSteps()
+    if problem := not_finite(grad_norm, sums):
+        bad_steps.skip(problem, where)
+    else:
+        optimizer.step()
+        bad_steps.end()
+    optimizer.zero_grad(set_to_none=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # the first step skipped
+        schedule.step()
+    return grad_norm

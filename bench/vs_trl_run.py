@@ -26,7 +26,7 @@ PROMPT_TOKENS = 256
 def run_ours(job: dict[str, Any]) -> Measured:
     """`python -m trainer` as it is, but for the export at the end."""
     from trainer.__main__ import main
-    from trainer.run import Run
+    from trainer.run.run import Run
 
     Run.finish = lambda self, policy: self.close()  # writing the result is no step
     code = main(job["flags"])

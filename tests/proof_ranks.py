@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
 from tests.test_ranks import ASLEEP, SFT, TORCHRUN, rank_1_of, two, two_ok
 from tests.test_survival import START
-from trainer.checkpoint import find_problem, list_checkpoints
+from trainer.run.checkpoint import find_problem, list_checkpoints
 
 LIMIT_64, LIMIT_32, LIMIT_METRICS = 1e-9, 1e-5, 1e-5
 
@@ -136,7 +136,9 @@ def killed_rank(scratch: Path) -> Fault:
 
 def terminated(scratch: Path) -> Fault:
     folder = scratch / "terminated"
-    patch = "import trainer.run as r\nlog = r.Run.log\nr.Run.log = lambda self, step, m: (log(self, step, m), step == 3"
+    patch = (
+        "import trainer.run.run as r\nlog = r.Run.log\nr.Run.log = lambda self, step, m: (log(self, step, m), step == 3"
+    )
     patch += " and os.kill(os.getpid(), signal.SIGTERM))"
     done = patched(scratch, patch, *ONE, "--output-dir", folder)
     saved = saved_in(folder)

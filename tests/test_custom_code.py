@@ -171,8 +171,8 @@ def test_nobody_is_asked_who_would_say_yes(evil, marker, data):
 def test_an_export_does_not_take_the_word_of_the_run_for_it(evil, marker, tmp_path, capfd):
     import torch
 
-    from trainer.checkpoint import save_checkpoint
     from trainer.export import main
+    from trainer.run.checkpoint import save_checkpoint
 
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -28,10 +28,10 @@ from rollout.rewards.models import OutcomeReward, ProcessReward
 from rollout.servers.model_folder import BUILTIN
 from tests.entry import environment, metrics
 from trainer.__main__ import main
-from trainer.checkpoint import find_problem
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.parallel.comm import pick_device
 from trainer.policy.load import load_policy
+from trainer.run.checkpoint import find_problem
 
 ON_CPU = os.environ.get("STROP_RUNS_ON") == "cpu"
 pytestmark = [] if ON_CPU else pytest.mark.gpu

@@ -30,7 +30,7 @@ NO_MODELS_IN_DATA = {"peft", "accelerate", "vllm", "torch.nn", "torch.optim"}
 # Collectives belong to one file; the others named here use torch's fsdp, tensor and checkpoint modules, or own the
 # separate process group for weights.
 DISTRIBUTED = ("trainer/parallel", "trainer/policy/sharding.py", "trainer/policy/optim.py", "trainer/run/checkpoint.py",
-               "trainer/policy/sharding.py", "trainer/checkpoint.py", "trainer/policy/optim.py", "rollout/sync",
+               "trainer/policy/sharding.py", "trainer/run/checkpoint.py", "trainer/policy/optim.py", "rollout/sync",
                "rollout/servers/worker")  # fmt: skip
 
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
 from trainer.__main__ import main
-from trainer.checkpoint import find_problem, list_checkpoints
 from trainer.config.blocks import ParallelConfig
 from trainer.config.yaml import load_config
 from trainer.parallel.comm import shares
 from trainer.parallel.watch import HUNG, Place, Watch, record_flight
+from trainer.run.checkpoint import find_problem, list_checkpoints
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SFT = (
@@ -232,7 +232,7 @@ import sys, time
 from trainer import checkpoint
 from trainer.cli import parse
 from trainer.parallel.comm import barrier, process_group, rank
-from trainer.run import open_run
+from trainer.run.run import open_run
 
 def slow(path, sha256_of=checkpoint.sha256_of):
     time.sleep(7)

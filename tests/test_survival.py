@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.entry import environment, metrics, processes_with, repeatable, run_ok
-from trainer.checkpoint import find_problem, list_checkpoints
-from trainer.stop import EXIT_CODE
+from trainer.run.checkpoint import find_problem, list_checkpoints
+from trainer.run.stop import EXIT_CODE
 
 STEPS = 8
 GRPO = [
@@ -32,8 +32,9 @@ START = "import os, signal, sys, time\nfrom trainer import __main__ as entry\n{p
 PATCHES = {
     "loading": "from trainer.methods import sft\nsft.load_policy = lambda *a, **k: (print('here', flush=True), "
     "time.sleep(60))",
-    "folder": f"import trainer.run as r\nwrite = r.save_config\nr.save_config = lambda *a: ({TERM}, write(*a))",
-    "save": f"import trainer.run as r\nd = r.describe_model\nr.describe_model = lambda *a, **k: ({TERM}, d(*a, **k))",
+    "folder": f"import trainer.run.run as r\nwrite = r.save_config\nr.save_config = lambda *a: ({TERM}, write(*a))",
+    "save": "import trainer.run.run as r\nd = r.describe_model\n"
+    f"r.describe_model = lambda *a, **k: ({TERM}, d(*a, **k))",
     "hang": "from trainer.methods import sft\nlater = iter([sft.backward] * 3)\n"
     "hang = lambda *a: (print('here', flush=True), time.sleep(60))\n"
     "sft.backward = lambda *a: next(later, hang)(*a)",

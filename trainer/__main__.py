@@ -16,7 +16,7 @@ from trainer.config.errors import one_line, raised_on_purpose
 from trainer.parallel.comm import process_group, say_once
 from trainer.parallel.ranks import TIMEOUT_S
 from trainer.policy.memory import is_out_of_memory, out_of_memory
-from trainer.stop import EXIT_CODE, Stopped, end_on_sigterm
+from trainer.run.stop import EXIT_CODE, Stopped, end_on_sigterm
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 

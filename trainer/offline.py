@@ -19,7 +19,7 @@ from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_count, rank, share
 from trainer.policy.logps import Policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
-from trainer.run import Run
+from trainer.run.run import Run
 
 Evaluate = Callable[[], dict[str, float]]
 

@@ -7,9 +7,9 @@
 
 trainer/policy/memory.py has the formulas. Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor,
 on a CPU; the peak of a step there; the head's buffers and the peak of a checkpointed bfloat16 step, against rows
-measured on an H200; AdamW's moments, against what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a GPU. Not
-measured, so mere estimates: FSDP's buffers, and the two constants below. Sequences are packed and attention is flex
-attention: with sdpa a dense mask and, on some GPUs, scores come on top.
+measured on an H200; AdamW's moments, against what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a
+GPU. Not measured, so mere estimates: FSDP's buffers, and the two constants below. Sequences are packed and attention is
+flex attention: with sdpa a dense mask and, on some GPUs, scores come on top.
 
     tokens/s = GPUs x mfu x peak / FLOPs per token        6 N, 8 N with gradient checkpointing; 4 N and 6 N with LoRA
 """

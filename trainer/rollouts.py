@@ -41,7 +41,7 @@ from trainer.parallel.ranks import local_world_size
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import place
 from trainer.policy.weights import PolicyWeights
-from trainer.run import Run
+from trainer.run.run import Run
 from trainer.unrewarded import Unrewarded
 
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer import __main__ as entry
-from trainer import saver
 from trainer.parallel.comm import rank
+from trainer.run import checkpoint
 
 
 def break_second_save(fault: str) -> None:
-    write = saver.write_tensors
+    write = checkpoint.write_tensors
 
     def broken(path: Path, *args: Any) -> Any:
         if "step-00000004" in str(path) and path.name.startswith("shard-"):
@@ -29,7 +29,7 @@ def break_second_save(fault: str) -> None:
         return write(path, *args)
 
     if rank() == 1:
-        saver.write_tensors = broken
+        checkpoint.write_tensors = broken
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.ranks.loading import check_loading
 from tests.ranks.worker import MODES, VOCAB, make_policy, one_process
-from trainer import saver as saving
-from trainer.checkpoint import find_problem, list_checkpoints, load_checkpoint, save_checkpoint
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.comm import all_sum, barrier, is_main, process_group, rank, world_size
@@ -30,7 +28,8 @@ from trainer.parallel.dtensor import full, whole
 from trainer.policy.logps import Policy
 from trainer.policy.reference import MovingReference
 from trainer.policy.sharding import clip_gradients, spread, sum_gradients
-from trainer.saver import Saver
+from trainer.run import checkpoint as saving
+from trainer.run.checkpoint import Saver, find_problem, list_checkpoints, load_checkpoint, save_checkpoint
 
 
 def optimizer_of(policy: Policy) -> tuple[AdamW, LambdaLR]:

@@ -12,7 +12,7 @@ import pytest
 from data.loader import Loader
 from data.types import Prompt
 from rollout.schedule.planner import Planner, sample_seed
-from trainer.checkpoint import check_state
+from trainer.run.checkpoint import check_state
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -11,7 +11,7 @@ from data.types import Prompt
 from rollout.engine import Completion
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group, Replay
-from trainer.checkpoint import check_state
+from trainer.run.checkpoint import check_state
 
 PROMPTS = [Prompt(source=f"rows:{row}", prompt=f"{row}?", ids=[row + 1]) for row in range(9)]
 

@@ -17,7 +17,7 @@ from trainer.methods import grpo
 from trainer.metrics.counters import Counters
 from trainer.metrics.metrics import MetricSums, describe
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step, not_finite
-from trainer.run import Run
+from trainer.run.run import Run
 
 SMALL = ["--max-steps", "4", "--save-steps", "2", "--per-device-train-batch-size", "8", "--max-eval-rows", "4",
          "--lr-scheduler-type", "linear", "--learning-rate", "1e-3"]  # fmt: skip

@@ -17,8 +17,10 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer import checkpoint, saver
-from trainer.checkpoint import (
+from trainer.files.folders import remove_leftovers
+from trainer.run import checkpoint
+from trainer.run import checkpoint as saver
+from trainer.run.checkpoint import (
     find_problem,
     latest_valid,
     list_checkpoints,
@@ -26,7 +28,6 @@ from trainer.checkpoint import (
     save_checkpoint,
     set_aside_after,
 )
-from trainer.files.folders import remove_leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -347,7 +348,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from trainer.checkpoint import save_checkpoint
+from trainer.run.checkpoint import save_checkpoint
 model = nn.Linear(100, 100)
 optimizer = AdamW(model.parameters())
 schedule = LambdaLR(optimizer, lambda step: 1.0)
@@ -371,7 +372,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from trainer.checkpoint import save_checkpoint
+from trainer.run.checkpoint import save_checkpoint
 model = nn.Linear(300, 300)
 optimizer = AdamW(model.parameters())
 schedule = LambdaLR(optimizer, lambda step: 1.0)

@@ -9,10 +9,10 @@ import torch
 import yaml
 
 from tests.entry import metrics, repeatable
-from trainer import determinism
 from trainer.__main__ import main
 from trainer.config.blocks import RunConfig
-from trainer.run import open_run
+from trainer.run import determinism
+from trainer.run.run import open_run
 
 SMALL = [
     "--method", "grpo", "--max-steps", "2", "--per-device-train-batch-size", "16",

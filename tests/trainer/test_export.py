@@ -19,10 +19,17 @@ from transformers import (
     pipeline,
 )
 
-from trainer import export
-from trainer.checkpoint import save_checkpoint
-from trainer.export import ExportConfig, describe_model, dtype_on_disk, export_checkpoint, export_model, loadable_base
 from trainer.policy.model_files import WholeModel, write_model
+from trainer.run import export
+from trainer.run.checkpoint import save_checkpoint
+from trainer.run.export import (
+    ExportConfig,
+    describe_model,
+    dtype_on_disk,
+    export_checkpoint,
+    export_model,
+    loadable_base,
+)
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

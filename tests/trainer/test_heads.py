@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from data.chat import stop_ids
 from data.packing import Item, make_batches
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.export import export_model
 from trainer.policy.heads import KINDS, NEW_PAD, head_of, load_scorer, marked_last, scores_at, start_head
 from trainer.policy.logps import Policy
+from trainer.run.export import export_model
 from trainer.tiny.build import make_tokenizer
 
 CPU = torch.device("cpu")

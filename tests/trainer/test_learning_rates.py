@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 import yaml
 
-import trainer.run
+import trainer.run.run
 from tests.entry import ROOT
 from trainer import cli
 from trainer.__main__ import main
@@ -98,7 +98,7 @@ def test_a_run_saves_the_rate_it_used_and_tells_a_far_one(tmp_path, monkeypatch,
     for name, size, more in (("a", None, []), ("b", None, ["--learning-rate", "0.02"]),
                              ("c", 0, ["--learning-rate", "0.02"])):  # fmt: skip
         if size is not None:
-            monkeypatch.setattr(trainer.run, "SMALL_MODEL", size)
+            monkeypatch.setattr(trainer.run.run, "SMALL_MODEL", size)
         assert main([*base, "--output-dir", name, *more]) == 0
         said = capsys.readouterr()
         assert ("100 times above 0.0002" in said.out + said.err) == (name == "c"), name

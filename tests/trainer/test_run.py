@@ -28,16 +28,15 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-import trainer.run
-from trainer import saver
+import trainer.run.run
 from trainer.config.blocks import Flat, ModelConfig, RunConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import evaluation_lines
 from trainer.metrics.counters import Counters
 from trainer.metrics.metrics import JsonlLog
 from trainer.policy.logps import Policy
-from trainer.run import Run, expand, open_run
-from trainer.run_state import load_states
+from trainer.run import checkpoint as saver
+from trainer.run.run import Run, expand, load_states, open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +52,7 @@ class Config:
 @pytest.fixture(autouse=True)
 def nothing_to_describe(monkeypatch):
     """The model of these tests is two linear layers; test_smoke.py shows that a real checkpoint is a model folder."""
-    monkeypatch.setattr(trainer.run, "describe_model", lambda *args, **options: None)
+    monkeypatch.setattr(trainer.run.run, "describe_model", lambda *args, **options: None)
 
 
 class Draws:
@@ -587,5 +586,5 @@ def test_finish_exports_reports_and_says_where(tmp_path, capsys):
 
 
 if __name__ == "__main__":
-    trainer.run.describe_model = lambda *args, **options: None
+    trainer.run.run.describe_model = lambda *args, **options: None
     train(config(sys.argv[1], save_async=False), kill_at=int(sys.argv[2]))

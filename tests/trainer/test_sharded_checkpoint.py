@@ -14,7 +14,7 @@ from rollout.servers.model_folder import resolve_model
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from tests.ranks.worker import make_policy
 from tests.test_ranks import two_ok
-from trainer.checkpoint import find_problem, latest_valid, load_checkpoint
+from trainer.run.checkpoint import find_problem, latest_valid, load_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.config.blocks import LoraConfig, ModelConfig, OptimConfig
 from trainer.policy.load import load_policy
 from trainer.policy.optim import build_optimizer
+from trainer.run.checkpoint import load_checkpoint, save_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -50,7 +50,7 @@ from trainer.policy.logps import Policy, token_log_collision, token_logps
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
 from trainer.policy.sharding import spread
-from trainer.run import open_run
+from trainer.run.run import open_run
 
 LossType = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",

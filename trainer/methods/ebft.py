@@ -39,7 +39,7 @@ from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
 from trainer.policy.sharding import spread
-from trainer.run import Run, open_run
+from trainer.run.run import Run, open_run
 from trainer.sources import load_curriculum
 
 

@@ -46,7 +46,7 @@ from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_devi
 from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
 from trainer.policy.sharding import spread
-from trainer.run import open_run
+from trainer.run.run import open_run
 from trainer.sources import Surroundings, check_surroundings, load_curriculum
 from trainer.unrewarded import Unrewarded
 

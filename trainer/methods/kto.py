@@ -43,7 +43,7 @@ from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import Reference, build_reference, wants_copy
 from trainer.policy.sharding import place, spread
-from trainer.run import open_run
+from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)

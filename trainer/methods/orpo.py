@@ -34,7 +34,7 @@ from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.sharding import spread
-from trainer.run import open_run
+from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from trainer.policy.heads import load_scorer, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import place, spread
-from trainer.run import open_run
+from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from trainer.policy.heads import load_scorer, marked_last, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.sharding import place, spread
-from trainer.run import open_run
+from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)

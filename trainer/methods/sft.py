@@ -33,7 +33,7 @@ from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import place, spread
-from trainer.run import open_run
+from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)

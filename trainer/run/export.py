@@ -1,0 +1,320 @@
+"""Write a trained model so that other tools can load it.
+
+Full weights: a transformers folder, for `AutoModelForCausalLM.from_pretrained` and `pipeline("text-generation")`. They
+are stored in the dtype the base model has on disk: float32 stays exact, a bfloat16 base gives bfloat16 rounded once.
+LoRA: a peft adapter folder in the dtype it was trained in (float32) that names its base; a local base by absolute path,
+so that the adapter may be loaded from any folder, but its base may not move. Either way the folder holds the tokenizer,
+its chat template, and a generation_config.json with every stop id.
+
+    python -m trainer.export runs/dpo-20261115-093000 out          # the newest checkpoint of a run, in shards or not
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from data.chat import stop_ids
+from rollout.servers.model_folder import read_adapter, resolve_model
+from trainer.config.errors import why
+from trainer.config.yaml import load_config
+from trainer.files.folders import atomic_folder
+from trainer.files.tensor_files import Spec, TensorFiles, aligned, write_tensors
+from trainer.parallel.comm import is_main
+from trainer.parallel.dtensor import full, is_dtensor, settle
+from trainer.parallel.watch import say
+from trainer.policy.adapters import ADAPTER
+from trainer.policy.load import model_tensors
+from trainer.policy.model_files import WholeModel, write_model
+from trainer.run.checkpoint import INDEX, MANIFEST, find_problem, latest_valid, stored_tensors
+
+SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's words for the models of trainer/policy/heads.py
+OF_TRAINING = ("state.json", INDEX, MANIFEST)  # of a checkpoint, no part of a model folder
+
+
+def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: bool, base: str) -> None:
+    """Write `folder` (replacing an older one) from a live transformers or peft model, which stays as it is.
+
+    `base` is what the weights were loaded from: hub id, folder or builtin:NAME.
+    """
+    base = loadable_base(base)
+    is_lora = hasattr(model, "peft_config")
+    # A scorer is merged always: an adapter folder has no place for what its head needs (labels, padding token).
+    is_scorer = is_lora and model.peft_config[ADAPTER].task_type in SCORER_TASKS
+    settle(model)
+    if any(is_dtensor(p) for p in model.parameters()):
+        export_shards(model, tokenizer, folder, as_adapter=is_lora and not merge_lora and not is_scorer, base=base)
+        return
+    if not is_main():
+        return
+    generation = generation_config(model, tokenizer)
+    if is_lora and not merge_lora and not is_scorer:
+        with atomic_folder(folder, "export") as tmp:
+            _save_adapter(model, tmp, base)
+            generation.save_pretrained(tmp)
+            tokenizer.save_pretrained(tmp)
+        return
+    full = _full_model(model, dtype_on_disk(base))
+    full.generation_config = generation
+    full.config = copy.deepcopy(full.config)
+    full.config.use_cache = True
+    with atomic_folder(folder, "export") as tmp, _no_progress_bar():
+        full.save_pretrained(tmp)
+        tokenizer.save_pretrained(tmp)
+
+
+def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool, base: str) -> None:
+    """The same from a model in shards: every rank takes part, one tensor at a time is whole, and rank 0 writes it."""
+    lm = model.get_base_model() if hasattr(model, "peft_config") else model
+    own = (model if as_adapter else lm).state_dict(keep_vars=True)
+
+    def get(name: str) -> Tensor:
+        return full(own[name].detach()).cpu()
+
+    if as_adapter:
+        names = {adapter_name(name): name for name in own if ".lora_" in name and f".{ADAPTER}." in name}
+        specs = {name: Spec(tuple(own[names[name]].shape), own[names[name]].dtype) for name in names}
+        tensors = (get(name) for name in names.values())
+    else:
+        whole = WholeModel(lm, dtype_on_disk(base) or lm.dtype, get)
+        specs, tensors = whole.specs(), whole.tensors()
+    if not is_main():
+        for _ in tensors:
+            continue
+        return
+    with atomic_folder(folder, "export") as tmp:
+        if as_adapter:
+            write_tensors(tmp / "adapter_model.safetensors", specs, tensors)
+            describe_model(model, tokenizer, tmp, base=base)
+            change_json(tmp / "adapter_config.json", inference_mode=True)
+        else:
+            write_model(tmp, specs, tensors)
+            _save_config(lm, tmp)
+            finish_config(tmp, whole.dtype)
+            generation_config(lm, tokenizer).save_pretrained(tmp)
+            tokenizer.save_pretrained(tmp)
+
+
+def adapter_name(name: str) -> str:
+    """peft leaves its name for the adapter out of the files."""
+    return name.replace(f".{ADAPTER}.", ".")
+
+
+def finish_config(folder: Path, dtype: torch.dtype) -> None:
+    """What an export's config.json says otherwise than that of a model under training."""
+    change_json(folder / "config.json", dtype=str(dtype).removeprefix("torch."), use_cache=True)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    """Some settings of a file of transformers or peft, written as they write it."""
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def loadable_base(base: str) -> str:
+    """A name that loads from any working directory: local folders become absolute, hub ids stay."""
+    found = Path(resolve_model(base)).expanduser()
+    return str(found.resolve()) if found.is_dir() else base
+
+
+def generation_config(model: nn.Module, tokenizer: Any) -> Any:
+    """The model's own, with all stop ids, so that `generate` ends where our rollouts end."""
+    from transformers import GenerationConfig
+
+    own = getattr(model, "generation_config", None) or GenerationConfig()
+    config = copy.deepcopy(own)
+    try:
+        config.validate(strict=True)
+    except ValueError:  # some published models contradict themselves (a temperature without sampling), unsavable as is
+        config = GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
+    config._from_model_config = False  # else transformers may rebuild it from config.json and drop the stop ids
+    eos = list(stop_ids(tokenizer, own.eos_token_id))
+    config.eos_token_id = eos if eos else None
+    config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(eos), None)
+    return config
+
+
+def dtype_on_disk(base: str) -> torch.dtype | None:
+    """The dtype named in the base model's config.json, or None when it names none or cannot be reached."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(base)
+    except OSError:  # gone from disk or hub: the trained dtype, which loses nothing, is used
+        return None
+    name = config.get("dtype") or config.get("torch_dtype")
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
+def describe_model(model: Any, tokenizer: Any, folder: Path, *, base: str) -> None:
+    """Everything of an export but the weights: beside a checkpoint's weights it makes that folder loadable too."""
+    if hasattr(model, "peft_config"):
+        model.peft_config[ADAPTER].save_pretrained(folder)
+        change_json(folder / "adapter_config.json", base_model_name_or_path=loadable_base(base))
+    else:
+        _save_config(model, folder)
+    generation_config(model, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _save_config(model: Any, folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]  # a scorer's config still names what its trunk was taken from
+    config.save_pretrained(folder)
+
+
+def _save_adapter(model: Any, folder: Path, base: str) -> None:
+    # No base embeddings in the adapter: we never resize them, and peft would ask the hub whether we did.
+    model.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)  # peft's unfilled model card
+    change_json(folder / "adapter_config.json", base_model_name_or_path=base)
+
+
+def _full_model(model: Any, dtype: torch.dtype | None) -> Any:
+    """A transformers model whose attributes may be set without touching the live one; weights may be shared."""
+    if hasattr(model, "peft_config"):
+        # Merged in float32, then rounded once.
+        merged = _cpu_copy(model, torch.float32).merge_and_unload(safe_merge=True, adapter_names=[ADAPTER])
+        return merged.to(dtype or model.dtype)
+    return copy.copy(model) if dtype in (None, model.dtype) else _cpu_copy(model, dtype)
+
+
+def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose tensors lie in host memory, so that an accelerator filled by training is enough; ties stay ties."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        data = parameter.detach().to("cpu", dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
+        memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    return copy.deepcopy(model, memo)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write the model of a checkpoint, in shards or not, as a folder that other tools load. Needs no GPU."""
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """A run folder, whose newest checkpoint is taken, or a checkpoint in one."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
+    """Folder to write; must not exist."""
+    merge_lora: bool = False
+    """Write merged weights rather than an adapter, as a run with --merge-lora does in any case."""
+    trust_remote_code: bool = False
+    """Let the model's own Python code run; what the run's config.yaml says about it does not count here."""
+
+
+def export_checkpoint(cfg: ExportConfig) -> Path:
+    """Tensor by tensor: neither a GPU nor memory for the whole model is needed."""
+    out = Path(cfg.out).expanduser()
+    if out.exists():
+        raise ValueError(f"out={cfg.out}: exists already; name a new folder")
+    run, checkpoint = find_checkpoint(cfg.source)
+    settings = load_config(run / "config.yaml")
+    base = resolve_model(str(settings["model"]))
+    weights = stored_tensors(checkpoint).below("weights/")
+    if (Path(base) / "adapter_config.json").exists():
+        base = read_adapter(base)["base_model_name_or_path"]
+    adapter = checkpoint / "adapter_config.json"
+    merge = cfg.merge_lora or bool(settings.get("merge_lora"))
+    if adapter.exists() and json.loads(adapter.read_text())["task_type"] in SCORER_TASKS:
+        raise ValueError(f"source={cfg.source}: an adapter of a reward model; finish the run, its final/ is merged")
+    with atomic_folder(out, "out") as tmp:
+        for path in checkpoint.iterdir():
+            if path.is_file() and path.suffix != ".safetensors" and path.name not in OF_TRAINING:
+                shutil.copy(path, tmp / path.name)
+        if adapter.exists() and not merge:
+            specs = aligned({name: Spec(found.shape, found.dtype) for name, found in weights.records.items()})
+            write_tensors(tmp / "adapter_model.safetensors", specs, (weights.read(name) for name in specs))
+            change_json(tmp / "adapter_config.json", inference_mode=True)
+            return checkpoint
+        (tmp / "adapter_config.json").unlink(missing_ok=True)
+        lm = skeleton(checkpoint, base, trust_remote_code=cfg.trust_remote_code)
+        whole = WholeModel(lm, dtype_on_disk(base) or _trained_dtype(weights), getter(lm, weights, base))
+        write_model(tmp, whole.specs(), whole.tensors())
+        _save_config(lm, tmp)
+        finish_config(tmp, whole.dtype)
+    return checkpoint
+
+
+def find_checkpoint(source: str) -> tuple[Path, Path]:
+    """(run folder, undamaged checkpoint in it)."""
+    folder = Path(source).expanduser().resolve()
+    if (folder / MANIFEST).exists():
+        if problem := find_problem(folder):
+            raise ValueError(f"source={source}: damaged, {problem}; name another checkpoint")
+        run, checkpoint = folder.parents[1], folder
+    else:
+        run, checkpoint = folder, latest_valid(folder / "checkpoints", say)
+    if checkpoint is None or not (run / "config.yaml").is_file():
+        raise ValueError(f"source={source}: not a run folder with a checkpoint, nor a checkpoint in a run folder")
+    return run, checkpoint
+
+
+def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
+    """The model of a checkpoint without its numbers, adapters in their places."""
+    import transformers
+
+    adapter = checkpoint / "adapter_config.json"
+    source = base if adapter.exists() else checkpoint
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            if kind is None:
+                lm = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                lm = kind(config)
+    except Exception as error:  # damaged files and their own code make transformers raise anything
+        raise ValueError(f"model={source}: cannot be built: {why(error, str(source))}") from None
+    with torch.device("meta"):
+        if adapter.exists():
+            from peft import PeftConfig, get_peft_model
+
+            lm = get_peft_model(lm, PeftConfig.from_pretrained(checkpoint)).get_base_model()
+    return lm
+
+
+def getter(lm: Any, weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
+    """Tensors of a skeleton: those that were trained from the checkpoint, what was not from the base model's files."""
+    files: list[TensorFiles] = []
+
+    def get(name: str) -> Tensor:
+        for known in (name, f"base_model.model.{adapter_name(name)}"):
+            if known in weights.records:
+                return weights.read(known)
+        files[:] = files or [model_tensors(base)]
+        plain = name.replace(".base_layer.", ".")
+        if plain not in files[0].records:
+            raise ValueError(f"model={base}: its files hold no {plain}; export the adapter, and merge it by peft")
+        return files[0].read(plain)
+
+    return get
+
+
+def _trained_dtype(weights: TensorFiles) -> torch.dtype:
+    return next(record.dtype for record in weights.records.values())

@@ -41,15 +41,15 @@ from rollout.engine import Sampling
 from rollout.engines.local import evaluating
 from rollout.engines.sampling import uniform
 from rollout.engines.strided import continue_documents, draw
-from trainer import strided_step
 from trainer.config.blocks import DataConfig, ModelConfig
 from trainer.config.ebft import EbftConfig, FeatureConfig, StridedConfig
-from trainer.features import FeatureNetwork, Found, blocks_of, states_of
+from trainer.ebft import strided
+from trainer.ebft.features import FeatureNetwork, Found, blocks_of, states_of
+from trainer.ebft.strided import StridedStep
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import span_masks
 from trainer.policy.logps import Policy, as_head_takes, head_of, hidden_states
 from trainer.policy.optim import total_loss
-from trainer.strided_step import StridedStep
 
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
 SHARED, STEP_MAJOR = "shared row, cached", "step-major, dense"
@@ -91,11 +91,11 @@ class SharedRow:
         ).ids  # fmt: skip
 
     def judge(self, ids: Tensor) -> Tensor:  # (A, n)
-        (advantage,) = strided_step.judge(self.work.network, self._step(ids)).advantage
+        (advantage,) = strided.judge(self.work.network, self._step(ids)).advantage
         return advantage
 
     def train(self, ids: Tensor, advantage: Tensor) -> None:
-        strided_step.backward(self.work.cfg, self.work.policy, replace(self._step(ids), advantage=[advantage]))
+        strided.backward(self.work.cfg, self.work.policy, replace(self._step(ids), advantage=[advantage]))
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:  # (A, n, G)

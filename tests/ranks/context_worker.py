@@ -22,11 +22,11 @@ from data.types import Example
 from tests.ranks import worker
 from tests.ranks.worker import CASES, Case, compare, config, ids, make_policy
 from tests.trainer.group_cases import ADVANTAGE, TOTAL, make_completions, make_config
-from trainer.group_step import backward, prepare
 from trainer.parallel.comm import context_size, is_main, process_group
 from trainer.parallel.dtensor import settle
 from trainer.policy.attention import use_slices
 from trainer.policy.logps import Policy, causal_lm
+from trainer.rl.step import backward, prepare
 
 
 def sft_rows_case(lengths: list[int], *, policy: Callable[[], Policy] = make_policy, packing: bool = True) -> Case:

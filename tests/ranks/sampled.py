@@ -1,6 +1,6 @@
 """Cases of tests/ranks/worker.py for the methods that sample: what their loops do with completions that are there.
 
-Groups go through trainer/lead.py, which deals them; rewards of EBFT are measured by all ranks at an order of rank 0.
+Groups go through trainer/rl/rank0_rollout.py, which deals them; rewards of EBFT are measured by all ranks at an order of rank 0.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rollout.engine import Completion
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
-from trainer import strided_step, truth_step
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
-from trainer.features import FeatureNetwork
-from trainer.group_step import backward, prepare
-from trainer.groups import GroupBatch, advantages, sequence_kl
-from trainer.lead import Lead
-from trainer.offline import places_of_mine
+from trainer.ebft import strided, structured
+from trainer.ebft.features import FeatureNetwork
+from trainer.offline.loop import places_of_mine
 from trainer.parallel.comm import of_all, rank
 from trainer.policy.logps import Policy
+from trainer.rl.groups import GroupBatch, advantages, sequence_kl
+from trainer.rl.rank0_rollout import Lead
+from trainer.rl.step import backward, prepare
 
 SIZE = 4  # completions of a group
 UNEVEN = 12  # tokens of a micro-batch that the two ranks have different numbers of
@@ -121,9 +121,9 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
     prompts = [group.planned.prompt for group in groups]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
-        rewards = truth_step.FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
+        rewards = structured.FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
         lead = Lead(policy, None, prompts)
-        lead.orders[truth_step.ORDER] = rewards.follow
+        lead.orders[structured.ORDER] = rewards.follow
 
         def rewarded() -> GroupBatch:
             completions = [completion for group in rows for completion in group.completions]
@@ -134,11 +134,11 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
             return GroupBatch(scored, table.names, table.weights, {})
 
         whole = lead.run(rewarded)
-        logged = truth_step.feature_metrics(cfg, rewards, whole)
+        logged = structured.feature_metrics(cfg, rewards, whole)
         batch = lead.share(whole)
-        advantage = truth_step.advantages(cfg, batch).flatten()
+        advantage = structured.advantages(cfg, batch).flatten()
         sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True)
-        truth_step.add_truth(cfg, policy, [group.planned.prompt for group in batch.groups], sums)
+        structured.add_truth(cfg, policy, [group.planned.prompt for group in batch.groups], sums)
         return {**logged, **sums.means()}
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
@@ -159,12 +159,12 @@ def strided_case(*, lora: bool = False) -> Case:
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         network = FeatureNetwork(cfg.features, cfg.run, policy)
-        held_out = strided_step.evaluate(cfg, policy, network, documents[:3], batch_size=2)  # as after a step
+        held_out = strided.evaluate(cfg, policy, network, documents[:3], batch_size=2)  # as after a step
         own = [rows[place] for place in places_of_mine(rows, cfg.strided.plan.size)]
-        made = strided_step.continue_all(cfg, policy, own, seed=3, numbers=[numbers[id(row)] for row in own])
-        made = strided_step.judge(network, made)
-        sums = strided_step.backward(cfg, policy, made)
-        return {**sums.means(), **strided_step.step_metrics(network, made), **held_out}
+        made = strided.continue_all(cfg, policy, own, seed=3, numbers=[numbers[id(row)] for row in own])
+        made = strided.judge(network, made)
+        sums = strided.backward(cfg, policy, made)
+        return {**sums.means(), **strided.step_metrics(network, made), **held_out}
 
     return Case(documents, lambda: make_policy(reference=True, lora=lora), step, all_of_them)
 

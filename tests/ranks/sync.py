@@ -26,13 +26,13 @@ from data.types import Prompt
 from rollout.engine import Request, Sampling
 from rollout.servers.worker.strop_wire import PeerError
 from rollout.sync import process_group as transfer
-from trainer import rollouts
 from trainer.cli import parse
-from trainer.lead import Lead
 from trainer.parallel.comm import is_main, pick_device, process_group
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import spread
+from trainer.rl import rollouts
+from trainer.rl.rank0_rollout import Lead
 
 PROBE_EVERY = 20
 MODES = {

@@ -21,7 +21,7 @@ from torch import Tensor
 from data.types import Example, Labelled, Pair, Steps
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
-from trainer.offline import mine
+from trainer.offline.loop import mine
 from trainer.parallel.comm import context_size, is_main, process_group
 from trainer.parallel.dtensor import full
 from trainer.policy.attention import use_slices
@@ -142,7 +142,7 @@ def dpo_case(method: str = "dpo", *, lora: bool = False, tied: bool = True, **op
     _, cfg = config(method, **options)
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
-        from trainer.pairs import pack_pairs
+        from trainer.offline.pairs import pack_pairs
 
         reference = Reference(policy)
         micro_batches = pack_pairs(cfg.run, policy, rows, accumulation=2)
@@ -156,7 +156,7 @@ def pair_case(method: str, **options: Any) -> Case:
     module = {"simpo": cpo}.get(method, module)
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
-        from trainer.pairs import pack_pairs
+        from trainer.offline.pairs import pack_pairs
 
         whole = {"train_prompt": cfg.nll_on_prompt} if method == "orpo" else {}
         micro_batches = pack_pairs(cfg.run, policy, rows, accumulation=1, **whole)

@@ -1,4 +1,4 @@
-"""A small policy, completions with all that real ones have, and one step on them: for tests of trainer.group_step.
+"""A small policy, completions with all that real ones have, and one step on them: for tests of trainer.rl.step.
 
 Among the completions: two turns with an environment's text between, a truncated one, one without tokens, one that
 trains nothing, an engine log-prob that is missing, advantages of zero.
@@ -21,8 +21,8 @@ from rollout.engine import Completion
 from tests.trainer.naive_groups import Padded, naive_loss, padded, padded_scores
 from trainer.config.blocks import RunConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
-from trainer.group_step import StepBatch, backward, prepare
 from trainer.policy.logps import Policy
+from trainer.rl.step import StepBatch, backward, prepare
 
 VOCAB = 29
 TEMPERATURE = 0.8

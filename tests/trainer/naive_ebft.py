@@ -1,6 +1,6 @@
 """Energy-based fine-tuning, slowly: every anchor, sample and token by itself, in plain loops over plain forwards.
 
-Written from the formulas alone; nothing of losses.ebft, trainer.features or trainer.strided_step is used here.
+Written from the formulas alone; nothing of losses.ebft, trainer.ebft.features or trainer.ebft.strided is used here.
 """
 
 from __future__ import annotations

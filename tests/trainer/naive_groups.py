@@ -1,7 +1,7 @@
-"""The losses of trainer.group_step written out from their formulas, over padded rows, in float64: slow and plain.
+"""The losses of trainer.rl.step written out from their formulas, over padded rows, in float64: slow and plain.
 
 Every completion is scored by the model's own forward, all by itself, and lies in one row of a (B, T) rectangle. Nothing
-here comes from losses/ or trainer/group_step.py.
+here comes from losses/ or trainer/rl/step.py.
 """
 
 from __future__ import annotations

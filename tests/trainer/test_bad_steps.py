@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.offline
+import trainer.offline.loop
 from tests.entry import metrics
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
@@ -28,7 +28,7 @@ class Poison:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
         self.bad, self.after = bad, {}
-        for module in (grpo, trainer.offline):
+        for module in (grpo, trainer.offline.loop):
             monkeypatch.setattr(module, "build_optimizer", self.build)
         log = Run.log
 

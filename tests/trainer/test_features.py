@@ -22,7 +22,7 @@ from tests.trainer.group_cases import VOCAB
 from tests.trainer.test_strided_step import make_policy, two_layers
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
-from trainer.features import FeatureNetwork, blocks_of, feature_policy, states_of
+from trainer.ebft.features import FeatureNetwork, blocks_of, feature_policy, states_of
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, hidden_states
 
@@ -213,7 +213,7 @@ def test_every_distinct_sequence_is_computed_once(monkeypatch):
     completions = [completions[0]] * 3 + [completion(prompts[0], prompts[0].truth_ids)]
     seen = []
     monkeypatch.setattr(
-        "trainer.features.make_batches", lambda items, **k: seen.append(items) or make_batches(items, **k)
+        "trainer.ebft.features.make_batches", lambda items, **k: seen.append(items) or make_batches(items, **k)
     )
     network_of().of_groups(prompts, completions, num_generations=SIZE)
     assert [len(items) for items in seen] == [2]
@@ -287,7 +287,7 @@ def test_nothing_is_left_on_the_network(monkeypatch):
         within.append(hooks())
         raise ZeroDivisionError
 
-    monkeypatch.setattr("trainer.features.hidden_states", fail)
+    monkeypatch.setattr("trainer.ebft.features.hidden_states", fail)
     with pytest.raises(ZeroDivisionError):
         network.of_groups(prompts, completions, num_generations=SIZE)
     assert within == [before + 2] and hooks() == before

@@ -19,9 +19,9 @@ from data.types import Example
 from rollout.engine import Completion
 from trainer.config.blocks import DataConfig, ModelConfig, RunConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
-from trainer.group_step import backward, prepare
 from trainer.methods import grpo, sft
 from trainer.policy.logps import Policy
+from trainer.rl.step import backward, prepare
 
 VOCAB = 37
 BATCH = 8

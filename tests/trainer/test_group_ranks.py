@@ -26,11 +26,11 @@ from tests.trainer.group_cases import (
     moved_llama,
     step,
 )
-from trainer import group_step
-from trainer.group_step import backward, prepare
 from trainer.metrics.metrics import metrics
 from trainer.parallel import quantile
 from trainer.parallel.quantile import kth_smallest, tolerance_of, top_threshold
+from trainer.rl import step as group_step
+from trainer.rl.step import backward, prepare
 
 TOGETHER = {
     "vllm_importance_sampling_mode": "sequence_mask",

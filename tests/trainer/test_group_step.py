@@ -41,9 +41,9 @@ from tests.trainer.group_cases import (
     step,
 )
 from tests.trainer.naive_groups import padded, padded_scores
-from trainer import group_step
 from trainer.config.policy import SEQUENCE_LEVEL
-from trainer.group_step import backward, prepare
+from trainer.rl import step as group_step
+from trainer.rl.step import backward, prepare
 
 CORRECTION_CASES: dict[str, dict[str, Any]] = {
     "off": {"vllm_importance_sampling_correction": False},

@@ -13,11 +13,11 @@ from torch import nn
 
 from rollout.servers.options import SyncConfig, VllmConfig
 from tests.trainer.test_weights import make_model, policy_of, with_lora
-from trainer import lend, rollouts
 from trainer.config.blocks import ParallelConfig
-from trainer.lend import Lender, LentWeights
 from trainer.parallel import comm
 from trainer.policy import weights
+from trainer.rl import lend, rollouts
+from trainer.rl.lend import Lender, LentWeights
 
 
 @pytest.fixture

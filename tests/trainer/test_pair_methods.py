@@ -24,7 +24,7 @@ from losses.reference_free import CPO_LOSSES
 from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, ReferenceConfig, ResponseConfig, RunConfig
 from trainer.methods import cpo, dpo, ipo, kto, orpo, simpo
 from trainer.metrics.metrics import MetricSums
-from trainer.pairs import pack_pairs
+from trainer.offline.pairs import pack_pairs
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference
 

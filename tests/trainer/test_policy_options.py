@@ -13,7 +13,7 @@ from losses.importance import CORRECTIONS
 from losses.kl import KL_ESTIMATORS
 from losses.policy import POLICY_LOSSES
 from trainer.config.policy import CLIPPED, CorrectionConfig, PolicyLossConfig, check_policy_options
-from trainer.group_loss import loss_options
+from trainer.rl.loss import loss_options
 
 BAD_LOSS = [
     ({"epsilon": -0.1}, "epsilon=-0.1: must be 0 or above"),

@@ -16,9 +16,9 @@ from tests.trainer import naive_ebft
 from tests.trainer.group_cases import VOCAB
 from trainer.config.blocks import LoraConfig, RunConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
-from trainer.features import FeatureNetwork
+from trainer.ebft.features import FeatureNetwork
+from trainer.ebft.strided import backward, check_gap, continue_all, evaluate, judge, sample_rows, step_metrics
 from trainer.policy.logps import Policy
-from trainer.strided_step import backward, check_gap, continue_all, evaluate, judge, sample_rows, step_metrics
 
 STRIDED = StridedConfig(stride=3, context_length=4, generate_max_len=3, n_samples_per_prompt=4, max_length=64)
 

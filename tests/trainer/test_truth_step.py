@@ -27,13 +27,13 @@ from tests.trainer.test_strided_step import gradients, make_policy
 from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
-from trainer.features import FeatureNetwork
-from trainer.group_step import backward, prepare
-from trainer.groups import GroupBatch
-from trainer.lead import Lead
+from trainer.ebft.features import FeatureNetwork
+from trainer.ebft.structured import FeatureRewards, add_truth, advantages, evaluate
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
-from trainer.truth_step import FeatureRewards, add_truth, advantages, evaluate
+from trainer.rl.groups import GroupBatch
+from trainer.rl.rank0_rollout import Lead
+from trainer.rl.step import backward, prepare
 
 TEMPERATURE = 0.7
 LENGTHS = ((3, 5), (1, 4), (6, 7))  # of prompts and truths
@@ -237,7 +237,7 @@ def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_z
     assert losses == pytest.approx({"loss/policy": 0.0, "loss/ce": ce, "loss/total": 0.5 * ce})
 
 
-# Rewards and advantages, as trainer/groups.py passes them on.
+# Rewards and advantages, as trainer/rl/groups.py passes them on.
 
 
 def group_batch(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]) -> GroupBatch:

@@ -14,7 +14,7 @@ from tests.trainer.test_groups import groups_of, settings
 from trainer.__main__ import main
 from trainer.config.groups import AdvantageConfig
 from trainer.metrics.counters import Counters
-from trainer.unrewarded import Unrewarded
+from trainer.rl.unrewarded import Unrewarded
 
 REWARDS = """
 def never(completions): return [None] * len(completions)

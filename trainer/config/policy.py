@@ -1,6 +1,6 @@
 """Options of the policy loss and of the correction for samples that are not quite from the policy they train.
 
-Two blocks of a method that compares completions in groups; trainer/group_step.py is what they steer.
+Two blocks of a method that compares completions in groups; trainer/rl/step.py is what they steer.
 """
 
 from __future__ import annotations

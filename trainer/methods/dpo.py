@@ -42,8 +42,8 @@ from trainer.config.blocks import (
     check_evaluation,
 )  # fmt: skip
 from trainer.metrics.metrics import MetricSums
-from trainer.offline import Offline, mine
-from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
+from trainer.offline.loop import Offline, mine
+from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
 from trainer.parallel.comm import all_sum, pick_device, rows_of_all
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_log_collision, token_logps

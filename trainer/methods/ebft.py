@@ -26,21 +26,22 @@ from rollout.episodes.target import TruthEpisode
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
-from trainer import rollouts, strided_step, truth_step
 from trainer.config.ebft import EbftConfig
-from trainer.features import FeatureNetwork, feature_policy
-from trainer.group_step import backward, prepare
-from trainer.groups import GroupBatch, Groups
-from trainer.lead import Lead
+from trainer.ebft import strided, structured
+from trainer.ebft.features import FeatureNetwork, feature_policy
 from trainer.metrics.counters import Counters, Timer
-from trainer.offline import Offline
+from trainer.offline.loop import Offline
 from trainer.parallel.comm import all_count, is_main, pick_device, rank
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
 from trainer.policy.sharding import spread
+from trainer.rl import rollouts
+from trainer.rl.groups import GroupBatch, Groups
+from trainer.rl.rank0_rollout import Lead
+from trainer.rl.setup import load_curriculum
+from trainer.rl.step import backward, prepare
 from trainer.run.run import Run, open_run
-from trainer.sources import load_curriculum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +97,9 @@ def train(cfg: Config) -> None:
                 tend=engine.tend,
             )
         )
-        rewards = truth_step.FeatureRewards(network, num_generations=cfg.num_generations)
-        lead.orders[truth_step.ORDER] = rewards.follow
-        groups = Groups(cfg, producer, rewards, replay, truth_step.advantages)
+        rewards = structured.FeatureRewards(network, num_generations=cfg.num_generations)
+        lead.orders[structured.ORDER] = rewards.follow
+        groups = Groups(cfg, producer, rewards, replay, structured.advantages)
 
         def sample(step: int) -> GroupBatch:
             rollouts.sync(engine, step, overlap.vllm_sync_interval)
@@ -108,16 +109,16 @@ def train(cfg: Config) -> None:
             return batch
 
         if step == 0 and held_out:
-            run.log(0, truth_step.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=0))
+            run.log(0, structured.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=0))
 
         while step < total_steps:
             timer = Timer()
             whole = lead.run(partial(sample, step))  # on rank 0
-            feature_metrics = truth_step.feature_metrics(cfg, rewards, whole)
+            feature_metrics = structured.feature_metrics(cfg, rewards, whole)
             batch = lead.share(whole)  # whole groups, different ones on every rank
             timer.lap("rollout_s")
             timer.move("rollout_s", "reward_s", batch.reward_s)
-            advantage = truth_step.advantages(cfg, batch).flatten()  # (B,)
+            advantage = structured.advantages(cfg, batch).flatten()  # (B,)
             old_logps = batch.old_logps(overlap.replay_recompute_logps)
             # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
             weighted = advantage * cfg.features.rl_coef
@@ -133,7 +134,7 @@ def train(cfg: Config) -> None:
                 step += 1
                 learning_rate = float(schedule.get_last_lr()[0])
                 sums = backward(cfg, policy, rollout, first=iteration == 0)
-                num_truth = truth_step.add_truth(cfg, policy, truths, sums)
+                num_truth = structured.add_truth(cfg, policy, truths, sums)
                 sources = ", ".join(dict.fromkeys(prompt.source for prompt in batch.prompts))
                 where, limit = f"step {step}, rank {rank()}, prompts {sources}", cfg.optim.max_grad_norm
                 grad_norm = clip_and_step(policy.model, optimizer, schedule, limit, where, sums, bad_steps)
@@ -156,7 +157,7 @@ def train(cfg: Config) -> None:
                     **timer.metrics(num_tokens),
                 }
                 if held_out and cfg.run.eval_due(step, total_steps):
-                    metrics |= truth_step.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=step)
+                    metrics |= structured.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=step)
                 run.log(step, metrics | engine.metrics())
                 timer = Timer()
                 if overlap.async_prefetch and iteration + 1 < cfg.num_iterations:
@@ -175,22 +176,22 @@ def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork
     offline = Offline(run, cfg, policy, documents, size=cfg.strided.plan.size)
 
     def evaluate() -> dict[str, float]:
-        return strided_step.evaluate(cfg, policy, network, held_out, batch_size=size)
+        return strided.evaluate(cfg, policy, network, held_out, batch_size=size)
 
     offline.begin(evaluate)
     for batch in offline.steps():
         # Of each document in the run: its seeds are those of a run that was not broken off, on any number of ranks.
         numbers = [(offline.step - 1) * size + place for place in offline.places]
-        step = strided_step.continue_all(cfg, policy, batch, seed=cfg.run.seed, numbers=numbers, multiple=multiple)
+        step = strided.continue_all(cfg, policy, batch, seed=cfg.run.seed, numbers=numbers, multiple=multiple)
         offline.timer.lap("rollout_s")
-        step = strided_step.judge(network, step)
-        run.sample(offline.step, strided_step.sample_rows(policy, batch, step))
+        step = strided.judge(network, step)
+        run.sample(offline.step, strided.sample_rows(policy, batch, step))
         offline.timer.lap("reward_s")
-        sums = strided_step.backward(cfg, policy, step)
+        sums = strided.backward(cfg, policy, step)
         if offline.step == run.start_step + 1:  # once: it is about the model's code, and waits for the device
-            strided_step.check_gap(cfg, policy, sums, offline.step)
+            strided.check_gap(cfg, policy, sums, offline.step)
         offline.take_step(sums)
-        offline.log_and_save(sums, step.num_computed, evaluate, strided_step.step_metrics(network, step))
+        offline.log_and_save(sums, step.num_computed, evaluate, strided.step_metrics(network, step))
     run.finish(policy)
 
 

@@ -23,7 +23,6 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer import rollouts
 from trainer.config.blocks import (
     Flat,
     LoraConfig,
@@ -38,17 +37,18 @@ from trainer.config.blocks import (
 )  # fmt: skip
 from trainer.config.groups import AdvantageConfig, AsyncConfig, check_overlap
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_policy_options
-from trainer.group_step import backward, prepare
-from trainer.groups import GroupBatch, Groups, advantages, sequence_kl
-from trainer.lead import Lead
 from trainer.metrics.counters import Counters, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
 from trainer.policy.sharding import spread
+from trainer.rl import rollouts
+from trainer.rl.groups import GroupBatch, Groups, advantages, sequence_kl
+from trainer.rl.rank0_rollout import Lead
+from trainer.rl.setup import Surroundings, check_surroundings, load_curriculum
+from trainer.rl.step import backward, prepare
+from trainer.rl.unrewarded import Unrewarded
 from trainer.run.run import open_run
-from trainer.sources import Surroundings, check_surroundings, load_curriculum
-from trainer.unrewarded import Unrewarded
 
 
 @dataclass(frozen=True, kw_only=True)

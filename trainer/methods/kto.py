@@ -36,7 +36,7 @@ from trainer.config.blocks import (
     check_evaluation,
 )  # fmt: skip
 from trainer.metrics.metrics import MetricSums
-from trainer.offline import Offline, mine
+from trainer.offline.loop import Offline, mine
 from trainer.parallel.comm import all_count, all_gather, all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps

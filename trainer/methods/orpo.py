@@ -27,8 +27,8 @@ from trainer.config.blocks import (
     check_evaluation,
 )
 from trainer.metrics.metrics import MetricSums
-from trainer.offline import Offline, mine
-from trainer.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
+from trainer.offline.loop import Offline, mine
+from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
 from trainer.parallel.comm import all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps

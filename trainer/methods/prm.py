@@ -18,7 +18,7 @@ from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline import Offline, mine
+from trainer.offline.loop import Offline, mine
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, scores_at
 from trainer.policy.logps import Policy

@@ -20,7 +20,7 @@ from losses.reward_model import bradley_terry
 from losses.types import LossOut
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline import Offline, mine
+from trainer.offline.loop import Offline, mine
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, marked_last, scores_at
 from trainer.policy.logps import Policy

@@ -35,11 +35,11 @@ from rollout.engine import Completion
 from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Made, Producer
 from rollout.schedule.replay import Group, Replay
-from trainer.group_step import score
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
-from trainer.rollouts import logged_metrics, pack_completions
-from trainer.unrewarded import Unrewarded
+from trainer.rl.rollouts import logged_metrics, pack_completions
+from trainer.rl.step import score
+from trainer.rl.unrewarded import Unrewarded
 
 NOTHING = 1e-6  # rewards and advantages below this are none
 

@@ -25,11 +25,11 @@ from rollout.engine import Completion, Engine, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group, as_json, completion_of
-from trainer.groups import GroupBatch
-from trainer.lend import Lender, LentScores
 from trainer.parallel import comm
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import gathered_weights
+from trainer.rl.groups import GroupBatch
+from trainer.rl.lend import Lender, LentScores
 
 T = TypeVar("T")
 

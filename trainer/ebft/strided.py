@@ -30,9 +30,9 @@ from losses.importance import log_difference
 from rollout.engines.sampling import signed_64
 from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
-from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
+from trainer.ebft.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
-from trainer.offline import mine, places_of_mine
+from trainer.offline.loop import mine, places_of_mine
 from trainer.parallel.comm import all_sum, world_size
 from trainer.policy.attention import span_masks
 from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps

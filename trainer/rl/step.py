@@ -39,8 +39,13 @@ from losses.importance import sequence_mean, sequence_sum
 from losses.kl import MAX_LOG_RATIO
 from losses.policy import MIN_LOG_WEIGHT, denominator
 from rollout.engine import Completion
-from trainer import rollouts
-from trainer.group_loss import (
+from trainer.metrics.metrics import MetricSums
+from trainer.parallel.comm import all_count, all_sum, data_size
+from trainer.parallel.quantile import tolerance_of, top_threshold
+from trainer.policy.logps import Policy, reference_logps, token_logps, token_loss
+from trainer.policy.optim import total_loss
+from trainer.rl import rollouts
+from trainer.rl.loss import (
     Known,
     add_gap_metrics,
     add_loss_metrics,
@@ -51,11 +56,6 @@ from trainer.group_loss import (
     has_kl_term,
     loss,
 )
-from trainer.metrics.metrics import MetricSums
-from trainer.parallel.comm import all_count, all_sum, data_size
-from trainer.parallel.quantile import tolerance_of, top_threshold
-from trainer.policy.logps import Policy, reference_logps, token_logps, token_loss
-from trainer.policy.optim import total_loss
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
 from trainer.config.blocks import RolloutConfig, RunConfig
-from trainer.lend import LentScores, LentWeights
 from trainer.parallel.comm import (
     all_count,
     await_order,
@@ -41,8 +40,9 @@ from trainer.parallel.ranks import local_world_size
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import place
 from trainer.policy.weights import PolicyWeights
+from trainer.rl.lend import LentScores, LentWeights
+from trainer.rl.unrewarded import Unrewarded
 from trainer.run.run import Run
-from trainer.unrewarded import Unrewarded
 
 SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
 EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",

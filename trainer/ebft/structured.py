@@ -3,13 +3,13 @@
     rewards = FeatureRewards(network, num_generations=4)       # in the place of reward functions
     batch = groups.next(step, engine.version)
     advantage = advantages(cfg, batch)                         # (P, G)
-    sums = backward(cfg, policy, rollout)                      # trainer/group_step.py
+    sums = backward(cfg, policy, rollout)                      # trainer/rl/step.py
     add_truth(cfg, policy, truths, sums)                       # gradients of the cross-entropy besides
 
 Alignment and diversity are two rewards, the second with weight -1, so that everything that looks at groups (replay,
 dynamic sampling, samples.jsonl) sees them apart and their sum as the reward.
 
-Over several processes rank 0 asks for rewards, and all ranks measure a part of the groups (trainer/lead.py).
+Over several processes rank 0 asks for rewards, and all ranks measure a part of the groups (trainer/rl/rank0_rollout.py).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from losses import ebft
 from rollout.engine import Completion
 from rollout.rewards.table import RewardTable
 from rollout.schedule.source import Job, Source, run_groups
-from trainer.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
-from trainer.groups import GroupBatch
-from trainer.lead import Lead
+from trainer.ebft.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
-from trainer.offline import mine
+from trainer.offline.loop import mine
 from trainer.parallel import comm
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import place
+from trainer.rl.groups import GroupBatch
+from trainer.rl.rank0_rollout import Lead
 
 ORDER = "measure"  # what rank 0 says when it wants rewards
 
 
 class FeatureRewards:
-    """Rewards as trainer/groups.py asks for them, made by the feature networks of all processes."""
+    """Rewards as trainer/rl/groups.py asks for them, made by the feature networks of all processes."""
 
     names = ["alignment", "diversity"]
     weights = [1.0, -1.0]

@@ -1,6 +1,6 @@
 """The loss of some trained tokens of a group method, by its options, and what is logged of it.
 
-trainer/group_step.py computes what has to be known of whole completions (Known) and calls `loss` on the tokens that the
+trainer/rl/step.py computes what has to be known of whole completions (Known) and calls `loss` on the tokens that the
 head hands out, cut anywhere.
 
 Shapes: N = trained tokens.

@@ -24,8 +24,8 @@ from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.rewards.table import Rewards
 from rollout.schedule.planner import Order
 from rollout.schedule.source import EngineSource, Source
-from trainer import rollouts
 from trainer.policy.logps import Policy
+from trainer.rl import rollouts
 
 
 def check_surroundings(cfg: Any) -> None:

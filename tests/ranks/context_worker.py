@@ -21,7 +21,7 @@ import torch
 from data.types import Example
 from tests.ranks import worker
 from tests.ranks.worker import CASES, Case, compare, config, ids, make_policy
-from tests.trainer.group_cases import ADVANTAGE, TOTAL, make_completions, make_config
+from tests.trainer.rl.group_cases import ADVANTAGE, TOTAL, make_completions, make_config
 from trainer.parallel.comm import context_size, is_main, process_group
 from trainer.parallel.dtensor import settle
 from trainer.policy.attention import use_slices

@@ -1,6 +1,6 @@
 """Cases of tests/ranks/worker.py for the methods that sample: what their loops do with completions that are there.
 
-Groups go through trainer/rl/rank0_rollout.py, which deals them; rewards of EBFT are measured by all ranks at an order of rank 0.
+Groups go through trainer/rl/rank0_rollout.py, which deals them; all ranks measure rewards of EBFT when rank 0 asks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 Alignment and diversity are two rewards, the second with weight -1, so that everything that looks at groups (replay,
 dynamic sampling, samples.jsonl) sees them apart and their sum as the reward.
 
-Over several processes rank 0 asks for rewards, and all ranks measure a part of the groups (trainer/rl/rank0_rollout.py).
+Over several processes rank 0 asks for rewards, and all ranks measure a part of the groups (rl/rank0_rollout.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     source.save_adapter(Path("v000012"))          # for vLLM's LoRA, if the policy has an adapter
 
 An adapter is merged into new tensors, W + scaling B A in float32 and rounded once; the policy itself is never touched.
-Weights in shards are gathered a tensor at a time, and every rank must read them together: trainer/rl/lend.py sees to that.
+Sharded weights are gathered a tensor at a time, and every rank must read them together: trainer/rl/lend.py does that.
 """
 
 from __future__ import annotations

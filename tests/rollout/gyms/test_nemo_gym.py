@@ -29,7 +29,7 @@ from rollout.gyms.nemo_gym import (
 from rollout.gyms.options import NemoGymConfig, check_nemo_gym
 from rollout.rewards.table import Rewards, load_rewards
 from rollout.schedule.source import Job, run_groups
-from tests.rollout.nemo_replay import CLOSE, Replay
+from tests.rollout.gyms.nemo_replay import CLOSE, Replay
 
 SAMPLING = Sampling(max_tokens=64, stop_ids=(2,), for_training=True)
 

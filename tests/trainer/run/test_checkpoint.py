@@ -29,7 +29,7 @@ from trainer.run.checkpoint import (
     set_aside_after,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def tiny_llama(tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:

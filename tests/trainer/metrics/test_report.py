@@ -17,7 +17,7 @@ import yaml
 from trainer.metrics.metrics import JsonlLog
 from trainer.metrics.report import curve_svg, flatten, outline, smooth, tick_texts, value_axis, write_report
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "method": "grpo",
     "model": "builtin:tiny",

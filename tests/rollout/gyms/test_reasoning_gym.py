@@ -17,7 +17,7 @@ from rollout.engine import Completion
 from rollout.gyms.reasoning_gym import final_answer, load, score
 from rollout.rewards.table import load_rewards
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 INSTALLED = importlib.util.find_spec("reasoning_gym") is not None
 installed = pytest.mark.skipif(not INSTALLED, reason="reasoning-gym is not installed: pip install -e '.[rewards]'")
 

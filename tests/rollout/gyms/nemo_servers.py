@@ -1,7 +1,7 @@
 """Run by a Python that has nemo-gym: its unmodified servers on loopback, as a tool of the assets starts them, and the
 head server that tells where they are.
 
-    STROP_NEMO_PYTHON tests/rollout/nemo_servers.py ASSETS/tools/nemo_gym_servers.py
+    STROP_NEMO_PYTHON tests/rollout/gyms/nemo_servers.py ASSETS/tools/nemo_gym_servers.py
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels import linear_logprob
 from losses.importance import CORRECTIONS
 from losses.policy import POLICY_LOSSES
-from tests.trainer.group_cases import (
+from tests.trainer.rl.group_cases import (
     ADVANTAGE,
     CUTS,
     LENGTHS,
@@ -40,7 +40,7 @@ from tests.trainer.group_cases import (
     scores,
     step,
 )
-from tests.trainer.naive_groups import padded, padded_scores
+from tests.trainer.rl.naive_groups import padded, padded_scores
 from trainer.config.policy import SEQUENCE_LEVEL
 from trainer.rl import step as group_step
 from trainer.rl.step import backward, prepare

@@ -21,9 +21,9 @@ from rollout.episodes.target import TruthEpisode
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group
 from rollout.schedule.source import Job, finished
-from tests.trainer import naive_ebft
-from tests.trainer.test_features import SIZE, draw, vector
-from tests.trainer.test_strided_step import gradients, make_policy
+from tests.trainer.ebft import naive_ebft
+from tests.trainer.ebft.test_features import SIZE, draw, vector
+from tests.trainer.ebft.test_strided import gradients, make_policy
 from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig

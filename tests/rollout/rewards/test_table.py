@@ -500,7 +500,7 @@ def test_a_package_beside_the_user_may_import_its_own_parts(tmp_path, monkeypatc
 def test_importing_rewards_is_light():
     heavy = ("torch", "transformers", "datasets")
     code = f"import sys, rollout.rewards.table; print([m for m in {heavy} if m in sys.modules])"
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -28,7 +28,7 @@ from rollout.schedule.source import Job, run_groups
 from rollout.servers.loop import Loop
 from tests.rollout.scripted_engine import ScriptedEngine
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HERE = f"{Path(__file__).resolve()}:"
 real = pytest.mark.skipif(
     importlib.util.find_spec("openenv") is None, reason="openenv-core is not installed: pip install -e '.[openenv]'"

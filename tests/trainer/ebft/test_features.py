@@ -17,9 +17,9 @@ from data.packing import Item, make_batches
 from data.types import TruthPrompt
 from losses.ebft import layer_indices
 from rollout.engine import Completion
-from tests.trainer import naive_ebft
-from tests.trainer.group_cases import VOCAB
-from tests.trainer.test_strided_step import make_policy, two_layers
+from tests.trainer.ebft import naive_ebft
+from tests.trainer.ebft.test_strided import make_policy, two_layers
+from tests.trainer.rl.group_cases import VOCAB
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
 from trainer.ebft.features import FeatureNetwork, blocks_of, feature_policy, states_of

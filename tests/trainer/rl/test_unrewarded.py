@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout.rewards.table import load_rewards
-from tests.trainer.test_groups import groups_of, settings
+from tests.trainer.rl.test_groups import groups_of, settings
 from trainer.__main__ import main
 from trainer.config.groups import AdvantageConfig
 from trainer.metrics.counters import Counters

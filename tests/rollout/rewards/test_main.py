@@ -10,7 +10,7 @@ import pytest
 
 from rollout.rewards.__main__ import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHAT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

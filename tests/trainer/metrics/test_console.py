@@ -16,7 +16,7 @@ from trainer.metrics.console import Console, duration, eval_line, number, one_li
 from trainer.metrics.health import Finding
 from trainer.metrics.metrics import console as console_module
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STEP = {
     "reward/mean": 0.5,
     "loss/total": 1e-4,

@@ -20,7 +20,7 @@ from rollout.rewards.calls import Fault, TrainerState, score_rows
 from rollout.rewards.table import Rewards, load_rewards
 from rollout.rewards.workers import shards
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def rows(texts: list[str], *, group: int = 1, **columns: list) -> tuple[list[Prompt], list[Completion]]:
@@ -378,7 +378,7 @@ def test_workers_end_with_a_trainer_that_was_killed(tmp_path):
         "import os, time\ndef judge(completions):\n    print(os.getpid(), flush=True)\n    time.sleep(1e6)\n"
     )
     code = (
-        "from rollout.rewards.table import load_rewards\nfrom tests.rollout.test_reward_workers import rows\n"
+        "from rollout.rewards.table import load_rewards\nfrom tests.rollout.rewards.test_workers import rows\n"
         "load_rewards(['my_rewards.judge'], num_workers=1).score(*rows(['a']))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

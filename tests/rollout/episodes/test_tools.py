@@ -17,8 +17,8 @@ from rollout.episodes.tool_calls import Call
 from rollout.episodes.tool_episode import ToolEpisode, show_tools
 from rollout.episodes.tools import Tool, Toolset, Turns, calculator, load_tools, problem, schema_of
 from rollout.schedule.source import Job, run_groups
+from tests.rollout.episodes.test_turns import HERMES, with_template
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
-from tests.rollout.test_turns import HERMES, with_template
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", where: list[float] | None = None) -> dict:

@@ -25,9 +25,9 @@ from rollout.sync.filesystem import FilesystemSync, WeightFolder, make_room, wri
 from rollout.sync.ipc import IpcSync, refuse_expandable_segments
 from rollout.sync.lora import LoraSync
 from rollout.sync.process_group import ProcessGroupSync
-from tests.rollout.receiver import CPU, Receiver, fails_at, random_source, slow
+from tests.rollout.sync.receiver import CPU, Receiver, fails_at, random_source, slow
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LINKS = {"process_group": ProcessGroupSync, "ipc": IpcSync}
 
 

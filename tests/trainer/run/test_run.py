@@ -38,7 +38,7 @@ from trainer.policy.logps import Policy
 from trainer.run import checkpoint as saver
 from trainer.run.run import Run, expand, load_states, open_run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine import Completion
-from tests.trainer.naive_groups import Padded, naive_loss, padded, padded_scores
+from tests.trainer.rl.naive_groups import Padded, naive_loss, padded, padded_scores
 from trainer.config.blocks import RunConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.policy.logps import Policy

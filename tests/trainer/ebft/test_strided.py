@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from data.strided import Document
-from tests.trainer import naive_ebft
-from tests.trainer.group_cases import VOCAB
+from tests.trainer.ebft import naive_ebft
+from tests.trainer.rl.group_cases import VOCAB
 from trainer.config.blocks import LoraConfig, RunConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
 from trainer.ebft.features import FeatureNetwork

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollout.servers.options import SyncConfig, VllmConfig
-from tests.trainer.test_weights import make_model, policy_of, with_lora
+from tests.trainer.policy.test_weights import make_model, policy_of, with_lora
 from trainer.config.blocks import ParallelConfig
 from trainer.parallel import comm
 from trainer.policy import weights

@@ -23,7 +23,7 @@ from rollout.engine import Completion
 from rollout.rewards import code_child
 from rollout.rewards.code import can_run_apart, last_block, passes, program
 from rollout.rewards.table import load_rewards
-from tests.rollout.code_programs import ASSERTS, ATTACKS, CHECK, HONEST
+from tests.rollout.rewards.code_programs import ASSERTS, ATTACKS, CHECK, HONEST
 
 
 def score(prompts: list, texts: list[str], **columns: list) -> list[float | None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from losses.entropy import entropy_threshold
 from losses.policy import POLICY_LOSSES
-from tests.trainer.group_cases import (
+from tests.trainer.rl.group_cases import (
     ADVANTAGE,
     by_hand,
     close,

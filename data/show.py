@@ -23,7 +23,7 @@ from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.fields import with_nested
 from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import SFT_FORMATS, parse_specs
-from data.formats.template_settings import TemplateKwargs, check_kwargs
+from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.bad_rows import BadRows
 from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
@@ -66,7 +66,7 @@ class ShowConfig:
     """Rows printed, from the first on; the quantiles are of all rows."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
-    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
+    chat_template_kwargs: JsonObject = field(default_factory=dict)
     """Settings that the chat template reads, as a JSON object; a row's own column of that name wins over them."""
     system_prompt: str | None = None
     """System message put before every conversation that has none."""

@@ -25,8 +25,8 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     return value
 
 
-# The type of --chat-template-kwargs: an object of JSON on the command line, a mapping in YAML and in Python.
-TemplateKwargs = Annotated[
+# The type of --chat-template-kwargs and its like: a JSON object on the command line, a mapping in YAML and in Python.
+JsonObject = Annotated[
     dict[str, Any],
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,

@@ -11,7 +11,7 @@ from typing import Any
 
 from data.chat import set_chat_template, stop_ids
 from data.formats.registry import PROMPT_FORMATS, formatted_rows
-from data.formats.template_settings import TemplateKwargs, check_kwargs
+from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
@@ -53,7 +53,7 @@ class CheckConfig:
     """Seeds the sampling."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
-    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
+    chat_template_kwargs: JsonObject = field(default_factory=dict)
     """Settings that the chat template reads, as a JSON object; a row's own column of that name wins over them."""
     system_prompt: str | None = None
     """System message put before every conversation that has none."""

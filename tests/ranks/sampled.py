@@ -27,9 +27,9 @@ from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork
 from trainer.offline.loop import places_of_mine
-from trainer.parallel.comm import of_all, rank
+from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
-from trainer.rl.groups import GroupBatch, advantages, sequence_kl
+from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Lead
 from trainer.rl.step import backward, prepare
 
@@ -72,7 +72,9 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
         lead = Lead(policy, None, prompts)
         batch = lead.share(lead.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
         kl = sequence_kl(cfg, policy, batch.completions) if cfg.advantage.kl_in_reward else None
-        advantage = advantages(cfg, batch, kl).flatten()
+        advantage = cfg.advantage.estimate(
+            batch.for_advantage(kl, beta=cfg.policy_loss.beta, all_sum=all_sum)
+        ).flatten()
         rollout = prepare(cfg, policy, batch.completions, advantage)
         counts = of_all(sum(bool(mb.rows) for mb in rollout.micro_batches), "micro-batches that hold something")
         assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
@@ -136,7 +138,7 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
         whole = lead.run(rewarded)
         logged = structured.feature_metrics(cfg, rewards, whole)
         batch = lead.share(whole)
-        advantage = structured.advantages(cfg, batch).flatten()
+        advantage = structured.estimate(cfg, batch.for_advantage(all_sum=all_sum)).flatten()
         sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True)
         structured.add_truth(cfg, policy, [group.planned.prompt for group in batch.groups], sums)
         return {**logged, **sums.means()}

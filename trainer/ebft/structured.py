@@ -2,7 +2,7 @@
 
     rewards = FeatureRewards(network, num_generations=4)       # in the place of reward functions
     batch = groups.next(step, engine.version)
-    advantage = advantages(cfg, batch)                         # (P, G)
+    advantage = groups.advantage(batch)                        # (B,), by `estimate`
     sums = backward(cfg, policy, rollout)                      # trainer/rl/step.py
     add_truth(cfg, policy, truths, sums)                       # gradients of the cross-entropy besides
 
@@ -25,6 +25,7 @@ from data.packing import Batch, Item, make_batches
 from data.types import TruthPrompt
 from kernels.linear_logprob import TokenLogps
 from losses import ebft
+from losses.advantage import GroupRewards
 from rollout.engine import Completion
 from rollout.rewards.table import RewardTable
 from rollout.schedule.source import Job, Source, run_groups
@@ -97,7 +98,7 @@ def feature_metrics(cfg: Any, rewards: FeatureRewards, batch: GroupBatch | None)
     """Of the whole batch, for every step that is taken on it; rank 0 has it, and is the one to write them down."""
     if batch is None:
         return {}
-    advantage = advantages(cfg, batch)
+    advantage = estimate(cfg, batch.for_advantage())
     return {
         **rewards.metrics(),
         "policy/advantage_std": advantage.std(correction=0).item(),
@@ -105,9 +106,9 @@ def feature_metrics(cfg: Any, rewards: FeatureRewards, batch: GroupBatch | None)
     }
 
 
-def advantages(cfg: Any, batch: GroupBatch) -> Tensor:  # (P, G)
+def estimate(cfg: Any, r: GroupRewards) -> Tensor:  # (P, G)
     """Of the two parts of the reward, by the estimator asked for."""
-    reward = ebft.Reward(*batch.values.unbind(dim=-1))
+    reward = ebft.Reward(*r.rewards.unbind(dim=-1))
     return ebft.advantage_of(reward, advantage_estimator=cfg.features.advantage_estimator)
 
 

@@ -99,7 +99,7 @@ def train(cfg: Config) -> None:
         )
         rewards = structured.FeatureRewards(network, num_generations=cfg.num_generations)
         lead.orders[structured.ORDER] = rewards.follow
-        groups = Groups(cfg, producer, rewards, replay, structured.advantages)
+        groups = Groups(cfg, producer, rewards, replay, partial(structured.estimate, cfg))
 
         def sample(step: int) -> GroupBatch:
             rollouts.sync(engine, step, overlap.vllm_sync_interval)
@@ -118,7 +118,7 @@ def train(cfg: Config) -> None:
             batch = lead.share(whole)  # whole groups, different ones on every rank
             timer.lap("rollout_s")
             timer.move("rollout_s", "reward_s", batch.reward_s)
-            advantage = structured.advantages(cfg, batch).flatten()  # (B,)
+            advantage = groups.advantage(batch)  # (B,)
             old_logps = batch.old_logps(overlap.replay_recompute_logps)
             # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
             weighted = advantage * cfg.features.rl_coef

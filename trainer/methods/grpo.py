@@ -43,7 +43,7 @@ from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
 from trainer.policy.sharding import spread
 from trainer.rl import rollouts
-from trainer.rl.groups import GroupBatch, Groups, advantages, sequence_kl
+from trainer.rl.groups import GroupBatch, Groups, per_completion, sequence_kl
 from trainer.rl.rank0_rollout import Lead
 from trainer.rl.setup import Surroundings, check_surroundings, load_curriculum
 from trainer.rl.step import backward, prepare
@@ -212,11 +212,11 @@ def train(cfg: Config) -> None:
             timer.lap("rollout_s")
             timer.move("rollout_s", "reward_s", batch.reward_s)
             kl = sequence_kl(cfg, policy, batch.completions) if cfg.advantage.kl_in_reward else None
-            advantage = advantages(cfg, batch, kl).flatten()  # (B,)
+            advantage = groups.advantage(batch, kl)  # (B,), or a number for each id
             old_logps = batch.old_logps(overlap.replay_recompute_logps)
             rollout = prepare(cfg, policy, batch.completions, advantage, old_logps=old_logps)
             run.sample(
-                step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
+                step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, per_completion(advantage))
             )
             sampled = batch.sampled or batch  # all there was, on rank 0
             counters.prompts = planner.consumed + len(sampled.groups)

@@ -2,9 +2,10 @@
 
     groups = Groups(cfg, producer, rewards, replay)
     batch = groups.next(step, engine.version)   # P groups: sampled, rewarded, resampled or replayed where that is on
-    advantage = advantages(cfg, batch)          # (P, G)
+    advantage = groups.advantage(batch)         # (B,), or a number for each id: the estimator of the run
 
-Statistics over a batch (scale_rewards batch, GDPO's last stage) are over all its groups and ranks, however they came.
+The same estimator judges which groups teach nothing, for dynamic sampling and replay. Statistics over a batch
+(scale_rewards batch, GDPO's last stage) are over all its groups and ranks, however they came.
 """
 
 from __future__ import annotations
@@ -19,17 +20,7 @@ import torch
 from torch import Tensor
 
 from data.types import Prompt
-from losses.advantage import (
-    group_advantage,
-    has_signal,
-    leave_one_out_advantage,
-    moments,
-    nan_std,
-    normalize_batch,
-    normalize_then_sum,
-    overlong_penalty,
-    weighted_sum,
-)
+from losses.advantage import NOTHING, Advantage, GroupRewards, nan_std, overlong_penalty, weighted_sum
 from losses.kl import k1, reward_minus_kl
 from rollout.engine import Completion
 from rollout.rewards.table import Rewards, RewardTable
@@ -40,8 +31,6 @@ from trainer.policy.logps import Policy, reference_logps
 from trainer.rl.rollouts import logged_metrics, pack_completions
 from trainer.rl.step import score
 from trainer.rl.unrewarded import Unrewarded
-
-NOTHING = 1e-6  # rewards and advantages below this are none
 
 
 @dataclass(frozen=True)
@@ -67,6 +56,18 @@ class GroupBatch:
     def values(self) -> Tensor:  # (P, G, K) NaN = the reward does not apply
         rows = [[[float("nan") if x is None else x for x in row] for row in group.values] for group in self.groups]
         return torch.tensor(rows, dtype=torch.float32)
+
+    def for_advantage(
+        self,
+        kl: Tensor | None = None,  # (B,) of each completion to the reference, where it is a cost in the reward
+        *,
+        beta: float = 0.0,
+        all_sum: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> GroupRewards:
+        total = self.reward
+        if kl is not None:
+            total = reward_minus_kl(total, kl.view_as(total).to(total), beta=beta)
+        return GroupRewards(self.values, torch.tensor(self.weights), total, self.completions, all_sum)
 
     @property
     def table(self) -> RewardTable:
@@ -98,13 +99,13 @@ class Groups:
         producer: Producer,
         rewards: Rewards,
         replay: Replay,
-        advantages: Callable[[Any, GroupBatch], Tensor] | None = None,  # of a method that has its own
+        estimate: Callable[[GroupRewards], Advantage] | None = None,  # of a method that has its own
         unrewarded: Unrewarded | None = None,  # where rewards may be missing
     ) -> None:
         self.cfg, self.producer, self.rewards, self.replay = cfg, producer, rewards, replay
         self.unrewarded = unrewarded
         self._tables: list[RewardTable] = []  # of the batch in hand
-        self.own_advantages = advantages
+        self.estimate = estimate or cfg.advantage.estimate
         self.has_penalty = cfg.advantage.overlong_margin > 0
         self.names = [*rewards.names, *(["overlong"] if self.has_penalty else [])]
         self._weights: list[float] = []  # of the rewards, at the step in hand
@@ -185,14 +186,24 @@ class Groups:
         limits = {"max_length": self.cfg.max_completion_length, "margin": self.cfg.advantage.overlong_margin}
         return [*scores, *overlong_penalty(torch.tensor([float(len(completion.ids))]), **limits).tolist()]
 
-    def _teaches(self, group: Group) -> bool:
-        """Whether what advantages are made of tells any two completions of the group apart."""
+    def advantage(
+        self,
+        batch: GroupBatch,
+        kl: Tensor | None = None,  # (B,) of each completion to the reference, with kl_in_reward
+    ) -> Tensor | list[list[float]]:  # (B,), or for each completion one number per id
+        """By all ranks together: statistics over the batch are over the groups of all of them."""
+        beta = 0.0 if kl is None else self.cfg.policy_loss.beta
+        return checked_advantage(self.estimate(batch.for_advantage(kl, beta=beta, all_sum=all_sum)), batch)
+
+    def _advantage_alone(self, group: Group) -> Tensor:  # (any,)
+        """Of one group by itself, on rank 0 alone."""
         batch = GroupBatch([group], self.names, self._weights, {})
-        if self.own_advantages is not None:
-            return bool((self.own_advantages(self.cfg, batch) != 0).any())
-        if self.cfg.advantage.multi_objective_aggregation == "normalize_then_sum":
-            return bool(has_signal(batch.values[0].T).any())
-        return bool(has_signal(batch.reward).any())
+        advantage = checked_advantage(self.estimate(batch.for_advantage()), batch)
+        return advantage if isinstance(advantage, Tensor) else torch.tensor([x for own in advantage for x in own])
+
+    def _teaches(self, group: Group) -> bool:
+        """Whether any of its completions has an advantage."""
+        return bool(self._advantage_alone(group).count_nonzero())
 
     def _tell_planner(self, group: Group) -> None:
         """A prompt for which nothing was earned comes again later, when the policy may be better."""
@@ -215,29 +226,37 @@ class Groups:
         for group in fresh:
             batch = GroupBatch([group], self.names, self._weights, {})
             spread = nan_std(batch.values[0].T, dim=1).nansum().item()  # of each reward, added up
-            size = group_advantage(batch.reward).abs().sum().item()
+            size = self._advantage_alone(group).abs().sum().item()
             if spread * size > 0:
                 self.replay.add(group, score=spread * size, step=step)
         replayed = sum(group.replayed for group in groups)
         return {"rollout/replayed_groups": float(replayed), "rollout/replay_size": float(len(self.replay))}
 
 
-def advantages(
-    cfg: Any,
-    batch: GroupBatch,
-    kl: Tensor | None = None,  # (B,) of each completion to the reference, where it is a cost in the reward
-) -> Tensor:  # (P, G)
-    options = cfg.advantage
-    if options.multi_objective_aggregation == "normalize_then_sum":
-        summed = normalize_then_sum(batch.values, torch.tensor(batch.weights))
-        advantage = normalize_batch(summed, all_sum(moments(summed)))
-        return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # the mean of a batch is 0 up to rounding only
-    reward = batch.reward
-    if kl is not None:
-        reward = reward_minus_kl(reward, kl.view_as(reward).to(reward), beta=cfg.policy_loss.beta)
-    if options.advantage_estimator == "leave_one_out":
-        return leave_one_out_advantage(reward)
-    return group_advantage(reward, scale=options.scale_rewards, batch=all_sum(moments(reward)))
+def checked_advantage(found: Advantage, batch: GroupBatch) -> Tensor | list[list[float]]:
+    """What an estimator returned, as (B,) or as one list of numbers per completion; 0 where it has no number."""
+    shape = (len(batch.groups), len(batch.groups[0].completions)) if batch.groups else (0, 0)
+    if isinstance(found, Tensor):
+        if tuple(found.shape) != shape and batch.groups:
+            raise ValueError(
+                f"advantage_estimator: returned shape {tuple(found.shape)} for {shape} groups x completions"
+            )
+        return found.flatten().nan_to_num(nan=0.0)
+    rows = [torch.as_tensor(x, dtype=torch.float32).nan_to_num(nan=0.0).tolist() for x in found]
+    wanted = [len(completion.ids) for completion in batch.completions]
+    if [len(row) for row in rows] != wanted:
+        raise ValueError(
+            f"advantage_estimator: returned {len(rows)} lists of lengths {[len(row) for row in rows][:4]}..; a number "
+            f"for each id of each completion is {len(wanted)} lists of lengths {wanted[:4]}.."
+        )
+    return rows
+
+
+def per_completion(advantage: Tensor | Sequence[Sequence[float]]) -> list[float]:
+    """For samples.jsonl: the mean of a completion where there is a number for each id."""
+    if isinstance(advantage, Tensor):
+        return advantage.tolist()
+    return [statistics.fmean(own) if own else 0.0 for own in advantage]
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft.features import FeatureNetwork
-from trainer.ebft.structured import FeatureRewards, add_truth, advantages, evaluate
+from trainer.ebft.structured import FeatureRewards, add_truth, estimate, evaluate
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch
@@ -92,7 +92,7 @@ def take_step(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list
     """What trainer/methods/ebft.py does with a batch, rewards kept in float64. Gives metrics and advantages."""
     measured = rewards_of(cfg, policy).measure(*flat(prompts, groups))
     values = torch.stack(measured.reward, dim=-1)  # (P, G, 2)
-    advantage = advantages(cfg, SimpleNamespace(values=values))
+    advantage = estimate(cfg, SimpleNamespace(rewards=values))
     batch = prepare(cfg, policy, flat(prompts, groups)[1], advantage.flatten() * cfg.features.rl_coef)
     sums = backward(cfg, policy, batch, first=True)
     num_tokens = add_truth(cfg, policy, prompts, sums)
@@ -260,7 +260,9 @@ def test_advantages_are_those_of_plain_loops(estimator, whitening):
     prompts, groups = make_groups(policy)
     _, _, found = by_hand(cfg, policy, prompts, groups)
     batch = group_batch(cfg, policy, prompts, groups)
-    close(advantages(cfg, batch).double(), torch.tensor(found, dtype=torch.float64), 1e-5)  # tables are float32
+    close(
+        estimate(cfg, batch.for_advantage()).double(), torch.tensor(found, dtype=torch.float64), 1e-5
+    )  # tables are float32
     totals = [[a - d for a, d in group.values] for group in batch.groups]
     close(batch.reward.double(), torch.tensor(totals, dtype=torch.float64), 1e-6)
 

@@ -18,7 +18,7 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
 from trainer.config.groups import AdvantageConfig, AsyncConfig
-from trainer.rl.groups import GroupBatch, Groups, advantages
+from trainer.rl.groups import GroupBatch, Groups
 
 G = 2
 PROMPTS = [Prompt(source=f"rows:{row}", prompt=f"{row}?", ids=[1], columns={"answer": "yes"}) for row in range(64)]
@@ -63,6 +63,10 @@ def groups_of(cfg: Any, script: list[str], *, num_prompts: int = 3, reroll_from:
     producer = Producer(Scripted(script, **source), planner)
     replay = Replay(size=cfg.overlap.replay_buffer_size, max_age=100, seed=0, prompts=PROMPTS)
     return Groups(cfg, producer, load_rewards(["exact_match"]), replay)
+
+
+def advantages(cfg: Any, batch: GroupBatch, kl: torch.Tensor | None = None) -> torch.Tensor:  # (P, G)
+    return cfg.advantage.estimate(batch.for_advantage(kl, beta=cfg.policy_loss.beta))
 
 
 def words(batch: GroupBatch) -> list[str]:

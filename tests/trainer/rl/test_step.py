@@ -41,7 +41,6 @@ from tests.trainer.rl.group_cases import (
     step,
 )
 from tests.trainer.rl.naive_groups import padded, padded_scores
-from trainer.config.policy import SEQUENCE_LEVEL
 from trainer.rl import step as group_step
 from trainer.rl.step import backward, prepare
 
@@ -58,6 +57,7 @@ CORRECTION_CASES: dict[str, dict[str, Any]] = {
     "geometric": {"vllm_importance_sampling_cap": 1.3, "geometric_min": 0.85, "geometric_max": 1.2},
     "behaviour": {"proximal_policy": "behaviour"},
 }
+SEQUENCE_LEVEL = [kind for kind, loss in POLICY_LOSSES.items() if loss.ratio == "token"]
 LEVELS = [
     (kind, level)
     for kind, level in itertools.product(POLICY_LOSSES, ("token", "sequence"))

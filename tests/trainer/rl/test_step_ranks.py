@@ -26,7 +26,7 @@ from tests.trainer.rl.group_cases import (
     moved_llama,
     step,
 )
-from trainer.metrics.metrics import metrics
+from trainer.metrics import metrics
 from trainer.parallel import quantile
 from trainer.parallel.quantile import kth_smallest, tolerance_of, top_threshold
 from trainer.rl import step as group_step

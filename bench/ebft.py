@@ -44,7 +44,7 @@ from rollout.engines.strided import continue_documents, draw
 from trainer.config.blocks import DataConfig, ModelConfig
 from trainer.config.ebft import EbftConfig, FeatureConfig, StridedConfig
 from trainer.ebft import strided
-from trainer.ebft.features import FeatureNetwork, Found, blocks_of, states_of
+from trainer.ebft.features import FeatureNetwork, Features, blocks_of, states_of
 from trainer.ebft.strided import StridedStep
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import span_masks
@@ -119,8 +119,8 @@ class StepMajor:
         step = torch.arange(generated, device=device)
         self.place = length + step * num_anchors + torch.arange(num_anchors, device=device).unsqueeze(1)  # (A, G)
         self.predictor = torch.cat([self.anchor.unsqueeze(1) - 1, self.place[:, :-1]], dim=1)  # (A, G)
-        self.truth = self.anchor.unsqueeze(1) + step  # (A, G)
-        self.position_ids = torch.cat([torch.arange(length, device=device), self.truth.T.flatten()])  # (F,)
+        self.target_place = self.anchor.unsqueeze(1) + step  # (A, G)
+        self.position_ids = torch.cat([torch.arange(length, device=device), self.target_place.T.flatten()])  # (F,)
         self.mask = self._mask()
         self.num_computed = plan.n_samples_per_prompt * len(self.position_ids)
 
@@ -142,13 +142,13 @@ class StepMajor:
     def judge(self, ids: Tensor) -> Tensor:  # (A, n)
         network, frozen = self.work.network, self.work.policy.reference
         blocks, rows = blocks_of(frozen, "random"), self._rows(ids)
-        last = torch.cat([self.place[:, -1], self.truth[:, -1]])  # features are those of the last token
+        last = torch.cat([self.place[:, -1], self.target_place[:, -1]])  # features are those of the last token
         places = (torch.arange(len(rows), device=last.device).unsqueeze(1) * rows.shape[1] + last).flatten()
         with states_of([blocks[number - 1] for number in network.layers], places) as states:
             self._hidden(frozen, rows)
         features = ebft.token_features(states, normalize=network.cfg.feature_norm).unflatten(0, (len(rows), -1))
-        rollout, truth = features.chunk(2, dim=1)  # (n, A, D) both
-        reward = network.measure(Found(rollout.transpose(0, 1), truth[0])).reward
+        rollout, target = features.chunk(2, dim=1)  # (n, A, D) both
+        reward = network.measure(Features(rollout.transpose(0, 1), target[0])).reward
         return ebft.advantage_of(reward, advantage_estimator=network.cfg.advantage_estimator)
 
     def train(self, ids: Tensor, advantage: Tensor) -> None:
@@ -164,19 +164,19 @@ class StepMajor:
             out = ebft.rollout_loss(tokens.logp, of_token[chosen], all_of_them, rl_coef=features.rl_coef)
             return total_loss(out, denominators), None
 
-        def truth_loss(tokens: TokenLogps, chosen: Tensor) -> tuple[Tensor, None]:
-            out = ebft.truth_loss(tokens.logp, torch.ones_like(chosen, dtype=torch.bool), ce_coef=features.ce_coef)
+        def target_loss(tokens: TokenLogps, chosen: Tensor) -> tuple[Tensor, None]:
+            out = ebft.target_loss(tokens.logp, torch.ones_like(chosen, dtype=torch.bool), ce_coef=features.ce_coef)
             return total_loss(out, denominators), None
 
         policy, _ = linear_logprob_loss(
             hidden[:, self.predictor].flatten(0, 2), target=ids.transpose(0, 1).flatten(), loss_fn=policy_loss,
             temperature=work.cfg.temperature, ignore_index=None, **head_of(lm),
         )  # fmt: skip
-        truth, _ = linear_logprob_loss(
-            hidden[:, : length - 1].flatten(0, 1), target=rows[:, 1:length].flatten(), loss_fn=truth_loss,
+        ce, _ = linear_logprob_loss(
+            hidden[:, : length - 1].flatten(0, 1), target=rows[:, 1:length].flatten(), loss_fn=target_loss,
             ignore_index=None, **head_of(lm),
         )  # fmt: skip
-        (policy + truth).backward()
+        (policy + ce).backward()
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:  # (A, n, G)

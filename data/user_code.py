@@ -41,7 +41,7 @@ def load_module(name: str, label: str) -> ModuleType:
             raise ValueError(
                 f"{label}: there is no module {name!r}, neither in {Path.cwd()} nor installed; check the name"
             ) from None
-        raise ValueError(f"{label}: cannot be imported ({told(error)}{place(error)})") from None
+        raise ValueError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
 def load_file(path: Path, label: str) -> ModuleType:
@@ -52,7 +52,7 @@ def load_file(path: Path, label: str) -> ModuleType:
     try:
         return _run_file(path)
     except (Exception, SystemExit) as error:  # as above
-        raise ValueError(f"{label}: cannot be imported ({told(error)}{place(error)})") from None
+        raise ValueError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
 def attribute_of(module: ModuleType, attribute: str, label: str) -> Any:
@@ -89,7 +89,7 @@ def is_missing(name: str, error: BaseException) -> bool:
     return isinstance(error, ModuleNotFoundError) and bool(error.name) and f"{name}.".startswith(f"{error.name}.")
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     return printable(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
@@ -115,7 +115,7 @@ def users_part(error: BaseException) -> list[traceback.FrameSummary]:
     ]
 
 
-def place(error: BaseException, call: Callable[..., Any] | None = None) -> str:
+def where_raised(error: BaseException, call: Callable[..., Any] | None = None) -> str:
     """Where in the user's file it happened, in place of a traceback."""
     frames = users_part(error)
     home = getattr(sys.modules.get(getattr(call, "__module__", "")), "__file__", None)

@@ -11,8 +11,8 @@ In practice (eq. 49) alignment is the cosine, 2 cos(phi_j, phi_*), from -2 to 2;
 Whitening, for each prompt on its own, X = U S V^T the (n, D) features of its rollouts, not centred, without those S_k
 that are nothing but noise:
 
-    X~ = X V S^-1 V^T = U V^T         phi_*~ = phi_* V S^-1 V^T               truth "feature", the paper's text
-                                      phi_*~_j = (U S^-1 U^T 1)_j phi_*       truth "sample", the authors' code
+    X~ = X V S^-1 V^T = U V^T         phi_*~ = phi_* V S^-1 V^T               target "feature", the paper's text
+                                      phi_*~_j = (U S^-1 U^T 1)_j phi_*       target "sample", the authors' code
 
 Rows of X~ are orthonormal when the rollouts are linearly independent: diversity is then 0 and its coefficient without
 effect. What is left of it is a penalty on duplicates: 1/3 for each of two equal ones among four, 1/2 if all four are.
@@ -48,7 +48,7 @@ RANK_TOLERANCE = 1e-5  # singular values below this part of the largest count as
 EPSILON = 1e-8  # of grpo
 
 
-# Features.
+# PairedFeatures.
 
 
 def layer_indices(fractions: Sequence[float], num_layers: int) -> list[int]:
@@ -137,7 +137,7 @@ def pool(
 
 
 def _at(features: Tensor, position: Tensor) -> Tensor:
-    """Features (..., D) at one position (...) of each sequence, 0 where it is -1. NaN at others stays there."""
+    """PairedFeatures (..., D) at one position (...) of each sequence, 0 where it is -1. NaN at others stays there."""
     index = position.clamp(min=0)[..., None, None].expand(*position.shape, 1, features.shape[-1])
     return torch.where(position.unsqueeze(-1) < 0, 0.0, wide(features).gather(-2, index).squeeze(-2))
 
@@ -145,60 +145,60 @@ def _at(features: Tensor, position: Tensor) -> Tensor:
 # Whitening.
 
 
-class Features(NamedTuple):
+class PairedFeatures(NamedTuple):
     """What rewards are made of. The true completion once for each rollout, since whitening may tell them apart."""
 
     rollout: Tensor  # (P, G, D)
-    truth: Tensor  # (P, G, D)
+    target: Tensor  # (P, G, D)
 
 
 def plain(
     rollout: Tensor,  # (P, G, D)
-    truth: Tensor,  # (P, D) of the true completion
-) -> Features:
-    _check(rollout, truth)
-    return Features(wide(rollout), wide(truth).unsqueeze(1).expand_as(rollout))
+    target: Tensor,  # (P, D) of the true completion
+) -> PairedFeatures:
+    _check(rollout, target)
+    return PairedFeatures(wide(rollout), wide(target).unsqueeze(1).expand_as(rollout))
 
 
 def whiten(
     rollout: Tensor,  # (P, G, D)
-    truth: Tensor,  # (P, D) of the true completion
+    target: Tensor,  # (P, D) of the true completion
     *,
-    whiten_truth: Literal["feature", "sample"] = "feature",
+    whiten_target: Literal["feature", "sample"] = "feature",
     tolerance: float = RANK_TOLERANCE,
-) -> Features:
+) -> PairedFeatures:
     """Both by the rollouts of their prompt. Rollouts as near to each other as tolerance are one and the same direction.
 
     U and S come from the (G, G) products of the rollouts, X X^T = U S^2 U^T, in float64: a batch of these is quick on
     any device, where one of (G, D) is not, and small S keep more digits than a float32 decomposition of X leaves them.
     """
-    _check(rollout, truth)
+    _check(rollout, target)
     if rollout.shape[1] < 2:
         raise ValueError(
             f"rollouts={rollout.shape[1]}: whitening scales by how the rollouts of a prompt differ; "
             "draw 2 or more, or leave use_whitening off"
         )
-    if whiten_truth not in ("feature", "sample"):
-        raise ValueError(f"whiten_truth={whiten_truth}: no such way to whiten the true completion; feature or sample")
-    x, g = rollout.double(), truth.double()
+    if whiten_target not in ("feature", "sample"):
+        raise ValueError(f"whiten_target={whiten_target}: no such way to whiten the true completion; feature or sample")
+    x, g = rollout.double(), target.double()
     square, u = torch.linalg.eigh(x @ x.transpose(1, 2))  # (P, G), (P, G, G)
     s = square.clamp(min=0).sqrt()
     kept = s > tolerance * s.amax(dim=1, keepdim=True)
     inverse = torch.where(kept, 1 / torch.where(kept, s, 1.0), 0.0)  # (P, G)
     v = inverse.unsqueeze(2) * (u.transpose(1, 2) @ x)  # (P, G, D) rows are the directions V, 0 where not kept
     white = u @ v
-    if whiten_truth == "feature":
-        white_truth = ((g.unsqueeze(1) @ v.transpose(1, 2)) * inverse.unsqueeze(1)) @ v  # (P, 1, D)
+    if whiten_target == "feature":
+        white_target = ((g.unsqueeze(1) @ v.transpose(1, 2)) * inverse.unsqueeze(1)) @ v  # (P, 1, D)
     else:
         factor = u @ (inverse * u.sum(dim=1)).unsqueeze(2)  # (P, G, 1)
-        white_truth = factor * g.unsqueeze(1)
+        white_target = factor * g.unsqueeze(1)
     dtype = wide(rollout).dtype
-    return Features(white.to(dtype), white_truth.expand_as(white).to(dtype))
+    return PairedFeatures(white.to(dtype), white_target.expand_as(white).to(dtype))
 
 
-def _check(rollout: Tensor, truth: Tensor) -> None:
+def _check(rollout: Tensor, target: Tensor) -> None:
     assert rollout.dim() == 3, f"rollout {tuple(rollout.shape)} is not (P, G, D)"
-    assert truth.shape == (rollout.shape[0], rollout.shape[2]), f"{tuple(truth.shape)} vs {tuple(rollout.shape)}"
+    assert target.shape == (rollout.shape[0], rollout.shape[2]), f"{tuple(target.shape)} vs {tuple(rollout.shape)}"
 
 
 # Rewards.
@@ -211,14 +211,14 @@ class Reward(NamedTuple):
     diversity: Tensor  # (P, G)
 
 
-def cosine_alignment(features: Features) -> Tensor:  # (P, G)
+def cosine_alignment(features: PairedFeatures) -> Tensor:  # (P, G)
     """2 cos(phi_j, phi_*), paper eq. 49."""
-    return 2 * (unit(features.rollout) * unit(features.truth)).sum(dim=-1)
+    return 2 * (unit(features.rollout) * unit(features.target)).sum(dim=-1)
 
 
-def dot_alignment(features: Features) -> Tensor:  # (P, G)
+def dot_alignment(features: PairedFeatures) -> Tensor:  # (P, G)
     """2 phi_j . phi_*, paper eq. 7."""
-    return 2 * (wide(features.rollout) * wide(features.truth)).sum(dim=-1)
+    return 2 * (wide(features.rollout) * wide(features.target)).sum(dim=-1)
 
 
 def diversity(
@@ -232,7 +232,7 @@ def diversity(
 
 
 def feature_reward(
-    features: Features,
+    features: PairedFeatures,
     *,
     alignment_coef: float = 1.0,
     diversity_coef: float = 1.0,
@@ -245,16 +245,16 @@ def feature_reward(
 
 def cfm_distance(
     rollout: Tensor,  # (P, G, D) not whitened
-    truth: Tensor,  # (P, D) not whitened
+    target: Tensor,  # (P, D) not whitened
 ) -> Tensor:  # (P,)
     """|| mean_j phi_j - phi_* ||^2, what is reported. Too large by the variance of phi over n, so compare equal n."""
-    _check(rollout, truth)
-    return (wide(rollout).mean(dim=1) - wide(truth)).square().sum(dim=-1)
+    _check(rollout, target)
+    return (wide(rollout).mean(dim=1) - wide(target)).square().sum(dim=-1)
 
 
 def cfm_unbiased(
     rollout: Tensor,  # (P, G, D) not whitened, G at least 2
-    truth: Tensor,  # (P, D) not whitened
+    target: Tensor,  # (P, D) not whitened
 ) -> Tensor:  # (P,) may be below 0
     """cfm_distance less its bias: the expectation is || E phi - phi_* ||^2 for any number of rollouts."""
     num_rollouts = rollout.shape[1]
@@ -262,7 +262,7 @@ def cfm_unbiased(
         raise ValueError(f"rollouts={num_rollouts}: a variance takes 2 or more; draw more, or use cfm_distance")
     centred = wide(rollout) - wide(rollout).mean(dim=1, keepdim=True)
     variance = centred.square().sum(dim=(1, 2)) / (num_rollouts - 1)  # (P,) of all features together
-    return cfm_distance(rollout, truth) - variance / num_rollouts
+    return cfm_distance(rollout, target) - variance / num_rollouts
 
 
 # Advantages.
@@ -345,7 +345,7 @@ def rollout_loss(
     return LossOut({"policy": Term(rl_coef, total.sum(), mask.sum())}, {})
 
 
-def truth_loss(
+def target_loss(
     logp: Tensor,  # (N,) policy, with gradient, of the document's own tokens, at temperature 1
     mask: Tensor,  # (N,) bool, True = trained
     *,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from data.packing import Item, make_batches
 from data.strided import StridedBatch
-from data.types import TruthPrompt
+from data.types import TargetPrompt
 from losses import ebft
 from rollout.engine import Completion
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
@@ -37,18 +37,18 @@ from trainer.policy.reference import load_frozen
 from trainer.policy.sharding import place
 
 
-class Found(NamedTuple):
+class Features(NamedTuple):
     """Features of rollouts and of what the data has in their place."""
 
     rollout: Tensor  # (P, G, D)
-    truth: Tensor  # (P, D)
+    target: Tensor  # (P, D)
 
 
-class Measured(NamedTuple):
+class MeasuredFeatures(NamedTuple):
     """What the features of a batch come to."""
 
     reward: ebft.Reward  # two parts, (P, G) each
-    cfm: Tensor  # (P,) squared distance of the mean rollout to the truth, of features that are not whitened
+    cfm: Tensor  # (P,) squared distance of the mean rollout to the target, of features that are not whitened
     cfm_unbiased: Tensor | None  # (P,) less what the spread of G rollouts adds to it; None for one alone
 
 
@@ -70,25 +70,25 @@ class FeatureNetwork:
             self.layers = ebft.layer_indices(cfg.feature_layers, len(blocks_of(causal_lm(model), policy.source)))
 
     def of_groups(
-        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, num_generations: int
-    ) -> Found:
+        self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, num_generations: int
+    ) -> Features:
         """One prompt for each completion, groups side by side."""
         return self.of_items(self.items_of(prompts, completions, num_generations=num_generations), num_generations)
 
     def items_of(
-        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, num_generations: int
+        self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, num_generations: int
     ) -> list[list[Item]]:
-        """For each group its rollouts, and behind them the truth."""
+        """For each group its rollouts, and behind them the target."""
         assert len(prompts) == len(completions) and len(prompts) % num_generations == 0, (len(prompts), num_generations)
         groups = []
         for first in range(0, len(prompts), num_generations):
             made, prompt = completions[first : first + num_generations], prompts[first]
-            truth = self._item(prompt.ids, prompt.truth_ids, prompt.truth_mask)
-            groups.append([*(self._item(c.prompt_ids, c.ids, c.mask) for c in made), truth])
+            target = self._item(prompt.ids, prompt.target_ids, prompt.target_mask)
+            groups.append([*(self._item(c.prompt_ids, c.ids, c.mask) for c in made), target])
         return groups
 
     @torch.no_grad()
-    def of_items(self, groups: Sequence[Sequence[Item]], num_generations: int) -> Found:
+    def of_items(self, groups: Sequence[Sequence[Item]], num_generations: int) -> Features:
         """Every distinct sequence is computed once. Ranks call this together, each with groups of its own or none."""
         items = [item for group in groups for item in group]
         # The tokens and which of them are wanted make the feature; where the prompt ends does not by itself.
@@ -97,35 +97,35 @@ class FeatureNetwork:
         distinct = dict(zip(rows, items, strict=True))
         features = self._of_items([distinct[row] for row in range(len(distinct))])[rows]  # (P * (G + 1), D)
         features = features.view(len(groups), num_generations + 1, features.shape[1])
-        return Found(features[:, :-1], features[:, -1])
+        return Features(features[:, :-1], features[:, -1])
 
     @torch.no_grad()
-    def of_blocks(self, batch: StridedBatch) -> Found:
+    def of_blocks(self, batch: StridedBatch) -> Features:
         """Of the continuations in a row, and of the document's own tokens in their places."""
-        place, truth = batch.place, batch.truth
+        place, target_place = batch.place, batch.target_place
         if self.cfg.embed_method == "last_token":
-            place, truth = place[:, :, -1:], truth[:, -1:]
-        states = self._states(batch, torch.cat([place.flatten(), truth.flatten()]))
-        rollout, true = states.split([place.numel(), truth.numel()])
+            place, target_place = place[:, :, -1:], target_place[:, -1:]
+        states = self._states(batch, torch.cat([place.flatten(), target_place.flatten()]))
+        rollout, target = states.split([place.numel(), target_place.numel()])
         width = states.shape[1]
-        rollout, true = rollout.view(*place.shape, width), true.view(*truth.shape, width)
+        rollout, target = rollout.view(*place.shape, width), target.view(*target_place.shape, width)
         pooled = self._pool(rollout, torch.ones_like(place, dtype=torch.bool))  # (A, n, D)
         ids = batch.input_ids[0, batch.place]  # (A, n, G)
         equal = (ids.unsqueeze(2) == ids.unsqueeze(1)).all(dim=-1)  # (A, n, n)
         twin = equal.int().argmax(dim=-1)  # (A, n) the first with the same tokens, in most cases itself
         pooled = pooled.gather(1, twin.unsqueeze(-1).expand_as(pooled))
-        return Found(pooled, self._pool(true, torch.ones_like(truth, dtype=torch.bool)))
+        return Features(pooled, self._pool(target, torch.ones_like(target_place, dtype=torch.bool)))
 
-    def measure(self, found: Found) -> Measured:
-        cfg, (rollout, truth) = self.cfg, found
-        features = ebft.plain(rollout, truth)
+    def measure(self, features: Features) -> MeasuredFeatures:
+        cfg, (rollout, target) = self.cfg, features
+        paired = ebft.plain(rollout, target)
         if cfg.use_whitening:
-            features = ebft.whiten(rollout, truth, whiten_truth=cfg.whiten_gt)
+            paired = ebft.whiten(rollout, target, whiten_target=cfg.whiten_gt)
         reward = ebft.feature_reward(
-            features, alignment_coef=cfg.alignment_coef, diversity_coef=cfg.diversity_coef, alignment=cfg.alignment
+            paired, alignment_coef=cfg.alignment_coef, diversity_coef=cfg.diversity_coef, alignment=cfg.alignment
         )
-        unbiased = ebft.cfm_unbiased(rollout, truth) if rollout.shape[1] > 1 else None
-        return Measured(reward, ebft.cfm_distance(rollout, truth), unbiased)
+        unbiased = ebft.cfm_unbiased(rollout, target) if rollout.shape[1] > 1 else None
+        return MeasuredFeatures(reward, ebft.cfm_distance(rollout, target), unbiased)
 
     def _item(self, prompt: list[int], ids: list[int], mask: list[bool] | None) -> Item:
         """Of prompt ids, ids that follow, and which of those count as completion.
@@ -171,16 +171,16 @@ class FeatureNetwork:
         return ebft.token_features(states, normalize=self.cfg.feature_norm)
 
 
-def of_all_ranks(measured: Sequence[Measured]) -> Measured:
-    """What ranks have measured, in the order of ranks. One that has nothing brings that: a Measured of no prompts."""
+def of_all_ranks(measured: Sequence[MeasuredFeatures]) -> MeasuredFeatures:
+    """The measurements of all ranks, in rank order. A rank without prompts passes an empty MeasuredFeatures."""
     columns = [[*found.reward, *(x.unsqueeze(1) for x in found[1:] if x is not None)] for found in measured]
     sizes = [column.shape[1] for column in columns[0]]
     table = torch.cat(all_gather(torch.cat([torch.cat(row, dim=1) for row in columns]), "rewards"))  # (P, 2 * G + 2)
     alignment, diversity, cfm, *unbiased = table.split(sizes, dim=1)
-    return Measured(ebft.Reward(alignment, diversity), cfm[:, 0], unbiased[0][:, 0] if unbiased else None)
+    return MeasuredFeatures(ebft.Reward(alignment, diversity), cfm[:, 0], unbiased[0][:, 0] if unbiased else None)
 
 
-def measured_metrics(measured: Sequence[Measured], area: str) -> dict[str, float]:
+def measured_metrics(measured: Sequence[MeasuredFeatures], area: str) -> dict[str, float]:
     """Means over all rollouts, and the two distances over all prompts; `area` is reward or eval."""
     alignment = torch.cat([found.reward.alignment for found in measured])
     diversity = torch.cat([found.reward.diversity for found in measured])

@@ -30,7 +30,7 @@ from losses.importance import log_difference
 from rollout.engines.sampling import signed_64
 from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
-from trainer.ebft.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
+from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.loop import mine, places_of_mine
 from trainer.parallel.comm import all_sum, world_size
@@ -48,7 +48,7 @@ class StridedStep:
 
     rows: list[StridedBatch]  # with generated tokens
     behaviour: list[Tensor]  # (A, n, G) log-probs when they were sampled
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredFeatures] = field(default_factory=list)
     advantage: list[Tensor] = field(default_factory=list)  # (A, n)
 
     @property
@@ -116,8 +116,8 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
             "policy/behaviour_kl": ((torch.expm1(gap) - gap).sum(), term.count),
         }
 
-    def truth_loss(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any]:
-        out = ebft.truth_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=features.ce_coef)
+    def target_loss(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any]:
+        out = ebft.target_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=features.ce_coef)
         term = out.terms["ce"]
         return total_loss(out, denominators), {"loss/ce": (term.sum.detach(), term.count)}
 
@@ -141,7 +141,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
                 linear_logprob_loss(
                     as_head_takes(policy, hidden[row.ce_index]),
                     target=row.ce_target,
-                    loss_fn=truth_loss,
+                    loss_fn=target_loss,
                     ignore_index=None,
                     **head_of(lm),
                 )  # fmt: skip

@@ -73,7 +73,7 @@ class ShowConfig:
     max_length: int | None = None
     """As in training, what is longer is cut or left out; unset shows rows whole."""
     max_prompt_length: int | None = None
-    """As in training, rows with longer prompts are left out (pairs, unpaired, prompts, targets)."""
+    """As in training, rows with longer prompts are left out (pairs, unpaired, prompts, truths)."""
     step_separator: str = "\n"
     """What ends a step (stepwise)."""
     bad_rows: BadRows = "error"

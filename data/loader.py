@@ -18,6 +18,8 @@ from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+# Fields that had another name when older checkpoints were saved; fingerprints keep that name.
+HASHED_AS = {"target_ids": "truth_ids", "target_mask": "truth_mask"}
 
 
 class Loader(Generic[T]):
@@ -112,6 +114,6 @@ def _fingerprint(rows: Sequence[Any], weights: Sequence[float]) -> str:
         for item in fields(row):
             value = getattr(row, item.name)
             if isinstance(value, list) and all(isinstance(entry, int) for entry in value):
-                digest.update(f"{item.name}:{len(value)}".encode())
+                digest.update(f"{HASHED_AS.get(item.name, item.name)}:{len(value)}".encode())
                 digest.update(array.array("q", value).tobytes())
     return digest.hexdigest()

@@ -29,7 +29,7 @@ from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.stepwise import STEP_FORMATS, UNLABELLED, load_steps
-from data.rows.targets import load_truths
+from data.rows.targets import load_targets
 from data.rows.unpaired import load_labelled
 from data.sources import load_rows
 from data.training_config import config_for, config_from, uses_transform
@@ -174,7 +174,7 @@ def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
     if kind == "truths":
         common |= {"max_prompt_length": cfg.max_prompt_length, "options": cfg.format}
         return [
-            _shown_truth(row) for row in load_truths(cfg.data, tokenizer, max_completion_length=sys.maxsize, **common)
+            _shown_target(row) for row in load_targets(cfg.data, tokenizer, max_completion_length=sys.maxsize, **common)
         ]
     longest = sys.maxsize if cfg.max_length is None else cfg.max_length
     if kind == "documents":
@@ -238,9 +238,9 @@ def _shown_example(row: Any) -> Shown:
     return Shown(row.source, [part], {"whole": len(row.ids), "trained": sum(row.mask)})
 
 
-def _shown_truth(row: Any) -> Shown:
-    mask = row.truth_mask or [True] * len(row.truth_ids)
-    part = Part("truth", row.ids + row.truth_ids, [0] * len(row.ids) + [int(trained) for trained in mask])
+def _shown_target(row: Any) -> Shown:
+    mask = row.target_mask or [True] * len(row.target_ids)
+    part = Part("truth", row.ids + row.target_ids, [0] * len(row.ids) + [int(trained) for trained in mask])
     return Shown(row.source, [part], {"prompt": len(row.ids), "truth": len(mask), "whole": len(part.ids)})
 
 

@@ -117,7 +117,7 @@ class StridedBatch:
     own_stop: Tensor  # (1, T) int64
     place: Tensor  # (A, n, G) int64 where each generated token lies
     predictor: Tensor  # (A, n, G) int64 the place whose state predicts it; the samples of an anchor share their first
-    truth: Tensor  # (A, G) int64 where the true continuation of each anchor lies
+    target_place: Tensor  # (A, G) int64 where the true continuation of each anchor lies
     anchor: Tensor  # (A,) int64 tokens of its document that the anchor sees
     document: Tensor  # (A,) int64 which of the documents given to make_strided it is of
     text: Tensor  # (L,) int64 places of the documents' own tokens: the pass before generation
@@ -201,8 +201,8 @@ def _build(
     own_start[used:] = used  # padding sees padding
     samples, length = plan.n_samples_per_prompt, plan.generate_max_len
     parts: dict[str, list[Tensor]] = {
-        name: [] for name in ("place", "predictor", "truth", "anchor", "document", "text", "ce_index", "ce_target",
-                              "ce_document")
+        name: [] for name in ("place", "predictor", "target_place", "anchor", "document", "text", "ce_index",
+                              "ce_target", "ce_document")
     }  # fmt: skip
     first = 0
     for row in rows:
@@ -224,7 +224,7 @@ def _build(
 
         trained = torch.tensor(documents[row].trained(), dtype=torch.int64)
         found = {
-            "place": place, "predictor": predictor, "truth": first + ahead, "anchor": anchor, "text": text,
+            "place": place, "predictor": predictor, "target_place": first + ahead, "anchor": anchor, "text": text,
             "document": torch.full_like(anchor, row), "ce_index": first + trained - 1, "ce_target": ids[trained],
             "ce_document": torch.full_like(trained, row),
         }  # fmt: skip

@@ -28,15 +28,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruthPrompt(Prompt):
+class TargetPrompt(Prompt):
     """A prompt with what follows it in the data, to which completions are compared.
 
     columns["ground_truth"] is that as text; columns["remaining_turns"] are the messages after the first true turn,
     where the conversation goes on.
     """
 
-    truth_ids: list[int]  # behind `ids`, with the token that ends the turn
-    truth_mask: list[bool] | None = None  # which of truth_ids a model would have written; None: all
+    target_ids: list[int]  # behind `ids`, with the token that ends the turn
+    target_mask: list[bool] | None = None  # which of target_ids a model would have written; None: all
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The ebft_* formats: a conversation, or a question with its answer, as a prompt with what truly follows it.
 
-    EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" where the conversation goes on (truths.py)
+    EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" if the conversation goes on (targets.py)
     EBFT_STRIDED_FORMATS    what data/rows/sft.py reads: {"prompt", "completion"} or {"messages"} (documents.py)
 
 A true completion is kept as its message, so that keys such as tool_calls and reasoning_content reach the chat template.
@@ -27,7 +27,7 @@ THOUGHT = [
     )
 ]
 # A format that gives several rows for one returns a list.
-TruthFormat = Callable[[Columns], Columns | list[Columns]]
+TargetFormat = Callable[[Columns], Columns | list[Columns]]
 
 
 def turns_of(columns: Columns) -> Messages:
@@ -36,24 +36,24 @@ def turns_of(columns: Columns) -> Messages:
 
 
 def last_turn(columns: Columns) -> Columns:
-    """The last assistant turn is the truth, all before it the prompt."""
+    """The last assistant turn is the target, all before it the prompt."""
     messages = turns_of(columns)
-    return _truth(columns, messages, _assistant_turns(messages)[-1])
+    return _target(columns, messages, _assistant_turns(messages)[-1])
 
 
 def _first_turn(columns: Columns) -> Columns:
-    """The first assistant turn is the truth; the rest of the conversation is there for those who go on."""
+    """The first assistant turn is the target; the rest of the conversation is there for those who go on."""
     messages = turns_of(columns)
     turns = _assistant_turns(messages)
-    rest = messages[turns[0] + 1 : turns[-1] + 1]  # what nobody answers has no truth
-    made = _truth(columns, messages, turns[0])
+    rest = messages[turns[0] + 1 : turns[-1] + 1]  # what nobody answers has no target
+    made = _target(columns, messages, turns[0])
     return {**made, "remaining_turns": rest} if rest else made
 
 
 def _all_turns(columns: Columns) -> list[Columns]:
     """One row per assistant turn, each behind the conversation as it truly was."""
     messages = turns_of(columns)
-    return [_truth(columns, messages, number) for number in _assistant_turns(messages)]
+    return [_target(columns, messages, number) for number in _assistant_turns(messages)]
 
 
 def _opencode(columns: Columns) -> Columns:
@@ -62,9 +62,9 @@ def _opencode(columns: Columns) -> Columns:
 
 
 def _split_thinking(columns: Columns) -> Columns:
-    """Thoughts of earlier turns as reasoning_content; those of the truth in <think> tags, whatever they had."""
+    """Thoughts of earlier turns as reasoning_content; those of the target in <think> tags, whatever they had."""
     messages = [_split(message) for message in turns_of(columns)]
-    made = _truth(columns, messages, _assistant_turns(messages)[-1])
+    made = _target(columns, messages, _assistant_turns(messages)[-1])
     (last,) = made["ground_truth"]
     thought = last.get("reasoning_content")
     if thought:
@@ -103,7 +103,7 @@ def _assistant_turns(messages: Messages) -> list[int]:
     return found
 
 
-def _truth(columns: Columns, messages: Messages, number: int) -> Columns:
+def _target(columns: Columns, messages: Messages, number: int) -> Columns:
     if number == 0:
         raise ValueError("the conversation opens with an assistant turn; put a user turn before it")
     rest = {name: value for name, value in columns.items() if name not in CONVERSATION}
@@ -128,7 +128,7 @@ def _strided_last(columns: Columns) -> Columns:
     return {"prompt": made["prompt"], "completion": made["ground_truth"], **for_template(columns)}
 
 
-EBFT_FORMATS: dict[str, TruthFormat] = {
+EBFT_FORMATS: dict[str, TargetFormat] = {
     "ebft_opencode.transform": _opencode,
     "ebft_chat_multiturn.transform": _first_turn,
     "ebft_chat_multiturn.transform_last_turn": last_turn,

@@ -38,7 +38,7 @@ from data.hints import suggest
 from data.progress import shown
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
-from data.user_code import attribute_of, load_module, told
+from data.user_code import attribute_of, describe_error, load_module
 
 Format = Callable[[Columns], Columns]
 # Settings of datasets.map that a transform may return. Those of the second line change how fast it runs, not the rows.
@@ -270,7 +270,7 @@ def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_id
     try:
         made = factory(cfg, dataset_idx=dataset_idx) if _takes(factory, "dataset_idx") else factory(cfg)
     except Exception as error:  # the user's code, whatever it raises
-        raise ValueError(f"data_format={name}: failed when called with the config ({told(error)})") from None
+        raise ValueError(f"data_format={name}: failed when called with the config ({describe_error(error)})") from None
     function, settings = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     if not callable(function) or not isinstance(settings, dict):
         raise ValueError(
@@ -319,7 +319,7 @@ def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokeni
         try:
             result = function(dict(columns), **extra)
         except Exception as error:  # the user's code, whatever it raises
-            raise ValueError(f"data_format={name} failed on this row ({told(error)})") from None
+            raise ValueError(f"data_format={name} failed on this row ({describe_error(error)})") from None
         if not isinstance(result, dict):
             raise ValueError(f"data_format={name} returned {type(result).__name__} for this row; it must return a dict")
         return {**_kept(columns, removed), **result}
@@ -338,7 +338,9 @@ def _in_batches(transform: Batched, rows: Sequence[Row]) -> list[Row]:
         try:
             returned = transform.function({name: list(values) for name, values in batch.items()})
         except Exception as error:  # the user's code, whatever it raises
-            raise ValueError(f"{where}: data_format={transform.name} failed on these rows ({told(error)})") from None
+            raise ValueError(
+                f"{where}: data_format={transform.name} failed on these rows ({describe_error(error)})"
+            ) from None
         if not isinstance(returned, Mapping) or not all(isinstance(values, list) for values in returned.values()):
             raise ValueError(f"{where}: data_format={transform.name} is batched; it must return a dict of lists")
         columns = {**_kept(batch, transform.removed), **returned}

@@ -31,7 +31,7 @@ import torch
 from data.chat import common_prefix, end_of_turn_id, render_completion, render_responses
 from data.formats.fields import user_turn
 from data.types import Prompt
-from data.user_code import find_callable, place, told
+from data.user_code import describe_error, find_callable, where_raised
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.episode import Client, Episode, EpisodeSource
 from rollout.episodes.turns import turn_seed
@@ -67,7 +67,9 @@ class RolloutFunction:
             try:
                 returned = await self.call(client, prompt, seed)
             except (Exception, SystemExit) as error:  # the user's code may raise anything
-                raise ValueError(f"{self.label}: {told(error)} on {prompt.source}{place(error, self.call)}") from None
+                raise ValueError(
+                    f"{self.label}: {describe_error(error)} on {prompt.source}{where_raised(error, self.call)}"
+                ) from None
             check = Check(f"{self.label}, {prompt.source}", client.sampling, client.tokenizer)
             if isinstance(returned, Completion):
                 return check.completion(returned)
@@ -196,7 +198,7 @@ class FunctionSource:
                 return call(*args, **kwargs)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             rows = f"{jobs[0].prompt.source} to {jobs[-1].prompt.source}"
-            raise ValueError(f"{label}: {told(error)} on rows {rows}{place(error, call)}") from None
+            raise ValueError(f"{label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}") from None
 
     def _check(self, job: Job) -> Check:
         return Check(f"{self.function.label}, {job.prompt.source}", self.sampling, self.own.tokenizer)

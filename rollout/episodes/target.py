@@ -20,12 +20,12 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from data.types import Messages, Prompt, TruthPrompt
+from data.types import Messages, Prompt, TargetPrompt
 from rollout.engine import Completion
 from rollout.episodes.episode import Client
 from rollout.episodes.turns import Continuation, Transcript, turn_seed
 
-LEAST = 64  # tokens that any turn may have: a short truth must not cut every completion
+LEAST = 64  # tokens that any turn may have: a short target must not cut every completion
 
 
 class TruthEpisode:
@@ -43,7 +43,7 @@ class TruthEpisode:
         return Continuation(self.tokenizer, "user")
 
     async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
-        assert isinstance(prompt, TruthPrompt), f"{prompt.source}: a {type(prompt).__name__} has no truth"
+        assert isinstance(prompt, TargetPrompt), f"{prompt.source}: a {type(prompt).__name__} has no target"
         lengths = turn_lengths(prompt)
         limit = client.sampling.max_tokens
         made = await client.generate(prompt.ids, turn_seed(seed, 0), max_tokens=self._limit(lengths[0], limit))
@@ -54,7 +54,7 @@ class TruthEpisode:
         transcript.add(made)
         messages: Messages = [{"role": "assistant", "content": made.text}]
         finish_reason, num_turns = made.finish_reason, 1
-        # A truth that was cut has fewer turns than the data; there is nothing to compare the others with.
+        # A target that was cut has fewer turns than the data; there is nothing to compare the others with.
         for users, length in zip(later, lengths[1:], strict=False):
             if finish_reason == "length":
                 break
@@ -73,17 +73,17 @@ class TruthEpisode:
         return transcript.completion(finish_reason, text=made.text, messages=messages, columns={"num_turns": num_turns})
 
     def _limit(self, length: int, left: int) -> int:
-        """Tokens of a turn whose truth has this many, where so many are left in the episode."""
+        """Tokens of a turn whose target has this many, where so many are left in the episode."""
         if self.gt_length_multiplier is None:
             return left
         return min(left, max(LEAST, int(self.gt_length_multiplier * length)))
 
 
-def turn_lengths(prompt: TruthPrompt) -> list[int]:
+def turn_lengths(prompt: TargetPrompt) -> list[int]:
     """Tokens of each true turn of the model."""
-    if prompt.truth_mask is None:
-        return [len(prompt.truth_ids)]
-    return [len(list(run)) for mine, run in groupby(prompt.truth_mask) if mine]
+    if prompt.target_mask is None:
+        return [len(prompt.target_ids)]
+    return [len(list(run)) for mine, run in groupby(prompt.target_mask) if mine]
 
 
 def later_turns(messages: Messages) -> list[Messages]:

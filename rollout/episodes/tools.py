@@ -44,7 +44,7 @@ from weakref import WeakKeyDictionary
 
 from data.hints import suggest
 from data.types import Prompt
-from data.user_code import find_callable, told
+from data.user_code import describe_error, find_callable
 from rollout.episodes.tool_calls import Call
 
 OWN = "episode"  # the parameter that we fill
@@ -315,7 +315,9 @@ class Toolset:
                 if hasattr(made, "reset"):
                     made.reset(**_taken(made.reset, prompt.columns))
             except Exception as error:  # the user's code may raise anything
-                raise ValueError(f"tools={spec}: cannot begin an episode on {prompt.source} ({told(error)})") from None
+                raise ValueError(
+                    f"tools={spec}: cannot begin an episode on {prompt.source} ({describe_error(error)})"
+                ) from None
         return turns
 
     def add_rewards(self, turns: Turns) -> None:
@@ -326,7 +328,9 @@ class Toolset:
             try:
                 turns.reward(made.reward())
             except Exception as error:  # as above
-                raise ValueError(f"tools={spec}: reward() failed on {turns.prompt.source} ({told(error)})") from None
+                raise ValueError(
+                    f"tools={spec}: reward() failed on {turns.prompt.source} ({describe_error(error)})"
+                ) from None
 
     def close(self, turns: Turns) -> None:
         """End the objects of an episode, also of one that failed or was called off."""
@@ -335,7 +339,9 @@ class Toolset:
                 if hasattr(made, "close"):
                     made.close()
             except Exception as error:  # as above
-                raise ValueError(f"tools={spec}: close() failed on {turns.prompt.source} ({told(error)})") from None
+                raise ValueError(
+                    f"tools={spec}: close() failed on {turns.prompt.source} ({describe_error(error)})"
+                ) from None
 
     def named(self, call: Call) -> dict[str, Any]:
         """The arguments as the model meant them, by name."""
@@ -368,9 +374,9 @@ class Toolset:
                     returned = await self._in_thread(tool, function, arguments)
             return as_text(returned), False
         except TimeoutError as error:
-            text = f"{tool.name} took more than {self.timeout:g} s" if limit.expired() else told(error)
+            text = f"{tool.name} took more than {self.timeout:g} s" if limit.expired() else describe_error(error)
         except (Exception, SystemExit) as error:  # a tool may fail in any way: the episode goes on
-            text = told(error)
+            text = describe_error(error)
         self._check_hung(tool)
         return f"error: {without_surrogates(text)}", True
 
@@ -409,7 +415,7 @@ def _work(function: Callable[..., Any], arguments: dict[str, Any], loop: Any, te
     except BaseException as error:  # whatever it is goes to who waits, not into a thread's last words
         # A future takes no StopIteration, and an exit of a tool is no exit of the run.
         plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        failure = error if plain else RuntimeError(told(error))
+        failure = error if plain else RuntimeError(describe_error(error))
     if not loop.is_closed():
         loop.call_soon_threadsafe(tell, returned, failure)
 

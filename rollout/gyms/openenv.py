@@ -39,7 +39,7 @@ import httpx
 
 from data.chat import render_prompt
 from data.types import Messages, Prompt
-from data.user_code import attribute_of, load_file, load_module, place, told
+from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
 from rollout.engine import Completion, Sampling
 from rollout.episodes.episode import Client, EpisodeSource
 from rollout.episodes.turns import Continuation, Transcript, turn_seed
@@ -120,7 +120,7 @@ class InProcess:
         try:
             environment = self.cls()
         except Exception as error:  # the user's code, whatever it raises
-            raise Failed(f"cannot be made without arguments ({told(error)}{place(error)})") from None
+            raise Failed(f"cannot be made without arguments ({describe_error(error)}{where_raised(error)})") from None
         return OwnSession(environment, self.action_class, self.timeout)
 
     def check_reset(self, names: tuple[str, ...]) -> None:
@@ -174,7 +174,7 @@ class OwnSession:
         except TimeoutError:
             raise Failed(f"{name}() took longer than timeout={self.timeout:g} s") from None
         except Exception as error:  # the environment's code, whatever it raises
-            raise Failed(f"{name}() raised {told(error)}{place(error)}") from None
+            raise Failed(f"{name}() raised {describe_error(error)}{where_raised(error)}") from None
 
 
 class Worker:
@@ -279,7 +279,8 @@ class Server:
             return reply.json()["action"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"openenv.env={self.url}: no OpenEnv server answers there ({told(error)}); start it, or check the URL"
+                f"openenv.env={self.url}: no OpenEnv server answers there ({describe_error(error)}); "
+                "start it, or check the URL"
             ) from None
 
 
@@ -306,7 +307,7 @@ class RemoteSession:
             # A server without room says so and hangs up; which of the two is seen first depends on the clock.
             if "CAPACITY_REACHED" in str(error) or (name == "reset" and "ConnectionClosed" in type(error).__name__):
                 raise Failed("its server has no room for another episode (lower max_concurrent_envs)") from None
-            raise Failed(f"{name}() failed ({told(error)})") from None
+            raise Failed(f"{name}() failed ({describe_error(error)})") from None
 
 
 class Adapter(Protocol):
@@ -442,14 +443,14 @@ class OpenEnvEpisode:
         try:
             return self.adapter.observation(step.observation)
         except Exception as error:  # the user's code may raise anything
-            raise Failed(f"observation() of the adapter raised {told(error)}") from None
+            raise Failed(f"observation() of the adapter raised {describe_error(error)}") from None
 
     async def _act(self, session: Session, text: str, played: Played) -> str:
         """Take the action, and return what the model is shown of it."""
         try:
             action = self.adapter.action(text)
         except Exception as error:  # whatever the model wrote, it is told what was wrong with it
-            reason = str(error) if isinstance(error, ValueError) else told(error)
+            reason = str(error) if isinstance(error, ValueError) else describe_error(error)
             played.refused(reason)
             return reason
         step = await session.step(action)

@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from data.types import Prompt
-from data.user_code import place, told
+from data.user_code import describe_error, where_raised
 from rollout.engine import Completion
 
 OFFERED = ("prompts", "completions", "completion_ids")  # what every function can ask for
@@ -212,10 +212,12 @@ def as_completed(prompt: Prompt, completion: Completion) -> str | list[dict[str,
 
 
 def raised(error: BaseException, call: Callable[..., Any] | None) -> Fault:
-    where = place(error, call)
+    where = where_raised(error, call)
     if isinstance(error, MemoryError):
         return Fault("memory", "ran out of memory", f"{where}; use less, or return None where it does not apply")
-    return Fault("raised", f"raised {told(error)}", f"{where}; fix it, or return None where it does not apply")
+    return Fault(
+        "raised", f"raised {describe_error(error)}", f"{where}; fix it, or return None where it does not apply"
+    )
 
 
 def checked(returned: Any, num_rows: int) -> Outcome:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.hints import suggest
-from data.user_code import PYTHON, attribute_of, import_name, load_file, load_module, told
+from data.user_code import PYTHON, attribute_of, describe_error, import_name, load_file, load_module
 from rollout.rewards import functions
 from rollout.rewards.models import MODELS
 
@@ -79,7 +79,7 @@ def _user_function(spec: str, found: Any) -> Callable[..., Any]:
             found = found()
         except Exception as error:  # the constructor is the user's code
             raise ValueError(
-                f"reward_funcs={spec}: the class cannot be made without arguments ({told(error)})"
+                f"reward_funcs={spec}: the class cannot be made without arguments ({describe_error(error)})"
             ) from None
     if not callable(found):
         raise ValueError(f"reward_funcs={spec}: is a {type(found).__name__}, not a function; name something callable")

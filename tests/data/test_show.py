@@ -55,12 +55,12 @@ def test_kind_is_told_from_the_columns(write, capsys, row, expected):
     assert expected in capsys.readouterr().out
 
 
-def test_truths_and_documents(write, capsys):
+def test_targets_and_documents(write, capsys):
     answer = {"role": "assistant", "content": "4"}
     path = write({"messages": [USER, answer, USER, answer]})
     assert main(["--data", path, "--data-format", "ebft_chat_multiturn.transform"]) == 0
-    truth = f"{OPENING}4<|im_end|>\n{OPENING}4<|im_end|>"
-    assert f"rows.jsonl:1 truth: 29 tokens, 4 trained\n{truth}\nmask 0x12 1x2 0x13 1x2\n" in capsys.readouterr().out
+    target = f"{OPENING}4<|im_end|>\n{OPENING}4<|im_end|>"
+    assert f"rows.jsonl:1 truth: 29 tokens, 4 trained\n{target}\nmask 0x12 1x2 0x13 1x2\n" in capsys.readouterr().out
     assert main(["--data", path, "--data-format", "ebft_strided_chat.transform", "--max-length", "28"]) == 0
     told = capsys.readouterr()
     assert "rows.jsonl:1 document: 28 tokens, 3 trained\n" in told.out and "mask 0x12 1x2 0x13 1x1\n" in told.out

@@ -64,7 +64,7 @@ def test_layout_of_twelve_tokens_by_hand():
     assert batch.position_ids[0, :18].tolist() == [*range(12), 4, 5, 7, 8, 10, 11]
     assert batch.place.tolist() == [[[12, 13]], [[14, 15]], [[16, 17]]]
     assert batch.predictor.tolist() == [[[3, 12]], [[6, 14]], [[9, 16]]]
-    assert batch.truth.tolist() == [[4, 5], [7, 8], [10, 11]]
+    assert batch.target_place.tolist() == [[4, 5], [7, 8], [10, 11]]
     assert batch.prefix_stop[0, 12:18].tolist() == [4, 4, 7, 7, 10, 10]
     assert batch.own_start[0, 12:18].tolist() == [12, 12, 14, 14, 16, 16]
     assert batch.ce_index.tolist() == list(range(11))
@@ -90,7 +90,7 @@ def test_a_completion_prefix_moves_the_first_anchor_of_documents_that_have_a_pro
 
 
 @pytest.mark.parametrize("sizes", GRID, ids=str)
-def test_an_anchor_stands_where_its_whole_truth_is_trained(sizes):
+def test_an_anchor_stands_where_its_whole_target_is_trained(sizes):
     draw = torch.Generator().manual_seed(2)
     for length in LENGTHS:
         mask = (torch.rand(length, generator=draw) < 0.7).tolist()
@@ -105,7 +105,7 @@ def test_an_anchor_stands_where_its_whole_truth_is_trained(sizes):
         (batch,) = make_strided([document], sizes, max_tokens=1)
         assert batch.anchor.tolist() == expected
         assert batch.num_computed == length + len(expected) * sizes.n_samples_per_prompt * sizes.generate_max_len
-        assert set(batch.truth.flatten().tolist()) <= {place for place in range(length) if mask[place]}
+        assert set(batch.target_place.flatten().tolist()) <= {place for place in range(length) if mask[place]}
 
 
 @pytest.mark.parametrize("sizes", GRID, ids=str)
@@ -117,7 +117,7 @@ def test_every_generated_token_stands_as_if_its_sample_were_alone(sizes):
     assert list(zip(batch.document.tolist(), batch.anchor.tolist(), strict=True)) == anchors
     for number, (row, anchor) in enumerate(anchors):
         ids = documents[row].ids
-        assert batch.input_ids[0, batch.truth[number]].tolist() == ids[anchor : anchor + sizes.generate_max_len]
+        assert batch.input_ids[0, batch.target_place[number]].tolist() == ids[anchor : anchor + sizes.generate_max_len]
         for sample in range(sizes.n_samples_per_prompt):
             places = batch.place[number, sample].tolist()
             alone = ids[:anchor] + batch.input_ids[0, places].tolist()
@@ -144,7 +144,7 @@ def test_documents_see_themselves_alone_and_padding_holds_nothing(sizes):
     assert sorted(text + batch.place.flatten().tolist()) == list(range(batch.num_computed))
     width = batch.input_ids.shape[1]
     assert width % 64 == 0 and width - batch.num_computed < 64
-    for places in (batch.place, batch.predictor, batch.truth, batch.ce_index):
+    for places in (batch.place, batch.predictor, batch.target_place, batch.ce_index):
         assert bool((places < batch.num_computed).all())
     assert not dense_mask(spans_of(batch), width)[0, 0, : batch.num_computed, batch.num_computed :].any()
     assert dense_mask(spans_of(batch), width)[0, 0].any(dim=1).all()
@@ -252,18 +252,18 @@ def test_states_and_log_probs_equal_a_loop_over_single_samples(sizes):
             torch.testing.assert_close(states[batch.place[number, sample]], alone[anchor:])
             scores = (alone[anchor - 1 : -1] @ model.head.T).log_softmax(-1)
             torch.testing.assert_close(logp[number, sample], scores.gather(1, block.unsqueeze(1)).squeeze(1))
-        truth = model.alone(ids)[anchor : anchor + sizes.generate_max_len]
-        torch.testing.assert_close(states[batch.truth[number]], truth)
+        target = model.alone(ids)[anchor : anchor + sizes.generate_max_len]
+        torch.testing.assert_close(states[batch.target_place[number]], target)
 
 
-def test_a_sample_equal_to_the_truth_has_the_features_of_the_truth():
+def test_a_sample_equal_to_the_target_has_the_features_of_the_target():
     model = Toy()
     (batch,) = make_strided(documents_of((23,)), plan(n_samples_per_prompt=2), max_tokens=1)
-    truth = batch.input_ids[0, batch.truth].unsqueeze(1).expand(batch.place.shape)
-    batch = batch.with_generated(truth)
+    target = batch.input_ids[0, batch.target_place].unsqueeze(1).expand(batch.place.shape)
+    batch = batch.with_generated(target)
     mask = dense_mask(spans_of(batch), batch.input_ids.shape[1])[0, 0]
     states = model.states(batch.input_ids[0], batch.position_ids[0], mask)
-    torch.testing.assert_close(states[batch.place], states[batch.truth].unsqueeze(1).expand(-1, 2, -1, -1))
+    torch.testing.assert_close(states[batch.place], states[batch.target_place].unsqueeze(1).expand(-1, 2, -1, -1))
 
 
 @pytest.mark.parametrize("name", ["stride", "context_length", "generate_max_len", "n_samples_per_prompt"])

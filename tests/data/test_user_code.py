@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.user_code import attribute_of, import_beside, is_missing, load_file, load_module, place, told
+from data.user_code import attribute_of, describe_error, import_beside, is_missing, load_file, load_module, where_raised
 
 
 @pytest.fixture
@@ -97,6 +97,6 @@ def test_told_and_place():
     try:
         raise KeyError("two\nlines")
     except KeyError as error:
-        assert told(error) == "KeyError: 'two\\nlines'"
-        assert place(error).startswith(f" ({Path(__file__).name}, line ")
-    assert place(ValueError("never raised")) == ""
+        assert describe_error(error) == "KeyError: 'two\\nlines'"
+        assert where_raised(error).startswith(f" ({Path(__file__).name}, line ")
+    assert where_raised(ValueError("never raised")) == ""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from data.strided import Document
-from data.types import Prompt, TruthPrompt
+from data.types import Prompt, TargetPrompt
 from losses.policy import POLICY_LOSSES
 from rollout.engine import Completion
 from rollout.schedule.planner import Planned
@@ -39,14 +39,14 @@ RUN = RunConfig(max_tokens_per_micro_batch=48, per_device_train_batch_size=8, gr
 EACH_ALONE = {"max_tokens_per_micro_batch": 1}
 
 
-def make_groups(truth: bool) -> list[Group]:
+def make_groups(target: bool) -> list[Group]:
     """Five, of uneven lengths; the completions of one have equal rewards, so it is skipped where there is no KL."""
     rng = random.Random(6)
     groups = []
     for row in range(5):
         prompt = Prompt(source=f"row {row}", prompt="", ids=ids(rng, rng.randrange(2, 9)))
-        if truth:
-            prompt = TruthPrompt(**vars(prompt), truth_ids=ids(rng, rng.randrange(1, 9)))
+        if target:
+            prompt = TargetPrompt(**vars(prompt), target_ids=ids(rng, rng.randrange(1, 9)))
         completions = []
         for _ in range(SIZE):
             made = ids(rng, rng.randrange(1, 12))
@@ -65,7 +65,7 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
     cfg = import_module(f"trainer.methods.{method}").Config(
         model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run, num_generations=SIZE, **options
     )
-    groups = make_groups(truth=False)
+    groups = make_groups(target=False)
     prompts = [group.planned.prompt for group in groups]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
@@ -101,7 +101,7 @@ def bnpo_case(*, masked: bool = False) -> Case:
         num_generations=SIZE, share_prompt=False,
         policy_loss=PolicyLossConfig(loss_type="bnpo", beta=0.1, entropy_coef=0.1, mask_truncated_completions=masked),
     )  # fmt: skip
-    completions = [completion for group in make_groups(truth=False) for completion in group.completions][:7]
+    completions = [completion for group in make_groups(target=False) for completion in group.completions][:7]
     if masked:  # the only one of rank 1, and one of rank 0
         completions = [replace(c, finish_reason="length") if n in (2, 6) else c for n, c in enumerate(completions)]
 
@@ -119,7 +119,7 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
         model=ModelConfig(model="test"), data=DataConfig(data=("rows",)), run=run, num_generations=SIZE,
         features=FeatureConfig(ce_coef=0.1, use_whitening=True), policy_loss=PolicyLossConfig(loss_type=loss_type),
     )  # fmt: skip
-    groups = make_groups(truth=True)
+    groups = make_groups(target=True)
     prompts = [group.planned.prompt for group in groups]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
@@ -140,7 +140,7 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
         batch = lead.share(whole)
         advantage = structured.estimate(cfg, batch.for_advantage(all_sum=all_sum)).flatten()
         sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True)
-        structured.add_truth(cfg, policy, [group.planned.prompt for group in batch.groups], sums)
+        structured.add_target(cfg, policy, [group.planned.prompt for group in batch.groups], sums)
         return {**logged, **sums.means()}
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)

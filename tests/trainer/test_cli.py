@@ -567,7 +567,7 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
         "kto": lambda specs: kto.rows_of(cfg, policy, specs),
         "rm": lambda specs: rm.pairs_of(cfg, policy, specs),
         "prm": lambda specs: prm.solutions_of(cfg, policy, specs, last_step_only=False),
-        "ebft": lambda specs: ebft.truths_of(cfg, policy, network, specs),
+        "ebft": lambda specs: ebft.targets_of(cfg, policy, network, specs),
     }
     ours |= dict.fromkeys(("dpo", "ipo", "cpo", "orpo", "simpo"), lambda specs: pairs_of(cfg, policy, specs))
     ours |= dict.fromkeys(("grpo", "gdpo", "rloo"), lambda specs: prompts_of(cfg, policy, specs))

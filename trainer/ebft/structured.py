@@ -4,7 +4,7 @@
     batch = groups.next(step, engine.version)
     advantage = groups.advantage(batch)                        # (B,), by `estimate`
     sums = backward(cfg, policy, rollout)                      # trainer/rl/step.py
-    add_truth(cfg, policy, truths, sums)                       # gradients of the cross-entropy besides
+    add_target(cfg, policy, targets, sums)                     # gradients of the cross-entropy besides
 
 Alignment and diversity are two rewards, the second with weight -1, so that everything that looks at groups (replay,
 dynamic sampling, samples.jsonl) sees them apart and their sum as the reward.
@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
-from data.types import TruthPrompt
+from data.types import TargetPrompt
 from kernels.linear_logprob import TokenLogps
 from losses import ebft
 from losses.advantage import GroupRewards
 from rollout.engine import Completion
 from rollout.rewards.table import RewardTable
 from rollout.schedule.source import Job, Source, run_groups
-from trainer.ebft.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
+from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.loop import mine
 from trainer.parallel import comm
@@ -51,10 +51,10 @@ class FeatureRewards:
 
     def __init__(self, network: FeatureNetwork, *, num_generations: int) -> None:
         self.network, self.num_generations = network, num_generations
-        self._measured: list[Measured] = []  # since the last call of metrics
+        self._measured: list[MeasuredFeatures] = []  # since the last call of metrics
 
     def submit(
-        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, step: int
+        self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, step: int
     ) -> Future[RewardTable]:
         """Computes now, on whole groups: the future has its result."""
         measured = self.measure(prompts, completions)
@@ -65,7 +65,7 @@ class FeatureRewards:
         future.set_result(RewardTable(names=self.names, values=parts, weights=self.weights, totals=totals))
         return future
 
-    def measure(self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion]) -> Measured:
+    def measure(self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion]) -> MeasuredFeatures:
         """Of whole groups, one prompt for each completion; on rank 0, where the others await orders."""
         groups = self.network.items_of(prompts, completions, num_generations=self.num_generations)
         if comm.world_size() == 1:
@@ -77,7 +77,7 @@ class FeatureRewards:
         """What another rank does at the order."""
         self._measure_part(None)
 
-    def _measure_part(self, told: list[list[list[Any]]] | None) -> Measured:
+    def _measure_part(self, told: list[list[list[Any]]] | None) -> MeasuredFeatures:
         """This rank's part of the groups that rank 0 tells; all of them together, in their order."""
         groups = [[Item(*item) for item in group] for group in comm.from_main(told, "groups to measure")]
         dealt = comm.shares([sum(len(item.ids) for item in group) for group in groups], comm.world_size())
@@ -85,7 +85,7 @@ class FeatureRewards:
         found = of_all_ranks([self.network.measure(self.network.of_items(own, self.num_generations))])
         order = torch.tensor([number for part in dealt for number in part]).argsort().to(found.cfm.device)
         unbiased = None if found.cfm_unbiased is None else found.cfm_unbiased[order]
-        return Measured(ebft.Reward(*(part[order] for part in found.reward)), found.cfm[order], unbiased)
+        return MeasuredFeatures(ebft.Reward(*(part[order] for part in found.reward)), found.cfm[order], unbiased)
 
     def metrics(self) -> dict[str, float]:
         """Of all that was sampled since the last call; what is trained on may be less, or older."""
@@ -112,12 +112,12 @@ def estimate(cfg: Any, r: GroupRewards) -> Tensor:  # (P, G)
     return ebft.advantage_of(reward, advantage_estimator=cfg.features.advantage_estimator)
 
 
-def truth_batches(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], accumulation: int) -> list[Batch]:
+def target_batches(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], accumulation: int) -> list[Batch]:
     """Prompts with their true completions, which are what is trained."""
     items = [
         Item(
-            [*prompt.ids, *prompt.truth_ids],
-            [False] * len(prompt.ids) + (prompt.truth_mask or [True] * len(prompt.truth_ids)),
+            [*prompt.ids, *prompt.target_ids],
+            [False] * len(prompt.ids) + (prompt.target_mask or [True] * len(prompt.target_ids)),
         )
         for prompt in prompts
     ]
@@ -131,15 +131,15 @@ def truth_batches(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], accu
     return place(policy, batches)
 
 
-def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: MetricSums) -> int:
+def add_target(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], sums: MetricSums) -> int:
     """Add the gradients of the cross-entropy, and its metrics; gives the tokens this took."""
     if not cfg.features.ce_coef:
         return 0
-    micro_batches = truth_batches(cfg, policy, prompts, cfg.run.gradient_accumulation_steps)
+    micro_batches = target_batches(cfg, policy, prompts, cfg.run.gradient_accumulation_steps)
     count = all_sum(torch.tensor(float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
 
     def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        out = ebft.truth_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=cfg.features.ce_coef)
+        out = ebft.target_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=cfg.features.ce_coef)
         term = out.terms["ce"]
         return total_loss(out, {"ce": count}), {"loss/ce": (term.sum.detach(), term.count)}
 
@@ -149,7 +149,7 @@ def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: Me
         for metrics in parts:
             sums.add(metrics)
         sums.add({"loss/total": (total.detach(), torch.zeros_like(total))})
-    sums.add({"loss/ce": (torch.zeros_like(count), count == 0)})  # 0 where no truth has a trained token
+    sums.add({"loss/ce": (torch.zeros_like(count), count == 0)})  # 0 where no target has a trained token
     return sum(mb.num_tokens for mb in micro_batches)
 
 
@@ -160,11 +160,11 @@ def evaluate(
     lead: Lead,
     source: Source,
     rewards: FeatureRewards,
-    prompts: Sequence[TruthPrompt],
+    prompts: Sequence[TargetPrompt],
     *,
     version: int,
 ) -> dict[str, float]:
-    """Groups of held-out prompts by the weights as they are, always with the same seeds; and the truth's likelihood."""
+    """Sample groups of held-out prompts with the current weights and fixed seeds, and score the targets."""
     size, engine = rewards.num_generations, lead.engine
 
     def of_groups() -> dict[str, float]:
@@ -181,7 +181,7 @@ def evaluate(
     was_training = policy.model.training
     policy.model.eval()
     sums = MetricSums()
-    for mb in truth_batches(cfg, policy, mine(prompts), accumulation=1):
+    for mb in target_batches(cfg, policy, mine(prompts), accumulation=1):
         logp = token_logps(policy, mb).logp
         sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=logp.device))})
     policy.model.train(was_training)

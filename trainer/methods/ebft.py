@@ -18,9 +18,9 @@ from functools import partial
 
 from data.loader import Loader
 from data.rows.documents import load_documents
-from data.rows.targets import load_truths
+from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
-from data.types import TruthPrompt
+from data.types import TargetPrompt
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.target import TruthEpisode
 from rollout.schedule.planner import Planner
@@ -58,8 +58,8 @@ def train(cfg: Config) -> None:
         if cfg.mode == "strided":
             return train_strided(cfg, run, policy, network)
 
-        prompts = truths_of(cfg, policy, network, cfg.data.data)
-        held_out = truths_of(cfg, policy, network, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        prompts = targets_of(cfg, policy, network, cfg.data.data)
+        held_out = targets_of(cfg, policy, network, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
         total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
         optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
@@ -123,7 +123,7 @@ def train(cfg: Config) -> None:
             # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
             weighted = advantage * cfg.features.rl_coef
             rollout = prepare(cfg, policy, batch.completions, weighted, old_logps=old_logps)
-            truths = [group.planned.prompt for group in batch.groups]
+            targets = [group.planned.prompt for group in batch.groups]
             run.sample(
                 step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
             )
@@ -134,11 +134,11 @@ def train(cfg: Config) -> None:
                 step += 1
                 learning_rate = float(schedule.get_last_lr()[0])
                 sums = backward(cfg, policy, rollout, first=iteration == 0)
-                num_truth = structured.add_truth(cfg, policy, truths, sums)
+                num_target = structured.add_target(cfg, policy, targets, sums)
                 sources = ", ".join(dict.fromkeys(prompt.source for prompt in batch.prompts))
                 where, limit = f"step {step}, rank {rank()}, prompts {sources}", cfg.optim.max_grad_norm
                 grad_norm = clip_and_step(policy.model, optimizer, schedule, limit, where, sums, bad_steps)
-                num_tokens = num_truth + sum(mb.num_tokens for mb in rollout.micro_batches)
+                num_tokens = num_target + sum(mb.num_tokens for mb in rollout.micro_batches)
                 num_tokens = all_count(num_tokens, "tokens of the step")
                 timer.lap("train_s")
                 counters.tokens += num_tokens
@@ -201,10 +201,10 @@ def context_of(policy: Policy, network: FeatureNetwork) -> int | None:
     return min(lengths, default=None)
 
 
-def truths_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[TruthPrompt]:
+def targets_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[TargetPrompt]:
     if not specs:
         return []
-    return load_truths(
+    return load_targets(
         specs,
         policy.tokenizer,
         data_format=cfg.data.data_format,

@@ -103,7 +103,7 @@ def test_thoughts_are_split_off(content, thought, answer):
     assert row == {"prompt": [user("2+2="), turn, user("3+3=")], "ground_truth": [assistant("6")]}
 
 
-def test_thoughts_that_are_a_key_already_are_written_into_the_truth():
+def test_thoughts_that_are_a_key_already_are_written_into_the_target():
     row = made(
         "ebft_reasoning.transform_split_thinking", messages=[user("2+2="), assistant("4", reasoning_content="add")]
     )

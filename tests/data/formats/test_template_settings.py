@@ -13,7 +13,7 @@ from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.stepwise import load_steps
-from data.rows.targets import load_truths
+from data.rows.targets import load_targets
 from data.rows.unpaired import load_labelled
 from data.sources import without_fillers
 
@@ -42,7 +42,7 @@ LOADERS = {
     "pairs": (load_pairs, lambda prompt, answer: {"prompt": prompt, "chosen": [answer], "rejected": "no"}),
     "rejected": (load_pairs, lambda prompt, answer: {"prompt": prompt, "chosen": "no", "rejected": [answer]}),
     "kto": (load_labelled, lambda prompt, answer: {"prompt": prompt, "completion": [answer], "label": True}),
-    "ebft": (load_truths, lambda prompt, answer: {"messages": [*prompt, answer]}),
+    "ebft": (load_targets, lambda prompt, answer: {"messages": [*prompt, answer]}),
 }
 PROMPTS = {
     "grpo": (load_prompts, lambda prompt: {"prompt": prompt}),
@@ -125,7 +125,7 @@ def test_calls_of_an_answer_that_are_not_written_are_refused(method, write, chat
         ids = {"kto": "completion_ids", "pairs": "chosen_ids", "rejected": "rejected_ids"}.get(method)
         trained = getattr(made, ids) if ids else [t for t, on in zip(made.ids, made.mask, strict=True) if on]
     else:
-        trained = made.truth_ids
+        trained = made.target_ids
         assert made.columns["ground_truth"] == '<call>{"name": "add", "arguments": {"a": 2}}</call>'
     assert tokenizer.decode(trained) == '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
 
@@ -246,15 +246,15 @@ def test_formats_keep_the_columns_for_the_template(write, templated):
         assert tokenizer.decode(prompt_ids(document)) == OPENING + "!"
 
 
-def test_a_conversation_of_truths_has_the_settings_in_all_turns(write, templated):
+def test_a_conversation_of_targets_has_the_settings_in_all_turns(write, templated):
     tokenizer = templated("QWEN3")
     talk = [USER, ANSWER, {"role": "user", "content": "3+3="}, {"role": "assistant", "content": "6"}]
     row = {"messages": talk[:2], "chat_template_kwargs": {"enable_thinking": False}}
-    (prompt,) = load_truths([write(row)], tokenizer)
+    (prompt,) = load_targets([write(row)], tokenizer)
     assert tokenizer.decode(prompt.ids) == OPENING + "<think>\n\n</think>\n\n"
-    assert tokenizer.decode(prompt.truth_ids) == "4<|im_end|>"
+    assert tokenizer.decode(prompt.target_ids) == "4<|im_end|>"
     with pytest.raises(ValueError, match="rows.jsonl:1: the chat template opens an answer with '<think>"):
-        load_truths([write({**row, "messages": talk})], tokenizer, data_format="ebft_chat_multiturn.transform")
+        load_targets([write({**row, "messages": talk})], tokenizer, data_format="ebft_chat_multiturn.transform")
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_the_turns_of_a_user_are_neither_continued_nor_compared_with(write, chat
     (document,) = load_documents([write({"messages": AGAIN})], chatml)
     plan = StridedPlan(stride=1, context_length=1, generate_max_len=2, n_samples_per_prompt=1)
     (batch,) = make_strided([document], plan, max_tokens=1)
-    truths = [chatml.decode(batch.input_ids[0, places]) for places in batch.truth]
-    assert truths == ["4<|im_end|>", "33", "33", "33", "36", "6<|im_end|>"]
+    targets = [chatml.decode(batch.input_ids[0, places]) for places in batch.target_place]
+    assert targets == ["4<|im_end|>", "33", "33", "33", "36", "6<|im_end|>"]
     assert chatml.decode(document.ids[: batch.anchor[0]]) == OPENING
     require_anchors([document], plan)
     long = StridedPlan(stride=1, context_length=1, generate_max_len=7, n_samples_per_prompt=1)

@@ -42,7 +42,7 @@ def pooled(vectors: Tensor, method: str, prompt_length: int) -> Tensor:
     return torch.cat([vectors[length // 4], vectors[length // 2], vectors[3 * length // 4]])
 
 
-def whitened(x: Tensor, g: Tensor, how: str) -> tuple[Tensor, list[Tensor]]:  # (n, D), one truth per rollout
+def whitened(x: Tensor, g: Tensor, how: str) -> tuple[Tensor, list[Tensor]]:  # (n, D), one target per rollout
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     keep = s > 1e-5 * s.max()
     u, s, vh = u[:, keep], s[keep], vh[keep]
@@ -53,16 +53,16 @@ def whitened(x: Tensor, g: Tensor, how: str) -> tuple[Tensor, list[Tensor]]:  # 
 
 
 def reward_parts(x: Tensor, g: Tensor, options: Any) -> tuple[list[float], list[float], float]:
-    """Alignment and diversity of each rollout, with coefficients, and the distance of the mean to the truth."""
+    """Alignment and diversity of each rollout, with coefficients, and the distance of the mean to the target."""
     distance = float((x.mean(dim=0) - g).square().sum())
-    truths = [g] * len(x)
+    targets = [g] * len(x)
     if options.use_whitening:
-        x, truths = whitened(x, g, options.whiten_gt)
+        x, targets = whitened(x, g, options.whiten_gt)
     alignment, diversity = [], []
-    for j, (own, truth) in enumerate(zip(x, truths, strict=True)):
-        product = float(own @ truth)
+    for j, (own, target) in enumerate(zip(x, targets, strict=True)):
+        product = float(own @ target)
         if options.alignment == "cosine":
-            product /= float(own.norm() * truth.norm())
+            product /= float(own.norm() * target.norm())
         alignment.append(options.alignment_coef * 2 * product)
         others = [float(own @ x[k]) for k in range(len(x)) if k != j]
         diversity.append(options.diversity_coef * 2 * sum(others) / max(1, len(others)))

@@ -174,14 +174,14 @@ def test_equal_samples_have_equal_features_and_whitening_counts_them_as_one():
     assert 3 in distinct
 
 
-def test_a_continuation_equal_to_the_truth_has_its_features():
+def test_a_continuation_equal_to_the_target_has_its_features():
     cfg, policy = make_cfg(), make_policy()
     documents = make_documents(16, 23)
     network = FeatureNetwork(cfg.features, cfg.run, policy)
     (row,) = continue_all(cfg, policy, documents, seed=3, numbers=range(len(documents))).rows
-    true = row.input_ids[0, row.truth]  # (A, G)
+    true = row.input_ids[0, row.target_place]  # (A, G)
     found = network.of_blocks(row.with_generated(true.unsqueeze(1).expand(row.place.shape)))
-    torch.testing.assert_close(found.rollout, found.truth.unsqueeze(1).expand_as(found.rollout), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.rollout, found.target.unsqueeze(1).expand_as(found.rollout), rtol=0, atol=1e-12)
     measured = network.measure(found)
     assert measured.reward.alignment == pytest.approx(torch.full(row.place.shape[:2], 2.0), abs=1e-9)
     assert measured.cfm.abs().max() < 1e-20 and measured.cfm_unbiased.abs().max() < 1e-12

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.types import TruthPrompt
+from data.types import TargetPrompt
 from losses.ebft import ADVANTAGES
 from rollout.engine import Completion, Sampling
 from rollout.engines.local import LocalEngine
@@ -28,7 +28,7 @@ from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft.features import FeatureNetwork
-from trainer.ebft.structured import FeatureRewards, add_truth, estimate, evaluate
+from trainer.ebft.structured import FeatureRewards, add_target, estimate, evaluate
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch
@@ -36,7 +36,7 @@ from trainer.rl.rank0_rollout import Lead
 from trainer.rl.step import backward, prepare
 
 TEMPERATURE = 0.7
-LENGTHS = ((3, 5), (1, 4), (6, 7))  # of prompts and truths
+LENGTHS = ((3, 5), (1, 4), (6, 7))  # of prompts and targets
 
 
 def make_cfg(
@@ -53,13 +53,17 @@ def make_cfg(
     )  # fmt: skip
 
 
-def make_groups(policy: Policy) -> tuple[list[TruthPrompt], list[list[Completion]]]:
+def make_groups(policy: Policy) -> tuple[list[TargetPrompt], list[list[Completion]]]:
     """Three groups of four as the policy would have sampled them: two turns, a truncated one, two equal ones."""
     generator, prompts, groups = torch.Generator().manual_seed(9), [], []
     for row, (head, tail) in enumerate(LENGTHS):
         mask = [True, True, False, False, True, True, True] if row == 2 else None
-        prompt = TruthPrompt(
-            source=f"rows:{row}", prompt="", ids=draw(generator, head), truth_ids=draw(generator, tail), truth_mask=mask
+        prompt = TargetPrompt(
+            source=f"rows:{row}",
+            prompt="",
+            ids=draw(generator, head),
+            target_ids=draw(generator, tail),
+            target_mask=mask,
         )
         ids = [draw(generator, length) for length in (1, 8, tail, 5)]
         if row == 1:
@@ -70,7 +74,7 @@ def make_groups(policy: Policy) -> tuple[list[TruthPrompt], list[list[Completion
     return prompts, groups
 
 
-def make_completion(policy: Policy, prompt: TruthPrompt, ids: list[int], mask: list[bool] | None) -> Completion:
+def make_completion(policy: Policy, prompt: TargetPrompt, ids: list[int], mask: list[bool] | None) -> Completion:
     with torch.no_grad():
         logps = naive_ebft.logps(policy.model, [*prompt.ids, *ids], len(prompt.ids), TEMPERATURE).tolist()
     logps = [logp if own else 0.0 for logp, own in zip(logps, mask or [True] * len(ids), strict=True)]
@@ -80,7 +84,7 @@ def make_completion(policy: Policy, prompt: TruthPrompt, ids: list[int], mask: l
     )  # fmt: skip
 
 
-def flat(prompts: list[TruthPrompt], groups: list[list[Completion]]) -> tuple[list[TruthPrompt], list[Completion]]:
+def flat(prompts: list[TargetPrompt], groups: list[list[Completion]]) -> tuple[list[TargetPrompt], list[Completion]]:
     return [prompt for prompt in prompts for _ in range(SIZE)], [one for group in groups for one in group]
 
 
@@ -88,18 +92,18 @@ def rewards_of(cfg: Any, policy: Policy) -> FeatureRewards:
     return FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
 
 
-def take_step(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]):
+def take_step(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]):
     """What trainer/methods/ebft.py does with a batch, rewards kept in float64. Gives metrics and advantages."""
     measured = rewards_of(cfg, policy).measure(*flat(prompts, groups))
     values = torch.stack(measured.reward, dim=-1)  # (P, G, 2)
     advantage = estimate(cfg, SimpleNamespace(rewards=values))
     batch = prepare(cfg, policy, flat(prompts, groups)[1], advantage.flatten() * cfg.features.rl_coef)
     sums = backward(cfg, policy, batch, first=True)
-    num_tokens = add_truth(cfg, policy, prompts, sums)
+    num_tokens = add_target(cfg, policy, prompts, sums)
     return sums.means(), advantage, num_tokens
 
 
-def feature(policy: Policy, cfg: Any, prompt: TruthPrompt, ids: list[int], mask: list[bool] | None) -> Tensor:
+def feature(policy: Policy, cfg: Any, prompt: TargetPrompt, ids: list[int], mask: list[bool] | None) -> Tensor:
     if cfg.features.embed_method != "completion_mean" or mask is None:
         return vector(policy.reference, [1, 2], cfg.features, prompt.ids, ids)
     with torch.no_grad():
@@ -108,22 +112,22 @@ def feature(policy: Policy, cfg: Any, prompt: TruthPrompt, ids: list[int], mask:
     return sum(mine) / len(mine)
 
 
-def by_hand(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]):
+def by_hand(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]):
     """Loss, its two parts and advantages, by plain loops: one forward for each sequence."""
     options = cfg.features
     policy_sum, num_made, ce_sum, num_true, found = 0.0, 0, 0.0, 0, []
     for prompt, group in zip(prompts, groups, strict=True):
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, c.mask) for c in group])
-        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
-        alignment, diversity, _ = naive_ebft.reward_parts(rollout, truth, options)
+        target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
+        alignment, diversity, _ = naive_ebft.reward_parts(rollout, target, options)
         found.append(naive_ebft.advantages(alignment, diversity, options.advantage_estimator))
         for c, a in zip(group, found[-1], strict=True):
             logps = naive_ebft.logps(policy.model, [*prompt.ids, *c.ids], len(prompt.ids), TEMPERATURE)
             for logp, own in zip(logps, c.mask or [True] * len(c.ids), strict=True):
                 if own:
                     policy_sum, num_made = policy_sum - a * logp, num_made + 1
-        logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
-        for logp, own in zip(logps, prompt.truth_mask or [True] * len(prompt.truth_ids), strict=True):
+        logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
+        for logp, own in zip(logps, prompt.target_mask or [True] * len(prompt.target_ids), strict=True):
             if own:
                 ce_sum, num_true = ce_sum - logp, num_true + 1
     ce = ce_sum / num_true
@@ -210,8 +214,8 @@ def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
     _, ce, _ = by_hand(cfg, slow, prompts, groups)
     total, count = 0.0, 0
     for prompt in prompts:
-        logps = naive_ebft.logps(slow.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
-        kept = logps[torch.tensor(prompt.truth_mask or [True] * len(prompt.truth_ids))]
+        logps = naive_ebft.logps(slow.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
+        kept = logps[torch.tensor(prompt.target_mask or [True] * len(prompt.target_ids))]
         total, count = total - kept.sum(), count + len(kept)
     (0.5 * total / count).backward()
     close(gradients(policy.model), gradients(slow.model))
@@ -219,20 +223,20 @@ def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
     assert logged["policy/skipped_frac"] == 1.0
 
 
-@pytest.mark.parametrize("truths", [True, False])
-def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_zero(truths):
+@pytest.mark.parametrize("targets", [True, False])
+def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_zero(targets):
     """Truncated ones are masked; where the true completions have no trained token either, nothing is left."""
     cfg, policy = make_cfg(ce_coef=0.5), make_policy()
     cfg.policy_loss = PolicyLossConfig(mask_truncated_completions=True)
     prompts, groups = make_groups(policy)
-    if not truths:
-        prompts = [replace(prompt, truth_mask=[False] * len(prompt.truth_ids)) for prompt in prompts]
+    if not targets:
+        prompts = [replace(prompt, target_mask=[False] * len(prompt.target_ids)) for prompt in prompts]
     cut = [[replace(one, finish_reason="length") for one in group] for group in groups]
     batch = prepare(cfg, policy, flat(prompts, cut)[1], torch.ones(len(LENGTHS) * SIZE))
     sums = backward(cfg, policy, batch, first=True)
-    add_truth(cfg, policy, prompts, sums)
+    add_target(cfg, policy, prompts, sums)
     logged, (_, ce, _) = sums.means(), by_hand(make_cfg(ce_coef=0.5), make_policy(), *make_groups(policy))
-    ce = ce if truths else 0.0
+    ce = ce if targets else 0.0
     losses = {name: value for name, value in logged.items() if name.startswith("loss/")}
     assert losses == pytest.approx({"loss/policy": 0.0, "loss/ce": ce, "loss/total": 0.5 * ce})
 
@@ -240,7 +244,7 @@ def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_z
 # Rewards and advantages, as trainer/rl/groups.py passes them on.
 
 
-def group_batch(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]) -> GroupBatch:
+def group_batch(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]) -> GroupBatch:
     table = rewards_of(cfg, policy).submit(*flat(prompts, groups), step=1).result()
     made = [
         Group(
@@ -279,8 +283,8 @@ def test_the_table_has_both_parts_and_their_difference():
     distances = []
     for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, c.mask) for c in group])
-        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
-        alignment, diversity, distance = naive_ebft.reward_parts(rollout, truth, cfg.features)
+        target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
+        alignment, diversity, distance = naive_ebft.reward_parts(rollout, target, cfg.features)
         spread = float(rollout.var(dim=0, correction=1).sum())
         distances.append((distance, distance - spread / SIZE))
         for place in range(SIZE):
@@ -341,12 +345,12 @@ def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
     for row, prompt in enumerate(prompts):
         group = [writer.write(Job(prompt, row * SIZE + place)) for place in range(SIZE)]
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, None) for c in group])
-        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
-        alignment, diversity, distance = naive_ebft.reward_parts(rollout, truth, cfg.features)
+        target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
+        alignment, diversity, distance = naive_ebft.reward_parts(rollout, target, cfg.features)
         aligned, spread, distances = aligned + alignment, spread + diversity, [*distances, distance]
         with torch.no_grad():
-            logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
-        for logp, own in zip(logps.tolist(), prompt.truth_mask or [True] * len(prompt.truth_ids), strict=True):
+            logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
+        for logp, own in zip(logps.tolist(), prompt.target_mask or [True] * len(prompt.target_ids), strict=True):
             total, count = total - logp * own, count + own
     assert logged["eval/cfm"] == pytest.approx(sum(distances) / len(distances), rel=1e-9)
     assert logged["eval/nll"] == pytest.approx(total / count, rel=1e-6)
@@ -362,9 +366,9 @@ def test_held_out_groups_are_sampled_alike_every_time_and_follow_the_weights():
     policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), torch.device("cpu"), with_reference=True)
     prompts = []
     for row, (text, answer) in enumerate((("17+25=", "42"), ("8+3=", "11"))):
-        ids, truth = (policy.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, answer))
-        truth = [*truth, policy.tokenizer.eos_token_id]
-        prompts.append(TruthPrompt(source=f"rows:{row}", prompt=text, ids=ids, truth_ids=truth))
+        ids, target = (policy.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, answer))
+        target = [*target, policy.tokenizer.eos_token_id]
+        prompts.append(TargetPrompt(source=f"rows:{row}", prompt=text, ids=ids, target_ids=target))
     cfg = make_cfg()
     engine = LocalEngine(policy.model, policy.tokenizer)
     sampling = Sampling(temperature=1.0, max_tokens=6, stop_ids=(policy.tokenizer.eos_token_id,), for_training=True)

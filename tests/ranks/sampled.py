@@ -26,7 +26,7 @@ from trainer.config.ebft import FeatureConfig, StridedConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork
-from trainer.offline.loop import places_of_mine
+from trainer.offline.loop import indices_of_this_rank
 from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch, sequence_kl
@@ -162,7 +162,7 @@ def strided_case(*, lora: bool = False) -> Case:
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         network = FeatureNetwork(cfg.features, cfg.run, policy)
         held_out = strided.evaluate(cfg, policy, network, documents[:3], batch_size=2)  # as after a step
-        own = [rows[place] for place in places_of_mine(rows, cfg.strided.plan.size)]
+        own = [rows[place] for place in indices_of_this_rank(rows, cfg.strided.plan.size)]
         made = strided.continue_all(cfg, policy, own, seed=3, numbers=[numbers[id(row)] for row in own])
         made = strided.judge(network, made)
         sums = strided.backward(cfg, policy, made)

@@ -30,7 +30,7 @@ from trainer.cli import parse
 from trainer.parallel.comm import is_main, pick_device, process_group
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
-from trainer.policy.sharding import spread
+from trainer.policy.sharding import parallelize
 from trainer.rl import rollouts
 from trainer.rl.rank0_rollout import Lead
 
@@ -57,7 +57,7 @@ def make(url: str, folder: str, mode: str, backend: str, *, lora: bool) -> tuple
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
-    return cfg, spread(cfg.parallel, policy)
+    return cfg, parallelize(cfg.parallel, policy)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from trainer.parallel.comm import all_gather
 from trainer.policy.load import blocks_of
 from trainer.policy.logps import Policy, as_reference, causal_lm, hidden_states
 from trainer.policy.reference import load_frozen
-from trainer.policy.sharding import place
+from trainer.policy.sharding import to_device_and_pad
 
 
 class Features(NamedTuple):
@@ -155,7 +155,7 @@ class FeatureNetwork:
         )
         parts: dict[int, Tensor] = {}
         last = (self.policy.context_length or sys.maxsize) - 1
-        for batch in place(self.policy, batches):
+        for batch in to_device_and_pad(self.policy, batches):
             # The dummy token may be one past the context, where position embeddings end.
             batch = dataclasses.replace(batch, position_ids=batch.position_ids.clamp(max=last))
             states = self._states(batch, batch.index)

@@ -32,12 +32,12 @@ from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
 from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import mine, places_of_mine
+from trainer.offline.loop import indices_of_this_rank, rows_of_this_rank
 from trainer.parallel.comm import all_sum, world_size
 from trainer.policy.attention import span_masks
 from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import fill_up, gathered_weights, place
+from trainer.policy.sharding import gathered_weights, pad_to_equal_count, to_device_and_pad
 
 EVAL_SEED = -1  # for held-out continuations; the seed of a run is 0 or more
 
@@ -73,7 +73,7 @@ def continue_all(
     of_sample = torch.arange(plan.n_samples_per_prompt, device=policy.device)
     multiple = max(multiple, policy.row_multiple)
     planned = make_strided(documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=multiple)
-    rows, behaviour = fill_up(policy, planned, empty_strided(plan, multiple=multiple)), []
+    rows, behaviour = pad_to_equal_count(policy, planned, empty_strided(plan, multiple=multiple)), []
     with gathered_weights(policy):
         for number in range(len(rows)):  # ranks run different numbers of passes here
             row = rows[number].to(policy.device)
@@ -231,15 +231,15 @@ def evaluate(
     policy.model.eval()
     for first in range(0, len(documents), batch_size):
         part = documents[first : first + batch_size]
-        places = places_of_mine(part, cfg.strided.plan.size)
+        places = indices_of_this_rank(part, cfg.strided.plan.size)
         step = continue_all(
             cfg, policy, [part[i] for i in places], seed=EVAL_SEED,
             numbers=[first + i for i in places], multiple=multiple,
         )  # fmt: skip
         measured += judge(network, step).measured
-    items = [Item(document.ids, trained_mask(document)) for document in mine(documents)]
+    items = [Item(document.ids, trained_mask(document)) for document in rows_of_this_rank(documents)]
     batches = make_batches(items, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=policy.row_multiple)
-    for batch in place(policy, batches):
+    for batch in to_device_and_pad(policy, batches):
         logp = token_logps(policy, batch).logp
         sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=policy.device))})
     policy.model.train(was_training)

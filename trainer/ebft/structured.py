@@ -31,12 +31,12 @@ from rollout.rewards.table import RewardTable
 from rollout.schedule.source import Job, Source, run_groups
 from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import mine
+from trainer.offline.loop import rows_of_this_rank
 from trainer.parallel import comm
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import place
+from trainer.policy.sharding import to_device_and_pad
 from trainer.rl.groups import GroupBatch
 from trainer.rl.rank0_rollout import Lead
 
@@ -128,7 +128,7 @@ def target_batches(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], ac
         packing=cfg.run.packing,
         multiple=policy.row_multiple,
     )
-    return place(policy, batches)
+    return to_device_and_pad(policy, batches)
 
 
 def add_target(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], sums: MetricSums) -> int:
@@ -181,7 +181,7 @@ def evaluate(
     was_training = policy.model.training
     policy.model.eval()
     sums = MetricSums()
-    for mb in target_batches(cfg, policy, mine(prompts), accumulation=1):
+    for mb in target_batches(cfg, policy, rows_of_this_rank(prompts), accumulation=1):
         logp = token_logps(policy, mb).logp
         sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=logp.device))})
     policy.model.train(was_training)

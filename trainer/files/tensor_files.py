@@ -55,18 +55,18 @@ def write_tensors(
     digest = hashlib.sha256()
     with path.open("wb") as file:
 
-        def put(data: Any) -> None:
+        def write(data: Any) -> None:
             check()
             digest.update(data)
             file.write(data)
 
-        put(_header(specs))
+        write(_header(specs))
         for (name, spec), tensor in zip(specs.items(), tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == spec, f"{name}: {tensor.shape} {tensor.dtype}, not {spec}"
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
             for start in range(0, len(data), CHUNK):
-                put(data[start : start + CHUNK])
+                write(data[start : start + CHUNK])
         size = file.tell()
     return size, digest.hexdigest()
 

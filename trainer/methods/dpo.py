@@ -42,14 +42,14 @@ from trainer.config.blocks import (
     check_evaluation,
 )  # fmt: skip
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
 from trainer.parallel.comm import all_sum, pick_device, rows_of_all
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_log_collision, token_logps
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
-from trainer.policy.sharding import spread
+from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 LossType = Literal[
@@ -159,13 +159,13 @@ def check(cfg: Config) -> None:
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         copied = not cfg.reference_free and wants_copy(cfg.reference, cfg.lora)
-        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
+        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
         pairs = pairs_of(cfg, policy, cfg.data.data)
         held_out = pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         reference, items = Reference(None), pair_items([*pairs, *held_out])
         if not cfg.reference_free:
             reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
-        evaluate = partial(evaluate_pairs, cfg, policy, reference, mine(held_out))
+        evaluate = partial(evaluate_pairs, cfg, policy, reference, rows_of_this_rank(held_out))
         moving = MovingReference(policy, cfg.ref_model_mixup_alpha, cfg.ref_model_sync_steps)
         offline = Offline(run, cfg, policy, pairs, extra={"reference": moving} if cfg.sync_ref_model else {})
         offline.begin(evaluate)

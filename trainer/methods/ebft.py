@@ -35,7 +35,7 @@ from trainer.parallel.comm import all_count, is_main, pick_device, rank
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
-from trainer.policy.sharding import spread
+from trainer.policy.sharding import parallelize
 from trainer.rl import rollouts
 from trainer.rl.groups import GroupBatch, Groups
 from trainer.rl.rank0_rollout import Lead
@@ -53,7 +53,9 @@ def train(cfg: Config) -> None:
     overlap = cfg.overlap
     with open_run(cfg, cfg.run.method) as run:
         with_reference = cfg.features.feature_model is None or cfg.policy_loss.beta > 0
-        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference))
+        policy = parallelize(
+            cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference)
+        )
         network = FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy, cfg.parallel))
         if cfg.mode == "strided":
             return train_strided(cfg, run, policy, network)

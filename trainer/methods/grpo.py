@@ -41,7 +41,7 @@ from trainer.metrics.counters import Counters, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
-from trainer.policy.sharding import spread
+from trainer.policy.sharding import parallelize
 from trainer.rl import rollouts
 from trainer.rl.groups import GroupBatch, Groups, per_completion, sequence_kl
 from trainer.rl.rank0_rollout import Lead
@@ -136,7 +136,7 @@ def train(cfg: Config) -> None:
     overlap = cfg.overlap
     with open_run(cfg, cfg.run.method) as run:
         rewards = run.keep(open_rewards(cfg.reward, run.note, trust_remote_code=cfg.model.trust_remote_code))
-        policy = spread(
+        policy = parallelize(
             cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.policy_loss.beta > 0)
         )
         around = run.keep(Surroundings(cfg, policy, run.note))

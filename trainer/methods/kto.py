@@ -36,13 +36,13 @@ from trainer.config.blocks import (
     check_evaluation,
 )  # fmt: skip
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_gather, all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import Reference, build_reference, wants_copy
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize, to_device_and_pad
 from trainer.run.run import open_run
 
 
@@ -92,7 +92,7 @@ class Rows:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = spread(
+        policy = parallelize(
             cfg.parallel,
             load_policy(cfg.model, cfg.lora, pick_device(), with_reference=wants_copy(cfg.reference, cfg.lora)),
         )
@@ -101,7 +101,7 @@ def train(cfg: Config) -> None:
         partner = {**mismatches(cfg, policy, rows), **mismatches(cfg, policy, held_out)}
         items = [item_of(row) for row in [*rows, *held_out]] + list(partner.values())
         reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
-        evaluate = partial(evaluate_rows, cfg, policy, reference, partner, mine(held_out))
+        evaluate = partial(evaluate_rows, cfg, policy, reference, partner, rows_of_this_rank(held_out))
         offline = Offline(run, cfg, policy, rows)
         offline.begin(evaluate)
         for batch in offline.steps():
@@ -164,7 +164,7 @@ def pack(cfg: Config, policy: Policy, rows: list[Labelled], partner: dict[int, I
             packing=cfg.run.packing,
             multiple=policy.row_multiple,
         )
-        return place(policy, made)
+        return to_device_and_pad(policy, made)
 
     label = torch.tensor([row.label for row in rows], dtype=torch.bool, device=policy.device)
     return Rows(label, [*matched, *mismatched], batches(matched), batches(mismatched))

@@ -18,12 +18,12 @@ from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize, to_device_and_pad
 from trainer.run.run import open_run
 
 
@@ -60,12 +60,14 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        scorer = spread(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
+        scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
         # for whoever uses it as a reward
         scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         solutions = solutions_of(cfg, scorer, cfg.data.data, last_step_only=cfg.train_on_last_step_only)
-        held_out = mine(solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows])
+        held_out = rows_of_this_rank(
+            solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows]
+        )
         offline = Offline(run, cfg, scorer, solutions)
         evaluate_now = partial(evaluate, cfg, scorer, held_out)
         offline.begin(evaluate_now)
@@ -105,7 +107,7 @@ def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int)
         packing=cfg.run.packing,
         multiple=scorer.row_multiple,
     )
-    return place(scorer, batches)
+    return to_device_and_pad(scorer, batches)
 
 
 def labels_of(mb: Batch, solutions: list[Steps]) -> Tensor:  # (N,)

@@ -20,12 +20,12 @@ from losses.reward_model import bradley_terry
 from losses.types import LossOut
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, marked_last, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import term_metrics, total_loss
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize, to_device_and_pad
 from trainer.run.run import open_run
 
 
@@ -59,12 +59,12 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        scorer = spread(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
+        scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
         # for whoever uses it as a reward
         scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         pairs = pairs_of(cfg, scorer, cfg.data.data)
-        held_out = mine(pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows])
+        held_out = rows_of_this_rank(pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, scorer, pairs)
         evaluate_now = partial(evaluate, cfg, scorer, held_out)
         offline.begin(evaluate_now)
@@ -107,7 +107,7 @@ def pack(cfg: Config, scorer: Policy, pairs: list[Pair], accumulation: int) -> l
         together=2,
         multiple=scorer.row_multiple,
     )
-    return place(scorer, batches)
+    return to_device_and_pad(scorer, batches)
 
 
 def loss_of(cfg: Config, scorer: Policy, mb: Batch, pairs: list[Pair]) -> LossOut:

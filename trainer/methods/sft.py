@@ -27,12 +27,12 @@ from trainer.config.blocks import (
     check_evaluation,
 )
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize, to_device_and_pad
 from trainer.run.run import open_run
 
 
@@ -58,9 +58,9 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
+        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
         examples = examples_of(cfg, policy, cfg.data.data)
-        held_out = mine(examples_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
+        held_out = rows_of_this_rank(examples_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, policy, examples)
         evaluate_now = partial(evaluate, cfg, policy, held_out)
         offline.begin(evaluate_now)
@@ -96,7 +96,7 @@ def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int
         packing=cfg.run.packing,
         multiple=policy.row_multiple,
     )
-    return place(policy, batches)
+    return to_device_and_pad(policy, batches)
 
 
 def backward(policy: Policy, micro_batches: list[Batch]) -> MetricSums:

@@ -29,13 +29,13 @@ def num_tokens(row: Any) -> int:
     return sum(len(value) for value in vars(row).values() if isinstance(value, list))
 
 
-def places_of_mine(rows: Sequence[Any], size: Callable[[Any], int] = num_tokens) -> list[int]:
+def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = num_tokens) -> list[int]:
     """Which of some rows are this rank's, so that all ranks have about as many tokens."""
     return share(range(len(rows)), [size(row) for row in rows])
 
 
-def mine(rows: Sequence[Any]) -> list[Any]:
-    return [rows[place] for place in places_of_mine(rows)]
+def rows_of_this_rank(rows: Sequence[Any]) -> list[Any]:
+    return [rows[place] for place in indices_of_this_rank(rows)]
 
 
 class Offline:
@@ -74,7 +74,7 @@ class Offline:
             self.timer = Timer()
             rows = self.loader.next()
             self.num_rows = len(rows)
-            self.places = places_of_mine(rows, self.size)  # of this rank's, among the rows of the step
+            self.places = indices_of_this_rank(rows, self.size)  # of this rank's, among the rows of the step
             self.batch = [rows[place] for place in self.places]
             yield self.batch
 

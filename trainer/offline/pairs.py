@@ -19,7 +19,7 @@ from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_count
 from trainer.policy.logps import Policy
-from trainer.policy.sharding import place
+from trainer.policy.sharding import to_device_and_pad
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def pack_pairs(
         together=2,
         multiple=policy.row_multiple,
     )
-    return [pair_batch(batch, pairs) for batch in place(policy, batches)]
+    return [pair_batch(batch, pairs) for batch in to_device_and_pad(policy, batches)]
 
 
 def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:

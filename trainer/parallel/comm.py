@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.ranks import is_main, rank, world_size
-from trainer.parallel.watch import Watch, record_flight, say
+from trainer.parallel.watch import Watch, log, record_flight
 
 T = TypeVar("T")
 LONGEST_LOOK_S = 0.02  # between two looks for an order
@@ -145,12 +145,12 @@ def passing(name: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _watch is None else _watch.passing(name)
 
 
-def say_once(text: str) -> None:
+def log_once(text: str) -> None:
     """What ranks may say alike is said by the first of them."""
     with contextlib.suppress(Exception):  # the store goes with rank 0
         if _watch is not None and _watch.store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1:
             return
-    say(text)
+    log(text)
 
 
 def all_sum(x: Tensor, name: str = "sum", *, everyone: bool = False) -> Tensor:

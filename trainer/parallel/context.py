@@ -2,7 +2,7 @@
 
     part = slice_of(batch, multiple=2)                  # this rank's positions, and the trained tokens they predict
     key, value = whole_row(key, value)                  # in every attention layer: those of the whole row
-    logp, entropy = part.whole(logp, entropy)           # of all trained tokens, on every rank
+    logp, entropy = part.gather(logp, entropy)           # of all trained tokens, on every rank
 
 Queries meet the keys of the whole row, so every mask that can be written down per query (kernels/attention.py) stays
 as it is. A row is cut into twice as many pieces as there are ranks, and rank c takes piece c and the c-th from the end:
@@ -35,7 +35,7 @@ class Part:
     tokens: Tensor | None = None  # (n,) which trained tokens of the whole batch these are; None: all
     num_tokens: int = 0  # trained tokens of the whole batch
 
-    def whole(self, *own: Tensor | None) -> tuple[Any, ...]:  # (n, ...) each -> (N, ...) each
+    def gather(self, *own: Tensor | None) -> tuple[Any, ...]:  # (n, ...) each -> (N, ...) each
         """Numbers of all trained tokens out of those of each rank."""
         if self.tokens is None:
             return own

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 
-def whole(weight: Tensor) -> Tensor:
+def gather_with_grad(weight: Tensor) -> Tensor:
     """A sharded weight gathered, its gradient added up over ranks and scattered; any other as it is."""
     if not is_dtensor(weight):
         return weight
@@ -20,14 +20,14 @@ def is_dtensor(x: Any) -> bool:
     return hasattr(x, "full_tensor")
 
 
-def settle(model: Any) -> None:
+def reshard(model: Any) -> None:
     """Give back what a forward pass without a backward has left gathered: the model's parameters are shards again."""
     for module in model.modules():
         if hasattr(module, "set_requires_gradient_sync"):  # FSDP2's
             module.reshard()
 
 
-def full(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor) -> Tensor:
     """All of a tensor, sharded or not; every rank takes part."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
@@ -53,6 +53,6 @@ def is_first_copy(tensor: Tensor) -> bool:
     return all(at == 0 or placement.is_shard() for at, placement in places)
 
 
-def put(target: Tensor, value: Tensor) -> None:
+def copy_into_shard(target: Tensor, value: Tensor) -> None:
     """Write a whole tensor into one that may be sharded: each rank takes its part, nothing is sent."""
     local(target).copy_(value[local_slices(target)])

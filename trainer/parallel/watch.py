@@ -44,9 +44,9 @@ def dump_flight() -> None:
     path = Path(f"{start}{rank()}.json")
     try:
         path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace_json())
-        say(f"rank {rank()}: its last NCCL collectives are in {path}")
+        log(f"rank {rank()}: its last NCCL collectives are in {path}")
     except Exception as error:  # whatever it is, this process is about to end
-        say(f"rank {rank()}: its last NCCL collectives could not be written to {path} ({error})")
+        log(f"rank {rank()}: its last NCCL collectives could not be written to {path} ({error})")
 
 
 class Place(NamedTuple):
@@ -104,7 +104,7 @@ class Watch:
             at = self.at
             late = at.since is not None and time.monotonic() - at.since > self.timeout_s
             if late and (not at.is_pass or self._is_behind()):
-                say(self.report())
+                log(self.report())
                 dump_flight()
                 os._exit(HUNG)
 
@@ -135,10 +135,10 @@ class Watch:
         places = [f"rank {rank()}: has waited {self.timeout_s:g} s in {self.at.name!r} (collective {self.number})"]
         for other in range(world_size()):
             if other != rank():
-                places.append(f"rank {other} {self._told(other)}")
+                places.append(f"rank {other} {self._last_report(other)}")
         return "; ".join(places) + "; this process ends, start all again with --resume"
 
-    def _told(self, other: int) -> str:
+    def _last_report(self, other: int) -> str:
         try:
             if not self.store.check([str(other)]):
                 return "never said where it is"
@@ -153,5 +153,5 @@ class Watch:
         return f"has waited {found['waited_s']:.0f} s in {place}"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

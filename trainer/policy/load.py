@@ -31,11 +31,11 @@ from data.chat import set_chat_template
 from data.formats.template_settings import check_kwargs
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.config.errors import why
+from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
-from trainer.parallel.watch import say
+from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.policy.attention import (
     choose_attention,
@@ -174,7 +174,7 @@ def _replace(lm: nn.Module, change: Any, names: set[str]) -> None:
 def load_policy(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, whole: bool = False
 ) -> Policy:
-    """With several processes the numbers stay in their files, for spread() to read; `whole` reads them at once."""
+    """With several processes the numbers stay in their files, for parallelize() to read; `whole` reads them at once."""
     check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path = resolve_model(cfg.model)
@@ -251,7 +251,7 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises just that for a damaged file
-        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {why(error, path)}") from None
+        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {load_error(error, path)}") from None
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     return tokenizer
@@ -280,7 +280,7 @@ def load_hollow(
     files = files_of(model, path)
     if files is None:
         if is_main():
-            say(f"model={cfg.model}: laid out otherwise in its files than in memory; every process loads all of it")
+            log(f"model={cfg.model}: laid out otherwise in its files than in memory; every process loads all of it")
         return None, None
     make_hollow(model)
     return model, files
@@ -310,7 +310,7 @@ def load_causal_lm(
             **({"device_map": "meta"} if on_meta else {}),
         )
     except Exception as error:  # damaged files and their own code make transformers raise anything
-        raise ValueError(f"model={cfg.model}: could not be loaded: {why(error, path)}") from None
+        raise ValueError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
     wrong = sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
     if wrong:  # transformers would fill them with random numbers and go on
         raise ValueError(

@@ -77,7 +77,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollout.servers.model_folder import read_adapter, resolve_model
-from trainer.config.errors import why
+from trainer.config.errors import load_error
 from trainer.parallel.ranks import world_size
 
 CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/linear_logprob_triton.py, which needs triton to import
@@ -403,7 +403,7 @@ def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except Exception as error:  # damaged files make transformers raise anything
-        raise ValueError(f"model={model}: its config.json cannot be read: {why(error, path)}") from None
+        raise ValueError(f"model={model}: its config.json cannot be read: {load_error(error, path)}") from None
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, name, None):
             raise ValueError(f"model={model}: a mixture of experts, which is not planned for")
@@ -591,8 +591,8 @@ def out_of_memory(error: BaseException, cfg: Any) -> str:
         given = advice(sizes, work, cfg)
         width = max(len(one.flag) for one in given)
         lines += [f"  {one.flag:<{width}}  saves about {one.saves / GIB:.3g} GiB{one.remark}" for one in given]
-    except Exception as why:  # whatever a strange model or config raises: the first line is the news
-        lines.append(f"  what would help cannot be estimated here ({type(why).__name__}); try")
+    except Exception:  # whatever a strange model or config raises: the first line is the news
+        lines.append(f"  what would help cannot be estimated here ({type(load_error).__name__}); try")
         lines.append("  --max-tokens-per-micro-batch 4096 or less, --gradient-checkpointing, --lora.r 16")
     lines.append("  checkpoints are whole: --resume goes on from the last one, with these flags added")
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rollout.engines.local import LocalEngine
 from trainer.parallel import comm
 from trainer.policy.logps import Policy
-from trainer.policy.sharding import whole_head
+from trainer.policy.sharding import gathered_head
 from trainer.policy.weights import PolicyWeights
 
 Sequences = Sequence[tuple[list[int], list[int]]]
@@ -87,7 +87,7 @@ class Lender:
 
 def score_together(policy: Policy, local: LocalEngine, sequences: Sequences, temperature: float) -> list[list[float]]:
     """Log-probs by all ranks at once; the model stays in shards, but for the block at work and the head."""
-    with comm.inside("log-probs to compare"), whole_head(policy):
+    with comm.inside("log-probs to compare"), gathered_head(policy):
         return local.score(sequences, temperature)
 
 

@@ -38,7 +38,7 @@ from trainer.parallel.comm import (
 )
 from trainer.parallel.ranks import local_world_size
 from trainer.policy.logps import Policy
-from trainer.policy.sharding import place
+from trainer.policy.sharding import to_device_and_pad
 from trainer.policy.weights import PolicyWeights
 from trainer.rl.lend import LentScores, LentWeights
 from trainer.rl.unrewarded import Unrewarded
@@ -212,7 +212,7 @@ def pack_completions(
         share_prompt=share_prompt,
         multiple=policy.row_multiple,
     )
-    return place(policy, batches)
+    return to_device_and_pad(policy, batches)
 
 
 def reward_tensor(table: RewardTable) -> Tensor:  # (B,) NaN = no reward applies

@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.files.folders import TMP, remove_folder, sync
+from trainer.files.atomic_folder import TMP, remove_folder, sync
 from trainer.files.tensor_files import (
     Part,
     Record,
@@ -68,8 +68,8 @@ from trainer.files.tensor_files import (
     write_tensors,
 )
 from trainer.parallel.comm import is_main, of_all, rank, world_size
-from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, settle
-from trainer.parallel.watch import say
+from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, reshard
+from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.optim import SCALE, as_held, as_saved
 from trainer.run import stop
@@ -166,11 +166,11 @@ class Saver:
         save.thread.join(stop.STOP.grace_s if world_size() > 1 and is_main() else None)
         if save.thread.is_alive():
             save.cancelled.set()
-            say(f"checkpoint={save.target}: not written, as not all ranks have written their part")
+            log(f"checkpoint={save.target}: not written, as not all ranks have written their part")
         elif save.error is not None:
             if is_main():
                 shutil.rmtree(save.tmp, ignore_errors=True)
-            say(could_not_write(save.target, [(rank(), reason_of(save.error))]))
+            log(could_not_write(save.target, [(rank(), reason_of(save.error))]))
 
 
 class Cancelled(Exception):
@@ -334,7 +334,7 @@ def save_checkpoint(
     """
     target = checkpoints / f"step-{step:08d}"
     check_state(state)
-    settle(model)
+    reshard(model)
     if saver is not None:
         saver.wait()  # before there is a second copy beside that of the save under way
     record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
@@ -389,7 +389,7 @@ def load_checkpoint(
     problem = None if verified else find_problem(folder)
     if problem:
         raise ValueError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
-    settle(model)
+    reshard(model)
     trained = dict(_trained(model))
     stored = stored_tensors(folder)
     weights, moments = stored.below("weights/"), stored.below("moments/")
@@ -420,7 +420,7 @@ def stored_tensors(folder: Path) -> TensorFiles:
     return TensorFiles(folder, records)
 
 
-def latest_valid(checkpoints: Path, say: Callable[[str], None], *, at_most: int | None = None) -> Path | None:
+def latest_valid(checkpoints: Path, log: Callable[[str], None], *, at_most: int | None = None) -> Path | None:
     """The newest undamaged checkpoint (not after step `at_most`), or None when there is none at all.
 
     A damaged one is passed over with a word about it; when all are damaged that is an error.
@@ -430,7 +430,7 @@ def latest_valid(checkpoints: Path, say: Callable[[str], None], *, at_most: int 
         problem = find_problem(folder)
         if problem is None:
             return folder
-        say(f"checkpoint {folder} is damaged ({problem}); trying the one before it")
+        log(f"checkpoint {folder} is damaged ({problem}); trying the one before it")
     if found:
         raise ValueError(
             f"resume={checkpoints}: no undamaged checkpoint ({len(found)} tried); restore one from a backup, "
@@ -501,7 +501,7 @@ def _lists_a_checkpoint(names: dict[str, Any]) -> bool:
     return names.keys() >= FILES and (whole or INDEX in names)
 
 
-def set_aside_after(checkpoints: Path, step: int, say: Callable[[str], None]) -> None:
+def set_aside_after(checkpoints: Path, step: int, log: Callable[[str], None]) -> None:
     """Take checkpoints of later steps out of the way of a run that goes back to `step`.
 
     They belong to steps that will be done again: left in place, the next resume would pick them.
@@ -511,7 +511,7 @@ def set_aside_after(checkpoints: Path, step: int, say: Callable[[str], None]) ->
             aside = folder.with_name(f"{folder.name}.old")
             remove_folder(aside)
             folder.rename(aside)
-            say(f"checkpoint {folder.name} is later than step {step}, where this run goes on; kept as {aside}")
+            log(f"checkpoint {folder.name} is later than step {step}, where this run goes on; kept as {aside}")
     if checkpoints.is_dir():
         sync(checkpoints)
 

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from rollout.servers.model_folder import read_adapter, resolve_model
-from trainer.config.errors import why
+from trainer.config.errors import load_error
 from trainer.config.yaml import load_config
-from trainer.files.folders import atomic_folder
+from trainer.files.atomic_folder import atomic_folder
 from trainer.files.tensor_files import Spec, TensorFiles, aligned, write_tensors
 from trainer.parallel.comm import is_main
-from trainer.parallel.dtensor import full, is_dtensor, settle
-from trainer.parallel.watch import say
+from trainer.parallel.dtensor import gather, is_dtensor, reshard
+from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.load import model_tensors
 from trainer.policy.model_files import WholeModel, write_model
@@ -51,7 +51,7 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
     is_lora = hasattr(model, "peft_config")
     # A scorer is merged always: an adapter folder has no place for what its head needs (labels, padding token).
     is_scorer = is_lora and model.peft_config[ADAPTER].task_type in SCORER_TASKS
-    settle(model)
+    reshard(model)
     if any(is_dtensor(p) for p in model.parameters()):
         export_shards(model, tokenizer, folder, as_adapter=is_lora and not merge_lora and not is_scorer, base=base)
         return
@@ -79,7 +79,7 @@ def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool,
     own = (model if as_adapter else lm).state_dict(keep_vars=True)
 
     def get(name: str) -> Tensor:
-        return full(own[name].detach()).cpu()
+        return gather(own[name].detach()).cpu()
 
     if as_adapter:
         names = {adapter_name(name): name for name in own if ".lora_" in name and f".{ADAPTER}." in name}
@@ -269,7 +269,7 @@ def find_checkpoint(source: str) -> tuple[Path, Path]:
             raise ValueError(f"source={source}: damaged, {problem}; name another checkpoint")
         run, checkpoint = folder.parents[1], folder
     else:
-        run, checkpoint = folder, latest_valid(folder / "checkpoints", say)
+        run, checkpoint = folder, latest_valid(folder / "checkpoints", log)
     if checkpoint is None or not (run / "config.yaml").is_file():
         raise ValueError(f"source={source}: not a run folder with a checkpoint, nor a checkpoint in a run folder")
     return run, checkpoint
@@ -290,7 +290,7 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
             else:
                 lm = kind(config)
     except Exception as error:  # damaged files and their own code make transformers raise anything
-        raise ValueError(f"model={source}: cannot be built: {why(error, str(source))}") from None
+        raise ValueError(f"model={source}: cannot be built: {load_error(error, str(source))}") from None
     with torch.device("meta"):
         if adapter.exists():
             from peft import PeftConfig, get_peft_model

@@ -30,7 +30,6 @@ import math
 import random
 import re
 import secrets
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -48,12 +47,13 @@ from trainer.config.errors import raised_on_purpose
 from trainer.config.flags import config_to_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
 from trainer.config.yaml import load_config, save_config
-from trainer.files.folders import remove_folder, remove_leftovers
+from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import Console, evaluation_lines
 from trainer.metrics.health import Watch, replay
 from trainer.metrics.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.parallel.comm import from_main, on_main, world_size
+from trainer.parallel.watch import log
 from trainer.policy.logps import Policy
 from trainer.policy.memory import device_type
 from trainer.run import determinism, stop
@@ -245,7 +245,7 @@ def _open(cfg: Any, method: str) -> Run:
     lock = lock_folder(folder)
     remove_leftovers(folder)
     remove_leftovers(folder / "checkpoints")
-    checkpoint = latest_valid(folder / "checkpoints", _say, at_most=newest)
+    checkpoint = latest_valid(folder / "checkpoints", log, at_most=newest)
     if checkpoint is None and (folder / "final").is_dir():
         raise ValueError(
             f"resume={folder}: this run has finished and kept no checkpoint to go on from; "
@@ -290,9 +290,9 @@ class Run:
             except OSError as error:
                 if kind is None:
                     raise ValueError(_no_space(self.dir, error)) from None
-                _say(_no_space(self.dir, error))  # what ended the run is told after this
+                log(_no_space(self.dir, error))  # what ended the run is told after this
 
-    @stop.whole()
+    @stop.uninterrupted()
     def begin(self, total_steps: int, title: str) -> None:
         """Make the folder and write config.yaml. Called when all input has been read, so bad input leaves no folder."""
         self.total_steps, self._title = total_steps, title
@@ -367,7 +367,7 @@ class Run:
     def note(self, text: str) -> None:
         """A line for whoever watches."""
         if self._console is None:
-            _say(text)
+            log(text)
         else:
             self._console.note(text)
 
@@ -433,7 +433,7 @@ class Run:
                     stack.callback(target.close)
 
     def _load(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
-        assert policy.files is None, "spread() comes after load_policy(): the model has no numbers yet"
+        assert policy.files is None, "parallelize() comes after load_policy(): the model has no numbers yet"
         check_state(states_of(state))  # found out now, not at the first save
         if self.checkpoint is not None:
             loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)
@@ -447,29 +447,29 @@ class Run:
                 f"resume={self.dir}: step {self.start_step} is done, and the settings ask for {self.total_steps}; "
                 "raise --max-steps or --num-train-epochs, or leave them out"
             )
-        set_aside_after(self.dir / "checkpoints", self.start_step, _say)
+        set_aside_after(self.dir / "checkpoints", self.start_step, log)
         kept = self.start_step if self.checkpoint is not None else -1
         for name in ("metrics.jsonl", "samples.jsonl"):
             truncate_after(self.dir / name, kept)
         steps = {record["step"] for record in read_jsonl(self.dir / "metrics.jsonl")}
         lost = self.start_step - len(steps - {0})
         if lost:
-            _say(
+            log(
                 f"resume={self.dir}: metrics.jsonl lacks {lost} of the {self.start_step} steps done, as it was deleted "
                 "or shortened; curves and report will lack them too"
             )
         before = self._rows_before()
         save_config(self.dir / "config.yaml", self._config_tree())
         if before not in (None, self.cfg.run.sequences_per_step):
-            _say(f"resume={self.dir}: a step has {self.cfg.run.sequences_per_step} rows now, and had {before}")
+            log(f"resume={self.dir}: a step has {self.cfg.run.sequences_per_step} rows now, and had {before}")
         if self.checkpoint is None:
-            _say(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
+            log(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
         elif self.start_step >= self.total_steps:
             done = f"step {self.start_step} of {self.total_steps} is done, nothing is left to train"
-            _say(f"resume={self.dir}: {done}; raise --max-steps or --num-train-epochs to go on")
+            log(f"resume={self.dir}: {done}; raise --max-steps or --num-train-epochs to go on")
         else:
             remove_folder(self.dir / "final")  # of an earlier end; until the next one it would be taken for the result
-            _say(f"resume={self.dir}: going on after step {self.start_step} of {self.total_steps}")
+            log(f"resume={self.dir}: going on after step {self.start_step} of {self.total_steps}")
 
     def _rows_before(self) -> int | None:
         """Rows of a step when the checkpoint was saved, by its settings and the processes there were, if known."""
@@ -489,20 +489,20 @@ class Run:
                 tree["parallel"] = before["parallel"]
         return tree
 
-    def _write(self, log: JsonlLog, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def _write(self, file: JsonlLog, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         try:
             for row in rows:
-                log.write(step, row)
+                file.write(step, row)
         except OSError as error:
-            raise ValueError(_no_space(log.path, error)) from None
+            raise ValueError(_no_space(file.path, error)) from None
 
     def _flush(self) -> None:
         assert self._metrics is not None and self._samples is not None, "restore() comes before save() and finish()"
-        for log in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples):
             try:
-                log.flush_to_disk()
+                file.flush_to_disk()
             except OSError as error:
-                raise ValueError(_no_space(log.path, error)) from None
+                raise ValueError(_no_space(file.path, error)) from None
 
 
 class OtherRank(Run):
@@ -542,7 +542,3 @@ class OtherRank(Run):
 
 def _no_space(path: Path, error: OSError) -> str:
     return f"{path}: could not be written ({error.strerror}); free space there, then continue with --resume"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -105,7 +105,7 @@ def work_begins() -> None:
 
 
 @contextlib.contextmanager
-def whole() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """What must not be done by halves while a run loads; SIGTERM takes effect after it."""
     at_once, STOP.at_once = STOP.at_once, False
     try:

@@ -24,10 +24,10 @@ from trainer.rl.lend import Lender, LentWeights
 def read(monkeypatch) -> list[str]:
     """Orders given and tensors gathered, in order; on one rank, whose gathers are as real as they get there."""
     done: list[str] = []
-    real = weights.gather
-    monkeypatch.setattr(lend.dist, "give_order", lambda order: done.append(f"order {order}"))
+    real = weights.gather_on_device
+    monkeypatch.setattr(lend.comm, "give_order", lambda order: done.append(f"order {order}"))
     monkeypatch.setattr(
-        weights, "gather", lambda tensor, policy, name: (done.append(name), real(tensor, policy, name))[1]
+        weights, "gather_on_device", lambda tensor, policy, name: (done.append(name), real(tensor, policy, name))[1]
     )
     return done
 

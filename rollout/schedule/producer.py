@@ -28,7 +28,7 @@ from rollout.schedule.source import LOOK_S, Source
 
 
 @dataclass(frozen=True)
-class Made:
+class SampledGroup:
     """A group as it came from the source."""
 
     planned: Planned
@@ -40,7 +40,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Underway:
+class PendingBatch:
     """A batch that has been started."""
 
     groups: list[tuple[Planned, Future[list[Completion]]]]
@@ -67,15 +67,15 @@ class Producer:
         self.source, self.planner, self.depth = source, planner, depth
         self.max_staleness, self.steps_per_batch, self.last_step = max_staleness, steps_per_batch, last_step
         self._tend, self._clock, self._wait = tend, clock, wait
-        self._ahead: deque[Underway] = deque()
-        self._current: Underway | None = None
-        self._extra: list[Underway] = []  # groups that were added to the current batch
+        self._ahead: deque[PendingBatch] = deque()
+        self._current: PendingBatch | None = None
+        self._extra: list[PendingBatch] = []  # groups that were added to the current batch
         self._step = 0  # optimizer steps before the first on the current batch
         self._version = -1  # of the engine, as far as we were told
         self._wait_s = 0.0
         self._ages: list[int] = []  # version that made the first token of each completion of the current batch
 
-    def take(self, step: int, version: int | None = None) -> list[Made]:
+    def take(self, step: int, version: int | None = None) -> list[SampledGroup]:
         """The groups of the next batch, in the order they were planned; see begin."""
         self.begin(step, version)
         return self._all(self._current)
@@ -102,12 +102,12 @@ class Producer:
                 return
             self._ahead.append(self._start(self.planner.next_batch()))
 
-    def arrived(self) -> Iterator[Made]:
+    def arrived(self) -> Iterator[SampledGroup]:
         """Groups of the current batch, each as soon as it is complete."""
         assert self._current is not None, "begin() comes before arrived()"
         yield from self._arrive(self._current)
 
-    def more(self, count: int) -> list[Made]:
+    def more(self, count: int) -> list[SampledGroup]:
         """Further groups for the current batch, by the weights the engine has now (dynamic sampling)."""
         assert self._current is not None, "more() adds to a batch that was taken"
         self._check_age(self._version)
@@ -147,16 +147,16 @@ class Producer:
         self._current, self._extra = None, []
         self.source.close()
 
-    def _start(self, groups: Sequence[Planned]) -> Underway:
+    def _start(self, groups: Sequence[Planned]) -> PendingBatch:
         futures = self.source.start([self.planner.jobs(planned) for planned in groups])
         assert len(futures) == len(groups), f"the source began {len(futures)} of {len(groups)} groups"
-        return Underway(list(zip(groups, futures, strict=True)), self._version)
+        return PendingBatch(list(zip(groups, futures, strict=True)), self._version)
 
-    def _all(self, batch: Underway) -> list[Made]:
+    def _all(self, batch: PendingBatch) -> list[SampledGroup]:
         made = {group.planned.number: group for group in self._arrive(batch)}
         return [made[planned.number] for planned, _ in batch.groups]
 
-    def _arrive(self, batch: Underway) -> Iterator[Made]:
+    def _arrive(self, batch: PendingBatch) -> Iterator[SampledGroup]:
         waiting = {future: planned for planned, future in batch.groups}
         looked = self._clock()
         while waiting:
@@ -164,12 +164,12 @@ class Producer:
             self._wait(list(waiting), timeout=LOOK_S, return_when=FIRST_COMPLETED)
             self._wait_s += self._clock() - started
             for future in [future for future in waiting if future.done()]:
-                yield self._made(waiting.pop(future), future, batch)
+                yield self._sampled_group(waiting.pop(future), future, batch)
             if waiting and self._clock() - looked >= LOOK_S:
                 self._tend(self._step)
                 looked = self._clock()
 
-    def _made(self, planned: Planned, future: Future[list[Completion]], batch: Underway) -> Made:
+    def _sampled_group(self, planned: Planned, future: Future[list[Completion]], batch: PendingBatch) -> SampledGroup:
         try:
             completions = future.result()
         except Exception as error:
@@ -181,7 +181,7 @@ class Producer:
         oldest = [min(version for version, _ in c.versions) for c in completions if c.versions]
         assert min(oldest, default=batch.version) >= batch.version, (planned.number, min(oldest), batch.version)
         self._ages += oldest
-        return Made(planned, completions)
+        return SampledGroup(planned, completions)
 
     def _check_age(self, version: int) -> None:
         assert self.max_staleness is None or self._step - version <= self.max_staleness, (

@@ -251,9 +251,9 @@ def read_segment(
     return Segment(ids, logps, finish)
 
 
-def _logps_of(told: dict[str, Any] | None) -> list[float]:
+def _logps_of(logprobs: dict[str, Any] | None) -> list[float]:
     """Out of what vLLM's own route says of every token."""
-    return [token["logprob"] for token in (told or {}).get("content") or []]
+    return [token["logprob"] for token in (logprobs or {}).get("content") or []]
 
 
 def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:
@@ -392,8 +392,8 @@ class VllmServer:
         self.lean = (await self._send("GET", LEAN, b"", timeout=CONTROL_S))[0] == 200
         extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
         workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
-        told = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
-        self.mark = next((str(worker["tag"]) for worker in told if worker.get("tag")), None)
+        workers_info = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
+        self.mark = next((str(worker["tag"]) for worker in workers_info if worker.get("tag")), None)
         self.info = ServerInfo(
             version=version,
             model_len=int(model["max_model_len"]),
@@ -403,7 +403,7 @@ class VllmServer:
             dtype=str(model["dtype"]).removeprefix("torch."),
             logprobs_mode=model["logprobs_mode"],
             instance=str(config.get("instance_id")),
-            device_uuids=tuple(str(worker["device_uuid"]) for worker in told if worker.get("device_uuid")),
+            device_uuids=tuple(str(worker["device_uuid"]) for worker in workers_info if worker.get("device_uuid")),
             model=str(model["model"]),
             sleep_mode=model.get("enable_sleep_mode") is True,
         )
@@ -549,17 +549,17 @@ class VllmServer:
             async with asyncio.timeout(timeout):
                 await self._call("GET", "/health", None, timeout=timeout)
                 method = "strop_info" if info is not None and info.extension else "check_health"
-                told = await self.rpc(method, timeout=timeout)
+                replies = await self.rpc(method, timeout=timeout)
                 paused = (await self._json("GET", "/is_paused", timeout=timeout)).get("is_paused") is True
                 instance = str((await self._config()).get("instance_id"))
         except TimeoutError as error:
             raise ServerError(f"{self.url}: its engine has not answered for {timeout:g} s") from error
         except RefusedError as error:
             raise ServerError(str(error)) from error
-        for worker in told:
+        for worker in replies:
             if isinstance(worker, dict) and worker.get("error"):
                 raise ServerError(f"{self.url}: a worker failed ({worker['error']})")
-        workers = [worker for worker in told if isinstance(worker, dict)]
+        workers = [worker for worker in replies if isinstance(worker, dict)]
         dirty = any(worker.get("dirty") for worker in workers)
         foreign = next((str(worker["tag"]) for worker in workers if self._is_foreign(worker.get("tag"))), None)
         return Pulse(instance=instance, paused=paused, dirty=dirty, foreign=foreign)

@@ -92,9 +92,9 @@ def cause_of(text: str) -> str:
         if found:
             return _shortened(found[1].strip())
     errors = [found for line in lines if (found := ERROR.match(line))]
-    told = [found for found in errors if found[2] and not any(echo in found[2] for echo in ECHOES)]
-    if told:
-        return _shortened(f"{told[0][1]}: {told[0][2].strip()}")
+    causes = [found for found in errors if found[2] and not any(echo in found[2] for echo in ECHOES)]
+    if causes:
+        return _shortened(f"{causes[0][1]}: {causes[0][2].strip()}")
     if errors:
         return errors[0][0].strip()
     return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
@@ -111,9 +111,9 @@ def _shortened(text: str) -> str:
 __all__ = ["BASE", "SUPPORTED", "Launched", "find_python", "launch", "serve_command", "stop_all", "vllm_version",
            "wait_ready"]  # fmt: skip
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 PORT_TRIES = 5
-SAY_EVERY = 15.0  # seconds between lines of progress within one phase
+PROGRESS_S = 15.0  # seconds between lines of progress within one phase
 STOP_WAIT = 25.0  # the guard takes at most 20 for TERM and KILL
 SCRATCH = "strop-vllm-"  # how the names of scratch folders begin
 LOCK = "guard.lock"  # in a scratch folder: locked as long as its guard lives
@@ -122,11 +122,13 @@ LOCK = "guard.lock"  # in a scratch folder: locked as long as its guard lives
 class Launched:
     """One server and the processes that make it up. As a context manager it is stopped at the end."""
 
-    def __init__(self, cfg: VllmConfig, *, replica: int, token: str | None, log: Path | None, **serve: Any) -> None:
+    def __init__(
+        self, cfg: VllmConfig, *, replica: int, token: str | None, log_path: Path | None, **serve: Any
+    ) -> None:
         self.cfg = cfg
         self.replica = replica
         self.token = token
-        self.log = log  # None: the server writes to our own stderr
+        self.log_path = log_path  # None: the server writes to our own stderr
         self.url = ""
         self.num_starts = 0
         self.was_ready = False  # since it was last started
@@ -187,7 +189,7 @@ class Launched:
             return "its CPU lacks an instruction that this dtype needs (SIGILL); use --vllm.dtype float32"
         if status == 128 + signal.SIGKILL and not self._text().strip():
             return "it was killed (SIGKILL)"
-        return cause_of(self._text()) if self.log else f"it ended with status {status}; see above"
+        return cause_of(self._text()) if self.log_path else f"it ended with status {status}; see above"
 
     def phase(self) -> str:
         return phase_of(self._text())
@@ -199,8 +201,8 @@ class Launched:
         """
         with self._lock:
             self._end()
-            if self.log is not None and not self._closed:
-                self.log = self.log.with_name(f"vllm-{self.replica}.{self.num_starts + 1}.log")
+            if self.log_path is not None and not self._closed:
+                self.log_path = self.log_path.with_name(f"vllm-{self.replica}.{self.num_starts + 1}.log")
             self._start()
 
     def stop(self) -> None:
@@ -239,7 +241,7 @@ class Launched:
         remove_leftovers(Path(self._scratch))  # nothing, unless the guard was killed
 
     def _text(self) -> str:
-        return read_tail(self.log) if self.log else ""
+        return read_tail(self.log_path) if self.log_path else ""
 
     def _start(self) -> None:
         if self._closed:
@@ -250,9 +252,9 @@ class Launched:
             argv, env = serve_command(self.cfg, port=port, token=self.token, **self._serve)
             if self.token:
                 self._token_file = TokenFile(self.cfg.host, port, self.token)
-            if self.log is not None:
-                self.log.parent.mkdir(parents=True, exist_ok=True)
-            output = None if self.log is None else self.log.open("wb")
+            if self.log_path is not None:
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            output = None if self.log_path is None else self.log_path.open("wb")
         except BaseException:
             self._port.close()
             if self._token_file is not None:
@@ -290,8 +292,8 @@ class Launched:
                 output.close()
         atexit.register(self.stop)
         with os.fdopen(read_end) as pipe:
-            said = pipe.readline().strip()
-        self._group = int(said) if said.isdigit() else None
+            pid = pipe.readline().strip()
+        self._group = int(pid) if pid.isdigit() else None
         self.was_ready = False
         self.num_starts += 1
 
@@ -305,7 +307,7 @@ def launch(
     replica: int = 0,
     device: str = "cpu",
     max_model_len: int | None = None,
-    say: Say = print,
+    log: Log = print,
     dtype: str = "auto",
     colocate: bool = False,
     first_gpu: int = 0,
@@ -320,12 +322,12 @@ def launch(
     check_host(cfg)
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
     gpus = gpus_of(cfg, replica, first_gpu) if device == "cuda" else []
-    log = None if log_dir is None else Path(log_dir) / f"vllm-{replica}.log"
+    log_path = None if log_dir is None else Path(log_dir) / f"vllm-{replica}.log"
     server = Launched(
         cfg,
         replica=replica,
         token=token,
-        log=log,
+        log_path=log_path,
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         device=device,
         gpus=gpus,
@@ -336,7 +338,7 @@ def launch(
         trust_remote_code=trust_remote_code,
     )
     on = f" on GPU {','.join(gpus)}" if gpus else ""
-    say(f"vLLM server {replica}: starting{on} at {server.url}" + (f", log in {log}" if log else ""))
+    log(f"vLLM server {replica}: starting{on} at {server.url}" + (f", log in {log_path}" if log_path else ""))
     return server
 
 
@@ -366,7 +368,7 @@ def gpus_of(cfg: VllmConfig, replica: int, first_gpu: int) -> list[str]:
     return [names[number] for number in numbers]
 
 
-def wait_ready(launched: Sequence[Launched], timeout: float, say: Say = print) -> None:
+def wait_ready(launched: Sequence[Launched], timeout: float, log: Log = print) -> None:
     """Return when every server answers; ValueError says which failed and why. Ends none of them."""
     begun = time.monotonic()
     waiting = {server: ("", begun) for server in launched}  # the phase last told, and when
@@ -379,18 +381,18 @@ def wait_ready(launched: Sequence[Launched], timeout: float, say: Say = print) -
                 if server.is_stopped:
                     raise ValueError(f"{name}: was stopped before it was ready")
                 if server.poll() is not None:
-                    _start_again(server, name, tries, say)
+                    _start_again(server, name, tries, log)
                 elif is_up(client, server):
                     server.was_ready = True
-                    say(f"{name}: ready after {seconds:.0f} s")
+                    log(f"{name}: ready after {seconds:.0f} s")
                     del waiting[server]
                 elif seconds > timeout:
                     raise ValueError(
                         f"vllm.startup_timeout={timeout:g}: {name.replace('vLLM ', '')} is still {server.phase()}; "
-                        f"raise it, or see {server.log or 'above'}"
+                        f"raise it, or see {server.log_path or 'above'}"
                     )
                 else:
-                    waiting[server] = _tell(server, name, seconds, waiting[server], say)
+                    waiting[server] = _log_progress(server, name, seconds, waiting[server], log)
             if waiting:
                 time.sleep(0.25)
 
@@ -411,26 +413,26 @@ def is_up(client: httpx.Client, server: Launched) -> bool:
     return status == 200
 
 
-def _tell(server: Launched, name: str, seconds: float, last: tuple[str, float], say: Say) -> tuple[str, float]:
+def _log_progress(server: Launched, name: str, seconds: float, last: tuple[str, float], log: Log) -> tuple[str, float]:
     phase, now = server.phase(), time.monotonic()
-    if server.log is None or (phase == last[0] and now - last[1] < SAY_EVERY):
+    if server.log_path is None or (phase == last[0] and now - last[1] < PROGRESS_S):
         return last
-    say(f"{name}: {seconds:.0f} s, {phase}")
+    log(f"{name}: {seconds:.0f} s, {phase}")
     return phase, now
 
 
-def _start_again(server: Launched, name: str, tries: dict[Launched, int], say: Say) -> None:
+def _start_again(server: Launched, name: str, tries: dict[Launched, int], log: Log) -> None:
     """Another port, if that was all that was wrong and the port was our choice; else the reason, as an error."""
     taken = is_port_taken(server.tail(lines=2000))
     if taken and server.cfg.port:
         port = server.cfg.port + server.replica
         raise ValueError(f"vllm.port={port}: is in use; stop what uses it, or pass 0 for a free one")
     if not taken or tries[server] == PORT_TRIES:
-        where = f" (log: {server.log})" if server.log else ""
+        where = f" (log: {server.log_path})" if server.log_path else ""
         raise ValueError(f"{name}: did not start: {server.cause()}{where}")
     tries[server] += 1
     server.restart()
-    say(f"{name}: its port was taken meanwhile, trying {server.url}")
+    log(f"{name}: its port was taken meanwhile, trying {server.url}")
 
 
 def reserve(host: str, port: int) -> socket.socket:

@@ -57,8 +57,8 @@ class Owner:
 def refusal(url: str, reply: bytes, run: str) -> LeaseError | None:
     """What to say to the trainer of `run` that was refused; None for a reply that is not the lease's."""
     try:
-        told = json.loads(reply)
-        holder, left = told["holder"], float(told["expires_in"])
+        lease = json.loads(reply)
+        holder, left = lease["holder"], float(lease["expires_in"])
         return _error(url, holder, left, run) if holder is not None else None
     except (KeyError, TypeError, ValueError):
         return None

@@ -142,7 +142,7 @@ class Pool:
         max_in_flight: int = 256,
         timeout: float = 240.0,
         retries: int = 3,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         restart: Callable[[int], VllmServer] | None = None,  # blocking: starts server i anew; None: not ours
         seeded: bool = True,
         patience: float = PATIENCE_S,
@@ -151,7 +151,7 @@ class Pool:
             raise ValueError("vllm.url=(): a pool needs at least one server")
         self.members = [Member(index=i, server=server) for i, server in enumerate(servers)]
         self.max_in_flight, self.timeout, self.retries = max_in_flight, timeout, retries
-        self.say, self.restart, self.seeded, self.patience = say, restart, seeded, patience
+        self.log, self.restart, self.seeded, self.patience = log, restart, seeded, patience
         self.version: int | None = None  # what servers should hold; one that holds less gets weights before requests
         self.events: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
@@ -252,7 +252,7 @@ class Pool:
         """For the metrics and the console."""
         self.counts[f"server_{event}"] += 1
         self.events.append({"time": time.time(), "event": event, "server": member.server.url, "reason": reason})
-        self.say(f"server {member.index} ({member.server.url}): {event}{': ' if reason else ''}{reason}")
+        self.log(f"server {member.index} ({member.server.url}): {event}{': ' if reason else ''}{reason}")
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start, and how things stand."""

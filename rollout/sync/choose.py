@@ -44,10 +44,10 @@ def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uui
                 "start it with python -m rollout.serve"
             )
     if name == "process_group" and (any(shared) or mixed):
-        why = "shares the trainer's GPU, where nccl cannot join two processes"
-        why = why if any(shared) else "runs on another kind of device"
+        shares = "shares the trainer's GPU, where nccl cannot join two processes"
+        reason = shares if any(shared) else "runs on another kind of device"
         instead = _full_backend(shared, mixed)
-        raise ValueError(f"sync.backend=process_group: a server {why}; use --sync.backend {instead}")
+        raise ValueError(f"sync.backend=process_group: a server {reason}; use --sync.backend {instead}")
     return name
 
 

@@ -218,8 +218,8 @@ def check_members(
     Each sends a random challenge, then a code over its rank and all challenges, so an old proof is of no use.
     """
 
-    def exchange(mine: bytes) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)  # (CODE_BYTES,)
+    def exchange(payload: bytes) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)  # (CODE_BYTES,)
         got = [torch.empty_like(sent) for _ in range(world)]
         wait_work(group.allgather([got], [sent]), deadline, check)
         return [one.cpu().numpy().tobytes() for one in got]

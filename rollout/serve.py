@@ -64,21 +64,21 @@ class ServeConfig:
     vllm: VllmConfig = field(default_factory=lambda: VllmConfig(port=PORT))
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, log: Callable[[str], None] | None = None) -> int:
     """Exit status: 0 after Ctrl-C, 1 after one sentence about what is wrong."""
-    say = say or (lambda text: print(text, flush=True))
+    log = log or (lambda text: print(text, flush=True))
     try:
         cfg = parse(sys.argv[1:] if argv is None else argv)
-        serve(cfg, say)
+        serve(cfg, log)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        say("stopped: no server is left running")
+        log("stopped: no server is left running")
     return 0
 
 
-def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
+def serve(cfg: ServeConfig, log: Callable[[str], None]) -> NoReturn:
     """Start the servers and watch them; ends by an exception, and leaves nothing running."""
     device = device_of(find_python(cfg.vllm))
     model = served_model(cfg.model)
@@ -93,16 +93,16 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
                 lora_rank=rank,
                 replica=replica,
                 device=device,
-                say=say,
+                log=log,
                 dtype=cfg.dtype if cfg.vllm.dtype == "auto" else cfg.vllm.dtype,
                 colocate=bool(cfg.vllm.colocate),
                 trust_remote_code=cfg.trust_remote_code,
             )
             servers.append(server)
-        wait_ready(servers, cfg.vllm.startup_timeout, say)
+        wait_ready(servers, cfg.vllm.startup_timeout, log)
         paths = ", ".join(str(server.token_path) for server in servers)
-        say(f"every request needs the token in {paths}, where a trainer of this user on this machine finds it")
-        say(next_step(cfg, servers, visible_gpus() if device == "cuda" else []))
+        log(f"every request needs the token in {paths}, where a trainer of this user on this machine finds it")
+        log(next_step(cfg, servers, visible_gpus() if device == "cuda" else []))
         while True:
             ended = next((server for server in servers if server.poll() is not None), None)
             if ended is not None:

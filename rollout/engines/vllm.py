@@ -1,6 +1,6 @@
 """The engine over vLLM servers: GRPO talks to it as to the one in its own process.
 
-    engine = VllmEngine.start(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, own=local, ...)
+    engine = VllmEngine.start(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, local=local, ...)
     engine.load(version=12)        # the trainer's weights go to every server; now and then both are asked to agree
     completions = engine.generate(requests, sampling)
     engine.close()                 # ends the servers that it started
@@ -58,17 +58,17 @@ class VllmEngine:
         cfg: VllmConfig,
         sync: SyncConfig,
         source: WeightSource,
-        own: LocalEngine,  # scores with the trainer's own weights
+        local: LocalEngine,  # scores with the trainer's own weights
         device: torch.device,
         dtype: str,  # of the weights that are sent
         colocate: bool,
         longest: int | None = None,  # prompt and completion that will be asked for
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
-        self.cfg, self.sync_cfg, self.own, self.device, self.say = cfg, sync, own, device, say
+        self.cfg, self.sync_cfg, self.local, self.device, self.log = cfg, sync, local, device, log
         self.launched, self.colocate = list(launched), colocate
         self.version = -1  # nothing has been loaded
-        self._probe = Probe(own, tolerance=sync.probe_tolerance)
+        self._probe = Probe(local, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
         self._keys = itertools.count()
         self._begun: dict[int, int] = {}  # completions in flight: the version of the weights when each began
@@ -78,7 +78,7 @@ class VllmEngine:
         self.weights = self._watch = None
         restart = self._restart if launched else None
         self.pool = Pool(
-            servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, say=say, restart=restart, seeded=cfg.seeded
+            servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, restart=restart, seeded=cfg.seeded
         )
         try:
             self._run(self.pool.connect())
@@ -103,7 +103,7 @@ class VllmEngine:
         *,
         model: str,
         source: WeightSource,
-        own: LocalEngine,
+        local: LocalEngine,
         device: torch.device,
         own_gpus: int = 1,  # of this machine, that processes train on
         owner: Owner | None = None,  # who trains, for the servers' leases; None: a run of its own
@@ -113,7 +113,7 @@ class VllmEngine:
         max_model_len: int | None = None,
         trust_remote_code: bool = False,
         vocab_size: int | None = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> VllmEngine:
         """With the servers of --vllm.url, or with servers of our own."""
         colocate = shares_gpu(cfg, device)
@@ -123,9 +123,9 @@ class VllmEngine:
                 launched.append(launch(
                     cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
                     dtype=dtype, colocate=colocate, first_gpu=0 if colocate else own_gpus, max_model_len=max_model_len,
-                    trust_remote_code=trust_remote_code, say=say,
+                    trust_remote_code=trust_remote_code, log=log,
                 ))  # fmt: skip
-            wait_ready(launched, cfg.startup_timeout, say)
+            wait_ready(launched, cfg.startup_timeout, log)
             places = [(s.url, s.token) for s in launched] or [(url, find_token(url)) for url in cfg.url]
             owner = owner or Owner.here()
             servers = [
@@ -138,12 +138,12 @@ class VllmEngine:
                 cfg=cfg,
                 sync=sync,
                 source=source,
-                own=own,
+                local=local,
                 device=device,
                 dtype=dtype,
                 colocate=colocate,
                 longest=max_model_len,
-                say=say,
+                log=log,
             )
         except BaseException:
             stop_all(launched)
@@ -174,7 +174,7 @@ class VllmEngine:
         return completion
 
     async def _complete_all(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
-        tokenizer = self.own.tokenizer
+        tokenizer = self.local.tokenizer
         decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if sampling.stop else None
         key = next(self._keys)
         # Not self.version: while weights are on their way to a server, requests still ask it for those before.
@@ -332,7 +332,7 @@ class VllmEngine:
         server.restart()
         if self.weights is not None:
             self.weights.asleep.discard(index)
-        wait_ready([server], self.cfg.startup_timeout, self.say)
+        wait_ready([server], self.cfg.startup_timeout, self.log)
         old = self.pool.members[index].server
         return VllmServer(
             server.url, token=server.token, timeout=self.cfg.timeout, vocab_size=old.vocab_size, owner=old.owner
@@ -354,7 +354,7 @@ class VllmEngine:
             if info.sleep_mode and self._run(server.is_sleeping()):  # left so by an earlier run
                 self.weights.asleep.add(number)
             if server.owner is not None and not server.leased:
-                self.say(
+                self.log(
                     f"vllm.url={server.url}: has no lease to give (it was not started by python -m rollout.serve), so "
                     "nothing keeps a second trainer away; this run stops when it finds another's weights there"
                 )
@@ -373,17 +373,17 @@ class VllmEngine:
                 )
         lengths = [server.info.model_len for server in servers]
         count = f"{len(servers)} server{'s' * (len(servers) > 1)}"
-        self.say(f"vLLM: {count}, context {min(lengths)}, weight sync by {backend}")
+        self.log(f"vLLM: {count}, context {min(lengths)}, weight sync by {backend}")
 
     def _claims(self, member: Member) -> str:
         """What the server itself believes it holds, and what to do."""
-        told: dict[str, Any] = {}
+        info: dict[str, Any] = {}
         if member.server.info.extension:
             with contextlib.suppress(Exception):
-                told = self.loop.run(member.server.rpc("strop_info", timeout=10.0), 20.0)[0]
-        if not self.weights.sync.needs_pause and told.get("version") is not None:
+                info = self.loop.run(member.server.rpc("strop_info", timeout=10.0), 20.0)[0]
+        if not self.weights.sync.needs_pause and info.get("version") is not None:
             return "; an earlier run has replaced the base weights under the adapter: restart that server"
-        says = f", and it says it holds version {told['version']}" if self.weights.sync.needs_pause and told else ""
+        says = f", and it says it holds version {info['version']}" if self.weights.sync.needs_pause and info else ""
         return f"{says}; its weights are not ours: try another --sync.backend, and report this with the model's name"
 
     def _ready(self) -> list[Member]:

@@ -74,14 +74,14 @@ class Weights:
             members = [m for m in members if m not in failed]
             trouble |= failed
         if not members:
-            return [], *told(trouble)
+            return [], *describe_failures(trouble)
         try:
             self.report = self.sync.push([m.server for m in members], version)
         except SyncError as error:
             for i, reason in error.failed.items():
                 self.loop.run(self.pool.fail(members[i], reason))
             return [m for i, m in enumerate(members) if i not in error.failed], str(error), error.may_pass
-        return [], *told(trouble | self.open(members, version))
+        return [], *describe_failures(trouble | self.open(members, version))
 
     def open(self, members: list[Member], version: int) -> dict[Member, Exception]:
         """Requests go to them; returns those that failed, and why."""
@@ -126,6 +126,6 @@ class Weights:
         return failed
 
 
-def told(failed: dict[Member, Exception]) -> tuple[str, bool]:
+def describe_failures(failed: dict[Member, Exception]) -> tuple[str, bool]:
     """Reasons in one line, and whether they may pass: a server that refuses would do so again."""
     return "; ".join(map(str, failed.values())), not any(isinstance(error, RefusedError) for error in failed.values())

@@ -77,7 +77,7 @@ class ServerClient:
     """Client over vLLM: every call is a request of its own, in the engine's loop."""
 
     def __init__(self, engine: Any, sampling: Sampling) -> None:
-        self.engine, self.sampling, self.tokenizer = engine, sampling, engine.own.tokenizer
+        self.engine, self.sampling, self.tokenizer = engine, sampling, engine.local.tokenizer
 
     @property
     def version(self) -> int:

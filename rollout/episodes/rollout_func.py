@@ -110,9 +110,9 @@ class Trainer:
     """What a function of TRL's kind gets as `trainer`: the parts of it that make sense here."""
 
     def __init__(self, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
-        own = getattr(engine, "own", engine)  # the engine in this process, of which there always is one
+        local = getattr(engine, "local", engine)  # the engine in this process: every engine has one
         self.engine, self.sampling = engine, sampling
-        self.processing_class, self.model = own.tokenizer, own.model
+        self.processing_class, self.model = local.tokenizer, local.model
         limits = {"max_completion_length": sampling.max_tokens, "temperature": sampling.temperature}
         self.args = SimpleNamespace(**limits, top_p=sampling.top_p, top_k=sampling.top_k, **settings)
         self.state = SimpleNamespace(global_step=engine.version)
@@ -129,7 +129,7 @@ class FunctionSource:
 
     def __init__(self, function: RolloutFunction, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
         self.function, self.engine, self.sampling, self.settings = function, engine, sampling, settings
-        self.own = getattr(engine, "own", engine)
+        self.local = getattr(engine, "local", engine)
 
     def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
         jobs = [job for group in groups for job in group]
@@ -163,8 +163,8 @@ class FunctionSource:
     def _texts(self, jobs: Sequence[Job]) -> list[Completion]:
         """A list of strings, tokenised here once."""
         known = {
-            "model": self.own.model,
-            "processing_class": _documented(self.own.tokenizer),
+            "model": self.local.model,
+            "processing_class": _documented(self.local.tokenizer),
             "prompts": [_as_dict(job.prompt) for job in jobs],
             "generation_config": self._generation_config(),
         }
@@ -181,12 +181,12 @@ class FunctionSource:
     def _scored(self, made: list[Completion], unknown: Sequence[bool]) -> list[Completion]:
         """Log-probs where there are none, by the trainer's own model at the temperature of the run."""
         sequences = [(c.prompt_ids, c.ids) for c, missing in zip(made, unknown, strict=True) if missing]
-        scored = iter(self.own.score(sequences, self.sampling.temperature) if sequences else ())
+        scored = iter(self.local.score(sequences, self.sampling.temperature) if sequences else ())
         completions = []
         for completion, missing in zip(made, unknown, strict=True):
             if missing:
                 mask = completion.mask or [True] * len(completion.ids)
-                logps = [logp if own else 0.0 for logp, own in zip(next(scored), mask, strict=True)]
+                logps = [logp if by_model else 0.0 for logp, by_model in zip(next(scored), mask, strict=True)]
                 completion = replace(completion, logps=logps)
             completions.append(completion)
         return completions
@@ -194,14 +194,14 @@ class FunctionSource:
     def _call(self, jobs: Sequence[Job], *args: Any, **kwargs: Any) -> Any:
         call, label = self.function.call, self.function.label
         try:
-            with _evaluating(self.own.model, jobs[0].seed):
+            with _evaluating(self.local.model, jobs[0].seed):
                 return call(*args, **kwargs)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             rows = f"{jobs[0].prompt.source} to {jobs[-1].prompt.source}"
             raise ValueError(f"{label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}") from None
 
     def _check(self, job: Job) -> Check:
-        return Check(f"{self.function.label}, {job.prompt.source}", self.sampling, self.own.tokenizer)
+        return Check(f"{self.function.label}, {job.prompt.source}", self.sampling, self.local.tokenizer)
 
     def _generation_config(self) -> Any:
         from transformers import GenerationConfig
@@ -213,7 +213,7 @@ class FunctionSource:
             top_p=self.sampling.top_p,
             top_k=self.sampling.top_k,
             eos_token_id=list(self.sampling.stop_ids) or None,
-            pad_token_id=self.own.tokenizer.pad_token_id,
+            pad_token_id=self.local.tokenizer.pad_token_id,
         )
 
 

@@ -1,6 +1,6 @@
 """An episode behind a prompt whose true completion is known: as long as that calls for, over as many turns as it has.
 
-    episode = TruthEpisode(tokenizer, gt_length_multiplier=1.5)     # a turn may be half as long again as the true one
+    episode = TargetEpisode(tokenizer, gt_length_multiplier=1.5)     # a turn may be half as long again as the true one
     source = EpisodeSource(engine, sampling, episode)
 
 One turn is what the engine gives for the same request. Where the conversation goes on (columns["remaining_turns"]),
@@ -28,7 +28,7 @@ from rollout.episodes.turns import Continuation, Transcript, turn_seed
 LEAST = 64  # tokens that any turn may have: a short target must not cut every completion
 
 
-class TruthEpisode:
+class TargetEpisode:
     """Called with a client, a prompt and a seed: one episode (see episodes.py)."""
 
     def __init__(self, tokenizer: Any, *, gt_length_multiplier: float | None = None) -> None:
@@ -83,7 +83,7 @@ def turn_lengths(prompt: TargetPrompt) -> list[int]:
     """Tokens of each true turn of the model."""
     if prompt.target_mask is None:
         return [len(prompt.target_ids)]
-    return [len(list(run)) for mine, run in groupby(prompt.target_mask) if mine]
+    return [len(list(run)) for is_model, run in groupby(prompt.target_mask) if is_model]
 
 
 def later_turns(messages: Messages) -> list[Messages]:

@@ -138,7 +138,7 @@ def show_tools(
     *,
     max_prompt_length: int | None = None,
     longest: int | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> list[Prompt]:
     """The same prompts with the tools in them, as the chat template writes them for the model.
 
@@ -157,10 +157,10 @@ def show_tools(
             )
         shown.append(replace(prompt, ids=ids))
     if shown and all(one.ids == other.ids for one, other in zip(shown, prompts, strict=True)):
-        say("tools: the chat template does not show them to the model; describe them in the prompts, or teach by SFT")
+        log("tools: the chat template does not show them to the model; describe them in the prompts, or teach by SFT")
     kept = [prompt for prompt in shown if max_prompt_length is None or len(prompt.ids) <= max_prompt_length]
     if shown and not kept:
         raise ValueError(f"max_prompt_length={max_prompt_length}: with the tools all prompts are longer; raise it")
     if len(kept) < len(shown):
-        say(f"data: left out {len(shown) - len(kept)} of {len(shown)} prompts over {max_prompt_length=} with the tools")
+        log(f"data: left out {len(shown) - len(kept)} of {len(shown)} prompts over {max_prompt_length=} with the tools")
     return kept

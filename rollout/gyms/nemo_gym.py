@@ -282,14 +282,14 @@ class Places:
 class GymClient:
     """Connections to the gym's servers, used from a loop of its own."""
 
-    def __init__(self, cfg: NemoGymConfig, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, cfg: NemoGymConfig, log: Callable[[str], None] | None = None) -> None:
         self.cfg = cfg
-        self.say = say or (lambda text: print(text, file=sys.stderr))
+        self.log = log or (lambda text: print(text, file=sys.stderr))
         self.loop = Loop("nemo-gym")
         self.places = Places({}, {})
         self._http: Any = None
         self._slots: asyncio.Semaphore | None = None
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
     def head(self) -> str:
@@ -313,7 +313,7 @@ class GymClient:
         for name, url in needed.items():
             self.loop.run(self._wait(f"{url}/", deadline, name))
         kind = "agents" if multi_turn else "resource servers"
-        self.say(f"NeMo Gym: {kind} {', '.join(f'{name} at {url}' for name, url in sorted(needed.items()))}")
+        self.log(f"NeMo Gym: {kind} {', '.join(f'{name} at {url}' for name, url in sorted(needed.items()))}")
 
     def server_of(self, ref: dict[str, Any]) -> tuple[str, str]:
         """(name, address) of the resource server that verifies a row: the dataset's, else the row's."""
@@ -405,10 +405,10 @@ class GymClient:
             raise GymError(f"{name}/{route} answered {shown!r}, which is no object", kind=f"{name}/{route} garbage")
         return value, join_cookies(cookies, reply.headers.get_list("set-cookie"))
 
-    def say_once(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self.say(text)
+    def log_once(self, kind: str, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self.log(text)
 
     def close(self) -> None:
         """May be called twice."""
@@ -565,7 +565,7 @@ class VerifyReward:
             if self.on_error == "stop":
                 raise ValueError(f"NeMo Gym: {ref['source']}: {error}") from None
             kind = error.kind if isinstance(error, GymError) else "reward"
-            self.gym.say_once(kind, f"NeMo Gym: {ref['source']}: {error}; such completions get no reward")
+            self.gym.log_once(kind, f"NeMo Gym: {ref['source']}: {error}; such completions get no reward")
             return math.nan
 
 
@@ -668,21 +668,21 @@ class RunSource:
             )
         if rule == "drop":
             return self._failed(prompt, "prefix", what)
-        self.gym.say_once(
+        self.gym.log_once(
             "prefix",
             f"NeMo Gym: {prompt.source}: {what}; of such episodes only the last turns are trained on "
             "(rollout/left_out_turns counts the others)",
         )
         return completion
 
-    def _failed(self, prompt: Prompt, kind: str, why: str) -> Completion:
+    def _failed(self, prompt: Prompt, kind: str, reason: str) -> Completion:
         self._in_a_row += 1
         if self._in_a_row >= GIVE_UP:
             raise ValueError(
-                f"nemo_gym: {self._in_a_row} episodes in a row have failed, the last one {prompt.source} ({why}); the "
-                "logs of the gym's agent and model server may say more"
+                f"nemo_gym: {self._in_a_row} episodes in a row have failed, the last one {prompt.source} ({reason}); "
+                "the logs of the gym's agent and model server may say more"
             )
-        self.gym.say_once(kind, f"NeMo Gym: {prompt.source}: {why}; such episodes are not trained on")
+        self.gym.log_once(kind, f"NeMo Gym: {prompt.source}: {reason}; such episodes are not trained on")
         return failed(prompt.ids)
 
 

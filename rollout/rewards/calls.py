@@ -295,5 +295,5 @@ def score_rows(
     return Scored(scores, first, row)
 
 
-def say_aloud(text: str) -> None:
+def log_to_stderr(text: str) -> None:
     print(text, file=sys.stderr)

@@ -50,9 +50,9 @@ from rollout.rewards.calls import (
     TrainerState,
     arguments,
     checked,
+    log_to_stderr,
     raised,
     required,
-    say_aloud,
     score_rows,
 )
 from rollout.rewards.loading import find_reward, stays_here
@@ -92,7 +92,7 @@ def load_rewards(
     timeout: float = TIMEOUT,
     memory_gb: float | None = None,
     on_error: OnError = "stop",
-    say: Callable[[str], None] = say_aloud,
+    log: Callable[[str], None] = log_to_stderr,
     trust_remote_code: bool = False,
 ) -> Rewards:
     """Find every function now, so that a wrong name stops the run before anything is sampled.
@@ -124,11 +124,11 @@ def load_rewards(
         pool = WorkerPool(
             remote, num_workers=num_workers, timeout=timeout, memory_gb=memory_gb, stop=on_error == "stop"
         )
-    return Rewards(functions, parsed, pool=pool, on_error=on_error, say=say)
+    return Rewards(functions, parsed, pool=pool, on_error=on_error, log=log)
 
 
 def open_rewards(
-    cfg: RewardConfig, say: Callable[[str], None] = say_aloud, *, trust_remote_code: bool = False
+    cfg: RewardConfig, log: Callable[[str], None] = log_to_stderr, *, trust_remote_code: bool = False
 ) -> Rewards:
     """load_rewards by the flags of a run."""
     rewards = load_rewards(
@@ -138,7 +138,7 @@ def open_rewards(
         timeout=cfg.reward_timeout,
         memory_gb=cfg.reward_memory_gb,
         on_error=cfg.reward_on_error,
-        say=say,
+        log=log,
         trust_remote_code=trust_remote_code,
     )
     rewards.defaulted = not cfg.reward_funcs
@@ -155,15 +155,15 @@ class Rewards:
         *,
         pool: WorkerPool | None = None,
         on_error: OnError = "stop",
-        say: Callable[[str], None] = say_aloud,
+        log: Callable[[str], None] = log_to_stderr,
     ) -> None:
         assert len(functions) == len(weights), (len(functions), len(weights))
         self.functions = list(functions)
         self._weights = list(weights)
         self._pool = pool
         self._on_error = on_error
-        self._say = say
-        self._said: set[tuple[str, str]] = set()  # (function, kind of fault) that has been told
+        self._log = log
+        self._reported: set[tuple[str, str]] = set()  # (function, kind of fault) that has been told
         self._failed = 0  # rows since metrics() was last asked
         self._columns: list[str] = []  # of all rows there will be, once check_columns has seen them
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -197,7 +197,7 @@ class Rewards:
         if self.defaulted:
             self.defaulted = False
             have = sum(prompt.columns.get("answer") is not None for prompt in prompts)
-            self._say(
+            self._log(
                 f"reward_funcs: none given, so the reward is {DEFAULT_REWARD}, 1 where a completion is the row's "
                 f"'answer'; {have} of {len(prompts)} rows have one"
             )
@@ -356,9 +356,9 @@ class Rewards:
         return column, last
 
     def _tell(self, function: RewardFunction, fault: Fault, sources: list[str], lost: int, of: int) -> None:
-        if (function.name, fault.kind) not in self._said:
-            self._said.add((function.name, fault.kind))
-            self._say(
+        if (function.name, fault.kind) not in self._reported:
+            self._reported.add((function.name, fault.kind))
+            self._log(
                 f"{fault.sentence(function, sources)}; {lost} of the {of} rows of this call get no reward, and more of "
                 "this kind are only counted (reward_on_error=none)"
             )

@@ -105,7 +105,7 @@ class WorkerPool:
             outcome, log = worker.call(task.function, part, high - low, seconds, task.state)
             if self._closed.is_set():
                 raise RuntimeError(CLOSED)
-            outcome = log.checked(self._told(outcome), high - low)
+            outcome = log.checked(self._name_limit(outcome), high - low)
             if not isinstance(outcome, Fault):
                 logs.append((low, log))
             return outcome
@@ -114,7 +114,7 @@ class WorkerPool:
         scored = score_rows(call, task.num_rows, first=first, timeout=self._timeout, stop=self._stop)
         return scored._replace(logs=logs)
 
-    def _told(self, outcome: Outcome) -> Outcome:
+    def _name_limit(self, outcome: Outcome) -> Outcome:
         """Faults that have to do with a limit name the setting."""
         if isinstance(outcome, Fault) and outcome.kind == "timeout":
             what = f"did not return within reward_timeout={self._timeout:g} s"

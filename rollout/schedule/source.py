@@ -1,10 +1,10 @@
-"""Completions of prompts, by whatever means: an engine, episodes with tools, a function of the user, an environment.
+"""Source: where completions come from (an engine, episodes with tools, a user function, an environment).
 
     source = EngineSource(engine, sampling)
-    futures = source.start([[Job(prompt, seed=1), Job(prompt, seed=2)]])    # one group of two; begins at once
+    futures = source.start([[Job(prompt, seed=1), Job(prompt, seed=2)]])    # one group of two; starts at once
     futures[0].result() -> [Completion, Completion]
 
-What trains asks a source and never an engine, so that all of them can run ahead of training in the same way.
+The training loop asks a source, never an engine, so every kind of rollout can run ahead of training in the same way.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol
 from data.types import Prompt
 from rollout.engine import Completion, Engine, Request, Sampling
 
-LOOK_S = 0.5  # how often a thread that waits for completions looks after what makes them
+LOOK_S = 0.5  # how often a thread that waits for completions calls tend()
 
 
 class Job(NamedTuple):
-    """One completion that is wanted."""
+    """One completion to sample."""
 
     prompt: Prompt
     seed: int
@@ -30,13 +30,13 @@ class Source(Protocol):
     """Groups of jobs in, groups of completions out."""
 
     def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
-        """Begin; one future per group (G jobs of the same prompt), its list in the order of the jobs.
+        """Start sampling; one future per group (G jobs of the same prompt), its completions in the order of the jobs.
 
-        Called only by the thread that owns the weights. What runs in process has finished when this returns.
+        Called only by the thread that owns the weights. In-process sources have finished when this returns.
         """
 
     def close(self) -> None:
-        """Give back what the source itself started, not the engine; may be called twice."""
+        """Stop what the source itself started, not the engine; may be called twice."""
 
 
 class EngineSource:
@@ -54,11 +54,11 @@ class EngineSource:
         return [finished([next(completions) for _ in group]) for group in requests]
 
     def close(self) -> None:
-        """Nothing was started that the engine does not end."""
+        """Nothing to do: the engine stops what it runs."""
 
 
 def finished(completions: list[Completion]) -> Future[list[Completion]]:
-    """A future of what is there already."""
+    """A future that already has its result."""
     future: Future[list[Completion]] = Future()
     future.set_result(completions)
     return future
@@ -67,7 +67,7 @@ def finished(completions: list[Completion]) -> Future[list[Completion]]:
 def run_groups(
     source: Source, groups: Sequence[Sequence[Job]], tend: Callable[[], None] = lambda: None
 ) -> list[list[Completion]]:
-    """Start and wait; tend() is called about twice a second meanwhile. The first group that fails ends the others."""
+    """Start and wait, calling tend() about twice a second. The first group that fails cancels the others."""
     futures = source.start(groups)
     try:
         while True:

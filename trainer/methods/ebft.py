@@ -22,7 +22,7 @@ from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
 from data.types import TargetPrompt
 from rollout.episodes.episode import EpisodeSource
-from rollout.episodes.target import TruthEpisode
+from rollout.episodes.target import TargetEpisode
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
@@ -85,7 +85,7 @@ def train(cfg: Config) -> None:
         engine = lead.engine
         step = run.restore(policy, optimizer, schedule, state)
         multiplier = cfg.gt_length_multiplier if cfg.adaptive_max_tokens else None
-        episode = TruthEpisode(policy.tokenizer, gt_length_multiplier=multiplier)
+        episode = TargetEpisode(policy.tokenizer, gt_length_multiplier=multiplier)
         sampling = rollouts.training_sampling(cfg, policy)
         evaluation = run.keep(EpisodeSource(engine, sampling, episode))
         producer = run.keep(

@@ -24,7 +24,7 @@ from losses.advantage import NOTHING, Advantage, GroupRewards, nan_std, overlong
 from losses.kl import k1, reward_minus_kl
 from rollout.engine import Completion
 from rollout.rewards.table import Rewards, RewardTable
-from rollout.schedule.producer import Made, Producer
+from rollout.schedule.producer import Producer, SampledGroup
 from rollout.schedule.replay import Group, Replay
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
@@ -140,11 +140,11 @@ class Groups:
             metrics["reward/trained_mean"] = batch.reward.nanmean().item()
         return batch
 
-    def _rewarded(self, arriving: Iterable[Made], step: int) -> list[Group]:
+    def _rewarded(self, arriving: Iterable[SampledGroup], step: int) -> list[Group]:
         """Rewards of groups, some at a time as they come in, or all at once; in the order they were planned."""
         overlap = self.cfg.overlap
-        pending: list[tuple[list[Made], Any]] = []
-        waiting: list[Made] = []
+        pending: list[tuple[list[SampledGroup], Any]] = []
+        waiting: list[SampledGroup] = []
         for made in arriving:
             waiting.append(made)
             if overlap.streaming_partial_batch and len(waiting) >= overlap.streaming_min_groups:
@@ -168,7 +168,7 @@ class Groups:
         self._reward_s += time.perf_counter() - started
         return sorted(groups, key=lambda group: group.planned.number)
 
-    def _submit(self, groups: Sequence[Made], step: int) -> Any:
+    def _submit(self, groups: Sequence[SampledGroup], step: int) -> Any:
         started = time.perf_counter()
         prompts = [made.prompt for made in groups for _ in made.completions]
         future = self.rewards.submit(prompts, [c for made in groups for c in made.completions], step=step)

@@ -156,7 +156,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         sync,
         model=policy.source,
         source=(LentWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
-        own=LentScores(policy, local) if policy.is_sharded else local,
+        local=LentScores(policy, local) if policy.is_sharded else local,
         device=policy.device,
         own_gpus=local_world_size(),
         owner=Owner.here(run.id, str(run.dir.resolve())),
@@ -166,7 +166,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         max_model_len=min(longest, policy.context_length or longest),
         trust_remote_code=cfg.model.trust_remote_code,
         vocab_size=policy.model.config.get_text_config().vocab_size,
-        say=run.note,
+        log=run.note,
     )
     run.keep(engine)
     if world_size() > 1:

@@ -72,7 +72,7 @@ class Surroundings:
         self.cfg, self.policy = cfg, policy
         self.toolset = load_tools(cfg.tools.tools, timeout=cfg.tools.tool_timeout) if cfg.tools.tools else None
         self.function = RolloutFunction(cfg.tools.rollout_func) if cfg.tools.rollout_func else None
-        self.gym = GymClient(cfg.nemo_gym, say=say) if cfg.nemo_gym.datasets else None
+        self.gym = GymClient(cfg.nemo_gym, log=say) if cfg.nemo_gym.datasets else None
         self.episode: Any = None
         if self.toolset is not None:
             self.episode = ToolEpisode.of(cfg.tools, self.toolset, policy.tokenizer)

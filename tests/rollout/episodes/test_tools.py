@@ -446,10 +446,10 @@ def test_an_object_that_cannot_begin_names_the_row(tools_file):
 def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
     tokenizer, toolset, said = with_template(HERMES), load_tools(("lookup",)), []
     prompts = [user_prompt("ab?"), user_prompt("a" * 50)]
-    shown = show_tools(prompts, tokenizer, toolset.schemas, say=said.append)
+    shown = show_tools(prompts, tokenizer, toolset.schemas, log=said.append)
     assert "Look up what is stored under a key." in tokenizer.decode(shown[0].ids) and said == []
     short = len(shown[0].ids)
-    assert len(show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=short, say=said.append)) == 1
+    assert len(show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=short, log=said.append)) == 1
     assert said == [f"data: left out 1 of 2 prompts over max_prompt_length={short} with the tools"]
     with pytest.raises(ValueError, match=f"rows.jsonl:1: with the tools in it the prompt has {short + 47} tokens"):
         show_tools(prompts, tokenizer, toolset.schemas, longest=short)
@@ -457,7 +457,7 @@ def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
         show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=5)
     with pytest.raises(ValueError, match="rows.jsonl:1: is plain text, and tools need turns"):
         show_tools([replace(prompts[0], prompt="ab?")], tokenizer, toolset.schemas)
-    assert show_tools(prompts, tiny_tokenizer(), toolset.schemas, say=said.append) == prompts
+    assert show_tools(prompts, tiny_tokenizer(), toolset.schemas, log=said.append) == prompts
     assert "the chat template does not show them to the model" in said[-1]
 
 

@@ -81,7 +81,7 @@ def reply_of(*items: dict[str, Any], reward: Any = 1.0, **response: Any) -> dict
 
 
 def rewards_of(gym: GymClient, on_error: str = "stop") -> Rewards:
-    rewards = load_rewards(["nemo_gym:verify"], on_error=on_error, say=lambda text: None)
+    rewards = load_rewards(["nemo_gym:verify"], on_error=on_error, log=lambda text: None)
     set_up_rewards(rewards, gym, on_error)
     return rewards
 

@@ -155,7 +155,7 @@ class Served(ScriptedEngine):
 
     def __init__(self, reply: Any) -> None:
         super().__init__(reply)
-        self.loop, self.own = Loop(), self
+        self.loop, self.local = Loop(), self
 
     async def complete(self, request: Request, sampling: Sampling) -> Completion:
         await asyncio.sleep(0.01)

@@ -19,7 +19,7 @@ from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.schedule.planner import Planned, Planner
-from rollout.schedule.producer import Made, Producer, sync_due
+from rollout.schedule.producer import Producer, SampledGroup, sync_due
 from rollout.schedule.source import EngineSource, Job, finished, run_groups
 
 
@@ -159,7 +159,7 @@ class Schedule:
         self.trained.append(numbers)
         return True
 
-    def take(self) -> list[Made]:
+    def take(self) -> list[SampledGroup]:
         if not self.streaming:
             return self.producer.take(self.step, self.world.version)
         self.producer.begin(self.step, self.world.version)
@@ -169,7 +169,7 @@ class Schedule:
             self.world.pass_time(0.2 * self.rng.random())  # its rewards
         return sorted(groups, key=lambda group: group.planned.number)
 
-    def check(self, groups: list[Made]) -> None:
+    def check(self, groups: list[SampledGroup]) -> None:
         ages = [self.step - min(v for v, _ in c.versions) for group in groups for c in group.completions]
         limit = self.depth * self.iterations + self.interval - 1 if self.bound is None else self.bound
         assert 0 <= min(ages) and max(ages) <= limit

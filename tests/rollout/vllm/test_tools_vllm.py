@@ -37,7 +37,7 @@ def engine(tied_server: Any, monkeypatch: Any) -> Iterator[VllmEngine]:
 
 def always_calls(engine: VllmEngine, max_turns: int = 3) -> ToolEpisode:
     """The tiny model knows no tools, so whatever it says is taken for a call."""
-    episode = ToolEpisode(load_tools(("lookup",)), engine.own.tokenizer, tool_format="pythonic", max_turns=max_turns)
+    episode = ToolEpisode(load_tools(("lookup",)), engine.local.tokenizer, tool_format="pythonic", max_turns=max_turns)
     episode.parse = lambda text: Parsed("", [Call(name="lookup", arguments={"key": "ab"})])
     return episode
 
@@ -49,7 +49,7 @@ def groups_of(count: int, copies: int = 4) -> list[list[Job]]:
 
 def check(engine: VllmEngine, completions: Any) -> None:
     """Log-probs behind all that stands before them, results of tools included, are those of the trainer."""
-    scored = engine.own.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    scored = engine.local.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
     for completion, logps in zip(completions, scored, strict=True):
         mask = completion.mask or [True] * len(completion.ids)
         expected = [logp if own else 0.0 for logp, own in zip(logps, mask, strict=True)]
@@ -68,7 +68,7 @@ def test_episodes_with_tools_are_token_exact(engine):
             assert completion.versions == [(0, completion.trained)]
             results = [m["content"] for m in completion.messages if m["role"] == "tool"]
             assert set(results) <= {f"value {i}"}
-            text = engine.own.tokenizer.decode(completion.ids)
+            text = engine.local.tokenizer.decode(completion.ids)
             assert text.count(f"<|im_start|>tool\nvalue {i}<|im_end|>") == len(results)
     assert max(c.columns["num_turns"] for c in made) == 3
     assert run_groups(source, groups_of(4), engine.tend) == groups  # seeds fix what every turn draws

@@ -17,7 +17,7 @@ from losses.ebft import ADVANTAGES
 from rollout.engine import Completion, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.episodes.episode import EpisodeSource
-from rollout.episodes.target import TruthEpisode
+from rollout.episodes.target import TargetEpisode
 from rollout.schedule.planner import Planned
 from rollout.schedule.replay import Group
 from rollout.schedule.source import Job, finished
@@ -372,7 +372,7 @@ def test_held_out_groups_are_sampled_alike_every_time_and_follow_the_weights():
     cfg = make_cfg()
     engine = LocalEngine(policy.model, policy.tokenizer)
     sampling = Sampling(temperature=1.0, max_tokens=6, stop_ids=(policy.tokenizer.eos_token_id,), for_training=True)
-    source = EpisodeSource(engine, sampling, TruthEpisode(policy.tokenizer, gt_length_multiplier=1.5))
+    source = EpisodeSource(engine, sampling, TargetEpisode(policy.tokenizer, gt_length_multiplier=1.5))
     rewards = rewards_of(cfg, policy)
 
     def look() -> dict[str, float]:

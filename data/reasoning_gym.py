@@ -36,6 +36,10 @@ TRIES = {"train": 4, "eval": 40}
 # Their verifiers compare a board with tuples, which JSON gives back as lists: the right answer would score 0.05.
 TUPLES = ("arc_agi", "rearc")
 NONSENSE = "strop strop"
+USAGE = """usage: python -m data.reasoning_gym REQUEST FILE
+
+Makes the rows described by REQUEST (JSON) and writes them to FILE: the process that make_rows starts.
+To look at rows: python -m data.show --data reasoning_gym:chain_sum"""
 
 
 def check_installed(what: str) -> None:
@@ -199,4 +203,7 @@ def main(request: str, place: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print(USAGE)
+        sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
     main(*sys.argv[1:])

@@ -4,17 +4,27 @@
     request  = Request(prompt_ids=[5, 6, 7], seed=11)
     -> Completion(prompt_ids=[5, 6, 7], ids=[9, 8, 2], logps=[-0.1, -1.2, -0.3], finish_reason="stop", text="98")
 
-When a stop id ended the completion, `ids` ends with it, so that the model is trained to stop.
+The training loop asks a Source, never an engine, so every kind of rollout can run ahead of training in the same way:
 
-Two implementations: engines/local.py samples in this process, engines/vllm.py on vLLM servers.
+    futures = EngineSource(engine, sampling).start([[Request.of(prompt, seed=1), Request.of(prompt, seed=2)]])
+    futures[0].result() -> [Completion, Completion]              # one group of two
+
+A Group is a prompt with the completions and rewards it has got so far. When a stop id ended a completion, `ids` ends
+with it, so that the model is trained to stop.
+
+Engines: engines/local.py samples in this process, engines/vllm.py on vLLM servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from data.types import Prompt
+
+LOOK_S = 0.5  # how often a thread that waits for completions calls tend()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +42,15 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
+    """One completion to sample."""
+
     prompt_ids: list[int]
     seed: int  # same seed, prompt and weights: same completion, whatever else is in the batch
+    prompt: Prompt | None = None  # the row it came from, for sources that need more than ids
+
+    @classmethod
+    def of(cls, prompt: Prompt, seed: int) -> Request:
+        return cls(prompt_ids=prompt.ids, seed=seed, prompt=prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +69,20 @@ class Completion:
     def trained(self) -> int:
         """Number of tokens that the model sampled."""
         return len(self.ids) if self.mask is None else sum(self.mask)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and its completions: planned first, then sampled, then rewarded."""
+
+    number: int  # of the group in the run, from 0; decides the seeds
+    prompt: Prompt
+    row: int  # of the prompt in the data
+    kind: Literal["fresh", "reroll", "resample"] = "fresh"
+    completions: list[Completion] = field(default_factory=list)  # empty until sampled
+    values: list[list[float | None]] = field(default_factory=list)  # per completion, per reward; None = does not apply
+    replayed: bool = False
+    extra: list[dict[str, Any]] | None = None  # per completion, what reward functions logged; not in checkpoints
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -125,3 +156,57 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop everything the engine started; may be called twice."""
+
+
+class Source(Protocol):
+    """Groups of requests in, groups of completions out."""
+
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        """Start sampling; one future per group (G requests of the same prompt), its completions in order.
+
+        Called only by the thread that owns the weights. In-process sources have finished when this returns.
+        """
+
+    def close(self) -> None:
+        """Stop what the source itself started, not the engine; may be called twice."""
+
+
+class EngineSource:
+    """One completion per request, straight from the engine."""
+
+    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+        self.engine, self.sampling = engine, sampling
+
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        if self.engine.concurrent:
+            return [self.engine.submit(group, self.sampling) for group in groups]
+        # In process the batch is the unit of work: all groups decode together.
+        completions = iter(self.engine.generate([request for group in groups for request in group], self.sampling))
+        return [finished([next(completions) for _ in group]) for group in groups]
+
+    def close(self) -> None:
+        """Nothing to do: the engine stops what it runs."""
+
+
+def finished(completions: list[Completion]) -> Future[list[Completion]]:
+    """A future that already has its result."""
+    future: Future[list[Completion]] = Future()
+    future.set_result(completions)
+    return future
+
+
+def run_groups(
+    source: Source, groups: Sequence[Sequence[Request]], tend: Callable[[], None] = lambda: None
+) -> list[list[Completion]]:
+    """Start and wait, calling tend() about twice a second. The first group that fails cancels the others."""
+    futures = source.start(groups)
+    try:
+        while True:
+            wait(futures, LOOK_S, FIRST_EXCEPTION)
+            done = [future.result() for future in futures if future.done()]  # raises what a group has raised
+            if len(done) == len(futures):
+                return done
+            tend()
+    finally:
+        for future in futures:
+            future.cancel()

@@ -5,7 +5,7 @@
         ...
 
     source = EpisodeSource(engine, sampling, episode)
-    futures = source.start(groups)                              # one per group of jobs (source.py)
+    futures = source.start(groups)                              # one per group of requests (source.py)
 
 With vLLM the episodes run in the engine's own loop, each at its pace. With the engine in this process they go in
 lockstep: once every episode waits for tokens, all of them are sampled in one call. An episode that waits for something
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.schedule.source import Job
 from rollout.servers.loop import together
 
 
@@ -52,14 +51,16 @@ class EpisodeSource:
         self._lockstep = None if engine.concurrent else Lockstep(engine, sampling)
         self._running: set[Future[list[Completion]]] = set()
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         """Begin all episodes; over the engine in this process they have ended when this returns."""
         if self._lockstep is not None:
             return self._lockstep.run(self.episode, groups)
         client = ServerClient(self.engine, self.sampling)
         futures = []
-        for jobs in groups:
-            future = self.engine.loop.start(together([self.episode(client, job.prompt, job.seed) for job in jobs]))
+        for requests in groups:
+            future = self.engine.loop.start(
+                together([self.episode(client, request.prompt, request.seed) for request in requests])
+            )
             self._running.add(future)
             future.add_done_callback(self._running.discard)
             futures.append(future)
@@ -124,7 +125,7 @@ class Lockstep:
         self._asked: list[Asked] = []
         self._quiet = asyncio.Event()  # every episode waits for tokens, or none is left
 
-    def run(self, episode: Episode, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+    def run(self, episode: Episode, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         """All episodes to their end; a group of which one failed has its error."""
         try:
             outcomes = self._loop.run_until_complete(self._drive(episode, groups))
@@ -159,8 +160,10 @@ class Lockstep:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
-    async def _drive(self, episode: Episode, groups: Sequence[Sequence[Job]]) -> list[list[Completion] | BaseException]:
-        work = [together([self._begin(episode, job) for job in jobs]) for jobs in groups]
+    async def _drive(
+        self, episode: Episode, groups: Sequence[Sequence[Request]]
+    ) -> list[list[Completion] | BaseException]:
+        work = [together([self._begin(episode, request) for request in requests]) for requests in groups]
         done = asyncio.gather(*work, return_exceptions=True)
         while not done.done():
             quiet = asyncio.ensure_future(self._quiet.wait())
@@ -174,10 +177,10 @@ class Lockstep:
             self._answer(asked)
         return await done
 
-    def _begin(self, episode: Episode, job: Job) -> asyncio.Task[Completion]:
+    def _begin(self, episode: Episode, request: Request) -> asyncio.Task[Completion]:
         client = LocalClient(self)
         self._clients.add(client)
-        task = asyncio.ensure_future(episode(client, job.prompt, job.seed))
+        task = asyncio.ensure_future(episode(client, request.prompt, request.seed))
 
         def ended(_: Any) -> None:
             self._clients.discard(client)

@@ -32,10 +32,9 @@ from data.chat import common_prefix, end_of_turn_id, render_completion, render_r
 from data.formats.fields import user_turn
 from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import Completion, Request, Sampling, Source, finished
 from rollout.episodes.episode import Client, Episode, EpisodeSource
 from rollout.episodes.turns import turn_seed
-from rollout.schedule.source import Job, Source, finished
 
 Kind = Literal["episode", "batch", "texts"]
 SIGNATURES = (
@@ -131,22 +130,22 @@ class FunctionSource:
         self.function, self.engine, self.sampling, self.settings = function, engine, sampling, settings
         self.local = getattr(engine, "local", engine)
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
-        jobs = [job for group in groups for job in group]
-        if not jobs:
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        requests = [request for group in groups for request in group]
+        if not requests:
             return [finished([]) for _ in groups]
-        made = iter(self._texts(jobs) if self.function.kind == "texts" else self._rows(jobs))
+        made = iter(self._texts(requests) if self.function.kind == "texts" else self._rows(requests))
         return [finished([next(made) for _ in group]) for group in groups]
 
     def close(self) -> None:
         """Nothing was started."""
 
-    def _rows(self, jobs: Sequence[Job]) -> list[Completion]:
+    def _rows(self, requests: Sequence[Request]) -> list[Completion]:
         """A dict of lists, one entry per prompt."""
         trainer = Trainer(self.engine, self.sampling, self.settings)
-        seed = jobs[0].seed
+        seed = requests[0].seed
         trainer.seeds = (turn_seed(seed, turn) for turn in range(1, 2**62))
-        returned = self._call(jobs, [job.prompt.prompt for job in jobs], trainer)
+        returned = self._call(requests, [request.prompt.prompt for request in requests], trainer)
         if not isinstance(returned, dict):
             raise ValueError(
                 f"{self.function.label}: returned {type(returned).__name__}; return a dict of lists with prompt_ids, "
@@ -155,27 +154,29 @@ class FunctionSource:
         for name in ("prompt_ids", "completion_ids"):
             if name not in returned:
                 raise ValueError(f"{self.function.label}: returned no {name!r} (but {', '.join(map(str, returned))})")
-        columns = {name: _listed(self.function.label, name, value, len(jobs)) for name, value in returned.items()}
-        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(jobs))]
-        made = [self._check(job).row(row, self.engine.version) for job, row in zip(jobs, rows, strict=True)]
+        columns = {name: _listed(self.function.label, name, value, len(requests)) for name, value in returned.items()}
+        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(requests))]
+        made = [self._check(request).row(row, self.engine.version) for request, row in zip(requests, rows, strict=True)]
         return self._scored(made, [row.get("logprobs") is None for row in rows])
 
-    def _texts(self, jobs: Sequence[Job]) -> list[Completion]:
+    def _texts(self, requests: Sequence[Request]) -> list[Completion]:
         """A list of strings, tokenised here once."""
         known = {
             "model": self.local.model,
             "processing_class": _documented(self.local.tokenizer),
-            "prompts": [_as_dict(job.prompt) for job in jobs],
+            "prompts": [_as_dict(request.prompt) for request in requests],
             "generation_config": self._generation_config(),
         }
         names = inspect.signature(self.function.call).parameters
-        returned = self._call(jobs, **{name: value for name, value in known.items() if name in names})
-        texts = _listed(self.function.label, "list of completions", returned, len(jobs))
+        returned = self._call(requests, **{name: value for name, value in known.items() if name in names})
+        texts = _listed(self.function.label, "list of completions", returned, len(requests))
         made = []
-        for job, text in zip(jobs, texts, strict=True):
+        for request, text in zip(requests, texts, strict=True):
             if not isinstance(text, str):
-                raise ValueError(f"{self.function.label}: returned {text!r:.60} for {job.prompt.source}, not a string")
-            made.append(self._check(job).text(job.prompt, text, self.engine.version))
+                raise ValueError(
+                    f"{self.function.label}: returned {text!r:.60} for {request.prompt.source}, not a string"
+                )
+            made.append(self._check(request).text(request.prompt, text, self.engine.version))
         return self._scored(made, [True] * len(made))
 
     def _scored(self, made: list[Completion], unknown: Sequence[bool]) -> list[Completion]:
@@ -191,17 +192,17 @@ class FunctionSource:
             completions.append(completion)
         return completions
 
-    def _call(self, jobs: Sequence[Job], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, requests: Sequence[Request], *args: Any, **kwargs: Any) -> Any:
         call, label = self.function.call, self.function.label
         try:
-            with _evaluating(self.local.model, jobs[0].seed):
+            with _evaluating(self.local.model, requests[0].seed):
                 return call(*args, **kwargs)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
-            rows = f"{jobs[0].prompt.source} to {jobs[-1].prompt.source}"
+            rows = f"{requests[0].prompt.source} to {requests[-1].prompt.source}"
             raise ValueError(f"{label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}") from None
 
-    def _check(self, job: Job) -> Check:
-        return Check(f"{self.function.label}, {job.prompt.source}", self.sampling, self.local.tokenizer)
+    def _check(self, request: Request) -> Check:
+        return Check(f"{self.function.label}, {request.prompt.source}", self.sampling, self.local.tokenizer)
 
     def _generation_config(self) -> Any:
         from transformers import GenerationConfig

@@ -51,9 +51,8 @@ from typing import Any, Literal
 from data.hints import suggest
 from data.rows.nemo_gym import item_messages
 from data.types import Messages, Prompt
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Request, Sampling
 from rollout.gyms.options import NemoGymConfig
-from rollout.schedule.source import Job
 from rollout.servers.loop import Loop, together
 
 LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0
@@ -570,7 +569,7 @@ class VerifyReward:
 
 
 class RunSource:
-    """Completions by the gym's agents: each job is an episode of its own, which POST /run plays to its end.
+    """Completions by the gym's agents: each request is an episode of its own, which POST /run plays to its end.
 
     An episode that fails is a completion without trained tokens and without a reward, and is said once per kind; when
     nothing but failures comes, the run stops.
@@ -590,8 +589,8 @@ class RunSource:
         self._running: set[Future[Any]] = set()
         self._in_a_row = 0
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
-        """Begin; one future per group, its completions in the order of the jobs."""
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        """Begin; one future per group, its completions in the order of the requests."""
         version = self.version()
         futures = [self.gym.loop.start(self._group(list(group), version)) for group in groups]
         for future in futures:
@@ -604,14 +603,14 @@ class RunSource:
         for future in list(self._running):
             future.cancel()
 
-    async def _group(self, jobs: list[Job], version: int) -> list[Completion]:
-        return await together([self._episode(job, i, version) for i, job in enumerate(jobs)])
+    async def _group(self, requests: list[Request], version: int) -> list[Completion]:
+        return await together([self._episode(request, i, version) for i, request in enumerate(requests)])
 
-    async def _episode(self, job: Job, number: int, version: int) -> Completion:
-        prompt = job.prompt
+    async def _episode(self, request: Request, number: int, version: int) -> Completion:
+        prompt = request.prompt
         try:
             name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
-            reply = await self.gym.run(self.body(prompt, name, job.seed, number), name, url)
+            reply = await self.gym.run(self.body(prompt, name, request.seed, number), name, url)
             completion, left_out = read_episode(
                 reply,
                 prompt_ids=prompt.ids,

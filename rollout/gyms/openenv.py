@@ -40,11 +40,10 @@ import httpx
 from data.chat import render_prompt
 from data.types import Messages, Prompt
 from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Request, Sampling, finished
 from rollout.episodes.episode import Client, EpisodeSource
 from rollout.episodes.turns import Continuation, Transcript, turn_seed
 from rollout.gyms.options import REMOTE, OpenEnvConfig
-from rollout.schedule.source import Job, finished
 
 NOT_SHOWN = {"reward", "done", "metadata"}  # of an observation: what OpenEnv's own client leaves out
 
@@ -528,14 +527,14 @@ class OpenEnvSource:
         self._inner = EpisodeSource(engine, sampling, episode)
         self._in_portions = not engine.concurrent
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         if not self._in_portions:
             return self._inner.start(groups)
-        jobs = [job for group in groups for job in group]
+        requests = [request for group in groups for request in group]
         made: list[Completion] = []
-        for begin in range(0, len(jobs), self.episode.limit):
-            portion = jobs[begin : begin + self.episode.limit]
-            made += [future.result()[0] for future in self._inner.start([[job] for job in portion])]
+        for begin in range(0, len(requests), self.episode.limit):
+            portion = requests[begin : begin + self.episode.limit]
+            made += [future.result()[0] for future in self._inner.start([[request] for request in portion])]
         completions = iter(made)
         return [finished([next(completions) for _ in group]) for group in groups]
 

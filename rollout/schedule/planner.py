@@ -15,26 +15,17 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from data.loader import Loader
 from data.types import Prompt
-from rollout.schedule.source import Job
+from rollout.engine import Group, Request
 
 REROLL_LIMIT = 1024  # prompts queued for another try; further ones are not queued
 
 Order = Callable[[int, Sequence[Prompt], Mapping[int, float]], Iterable[int]]
 """A curriculum: (number of the batch, all prompts, last mean reward by row) -> rows to draw from; a row listed twice is
 twice as likely. It must depend on nothing else, or a resumed run draws other rows."""
-
-
-class Planned(NamedTuple):
-    """One prompt to be completed num_generations times."""
-
-    number: int  # of the group in the run, from 0; decides the seeds
-    prompt: Prompt
-    row: int  # in loader.rows
-    kind: Literal["fresh", "reroll", "resample"]
 
 
 class Planner:
@@ -57,10 +48,10 @@ class Planner:
         self._rows = {id(prompt): row for row, prompt in enumerate(loader.rows)}
         self._number = 0  # groups planned so far, hence the number of the next one
         self._batches = 0  # batches consumed
-        self._pending: deque[tuple[list[Planned], list[Planned]]] = deque()  # per batch: its groups, its resamples
-        self._again: deque[Planned] = deque()  # pending in the checkpoint that was loaded
-        self._spare: deque[Planned] = deque()  # likewise, planned as resamples
-        self._earned_nothing: list[Planned] = []  # groups of pending batches without any reward
+        self._pending: deque[tuple[list[Group], list[Group]]] = deque()  # per batch: its groups, its resamples
+        self._again: deque[Group] = deque()  # pending in the checkpoint that was loaded
+        self._spare: deque[Group] = deque()  # likewise, planned as resamples
+        self._earned_nothing: list[Group] = []  # groups of pending batches without any reward
         self._reroll: deque[int] = deque()  # rows queued for another try, oldest first
         self._rewards: dict[int, float] = {}  # last mean reward by row, for the curriculum
 
@@ -75,14 +66,14 @@ class Planner:
         return self.loader.epoch if self.order is None else self._number / self.loader.rows_per_epoch
 
     @property
-    def pending(self) -> list[Planned]:
+    def pending(self) -> list[Group]:
         """Groups planned but not consumed, in the order in which they will be."""
         batches = [planned for groups, extra in self._pending for planned in (*groups, *extra)]
         return [*batches, *self._again, *self._spare]
 
-    def next_batch(self) -> list[Planned]:
+    def next_batch(self) -> list[Group]:
         """Groups pending in the checkpoint first, then fresh rows, then rerolled prompts."""
-        batch: list[Planned] = []
+        batch: list[Group] = []
         for waiting in (self._again, self._spare):
             while waiting and len(batch) < self.batch_size:
                 batch.append(waiting.popleft())
@@ -96,7 +87,7 @@ class Planner:
         self._pending.append((batch, []))
         return batch
 
-    def resample(self, count: int) -> list[Planned]:
+    def resample(self, count: int) -> list[Group]:
         """More fresh groups for the oldest batch, to replace groups without signal (dynamic sampling)."""
         assert self._pending, "resample() belongs to a batch: next_batch() comes first"
         groups = [self._spare.popleft() for _ in range(min(count, len(self._spare)))]
@@ -104,17 +95,17 @@ class Planner:
         self._pending[0][1].extend(groups)
         return groups
 
-    def reroll(self, planned: Planned) -> None:
+    def reroll(self, planned: Group) -> None:
         """A pending group earned no reward at all: queue its prompt once more, after its batch is done."""
         if self.reroll_from is not None and planned.kind != "reroll":
             self._earned_nothing.append(planned)
 
-    def saw(self, planned: Planned, reward: float) -> None:
+    def saw(self, planned: Group, reward: float) -> None:
         """Record the mean reward of a group, for the curriculum."""
         if self.order is not None:
             self._rewards[planned.row] = reward
 
-    def done(self) -> list[Planned]:
+    def done(self) -> list[Group]:
         """Mark the oldest batch as trained on; returns its groups, resampled ones included."""
         assert self._pending, "done() without a pending batch"
         groups, extra = self._pending.popleft()
@@ -128,10 +119,10 @@ class Planner:
         self._earned_nothing = [planned for planned in self._earned_nothing if planned.number not in numbers]
         return [*groups, *extra]
 
-    def jobs(self, planned: Planned) -> list[Job]:
-        """The completions of a group, each with its seed."""
+    def requests(self, planned: Group) -> list[Request]:
+        """One for each completion of a group, with its seed."""
         first = planned.number * self.num_generations
-        return [Job(planned.prompt, sample_seed(self.seed, first + i)) for i in range(self.num_generations)]
+        return [Request.of(planned.prompt, sample_seed(self.seed, first + i)) for i in range(self.num_generations)]
 
     def metrics(self) -> dict[str, float]:
         """Counts for the oldest pending batch, and the length of the reroll queue."""
@@ -175,12 +166,12 @@ class Planner:
         known = self.consumed + len(self._again) + len(self._spare)
         assert known == self._number, f"{self._number} groups planned, but {known} consumed or pending"
 
-    def _restored(self, row: list[Any]) -> Planned:
+    def _restored(self, row: list[Any]) -> Group:
         number, index, kind = row
-        return Planned(number, self.loader.rows[index], index, kind)
+        return Group(number, self.loader.rows[index], index, kind)
 
-    def _plan(self, rows: Iterable[int], kind: Literal["fresh", "reroll", "resample"]) -> list[Planned]:
-        groups = [Planned(self._number + i, self.loader.rows[row], row, kind) for i, row in enumerate(rows)]
+    def _plan(self, rows: Iterable[int], kind: Literal["fresh", "reroll", "resample"]) -> list[Group]:
+        groups = [Group(self._number + i, self.loader.rows[row], row, kind) for i, row in enumerate(rows)]
         self._number += len(groups)
         return groups
 
@@ -203,7 +194,7 @@ class Planner:
         return rows
 
 
-def saved(planned: Planned) -> list[Any]:
+def saved(planned: Group) -> list[Any]:
     return [planned.number, planned.row, planned.kind]
 
 

@@ -19,31 +19,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from data.types import Prompt
-from rollout.engine import Completion
-from rollout.schedule.planner import Planned, Planner
-from rollout.schedule.source import LOOK_S, Source
-
-
-@dataclass(frozen=True)
-class SampledGroup:
-    """A planned group with its completions, as the source returned them."""
-
-    planned: Planned
-    completions: list[Completion]
-
-    @property
-    def prompt(self) -> Prompt:
-        return self.planned.prompt
+from rollout.engine import LOOK_S, Completion, Group, Source
+from rollout.schedule.planner import Planner
 
 
 @dataclass(frozen=True)
 class PendingBatch:
     """A batch whose sampling has started."""
 
-    groups: list[tuple[Planned, Future[list[Completion]]]]
+    groups: list[tuple[Group, Future[list[Completion]]]]
     version: int  # of the engine's weights when sampling started
 
 
@@ -75,7 +61,7 @@ class Producer:
         self._wait_s = 0.0
         self._ages: list[int] = []  # oldest version in each completion of the current batch
 
-    def take(self, step: int, version: int | None = None) -> list[SampledGroup]:
+    def take(self, step: int, version: int | None = None) -> list[Group]:
         """begin(), then wait for all groups of the batch, in the order they were planned."""
         self.begin(step, version)
         return self._all(self._current)
@@ -102,12 +88,12 @@ class Producer:
                 return
             self._ahead.append(self._start(self.planner.next_batch()))
 
-    def arrived(self) -> Iterator[SampledGroup]:
+    def arrived(self) -> Iterator[Group]:
         """Groups of the current batch, each yielded as soon as it is complete."""
         assert self._current is not None, "begin() comes before arrived()"
         yield from self._arrive(self._current)
 
-    def more(self, count: int) -> list[SampledGroup]:
+    def more(self, count: int) -> list[Group]:
         """More groups for the current batch, sampled with the engine's current weights (dynamic sampling)."""
         assert self._current is not None, "more() adds to a batch that was taken"
         self._check_age(self._version)
@@ -147,16 +133,16 @@ class Producer:
         self._current, self._extra = None, []
         self.source.close()
 
-    def _start(self, groups: Sequence[Planned]) -> PendingBatch:
-        futures = self.source.start([self.planner.jobs(planned) for planned in groups])
+    def _start(self, groups: Sequence[Group]) -> PendingBatch:
+        futures = self.source.start([self.planner.requests(planned) for planned in groups])
         assert len(futures) == len(groups), f"the source started {len(futures)} of {len(groups)} groups"
         return PendingBatch(list(zip(groups, futures, strict=True)), self._version)
 
-    def _all(self, batch: PendingBatch) -> list[SampledGroup]:
-        made = {group.planned.number: group for group in self._arrive(batch)}
+    def _all(self, batch: PendingBatch) -> list[Group]:
+        made = {group.number: group for group in self._arrive(batch)}
         return [made[planned.number] for planned, _ in batch.groups]
 
-    def _arrive(self, batch: PendingBatch) -> Iterator[SampledGroup]:
+    def _arrive(self, batch: PendingBatch) -> Iterator[Group]:
         waiting = {future: planned for planned, future in batch.groups}
         looked = self._clock()
         while waiting:
@@ -169,7 +155,7 @@ class Producer:
                 self._tend(self._step)
                 looked = self._clock()
 
-    def _sampled_group(self, planned: Planned, future: Future[list[Completion]], batch: PendingBatch) -> SampledGroup:
+    def _sampled_group(self, planned: Group, future: Future[list[Completion]], batch: PendingBatch) -> Group:
         try:
             completions = future.result()
         except Exception as error:
@@ -181,7 +167,7 @@ class Producer:
         oldest = [min(version for version, _ in c.versions) for c in completions if c.versions]
         assert min(oldest, default=batch.version) >= batch.version, (planned.number, min(oldest), batch.version)
         self._ages += oldest
-        return SampledGroup(planned, completions)
+        return replace(planned, completions=completions)
 
     def _check_age(self, version: int) -> None:
         assert self.max_staleness is None or self._step - version <= self.max_staleness, (

@@ -14,23 +14,11 @@ import heapq
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from data.types import Prompt
-from rollout.engine import Completion
-from rollout.schedule.planner import Planned
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The completions of one prompt and the scores of every reward function."""
-
-    planned: Planned
-    completions: list[Completion]
-    values: list[list[float | None]]  # per completion, per reward; None = does not apply
-    replayed: bool = False
-    extra: list[dict[str, Any]] | None = None  # per completion, what reward functions logged; not kept with a group
+from rollout.engine import Completion, Group
 
 
 class Replay:
@@ -62,7 +50,7 @@ class Replay:
         entries = sorted(self._heap, key=lambda entry: -entry[1])
         rng = random.Random(f"{self.seed}/replay/{step}/{number}")
         ((_, _, _, group),) = rng.choices(entries, weights=[entry[0] for entry in entries])
-        return Group(planned=group.planned, completions=group.completions, values=group.values, replayed=True)
+        return replace(group, replayed=True, extra=None)
 
     def _forget(self, step: int) -> None:
         if any(step - entry[2] > self.max_age for entry in self._heap):
@@ -75,9 +63,9 @@ class Replay:
                 "score": score,
                 "order": order,
                 "step": step,
-                "number": group.planned.number,
-                "row": group.planned.row,
-                "kind": group.planned.kind,
+                "number": group.number,
+                "row": group.row,
+                "kind": group.kind,
                 "completions": [as_json(completion) for completion in group.completions],
                 "values": group.values,
             }
@@ -93,12 +81,9 @@ class Replay:
         heapq.heapify(self._heap)
 
     def _group(self, saved: dict[str, Any]) -> Group:
-        planned = Planned(
-            number=saved["number"], prompt=self.prompts[saved["row"]], row=saved["row"], kind=saved["kind"]
-        )
-        return Group(
-            planned=planned, completions=[completion_of(c) for c in saved["completions"]], values=saved["values"]
-        )
+        completions = [completion_of(completion) for completion in saved["completions"]]
+        prompt = self.prompts[saved["row"]]
+        return Group(saved["number"], prompt, saved["row"], saved["kind"], completions, saved["values"])
 
 
 def as_json(completion: Completion) -> dict[str, Any]:

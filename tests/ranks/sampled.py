@@ -17,9 +17,7 @@ import torch
 from data.strided import Document
 from data.types import Prompt, TargetPrompt
 from losses.policy import POLICY_LOSSES
-from rollout.engine import Completion
-from rollout.schedule.planner import Planned
-from rollout.schedule.replay import Group
+from rollout.engine import Completion, Group
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
@@ -55,7 +53,7 @@ def make_groups(target: bool) -> list[Group]:
                 Completion(prompt_ids=prompt.ids, ids=made, logps=logps, finish_reason="stop", text="", versions=[])
             )
         values = [[float(row != 2 and rng.random() < 0.5), float(row != 2) * rng.random()] for _ in range(SIZE)]
-        groups.append(Group(planned=Planned(row, prompt, row, "fresh"), completions=completions, values=values))
+        groups.append(Group(row, prompt, row, "fresh", completions, values))
     return groups
 
 
@@ -66,7 +64,7 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
         model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run, num_generations=SIZE, **options
     )
     groups = make_groups(target=False)
-    prompts = [group.planned.prompt for group in groups]
+    prompts = [group.prompt for group in groups]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         lead = Lead(policy, None, prompts)
@@ -120,7 +118,7 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
         features=FeatureConfig(ce_coef=0.1, use_whitening=True), policy_loss=PolicyLossConfig(loss_type=loss_type),
     )  # fmt: skip
     groups = make_groups(target=True)
-    prompts = [group.planned.prompt for group in groups]
+    prompts = [group.prompt for group in groups]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         rewards = structured.FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
@@ -129,7 +127,7 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
 
         def rewarded() -> GroupBatch:
             completions = [completion for group in rows for completion in group.completions]
-            of_each = [group.planned.prompt for group in rows for _ in range(SIZE)]
+            of_each = [group.prompt for group in rows for _ in range(SIZE)]
             table = rewards.submit(of_each, completions, step=0).result()
             values = [table.values[first : first + SIZE] for first in range(0, len(completions), SIZE)]
             scored = [replace(group, values=own) for group, own in zip(rows, values, strict=True)]
@@ -140,7 +138,7 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
         batch = lead.share(whole)
         advantage = structured.estimate(cfg, batch.for_advantage(all_sum=all_sum)).flatten()
         sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True)
-        structured.add_target(cfg, policy, [group.planned.prompt for group in batch.groups], sums)
+        structured.add_target(cfg, policy, [group.prompt for group in batch.groups], sums)
         return {**logged, **sums.means()}
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)

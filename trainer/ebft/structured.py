@@ -26,9 +26,8 @@ from data.types import TargetPrompt
 from kernels.linear_logprob import TokenLogps
 from losses import ebft
 from losses.advantage import GroupRewards
-from rollout.engine import Completion
+from rollout.engine import Completion, Request, Source, run_groups
 from rollout.rewards.table import RewardTable
-from rollout.schedule.source import Job, Source, run_groups
 from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.loop import rows_of_this_rank
@@ -169,8 +168,8 @@ def evaluate(
 
     def of_groups() -> dict[str, float]:
         engine.load(version)
-        jobs = [[Job(prompt, row * size + i) for i in range(size)] for row, prompt in enumerate(prompts)]
-        groups = run_groups(source, jobs, engine.tend)
+        requests = [[Request.of(prompt, row * size + i) for i in range(size)] for row, prompt in enumerate(prompts)]
+        groups = run_groups(source, requests, engine.tend)
         engine.sleep()
         completions = [completion for group in groups for completion in group]
         measured = rewards.measure([prompt for prompt in prompts for _ in range(size)], completions)

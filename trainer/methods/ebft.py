@@ -125,7 +125,7 @@ def train(cfg: Config) -> None:
             # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
             weighted = advantage * cfg.features.rl_coef
             rollout = prepare(cfg, policy, batch.completions, weighted, old_logps=old_logps)
-            targets = [group.planned.prompt for group in batch.groups]
+            targets = [group.prompt for group in batch.groups]
             run.sample(
                 step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
             )

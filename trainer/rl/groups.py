@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from torch import Tensor
 from data.types import Prompt
 from losses.advantage import NOTHING, Advantage, GroupRewards, nan_std, overlong_penalty, weighted_sum
 from losses.kl import k1, reward_minus_kl
-from rollout.engine import Completion
+from rollout.engine import Completion, Group
 from rollout.rewards.table import Rewards, RewardTable
-from rollout.schedule.producer import Producer, SampledGroup
-from rollout.schedule.replay import Group, Replay
+from rollout.schedule.producer import Producer
+from rollout.schedule.replay import Replay
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
 from trainer.rl.rollouts import logged_metrics, pack_completions
@@ -46,7 +46,7 @@ class GroupBatch:
 
     @property
     def prompts(self) -> list[Prompt]:  # one for each completion
-        return [group.planned.prompt for group in self.groups for _ in group.completions]
+        return [group.prompt for group in self.groups for _ in group.completions]
 
     @property
     def completions(self) -> list[Completion]:
@@ -140,11 +140,11 @@ class Groups:
             metrics["reward/trained_mean"] = batch.reward.nanmean().item()
         return batch
 
-    def _rewarded(self, arriving: Iterable[SampledGroup], step: int) -> list[Group]:
+    def _rewarded(self, arriving: Iterable[Group], step: int) -> list[Group]:
         """Rewards of groups, some at a time as they come in, or all at once; in the order they were planned."""
         overlap = self.cfg.overlap
-        pending: list[tuple[list[SampledGroup], Any]] = []
-        waiting: list[SampledGroup] = []
+        pending: list[tuple[list[Group], Any]] = []
+        waiting: list[Group] = []
         for made in arriving:
             waiting.append(made)
             if overlap.streaming_partial_batch and len(waiting) >= overlap.streaming_min_groups:
@@ -164,11 +164,11 @@ class Groups:
             for made in part:
                 values = [self._values(next(rows), completion) for completion in made.completions]
                 own = [next(extra) for _ in made.completions] if table.extra else None
-                groups.append(Group(planned=made.planned, completions=made.completions, values=values, extra=own))
+                groups.append(replace(made, values=values, extra=own))
         self._reward_s += time.perf_counter() - started
-        return sorted(groups, key=lambda group: group.planned.number)
+        return sorted(groups, key=lambda group: group.number)
 
-    def _submit(self, groups: Sequence[SampledGroup], step: int) -> Any:
+    def _submit(self, groups: Sequence[Group], step: int) -> Any:
         started = time.perf_counter()
         prompts = [made.prompt for made in groups for _ in made.completions]
         future = self.rewards.submit(prompts, [c for made in groups for c in made.completions], step=step)
@@ -210,10 +210,10 @@ class Groups:
         planner = self.producer.planner
         earned = [x for row in group.values for x in row if x is not None]
         if earned and max(map(abs, earned)) < NOTHING:
-            planner.reroll(group.planned)
+            planner.reroll(group)
         totals = [x for x in GroupBatch([group], self.names, self._weights, {}).table.totals if x is not None]
         if totals:
-            planner.saw(group.planned, statistics.fmean(totals))
+            planner.saw(group, statistics.fmean(totals))
 
     def _replay(self, groups: list[Group], step: int) -> dict[str, float]:
         """Stored groups in the place of flat ones; then this batch's own are stored."""

@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 import torch
 
 from data.types import Prompt
-from rollout.engine import Completion, Engine, Request, Sampling
+from rollout.engine import Completion, Engine, Group, Request, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.schedule.planner import Planned
-from rollout.schedule.replay import Group, as_json, completion_of
+from rollout.schedule.replay import as_json, completion_of
 from trainer.parallel import comm
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import gathered_weights
@@ -80,9 +79,16 @@ class Lead:
         return GroupBatch(own, packed["names"], packed["weights"], {})
 
     def _unpacked(self, saved: dict[str, Any]) -> Group:
-        planned = Planned(saved["number"], self.prompts[saved["row"]], saved["row"], saved["kind"])
         completions = [completion_of(completion) for completion in saved["completions"]]
-        return Group(planned=planned, completions=completions, values=saved["values"], replayed=saved["replayed"])
+        return Group(
+            saved["number"],
+            self.prompts[saved["row"]],
+            saved["row"],
+            saved["kind"],
+            completions,
+            saved["values"],
+            saved["replayed"],
+        )
 
     def _generate_part(self) -> None:
         requests, sampling, version = comm.from_main(None, "requests")
@@ -117,7 +123,7 @@ def generate_part(
 
 
 def _packed(group: Group) -> dict[str, Any]:
-    planned = group.planned
+    planned = group
     return {
         "number": planned.number, "row": planned.row, "kind": planned.kind, "values": group.values,
         "replayed": group.replayed, "completions": [as_json(completion) for completion in group.completions],

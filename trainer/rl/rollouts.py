@@ -15,12 +15,11 @@ from data.packing import Batch, Item, make_batches
 from data.rows.prompts import load_prompts
 from data.types import Prompt
 from losses.advantage import nan_std, zero_std_frac
-from rollout.engine import Completion, Engine, Sampling
+from rollout.engine import Completion, Engine, Request, Sampling, Source, run_groups
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine, check_start
 from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Producer, sync_due
-from rollout.schedule.source import Job, Source, run_groups
 from rollout.servers.command import shares_gpu
 from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
@@ -295,7 +294,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Completions of held-out prompts by the weights as they are, scored by the same rewards; always the same seeds."""
     engine.load(version)
-    groups = run_groups(source, [[Job(prompt, seed)] for seed, prompt in enumerate(prompts)], engine.tend)
+    groups = run_groups(source, [[Request.of(prompt, seed)] for seed, prompt in enumerate(prompts)], engine.tend)
     engine.sleep()
     completions = [completion for group in groups for completion in group]
     table = rewards.score(list(prompts), completions, step=version)

@@ -13,7 +13,7 @@ from typing import Any
 from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
 from data.user_code import find_callable
-from rollout.engine import Engine, Sampling
+from rollout.engine import Engine, EngineSource, Sampling, Source
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.options import ToolConfig
 from rollout.episodes.rollout_func import RolloutFunction
@@ -23,7 +23,6 @@ from rollout.gyms.nemo_gym import COLUMNS, GymClient, RunSource, set_up_rewards
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.rewards.table import Rewards
 from rollout.schedule.planner import Order
-from rollout.schedule.source import EngineSource, Source
 from trainer.policy.logps import Policy
 from trainer.rl import rollouts
 

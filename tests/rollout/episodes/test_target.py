@@ -9,12 +9,11 @@ import pytest
 
 from data.rows.targets import load_targets
 from data.types import TargetPrompt
-from rollout.engine import Sampling
+from rollout.engine import EngineSource, Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.target import TargetEpisode, later_turns, turn_lengths
 from rollout.episodes.turns import turn_seed
-from rollout.schedule.source import EngineSource, Job, run_groups
 from tests.rollout.scripted_engine import TINY, ScriptedEngine, tiny_tokenizer
 
 STOP = tiny_tokenizer().eos_token_id
@@ -52,7 +51,7 @@ def single(length, source="rows.jsonl:1"):
 def play(engine, episode, prompts, *, max_tokens, copies=1):
     source = EpisodeSource(engine, Sampling(max_tokens=max_tokens, stop_ids=(STOP,)), episode)
     try:
-        return run_groups(source, [[Job(prompt, 7 + n) for n in range(copies)] for prompt in prompts])
+        return run_groups(source, [[Request.of(prompt, 7 + n) for n in range(copies)] for prompt in prompts])
     finally:
         source.close()
 
@@ -71,7 +70,7 @@ def tiny_engine():
 
 def test_one_turn_is_bit_for_bit_what_the_engine_gives(tiny_engine):
     prompts = load_targets(["task:addition:size=6"], tiny_tokenizer(), max_completion_length=8)
-    groups = [[Job(prompt, 100 * n + copy) for copy in range(3)] for n, prompt in enumerate(prompts)]
+    groups = [[Request.of(prompt, 100 * n + copy) for copy in range(3)] for n, prompt in enumerate(prompts)]
     sampling = Sampling(max_tokens=8, stop_ids=(STOP,))
     expected = run_groups(EngineSource(tiny_engine, sampling), groups)
     for multiplier in (None, 1.5):  # a limit of 64 and more is none here
@@ -84,7 +83,7 @@ def test_one_turn_is_bit_for_bit_what_the_engine_gives(tiny_engine):
 def test_a_limit_cuts_the_same_sample(tiny_engine):
     """At a high temperature the tiny model rambles: a target of 50 tokens allows 75 of them, one of 2 allows 64."""
     prompts = [single(50, "rows.jsonl:1"), single(2, "rows.jsonl:2"), single(200, "rows.jsonl:3")]
-    groups = [[Job(prompt, 10 * n + copy) for copy in range(2)] for n, prompt in enumerate(prompts)]
+    groups = [[Request.of(prompt, 10 * n + copy) for copy in range(2)] for n, prompt in enumerate(prompts)]
     sampling = Sampling(max_tokens=100, temperature=9.0)
     whole = run_groups(EngineSource(tiny_engine, sampling), groups)
     source = EpisodeSource(tiny_engine, sampling, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.5))

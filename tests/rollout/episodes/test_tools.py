@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine import Request, Sampling, run_groups
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.options import ToolConfig
 from rollout.episodes.tool_calls import Call
 from rollout.episodes.tool_episode import ToolEpisode, show_tools
 from rollout.episodes.tools import Tool, Toolset, Turns, calculator, load_tools, problem, schema_of
-from rollout.schedule.source import Job, run_groups
 from tests.rollout.episodes.test_turns import HERMES, with_template
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 
@@ -322,7 +321,7 @@ def play(reply, toolset: Toolset, *prompts, max_tokens: int = 200, **settings: A
     engine = ScriptedEngine(reply)
     episode = ToolEpisode(toolset, tiny_tokenizer(), **{"tool_format": "pythonic", **settings})
     source = EpisodeSource(engine, Sampling(max_tokens=max_tokens, stop_ids=(2,)), episode)
-    jobs = [[Job(prompt, seed)] for seed, prompt in enumerate(prompts)]
+    jobs = [[Request.of(prompt, seed)] for seed, prompt in enumerate(prompts)]
     made = [group[0] for group in run_groups(source, jobs)]
     source.close()
     return made
@@ -542,6 +541,6 @@ def test_settings_of_a_prompt_hold_in_all_turns():
         Sampling(max_tokens=200, stop_ids=(tokenizer.eos_token_id,)),
         ToolEpisode(toolset, tokenizer, tool_format="pythonic"),
     )
-    ((completion,),) = run_groups(source, [[Job(shown, 5)]])
+    ((completion,),) = run_groups(source, [[Request.of(shown, 5)]])
     source.close()
     assert tokenizer.decode(completion.ids).split("<|im_start|>assistant\n")[1] == "!37<|im_end|>"

@@ -14,12 +14,11 @@ import torch
 
 from data.loader import Loader
 from data.types import Prompt
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import Completion, EngineSource, Group, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine
 from rollout.schedule.planner import Planner
-from rollout.schedule.producer import Producer, SampledGroup, sync_due
-from rollout.schedule.source import EngineSource
+from rollout.schedule.producer import Producer, sync_due
 from rollout.servers.command import TOKEN
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.config.blocks import LoraConfig, ModelConfig
@@ -98,7 +97,7 @@ def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_t
     engine, policy = pair
     interval = 1 if engine.weights.sync.needs_pause else 2
     producer = make_producer(engine, LONG, depth=2, max_staleness=2, last_step=6)
-    batches: list[list[SampledGroup]] = []
+    batches: list[list[Group]] = []
     weights: dict[int, dict[str, torch.Tensor]] = {}
     stale, loaded, in_use, num_tokens = [], [], [], 0
     for step in range(6):

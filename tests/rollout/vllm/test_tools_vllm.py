@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine import Request, Sampling, run_groups
 from rollout.engines.vllm import VllmEngine
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.rollout_func import RolloutFunction
@@ -18,7 +18,6 @@ from rollout.episodes.tool_calls import Call, Parsed
 from rollout.episodes.tool_episode import ToolEpisode
 from rollout.episodes.tools import load_tools
 from rollout.episodes.turns import turn_seed
-from rollout.schedule.source import Job, run_groups
 from tests.rollout.scripted_engine import user_prompt
 from tests.rollout.vllm.test_engine import LIMIT, change, make_engine, make_policy
 
@@ -42,9 +41,9 @@ def always_calls(engine: VllmEngine, max_turns: int = 3) -> ToolEpisode:
     return episode
 
 
-def groups_of(count: int, copies: int = 4) -> list[list[Job]]:
+def groups_of(count: int, copies: int = 4) -> list[list[Request]]:
     prompts = [user_prompt(f"{i}+{i}=", f"rows:{i}", table={"ab": f"value {i}"}) for i in range(count)]
-    return [[Job(prompt, 100 * i + c) for c in range(copies)] for i, prompt in enumerate(prompts)]
+    return [[Request.of(prompt, 100 * i + c) for c in range(copies)] for i, prompt in enumerate(prompts)]
 
 
 def check(engine: VllmEngine, completions: Any) -> None:

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from data.types import TargetPrompt
 from losses.ebft import ADVANTAGES
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Group, Request, Sampling, finished
 from rollout.engines.local import LocalEngine
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.target import TargetEpisode
-from rollout.schedule.planner import Planned
-from rollout.schedule.replay import Group
-from rollout.schedule.source import Job, finished
 from tests.trainer.ebft import naive_ebft
 from tests.trainer.ebft.test_features import SIZE, draw, vector
 from tests.trainer.ebft.test_strided import gradients, make_policy
@@ -247,10 +244,7 @@ def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_z
 def group_batch(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]) -> GroupBatch:
     table = rewards_of(cfg, policy).submit(*flat(prompts, groups), step=1).result()
     made = [
-        Group(
-            planned=Planned(number=row, prompt=prompt, row=row, kind="fresh"), completions=group,
-            values=table.values[row * SIZE : (row + 1) * SIZE],
-        )
+        Group(row, prompt, row, completions=group, values=table.values[row * SIZE : (row + 1) * SIZE])
         for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
     ]  # fmt: skip
     return GroupBatch(made, table.names, table.weights, {})
@@ -316,11 +310,11 @@ class Writer:
     def __init__(self, policy: Policy) -> None:
         self.policy, self.calls = policy, []
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         self.jobs = [job for group in groups for job in group]
         return [finished([self.write(job) for job in group]) for group in groups]
 
-    def write(self, job: Job) -> Completion:
+    def write(self, job: Request) -> Completion:
         ids = draw(torch.Generator().manual_seed(job.seed), 1 + job.seed % 7)
         return make_completion(self.policy, job.prompt, ids, None)
 
@@ -343,7 +337,7 @@ def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
     assert [job.seed for job in writer.jobs] == list(range(len(prompts) * SIZE))
     aligned, spread, distances, total, count = [], [], [], 0.0, 0
     for row, prompt in enumerate(prompts):
-        group = [writer.write(Job(prompt, row * SIZE + place)) for place in range(SIZE)]
+        group = [writer.write(Request.of(prompt, row * SIZE + place)) for place in range(SIZE)]
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, None) for c in group])
         target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
         alignment, diversity, distance = naive_ebft.reward_parts(rollout, target, cfg.features)

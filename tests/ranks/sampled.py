@@ -28,7 +28,7 @@ from trainer.offline.loop import indices_of_this_rank
 from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch, sequence_kl
-from trainer.rl.rank0_rollout import Lead
+from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.step import backward, prepare
 
 SIZE = 4  # completions of a group
@@ -67,8 +67,8 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
     prompts = [group.prompt for group in groups]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
-        lead = Lead(policy, None, prompts)
-        batch = lead.share(lead.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
+        rank0 = Rank0Rollout(policy, None, prompts)
+        batch = rank0.scatter(rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
         kl = sequence_kl(cfg, policy, batch.completions) if cfg.advantage.kl_in_reward else None
         advantage = cfg.advantage.estimate(
             batch.for_advantage(kl, beta=cfg.policy_loss.beta, all_sum=all_sum)
@@ -76,7 +76,7 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
         rollout = prepare(cfg, policy, batch.completions, advantage)
         counts = of_all(sum(bool(mb.rows) for mb in rollout.micro_batches), "micro-batches that hold something")
         assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
-        return backward(cfg, policy, rollout, first=True).means()
+        return backward(cfg, policy, rollout).means()
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
 
@@ -106,7 +106,7 @@ def bnpo_case(*, masked: bool = False) -> Case:
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         advantage = torch.tensor([1.0 - 0.4 * len(completion.ids) for completion in rows], dtype=torch.float64)
         batch = prepare(cfg, policy, rows, advantage)
-        return {**backward(cfg, policy, batch, first=True).means(), "micro": float(batch.total["num_micro_batches"])}
+        return {**backward(cfg, policy, batch).means(), "micro": float(batch.total["num_micro_batches"])}
 
     return Case(completions, lambda: make_policy(reference=True), step, six_and_one)
 
@@ -122,8 +122,8 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         rewards = structured.FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
-        lead = Lead(policy, None, prompts)
-        lead.orders[structured.ORDER] = rewards.follow
+        rank0 = Rank0Rollout(policy, None, prompts)
+        rank0.handlers |= rewards.handlers
 
         def rewarded() -> GroupBatch:
             completions = [completion for group in rows for completion in group.completions]
@@ -133,11 +133,11 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
             scored = [replace(group, values=own) for group, own in zip(rows, values, strict=True)]
             return GroupBatch(scored, table.names, table.weights, {})
 
-        whole = lead.run(rewarded)
+        whole = rank0.run(rewarded)
         logged = structured.feature_metrics(cfg, rewards, whole)
-        batch = lead.share(whole)
+        batch = rank0.scatter(whole)
         advantage = structured.estimate(cfg, batch.for_advantage(all_sum=all_sum)).flatten()
-        sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True)
+        sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage))
         structured.add_target(cfg, policy, [group.prompt for group in batch.groups], sums)
         return {**logged, **sums.means()}
 

@@ -545,10 +545,11 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
     """Each method's own call of its loader, with a tokenizer in place of a model."""
     from types import SimpleNamespace
 
+    from trainer.rl.rollouts import prompts_of
+
     from trainer.methods import ebft, kto, prm, rm, sft
     from trainer.offline.pairs import pairs_of
     from trainer.policy.load import load_tokenizer
-    from trainer.rl.rollouts import prompts_of
 
     (tmp_path / "styled.jinja").write_text(STYLED)
     user = [{"role": "user", "content": "2+2="}]

@@ -37,9 +37,9 @@ from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import to_device_and_pad
 from trainer.rl.groups import GroupBatch
-from trainer.rl.rank0_rollout import Lead
+from trainer.rl.rank0_rollout import Rank0Rollout
 
-ORDER = "measure"  # what rank 0 says when it wants rewards
+MEASURE = "measure"  # rank 0's command when it wants rewards
 
 
 class FeatureRewards:
@@ -50,6 +50,7 @@ class FeatureRewards:
 
     def __init__(self, network: FeatureNetwork, *, num_generations: int) -> None:
         self.network, self.num_generations = network, num_generations
+        self.handlers = {MEASURE: self.follow}  # of the other ranks
         self._measured: list[MeasuredFeatures] = []  # since the last call of metrics
 
     def submit(
@@ -65,15 +66,15 @@ class FeatureRewards:
         return future
 
     def measure(self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion]) -> MeasuredFeatures:
-        """Of whole groups, one prompt for each completion; on rank 0, where the others await orders."""
+        """Of whole groups, one prompt for each completion; on rank 0, while the other ranks wait for commands."""
         groups = self.network.items_of(prompts, completions, num_generations=self.num_generations)
         if comm.world_size() == 1:
             return self.network.measure(self.network.of_items(groups, self.num_generations))
-        comm.give_order(ORDER)
+        comm.send_command(MEASURE)
         return self._measure_part([[list(vars(item).values()) for item in group] for group in groups])
 
     def follow(self) -> None:
-        """What another rank does at the order."""
+        """What another rank does at the command."""
         self._measure_part(None)
 
     def _measure_part(self, told: list[list[list[Any]]] | None) -> MeasuredFeatures:
@@ -87,6 +88,9 @@ class FeatureRewards:
         return MeasuredFeatures(ebft.Reward(*(part[order] for part in found.reward)), found.cfm[order], unbiased)
 
     def metrics(self) -> dict[str, float]:
+        return {}
+
+    def feature_metrics(self) -> dict[str, float]:
         """Of all that was sampled since the last call; what is trained on may be less, or older."""
         measured, self._measured = self._measured, []
         metrics = measured_metrics(measured, "reward") if measured else {}
@@ -99,7 +103,7 @@ def feature_metrics(cfg: Any, rewards: FeatureRewards, batch: GroupBatch | None)
         return {}
     advantage = estimate(cfg, batch.for_advantage())
     return {
-        **rewards.metrics(),
+        **rewards.feature_metrics(),
         "policy/advantage_std": advantage.std(correction=0).item(),
         "reward/zero_std_frac": (advantage == 0).all(dim=1).float().mean().item(),  # by advantages: rewards round
     }
@@ -156,7 +160,7 @@ def add_target(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], sums: 
 def evaluate(
     cfg: Any,
     policy: Policy,
-    lead: Lead,
+    rank0: Rank0Rollout,
     source: Source,
     rewards: FeatureRewards,
     prompts: Sequence[TargetPrompt],
@@ -164,7 +168,7 @@ def evaluate(
     version: int,
 ) -> dict[str, float]:
     """Sample groups of held-out prompts with the current weights and fixed seeds, and score the targets."""
-    size, engine = rewards.num_generations, lead.engine
+    size, engine = rewards.num_generations, rank0.engine
 
     def of_groups() -> dict[str, float]:
         engine.load(version)
@@ -176,7 +180,7 @@ def evaluate(
         length = sum(len(c.ids) for c in completions) / len(completions)
         return {**measured_metrics([measured], "eval"), "eval/len_mean": length}
 
-    metrics = lead.run(of_groups) or {}
+    metrics = rank0.run(of_groups) or {}
     was_training = policy.model.training
     policy.model.eval()
     sums = MetricSums()

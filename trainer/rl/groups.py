@@ -26,11 +26,11 @@ from rollout.engine import Completion, Group
 from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
+from trainer.metrics.counters import Counters
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
-from trainer.rl.rollouts import logged_metrics, pack_completions
-from trainer.rl.step import score
-from trainer.rl.unrewarded import Unrewarded
+from trainer.rl.evaluate import logged_metrics
+from trainer.rl.step import pack_completions, score
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,12 @@ class GroupBatch:
         return GroupRewards(self.values, torch.tensor(self.weights), total, self.completions, all_sum)
 
     @property
-    def table(self) -> RewardTable:
-        totals = self.reward.flatten().tolist()
-        values = [row for group in self.groups for row in group.values]
-        extra = [row for group in self.groups for row in group.extra or [{}] * len(group.values)]
-        return RewardTable(
-            names=self.names, values=values, weights=self.weights, totals=[None if x != x else x for x in totals],
-            extra=extra,
-        )  # fmt: skip
+    def rows(self) -> list[list[float | None]]:  # of each completion: each reward, None = does not apply
+        return [row for group in self.groups for row in group.values]
+
+    @property
+    def extra(self) -> list[dict[str, Any]]:  # of each completion: what reward functions logged
+        return [row for group in self.groups for row in group.extra or [{}] * len(group.values)]
 
     def old_logps(self, recompute: bool) -> list[list[float] | None] | None:
         """Log-probs that the ratios of replayed groups are taken against, where not those of the weights of today."""
@@ -211,7 +209,7 @@ class Groups:
         earned = [x for row in group.values for x in row if x is not None]
         if earned and max(map(abs, earned)) < NOTHING:
             planner.reroll(group)
-        totals = [x for x in GroupBatch([group], self.names, self._weights, {}).table.totals if x is not None]
+        totals = [x for x in GroupBatch([group], self.names, self._weights, {}).reward.flatten().tolist() if x == x]
         if totals:
             planner.saw(group, statistics.fmean(totals))
 
@@ -268,3 +266,93 @@ def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> 
         ref_logp = reference_logps(policy, mb, temperature=cfg.temperature)
         total = total.index_add(0, mb.sequence, k1(now.logp, ref_logp).float())
     return total.cpu()
+
+
+# Batches in which no completion gets a reward teach nothing: they are reported, and too many stop the run.
+
+
+class Unrewarded:
+    """Counts them in a row, in the checkpoint: a resumed run stops where an unbroken one would. Rank 0 only."""
+
+    def __init__(
+        self,
+        specs: Sequence[str],  # of the reward functions, as the user named them
+        counters: Counters,
+        note: Callable[[str], None],
+        *,
+        limit: int,  # batches in a row; 0: never stop
+        num_batches: int,  # of the whole run: one without a single reward does not pass for finished
+    ) -> None:
+        self.specs, self.counters, self.note, self.limit = tuple(specs), counters, note, limit
+        self.most = min(limit, num_batches)
+        self._silent: dict[str, int] = {}  # batches in a row without a score, of each function
+        self._told: set[str] = set()
+
+    def sampled(self, step: int, tables: Sequence[RewardTable], *, rewarded: bool, env_failed: int = 0) -> None:
+        """A batch for this step; `env_failed` of its completions have no reward because their environment failed."""
+        self._count_silent(tables)
+        if rewarded:
+            self._tell_silent(tables)
+            self.counters.unrewarded_in_a_row = 0
+            return
+        self.counters.unrewarded_in_a_row += 1
+        where = f"step {step}: none of {_num_rows(tables)} completions got a reward"
+        self._judge("batches", where, reasons(tables, env_failed), self.counters.unrewarded_in_a_row, self.most)
+
+    def evaluated(self, step: int, table: RewardTable) -> None:
+        """A held-out evaluation."""
+        if any(total is not None for total in table.totals):
+            self.counters.unrewarded_evaluations = 0
+            return
+        self.counters.unrewarded_evaluations += 1
+        where = f"evaluation at step {step}: none of {len(table.totals)} held-out completions got a reward"
+        self._judge("evaluations", where, reasons([table]), self.counters.unrewarded_evaluations, self.limit)
+
+    def _judge(self, what: str, where: str, why: str, count: int, most: int) -> None:
+        if self.limit and count >= most:
+            raise ValueError(
+                f"reward_funcs={' '.join(self.specs)}: {where}, number {count} of such {what} in a row ({why}); check "
+                "them with python -m rollout.rewards --check, or set --reward-none-limit 0 to go on without rewards"
+            )
+        if what not in self._told:
+            self._told.add(what)
+            stops = f"; the run stops after {most} such {what} in a row" if self.limit else ""
+            self.note(f"warning: {where} ({why}){stops}")
+
+    def _count_silent(self, tables: Sequence[RewardTable]) -> None:
+        for place, name in enumerate(tables[0].names):
+            scored = any(row[place] is not None for table in tables for row in table.values)
+            self._silent[name] = 0 if scored else self._silent.get(name, 0) + 1
+
+    def _tell_silent(self, tables: Sequence[RewardTable]) -> None:
+        """One of several rewards may not apply to a batch; to none of many batches is worth a word."""
+        for name, count in self._silent.items():
+            if self.limit and count >= self.limit and name not in self._told:
+                self._told.add(name)
+                why = reasons(tables, only=name)
+                self.note(f"warning: the reward {name} gave no score in {count} batches in a row ({why})")
+
+
+def reasons(tables: Sequence[RewardTable], env_failed: int = 0, *, only: str | None = None) -> str:
+    """What each function said instead of a score."""
+    told = [f"{env_failed} environments failed"] if env_failed else []
+    num_rows = _num_rows(tables)
+    for place, name in enumerate(tables[0].names if tables else ()):
+        gaps = [table.gaps[place] for table in tables if table.gaps]
+        if only not in (None, name) or not gaps:
+            continue
+        none, failed = sum(gap.none for gap in gaps), sum(gap.failed for gap in gaps)
+        last = next((gap.last for gap in reversed(gaps) if gap.last), None)
+        if none:
+            told.append(f"{name} returned None for {_of(none, num_rows)}")
+        if failed:
+            told.append(f"{name} failed on {_of(failed, num_rows)}, the last: {last}")
+    return "; ".join(told) or "no function gave a number"
+
+
+def _of(count: int, num_rows: int) -> str:
+    return f"all {num_rows} rows" if count == num_rows else f"{count} of {num_rows} rows"
+
+
+def _num_rows(tables: Sequence[RewardTable]) -> int:
+    return sum(len(table.values) for table in tables)

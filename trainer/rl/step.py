@@ -1,8 +1,8 @@
 """One optimizer step on scored completions: from advantages to gradients, for every loss of losses.policy.
 
     batch = prepare(cfg, policy, completions, advantage)      # pack, and passes without gradient, where wanted
-    for i in range(cfg.num_iterations):
-        sums = backward(cfg, policy, batch, first=i == 0)     # gradients; the caller clips and steps
+    for part in session.updates(batch):
+        sums = backward(cfg, policy, part)                    # gradients; the caller clips and steps
 
 `cfg` is a method's Config with policy_loss, correction, advantage, run, temperature, share_prompt, num_iterations and
 max_completion_length. The gradient is the same however the completions are cut into micro-batches, ordered or dealt to
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import Batch
+from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import TokenLogps
 from losses import importance
 from losses.entropy import keep_top_entropy
@@ -39,12 +39,13 @@ from losses.importance import sequence_mean, sequence_sum
 from losses.kl import MAX_LOG_RATIO
 from losses.policy import MIN_LOG_WEIGHT
 from rollout.engine import Completion
+from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_count, all_sum, data_size
 from trainer.parallel.quantile import tolerance_of, top_threshold
 from trainer.policy.logps import Policy, reference_logps, token_logps, token_loss
 from trainer.policy.optim import total_loss
-from trainer.rl import rollouts
+from trainer.policy.sharding import to_device_and_pad
 from trainer.rl.loss import (
     TokenInputs,
     add_gap_metrics,
@@ -75,6 +76,7 @@ class StepBatch:
     total: dict[str, Tensor]  # () the same over all ranks
     skipped: int  # completions that count and are not computed, of this rank
     skipped_tokens: int
+    first: bool = True  # the weights are still those that prepare saw
 
 
 def prepare(
@@ -104,7 +106,7 @@ def prepare(
     teaches = (advantage != 0).tolist() if per_completion else [any(x != 0 for x in own) for own in advantage]
     rows = [row for row in trained if not can_skip or whole or teaches[row]]
     kept = [completions[row] for row in rows]
-    micro_batches = rollouts.pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
+    micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
     # Ranks of a sharded model run the same passes, those with nothing in them too.
     skips = can_skip and not policy.is_sharded
     idle = [skips and not any(teaches[rows[i]] for i in mb.rows) for mb in micro_batches]
@@ -133,6 +135,25 @@ def prepare(
         reference = [reference_logps(policy, mb, temperature=cfg.temperature) for mb in micro_batches]
         batch = replace(batch, reference=reference)
     return batch
+
+
+def pack_completions(
+    run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool
+) -> list[Batch]:
+    """Micro-batches of prompts and completions, the completions trained; a group may lie behind one prompt."""
+    items = [
+        Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids)), len(c.prompt_ids))
+        for c in completions
+    ]
+    batches = make_batches(
+        items,
+        accumulation=run.gradient_accumulation_steps,
+        max_tokens=run.max_tokens_per_micro_batch,
+        packing=run.packing,
+        share_prompt=share_prompt,
+        multiple=policy.row_multiple,
+    )
+    return to_device_and_pad(policy, batches)
 
 
 def _per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequence[Sequence[float]]) -> Tensor:  # (N,)
@@ -183,9 +204,9 @@ def _wide(policy: Policy) -> torch.dtype:
     return torch.promote_types(policy.compute_dtype, torch.float32)
 
 
-def backward(cfg: Any, policy: Policy, batch: StepBatch, *, first: bool = False) -> MetricSums:
-    """Gradients of one optimizer step. `first` says that the weights are still those that prepare saw."""
-    now = scores_beforehand(cfg, policy, batch, first)
+def backward(cfg: Any, policy: Policy, batch: StepBatch) -> MetricSums:
+    """Gradients of one optimizer step, and its metrics."""
+    now = scores_beforehand(cfg, policy, batch)
     threshold, num_kept = _entropy_threshold(cfg, policy, batch, now)
     shared = cfg.policy_loss.loss.denominator(max_completion_length=cfg.max_completion_length, **batch.total)
     denominators = {"policy": shared, "kl": shared, "entropy": num_kept}
@@ -237,7 +258,7 @@ def extra_passes(cfg: Any) -> set[str]:
     return {name for name, needed in needs.items() if needed}
 
 
-def scores_beforehand(cfg: Any, policy: Policy, batch: StepBatch, first: bool) -> list[TokenLogps] | None:
+def scores_beforehand(cfg: Any, policy: Policy, batch: StepBatch) -> list[TokenLogps] | None:
     """Log-probs and entropies of the current policy over whole completions; None where nothing needs them.
 
     The ratio of a completion is 1, and needs no pass, where it is taken against the policy itself. The gap to the
@@ -247,7 +268,7 @@ def scores_beforehand(cfg: Any, policy: Policy, batch: StepBatch, first: bool) -
     known = {"ratio of a completion": against_itself, "gap of a completion": batch.start is not None}
     if all(known.get(need) for need in extra_passes(cfg)):
         return None
-    return batch.start if first and not batch.given and batch.start else score(cfg, policy, batch.micro_batches)
+    return batch.start if batch.first and not batch.given and batch.start else score(cfg, policy, batch.micro_batches)
 
 
 def _entropy_threshold(

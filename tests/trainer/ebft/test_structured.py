@@ -29,7 +29,7 @@ from trainer.ebft.structured import FeatureRewards, add_target, estimate, evalua
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch
-from trainer.rl.rank0_rollout import Lead
+from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.step import backward, prepare
 
 TEMPERATURE = 0.7
@@ -95,7 +95,7 @@ def take_step(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: lis
     values = torch.stack(measured.reward, dim=-1)  # (P, G, 2)
     advantage = estimate(cfg, SimpleNamespace(rewards=values))
     batch = prepare(cfg, policy, flat(prompts, groups)[1], advantage.flatten() * cfg.features.rl_coef)
-    sums = backward(cfg, policy, batch, first=True)
+    sums = backward(cfg, policy, batch)
     num_tokens = add_target(cfg, policy, prompts, sums)
     return sums.means(), advantage, num_tokens
 
@@ -230,7 +230,7 @@ def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_z
         prompts = [replace(prompt, target_mask=[False] * len(prompt.target_ids)) for prompt in prompts]
     cut = [[replace(one, finish_reason="length") for one in group] for group in groups]
     batch = prepare(cfg, policy, flat(prompts, cut)[1], torch.ones(len(LENGTHS) * SIZE))
-    sums = backward(cfg, policy, batch, first=True)
+    sums = backward(cfg, policy, batch)
     add_target(cfg, policy, prompts, sums)
     logged, (_, ce, _) = sums.means(), by_hand(make_cfg(ce_coef=0.5), make_policy(), *make_groups(policy))
     ce = ce if targets else 0.0
@@ -332,7 +332,9 @@ def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
     cfg, policy = make_cfg(use_whitening=True, max_tokens=max_tokens), make_policy()
     prompts, _ = make_groups(policy)
     writer = Writer(policy)
-    logged = evaluate(cfg, policy, Lead(policy, writer, prompts), writer, rewards_of(cfg, policy), prompts, version=7)
+    logged = evaluate(
+        cfg, policy, Rank0Rollout(policy, writer, prompts), writer, rewards_of(cfg, policy), prompts, version=7
+    )
     assert writer.calls == ["load 7", "sleep"] and policy.model.training
     assert [job.seed for job in writer.jobs] == list(range(len(prompts) * SIZE))
     aligned, spread, distances, total, count = [], [], [], 0.0, 0
@@ -370,7 +372,7 @@ def test_held_out_groups_are_sampled_alike_every_time_and_follow_the_weights():
     rewards = rewards_of(cfg, policy)
 
     def look() -> dict[str, float]:
-        return evaluate(cfg, policy, Lead(policy, engine, prompts), source, rewards, prompts, version=0)
+        return evaluate(cfg, policy, Rank0Rollout(policy, engine, prompts), source, rewards, prompts, version=0)
 
     first = look()
     assert look() == first and policy.model.training

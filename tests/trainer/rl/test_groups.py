@@ -79,7 +79,7 @@ def test_a_batch_is_what_was_planned_in_order_with_its_rewards(streaming):
     batch = groups.next(0, 0)
     assert words(batch) == ["yn", "nn", "yy"]
     assert batch.reward.tolist() == [[1, 0], [0, 0], [1, 1]]
-    assert batch.table.totals == [1, 0, 0, 0, 1, 1] and batch.table.names == ["exact_match"]
+    assert batch.rows == [[1], [0], [0], [0], [1], [1]] and batch.names == ["exact_match"]
     assert [p.source for p in batch.prompts[::G]] == groups.producer.source.asked
 
 
@@ -167,7 +167,6 @@ def test_leave_one_out_and_a_kl_in_the_reward():
 def test_a_reward_that_does_not_apply_is_left_out_of_the_sum():
     batch = batch_of([[[1.0, None], [0.0, 2.0], [None, None]]], [1.0, 0.5])
     assert batch.reward[0, :2].tolist() == [1.0, 1.0] and math.isnan(batch.reward[0, 2])
-    assert batch.table.totals == [1.0, 1.0, None]
     assert advantages(settings(), batch).tolist() == [[0.0, 0.0, 0.0]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def dealt_step(
         batch = prepare(cfg, policy, [completions[row] for row in rows], advantage[rows])
         if cfg.num_iterations > 1:
             policy.model = models[rank][1].train()
-        sums = backward(cfg, policy, batch, first=cfg.num_iterations == 1)
+        sums = backward(cfg, policy, replace(batch, first=cfg.num_iterations == 1))
         return gradient(policy.model), sums.means()
 
     for model in models[0] + models[1]:

@@ -111,7 +111,7 @@ def test_options_and_lengths(write, capsys):
         (["--model", "no/such/folder"], "error: model=no/such/folder: its tokenizer cannot be loaded"),
         (["--kind", "sft", "--bad-rows", "skip"], "error: bad_rows: has no effect on rows of kind=sft"),
         (["--data-format", "chatml.intell"], "did you mean 'chatml.intel'"),
-        (["--data-format", "my_module.fn"], "error: kind=auto: cannot be told"),
+        (["--data-format", "my_module.fn"], "error: kind=auto: cannot be inferred"),
         (["--kind", "stepwise"], "rows.jsonl:1: has no 'completions'"),
     ],
 )

@@ -282,7 +282,7 @@ def test_data_without_a_single_anchor_is_refused_and_one_is_enough():
     short = documents_of((5, 3))
     with pytest.raises(ValueError, match=r"^documents=2: none .*generate_max_len = 6 tokens.*longest: 5\); use longer"):
         require_anchors(short, plan())
-    with pytest.raises(ValueError, match=r"^documents=1: none .* behind its prompt \(longest: 12\)"):
+    with pytest.raises(ValueError, match=r"^documents=1: none .* after its prompt \(longest: 12\)"):
         require_anchors([Document(list(range(12)), prompt_length=11)], plan())
     require_anchors([*short, Document([1] * 6)], plan())
     behind = r"^documents=1: none .*, or for min_completion_prefix \+ generate_max_len = 9 behind .*lower the three$"

@@ -184,8 +184,8 @@ def _task_rows(spec: DataSpec) -> list[Row]:
 def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
     """A table row without the nulls that its schema added to tool calls, tools and template settings.
 
-    A table gives every struct in a column the same keys, so a null there may be an absent key. Nulls in a JSON file were
-    written by someone, and stay.
+    A table gives every struct in a column the same keys, so a null there may be an absent key. Nulls in a JSON file
+    were written by someone, and stay.
     """
 
     def clean(name: str, value: Any) -> Any:

@@ -285,7 +285,7 @@ def test_data_without_a_single_anchor_is_refused_and_one_is_enough():
     with pytest.raises(ValueError, match=r"^documents=1: none .* after its prompt \(longest: 12\)"):
         require_anchors([Document(list(range(12)), prompt_length=11)], plan())
     require_anchors([*short, Document([1] * 6)], plan())
-    behind = r"^documents=1: none .*, or for min_completion_prefix \+ generate_max_len = 9 behind .*lower the three$"
+    behind = r"^documents=1: none .*, or for min_completion_prefix \+ generate_max_len = 9 after .*lower the three$"
     with pytest.raises(ValueError, match=behind):
         require_anchors([Document(list(range(12)), prompt_length=4)], plan(min_completion_prefix=7))
     require_anchors([Document(list(range(12)))], plan(min_completion_prefix=7))

@@ -388,7 +388,7 @@ def _text_of(content: Any, where: str) -> str:
 
 
 def _calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(calls, str):  # tables whose rows differ in shape hold them as JSON
+    if isinstance(calls, str):  # tables whose rows differ in shape store them as JSON
         try:
             calls = json.loads(calls)
         except json.JSONDecodeError as error:

@@ -260,7 +260,7 @@ def test_a_users_transform_is_read_as_any_row(write, chatml, tmp_path, monkeypat
 def test_system_prompts_and_plain_text_are_told_about(write, chatml, capsys):
     path = write({"prompt": "2+2=", "completion": "4", "question": "2+2=", "chosen": "4", "rejected": "5"})
     load_targets([path], chatml)
-    assert "the prompts are plain text and are given to the model as they are" in capsys.readouterr().err
+    assert "the prompts are plain text and go to the model unchanged" in capsys.readouterr().err
     with pytest.raises(ValueError, match="^system_prompt: has no effect, all rows are plain text"):
         load_targets([path], chatml, system_prompt="Be brief.")
     capsys.readouterr()

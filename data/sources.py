@@ -129,7 +129,7 @@ def slice_rows(split: str, num_rows: int) -> tuple[set[str], list[int]]:
         start, stop = (None if match[end] is None else int(match[end]) for end in ("start", "stop"))
         if match["pct1"] or match["pct2"]:
             if any(bound is not None and abs(bound) > 100 for bound in (start, stop)):
-                raise ValueError(f"split={split}: a percentage lies between -100 and 100")
+                raise ValueError(f"split={split}: a percentage must be between -100 and 100")
             start, stop = (None if bound is None else round(bound * num_rows / 100) for bound in (start, stop))
         names.add(match["split"])
         chosen += range(num_rows)[start:stop]
@@ -238,7 +238,9 @@ def _file_rows(path: str) -> list[Row]:
             raise ValueError(
                 f'data={path}: plain text has no rows; write it as .jsonl, a line {{"text": ...}} for each document'
             )
-        raise ValueError(f"data={path}: its kind is not known from its name; rename it to one of {', '.join(SUFFIXES)}")
+        raise ValueError(
+            f"data={path}: the file type is not known from its name; rename it to one of {', '.join(SUFFIXES)}"
+        )
     try:
         if kind == "parquet":
             return _read_parquet(path, place)

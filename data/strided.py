@@ -74,8 +74,8 @@ class StridedPlan:
 
     def places(self, document: Document) -> range:
         """Anchors if everything after the prompt were trained."""
-        behind = document.prompt_length + self.min_completion_prefix if document.prompt_length else 0
-        return range(max(self.context_length, behind), len(document.ids) - self.generate_max_len + 1, self.stride)
+        earliest = document.prompt_length + self.min_completion_prefix if document.prompt_length else 0
+        return range(max(self.context_length, earliest), len(document.ids) - self.generate_max_len + 1, self.stride)
 
     def size(self, document: Document) -> int:
         """Places that the document and its continuations occupy in a row."""
@@ -93,10 +93,10 @@ def require_anchors(documents: Sequence[Document], plan: StridedPlan) -> None:
         )
     longest = max((len(document.ids) for document in documents), default=0)
     prefix = plan.min_completion_prefix
-    behind = f"min_completion_prefix + generate_max_len = {prefix + plan.generate_max_len}" if prefix else ""
+    needed = f"min_completion_prefix + generate_max_len = {prefix + plan.generate_max_len}" if prefix else ""
     raise ValueError(
         f"documents={len(documents)}: none has room for context_length + generate_max_len = "
-        f"{plan.context_length + plan.generate_max_len} tokens, or for {behind or 'generate_max_len'} after its "
+        f"{plan.context_length + plan.generate_max_len} tokens, or for {needed or 'generate_max_len'} after its "
         f"prompt (longest: {longest}); use longer documents or lower the {'three' if prefix else 'two'}"
     )
 

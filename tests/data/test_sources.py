@@ -143,7 +143,7 @@ def test_csv_with_quotes_bom_and_long_fields(tmp_path):
         ("r.jsonl", b'{"a": "\xff"}', r"is not UTF-8 text \(byte 7\)"),
         ("r.jsonl.gz", b"not gzip", "cannot be read"),
         ("r.parquet", b"not parquet", "cannot be read as parquet"),
-        ("r.dat", b"hello", "its kind is not known from its name"),
+        ("r.dat", b"hello", "the file type is not known from its name"),
         ("r.txt", b"hello", "plain text has no rows; write it as .jsonl"),
     ],
 )

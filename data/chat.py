@@ -266,8 +266,8 @@ class _Conversation:
 
 def _rewritten(number: int) -> str:
     return (
-        f"messages[{number}]: the chat template writes what is before this assistant turn differently once the turn "
-        "follows, so its loss mask cannot be placed; use a template that adds turn by turn"
+        f"messages[{number}]: the chat template changes the text before this assistant turn once the turn follows, "
+        "so its loss mask cannot be placed; use a template that only appends turns"
     )
 
 
@@ -298,8 +298,8 @@ def render_responses(
         text = _render_text(tokenizer, context + response, generation_prompt=False, settings=settings)
         if not text.startswith(before):
             raise ValueError(
-                "chat_template: writes the prompt differently once a response follows it, so the response has no place "
-                "of its own; use a template that adds turn by turn"
+                "chat_template: writes the prompt differently once a response follows it, so the start of the response "
+                "cannot be found; use a template that only appends turns"
             )
         texts.append(text)
     if not all(text.startswith(opening) for text in texts):
@@ -388,7 +388,7 @@ def _text_of(content: Any, where: str) -> str:
 
 
 def _calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(calls, str):  # tables whose rows differ in shape hold them as JSON
+    if isinstance(calls, str):  # tables whose rows differ in shape store them as JSON
         try:
             calls = json.loads(calls)
         except json.JSONDecodeError as error:

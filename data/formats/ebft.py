@@ -1,9 +1,9 @@
-"""The ebft_* formats: a conversation, or a question with its answer, as a prompt with what truly follows it.
+"""The ebft_* formats: a conversation, or a question with its answer, as a prompt with its target.
 
     EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" if the conversation goes on (targets.py)
     EBFT_STRIDED_FORMATS    what data/rows/sft.py reads: {"prompt", "completion"} or {"messages"} (documents.py)
 
-A true completion is kept as its message, so that keys such as tool_calls and reasoning_content reach the chat template.
+A target stays a message, so that keys such as tool_calls and reasoning_content reach the chat template.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data.formats.fields import CONVERSATION, Columns, conversation_of, for_temp
 from data.formats.registry import Format, parse_specs
 from data.types import Messages
 
-# The pairs of tags that thoughts stand between; the first pair that a message has is taken.
+# Tags around thoughts; the first pair found in a message is used.
 THOUGHT = [
     (re.escape(opening), re.escape(closing))
     for opening, closing in (
@@ -26,7 +26,7 @@ THOUGHT = [
         ("<|begin_of_thought|>", "<|end_of_thought|>"),
     )
 ]
-# A format that gives several rows for one returns a list.
+# A format that makes several rows of one returns a list.
 TargetFormat = Callable[[Columns], Columns | list[Columns]]
 
 
@@ -36,22 +36,22 @@ def turns_of(columns: Columns) -> Messages:
 
 
 def last_turn(columns: Columns) -> Columns:
-    """The last assistant turn is the target, all before it the prompt."""
+    """The last assistant turn is the target, everything before it the prompt."""
     messages = turns_of(columns)
     return _target(columns, messages, _assistant_turns(messages)[-1])
 
 
 def _first_turn(columns: Columns) -> Columns:
-    """The first assistant turn is the target; the rest of the conversation is there for those who go on."""
+    """The first assistant turn is the target; later turns, up to the assistant's last, are remaining_turns."""
     messages = turns_of(columns)
     turns = _assistant_turns(messages)
-    rest = messages[turns[0] + 1 : turns[-1] + 1]  # what nobody answers has no target
+    rest = messages[turns[0] + 1 : turns[-1] + 1]  # turns without an answer have no target
     made = _target(columns, messages, turns[0])
     return {**made, "remaining_turns": rest} if rest else made
 
 
 def _all_turns(columns: Columns) -> list[Columns]:
-    """One row per assistant turn, each behind the conversation as it truly was."""
+    """One row per assistant turn, each after the conversation as it is in the data."""
     messages = turns_of(columns)
     return [_target(columns, messages, number) for number in _assistant_turns(messages)]
 
@@ -62,7 +62,7 @@ def _opencode(columns: Columns) -> Columns:
 
 
 def _split_thinking(columns: Columns) -> Columns:
-    """Thoughts of earlier turns as reasoning_content; those of the target in <think> tags, whatever they had."""
+    """Thoughts of earlier turns become reasoning_content; those of the target get <think> tags."""
     messages = [_split(message) for message in turns_of(columns)]
     made = _target(columns, messages, _assistant_turns(messages)[-1])
     (last,) = made["ground_truth"]
@@ -96,7 +96,7 @@ def _answer_only(columns: Columns) -> Columns:
 
 
 def _assistant_turns(messages: Messages) -> list[int]:
-    """Numbers of the assistant's messages."""
+    """Indices of the assistant's messages."""
     found = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not found:
         raise ValueError("has no assistant turn, so there is no true completion; remove the row")
@@ -145,7 +145,7 @@ EBFT_STRIDED_FORMATS: dict[str, Format] = {
 
 
 def refuse_formats(specs: Sequence[str], data_format: str, others: Mapping[str, Any], mode: str) -> None:
-    """Refuse formats that are made for the other mode."""
+    """Refuse formats of the other mode."""
     for spec in parse_specs(specs):
         name = spec.format or data_format
         if name in others:

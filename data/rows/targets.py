@@ -1,10 +1,10 @@
-"""Prompts with their true completion, for methods that compare what a model writes with what the data has.
+"""Prompts with their targets (true completions), for methods that compare completions with the data.
 
     load_targets(["sums.jsonl"], tokenizer, max_completion_length=64)            # {"prompt": "2+2=", "completion": "4"}
     -> [TargetPrompt(ids=[...], target_ids=[..., eos], columns={"completion": "4", "ground_truth": "4"}, ...)]
 
-The ids of the prompt and of the target are those of the whole, split: where a token spans both, the target has it, and
-rollouts begin before it too. A row without a target is an error: all its rewards would be about nothing.
+Prompt and target are tokenised as one text and then split: a token that spans both belongs to the target, and rollouts
+start before it too. A row without a target is an error: its rewards would be undefined.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, apply, parse_spec
 from data.formats.template_settings import check_effect
 from data.rows.bad_rows import Tally
 from data.rows.pairs import bind, check_system, render_row
-from data.rows.prompts import check_room, fits, say_left_out, say_plain, tokenise_prompt
+from data.rows.prompts import check_room, fits, log_left_out, log_plain, tokenise_prompt
 from data.sources import Row
 from data.types import Messages, TargetPrompt
 
-PAIR = "of_a_pair"  # column that named pair formats add: what render_row reads besides the prompt and the target
+PAIR = "of_a_pair"  # column added by named pair formats: what render_row reads besides prompt and target
 
 
 class Rendered(NamedTuple):
-    """A row as ids, with what its columns are to say."""
+    """A row as ids, with the values of its columns."""
 
     prompt: str | Messages
     ids: list[int]
     target_ids: list[int]
     mask: list[bool]
-    text: str  # of the target; of its first turn where there are several
-    later: Messages  # the turns behind that
-    settings: dict[str, Any]  # what the chat template was given besides the messages
-    notes: tuple[str, ...]
-    takes_system: bool  # whether there is a place for system_prompt in it
+    text: str  # of the target, or of its first turn if there are several
+    later: Messages  # the turns after that
+    settings: dict[str, Any]  # what the chat template got besides the messages
+    notes: tuple[str, ...]  # remarks about the row, for the log
+    takes_system: bool  # whether system_prompt applies to it
 
 
 def load_targets(
@@ -49,7 +49,7 @@ def load_targets(
     context_length: int | None = None, max_completion_length: int = 256, options: FormatOptions | None = None,
     cfg: Any = None,
 ) -> list[TargetPrompt]:  # fmt: skip
-    """Read prompts with their targets from every spec, in order; prompts are what load_prompts makes of them.
+    """Read prompts with their targets from every spec, in order; prompts are those of load_prompts.
 
     Prompts over max_prompt_length are left out. Targets over max_completion_length, which no completion could match,
     are cut on the right. Both are counted and logged.
@@ -74,17 +74,18 @@ def load_targets(
             if len(made.target_ids) > max_completion_length:
                 tally.note(f"with their true completion cut to {max_completion_length=} tokens")
             prompts.append(_target_prompt(part, made, max_completion_length, spec.weight))
-    say_left_out(len(prompts), tally.num_rows, max_prompt_length)
-    if not {spec.format or data_format for spec in parse_specs(specs)} & pairs.keys():  # those write it out themselves
-        say_plain(prompts, tokenizer)
+    log_left_out(len(prompts), tally.num_rows, max_prompt_length)
+    # Pair formats write their delimiters themselves.
+    if not {spec.format or data_format for spec in parse_specs(specs)} & pairs.keys():
+        log_plain(prompts, tokenizer)
     check_system(system_prompt, takes_system)
     check_effect(chat_template_kwargs, any(prompt.conversational for prompt in prompts))
-    tally.say()
+    tally.log()
     return prompts
 
 
 def _parts(row: Row, function: TargetFormat) -> list[Row]:
-    """What a format makes of a row: one, or several that are numbered from 1."""
+    """The row or rows that a format makes of one; several are numbered from 1."""
     found = apply(function, row)
     if not isinstance(found, list):
         return [Row(source=row.source, columns=found)]
@@ -93,7 +94,7 @@ def _parts(row: Row, function: TargetFormat) -> list[Row]:
 
 def _target_prompt(row: Row, made: Rendered, limit: int, weight: float) -> TargetPrompt:
     mask = made.mask[:limit]
-    while not mask[-1]:  # cut within what the user writes: a target ends with something of the model's
+    while not mask[-1]:  # the cut is within a user turn: a target ends with an assistant token
         mask.pop()
     columns = {name: value for name, value in row.columns.items() if name not in ("prompt", PAIR)}
     columns["ground_truth"] = made.text
@@ -109,7 +110,7 @@ def _target_prompt(row: Row, made: Rendered, limit: int, weight: float) -> Targe
 def render_target(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
 ) -> Rendered:
-    """Ids of {"prompt", "ground_truth"}, and of "remaining_turns" where there are some."""
+    """Ids of {"prompt", "ground_truth"}, and of "remaining_turns" if there are any."""
     pair = columns.get(PAIR) or {"takes_system": not isinstance(columns["prompt"], str)}
     columns = {**columns, **pair}
     shown, head, settings, notes = tokenise_prompt(columns, tokenizer, system_prompt, kwargs)
@@ -129,16 +130,16 @@ def render_target(
         lost = tokenizer.decode(head[len(prompt_ids) :])
         raise ValueError(
             f"the chat template opens an answer with {lost!r}, which the true completion does not begin with; "
-            "begin it so, or take another chat_template"
+            "add it there, or use another chat_template"
         )
     text = target if isinstance(target, str) else target[0]["content"]
-    if not text:  # nothing but tool calls
+    if not text:  # only tool calls
         text = tokenizer.decode(target_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Rendered(shown, prompt_ids, target_ids, mask, text, later, settings, tuple(notes), pair["takes_system"])
 
 
 def _true_turns(columns: Columns) -> str | Messages:
-    """What follows the prompt: text behind text, or messages that begin and end with one of the assistant."""
+    """The target: text after a text prompt, else messages that begin and end with the assistant's."""
     prompt, target, later = (columns.get(name) for name in ("prompt", "ground_truth", "remaining_turns"))
     if isinstance(target, str) and not target.strip():
         raise ValueError("the true completion is empty; fill it in or remove the row")
@@ -158,7 +159,7 @@ def _true_turns(columns: Columns) -> str | Messages:
 
 
 def _checked(turns: Messages) -> Messages:
-    """The turns up to the last one of the assistant, which they begin with and never has two in a row."""
+    """The turns up to the last assistant turn; they begin with one, and never have two in a row."""
     roles = [turn["role"] for turn in turns]
     if roles[0] != "assistant":
         raise ValueError(f"the true completion begins with a {roles[0]} message; it must be the assistant's")
@@ -207,7 +208,7 @@ def _sharegpt(columns: Columns) -> Columns:
 
 
 def _named(name: str, columns: Columns) -> Columns:
-    """A format of both prompts and SFT: the prompt of the one, with the completion of the other."""
+    """A format of both prompts and SFT: the prompt of the former with the completion of the latter."""
     completion = SFT_FORMATS[name](columns)["completion"]
     return {**PROMPT_FORMATS[name](columns), "ground_truth": completion}
 

@@ -1,3 +1,5 @@
+"""The loader: order, weights, epochs and exact resume."""
+
 from __future__ import annotations
 
 import json
@@ -31,7 +33,7 @@ def test_no_shuffle_keeps_order():
     assert [[row.ids[0] for row in loader.next()] for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
 
 
-def test_epoch_counts_what_was_handed_out():
+def test_epoch_counts_returned_rows():
     loader = Loader(rows(8), batch_size=6, seed=0)
     assert (loader.epoch, loader.rows_per_epoch) == (0.0, 8)
     loader.next()

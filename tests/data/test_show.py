@@ -1,3 +1,5 @@
+"""python -m data.show: text, masks, kinds of rows and errors."""
+
 from __future__ import annotations
 
 import json
@@ -50,7 +52,7 @@ def test_pairs(write, capsys):
         ),
     ],
 )
-def test_kind_is_told_from_the_columns(write, capsys, row, expected):
+def test_kind_is_inferred_from_the_columns(write, capsys, row, expected):
     assert main(["--data", write(row)]) == 0
     assert expected in capsys.readouterr().out
 
@@ -111,7 +113,7 @@ def test_options_and_lengths(write, capsys):
         (["--model", "no/such/folder"], "error: model=no/such/folder: its tokenizer cannot be loaded"),
         (["--kind", "sft", "--bad-rows", "skip"], "error: bad_rows: has no effect on rows of kind=sft"),
         (["--data-format", "chatml.intell"], "did you mean 'chatml.intel'"),
-        (["--data-format", "my_module.fn"], "error: kind=auto: cannot be told"),
+        (["--data-format", "my_module.fn"], "error: kind=auto: cannot be inferred"),
         (["--kind", "stepwise"], "rows.jsonl:1: has no 'completions'"),
     ],
 )
@@ -143,8 +145,8 @@ def test_settings_of_the_chat_template(write, tmp_path, capsys):
     assert "the chat template does not read 'style'" in capsys.readouterr().err
 
 
-def test_a_file_does_not_say_that_a_models_code_may_run(write, tmp_path):
-    """Only the caller's own flag does; other settings of the file are taken."""
+def test_a_config_file_cannot_enable_remote_code(write, tmp_path):
+    """Only the flag can; other settings of the file apply."""
     rows = write({"prompt": "2+2=", "answer": "4"})
     file = tmp_path / "run.yaml"
     text = "method: grpo\nmodel: builtin:tiny\ntrust_remote_code: true\nsystem_prompt: Hi\n"

@@ -1,3 +1,5 @@
+"""Prompts with targets: formats, token boundaries, several turns, lengths and refusals."""
+
 from __future__ import annotations
 
 import json
@@ -92,8 +94,8 @@ def test_sharegpt_rows(write, chatml):
         ] * 2
 
 
-def test_ids_are_those_of_rollouts_and_of_imitation(write, chatml):
-    """As prompts they are what an engine gets; as a whole, what SFT trains on (less the newline of the template)."""
+def test_ids_are_those_of_rollouts_and_of_sft(write, chatml):
+    """Prompts are what an engine gets; the whole is what SFT trains on (minus the newline of the template)."""
     row = {"prompt": [USER, ANSWER, user("3+3=")], "completion": "6", "answer": 6}
     for change in ({}, {"prompt": "3+3="}):
         path = write({**row, **change})
@@ -119,7 +121,7 @@ def test_task_rows_are_compared_with_their_completion(chatml):
     assert prompts[0].ids == load_prompts(["task:addition:size=20,split=sft"], chatml)[0].ids
 
 
-def test_a_token_of_both_is_the_targets(write, tokenizer_of, metaspace_of, capsys):
+def test_a_token_that_spans_prompt_and_target_belongs_to_the_target(write, tokenizer_of, metaspace_of, capsys):
     tokenizer = tokenizer_of("plain", merges=(("a", "b"),))
     (prompt,) = load_targets([write({"prompt": "xa", "completion": "bc"})], tokenizer)
     assert texts(tokenizer, prompt) == ("x", "abc<|endoftext|>")
@@ -190,7 +192,7 @@ def test_lengths(write, tokenizer_of, capsys):
         load_targets([path], tokenizer, max_prompt_length=1)
 
 
-def test_a_target_that_is_cut_ends_with_something_of_the_models(write, chatml, capsys):
+def test_a_cut_target_ends_with_an_assistant_token(write, chatml, capsys):
     path = write({"messages": CHAT})
     name = "ebft_chat_multiturn.transform"
     (whole,) = load_targets([path], chatml, data_format=name)
@@ -231,7 +233,7 @@ def test_a_row_without_a_target_is_an_error_that_names_it(write, chatml, row, na
         load_targets([write(good, row)], chatml, data_format=name)
 
 
-def test_formats_that_cannot_be_meant(write, chatml):
+def test_strided_and_misspelt_formats_are_refused(write, chatml):
     path = write({"messages": CHAT})
     with pytest.raises(ValueError, match="^data_format=ebft_strided_chat.transform: gives rows for --mode strided"):
         load_targets([path], chatml, data_format="ebft_strided_chat.transform")
@@ -240,7 +242,7 @@ def test_formats_that_cannot_be_meant(write, chatml):
             load_targets([path], chatml, data_format=wrong)
 
 
-def test_a_users_transform_is_read_as_any_row(write, chatml, tmp_path, monkeypatch):
+def test_a_users_transform(write, chatml, tmp_path, monkeypatch):
     (tmp_path / "target_rows.py").write_text(
         "def pick(cfg, dataset_idx):\n"
         "    def transform(example, tokenizer=None):\n"
@@ -257,10 +259,10 @@ def test_a_users_transform_is_read_as_any_row(write, chatml, tmp_path, monkeypat
         load_targets(specs, chatml, data_format="target_rows.pick", cfg="=")
 
 
-def test_system_prompts_and_plain_text_are_told_about(write, chatml, capsys):
+def test_system_prompts_and_plain_text_are_logged(write, chatml, capsys):
     path = write({"prompt": "2+2=", "completion": "4", "question": "2+2=", "chosen": "4", "rejected": "5"})
     load_targets([path], chatml)
-    assert "the prompts are plain text and are given to the model as they are" in capsys.readouterr().err
+    assert "the prompts are plain text and go to the model unchanged" in capsys.readouterr().err
     with pytest.raises(ValueError, match="^system_prompt: has no effect, all rows are plain text"):
         load_targets([path], chatml, system_prompt="Be brief.")
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Features of whole completions against plain forwards of one sequence at a time: values, batching, whose they are."""
+"""Features of whole completions against plain forward passes of one sequence: values, batching, which model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def completion(prompt: TargetPrompt, ids: list[int], mask: list[bool] | None = N
 
 
 def make_groups(*sizes: tuple[int, int]) -> tuple[list[TargetPrompt], list[Completion]]:
-    """A group of four for each (tokens of the prompt, tokens of the target); prompts once for each completion."""
+    """A group of four per (prompt length, target length); prompts are repeated per completion."""
     generator, prompts, completions = torch.Generator().manual_seed(5), [], []
     for row, (head, tail) in enumerate(sizes):
         prompt = TargetPrompt(
@@ -66,7 +66,7 @@ def network_of(policy: Policy | None = None, *, max_tokens: int = 4096, **option
 
 
 def vector(model: Any, layers: list[int], cfg: FeatureConfig, prompt: list[int], ids: list[int]) -> Tensor:
-    """The feature of one sequence, by itself."""
+    """The feature of one sequence, computed alone."""
     with torch.no_grad():
         tokens = naive_ebft.token_vectors(model, [*prompt, *ids], layers, cfg.feature_norm)
     return naive_ebft.pooled(tokens, cfg.embed_method, len(prompt))
@@ -111,7 +111,7 @@ def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitenin
 
 
 @pytest.mark.parametrize(("whiten_gt", "method"), list(itertools.product(("feature", "sample"), METHODS)))
-def test_duplicates_are_one_and_the_same_to_whitening(whiten_gt, method):
+def test_whitening_treats_duplicates_as_one(whiten_gt, method):
     network = network_of(embed_method=method, use_whitening=True, whiten_gt=whiten_gt, max_tokens=30)
     prompts, completions = make_groups((3, 5), (4, 5))
     completions[2] = completions[0]  # two of four
@@ -137,8 +137,8 @@ def test_a_rollout_equal_to_the_target_has_exactly_its_features(method):
     assert measured.cfm[2].item() == 0.0 and measured.cfm[0].item() > 0
 
 
-def test_only_the_tokens_of_the_model_are_averaged_over():
-    """Two turns, what the user said in between is seen and not counted; so in the target."""
+def test_only_the_models_tokens_are_averaged():
+    """Two turns: the user's text between them is context and not averaged, also in the target."""
     network = network_of(embed_method="completion_mean")
     prompts, completions = make_groups((3, 6))
     mask = [True, True, False, False, True, True]
@@ -156,8 +156,8 @@ def test_only_the_tokens_of_the_model_are_averaged_over():
         close(got, sum(mine) / len(mine))
 
 
-def test_equal_tokens_with_other_bounds_are_not_taken_for_each_other():
-    """One sequence in two groups, cut elsewhere, and once with some of it said by the user."""
+def test_equal_tokens_with_other_masks_are_not_shared():
+    """One sequence in two groups, with different prompt lengths, and once with tokens of the user."""
     network = network_of(embed_method="completion_mean")
     ids = draw(torch.Generator().manual_seed(3), 9)
     first = TargetPrompt(source="a", prompt="", ids=ids[:3], target_ids=ids[3:])
@@ -173,7 +173,7 @@ def test_equal_tokens_with_other_bounds_are_not_taken_for_each_other():
     close(found.rollout[0, 0], (tokens[3] + tokens[5:].sum(dim=0)) / 5)
 
 
-def test_a_completion_without_tokens_has_no_features_of_its_own():
+def test_a_completion_without_tokens_has_zero_features_or_those_of_its_prompt():
     prompts, completions = make_groups((3, 5))
     completions[0] = completion(prompts[0], [])
     network = network_of(embed_method="completion_mean")
@@ -190,7 +190,7 @@ def test_a_completion_without_tokens_has_no_features_of_its_own():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("max_tokens", [1, 17, 60])
-def test_how_many_tokens_a_pass_takes_does_not_matter(max_tokens, method):
+def test_features_do_not_depend_on_the_token_budget(max_tokens, method):
     prompts, completions = make_groups(*GROUPS)
     whole = network_of(embed_method=method).of_groups(prompts, completions, num_generations=SIZE)
     cut = network_of(embed_method=method, max_tokens=max_tokens).of_groups(prompts, completions, num_generations=SIZE)
@@ -220,7 +220,7 @@ def test_every_distinct_sequence_is_computed_once(monkeypatch):
 
 
 def test_a_sequence_may_fill_the_context():
-    """Where position embeddings end with it."""
+    """With position embeddings that end there."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -250,7 +250,7 @@ def test_states_are_the_outputs_of_blocks():
             hidden_states(policy, lm, batch)
         for number in (1, 2):
             close(states[number - 1], hidden[number][0, [0, 4, 10]], 1e-12)
-        close(lm.model.norm(states[2]), hidden[3][0, [0, 4, 10]], 1e-12)  # transformers puts the last norm on it
+        close(lm.model.norm(states[2]), hidden[3][0, [0, 4, 10]], 1e-12)  # transformers applies the last norm to it
         assert (states[2] - hidden[3][0, [0, 4, 10]]).abs().max() > 1e-3
 
 
@@ -272,14 +272,14 @@ def test_fractions_of_the_depth_name_blocks_of_the_network(fractions, layers):
     close(network.of_groups(prompts, completions, num_generations=SIZE).target[0], want)
 
 
-def test_nothing_is_left_on_the_network(monkeypatch):
+def test_hooks_are_removed_from_the_network(monkeypatch):
     network = network_of()
     prompts, completions = make_groups((3, 5))
 
     def hooks() -> int:
         return sum(len(module._forward_hooks) for module in network.policy.reference.modules())
 
-    before, within = hooks(), []  # transformers leaves some of its own, for output_hidden_states
+    before, within = hooks(), []  # transformers leaves its own hooks, for output_hidden_states
     network.of_groups(prompts, completions, num_generations=SIZE)
     assert hooks() == before
 
@@ -303,11 +303,11 @@ def test_a_model_without_a_list_of_blocks_is_refused():
         blocks_of(lm, "mine")
 
 
-# Whose states.
+# Which model.
 
 
 def of_tiny(policy: Policy, source: Policy | None = None) -> Tensor:
-    """Features of the same completions, whatever they mean to a model."""
+    """Features of the same completions by any model."""
     network = network_of(source or policy, feature_layers=(0.34, 0.67))
     prompts, completions = make_groups(*GROUPS)
     found = network.of_groups(prompts, completions, num_generations=SIZE)
@@ -328,7 +328,7 @@ def tiny() -> Any:
 
 
 def train_a_little(policy: Policy) -> Tensor:
-    """Steps of an optimizer on some sequence; gives the parameters as they were."""
+    """A few optimizer steps on some sequence; returns the parameters from before."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     before = torch.cat([p.detach().flatten().clone() for p in parameters])
     optimizer = torch.optim.SGD(parameters, lr=0.5)
@@ -351,11 +351,11 @@ def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(t
     train_a_little(policy)
     before = of_tiny(policy)
     close(before, expected, 1e-5)
-    assert policy.model.training and torch.equal(of_tiny(policy), before)  # no dropout in it
+    assert policy.model.training and torch.equal(of_tiny(policy), before)  # without dropout
     assert (of_model(policy.model.eval()) - expected).abs().max() > 1e-2
 
 
-def test_with_all_weights_features_stay_those_of_the_start(tiny):
+def test_with_full_training_features_stay_those_of_the_initial_weights(tiny):
     policy = load_policy(TINY, LoraConfig(), CPU, with_reference=True)
     before = of_tiny(policy)
     close(before, of_model(tiny), 1e-5)
@@ -363,7 +363,7 @@ def test_with_all_weights_features_stay_those_of_the_start(tiny):
     assert torch.equal(of_tiny(policy), before)
 
 
-def test_a_continued_adapter_is_the_network_as_it_was(tiny, tmp_path):
+def test_with_a_loaded_adapter_features_are_those_of_the_initial_weights(tiny, tmp_path):
     first = load_policy(TINY, LoraConfig(r=4), CPU, with_reference=False)
     train_a_little(first)
     first.model.save_pretrained(tmp_path / "adapter")

@@ -51,7 +51,7 @@ def make_cfg(
 
 
 def make_groups(policy: Policy) -> tuple[list[TargetPrompt], list[list[Completion]]]:
-    """Three groups of four as the policy would have sampled them: two turns, a truncated one, two equal ones."""
+    """Three groups of four as sampled by the policy: two turns, a truncated one, two equal ones."""
     generator, prompts, groups = torch.Generator().manual_seed(9), [], []
     for row, (head, tail) in enumerate(LENGTHS):
         mask = [True, True, False, False, True, True, True] if row == 2 else None
@@ -90,7 +90,7 @@ def rewards_of(cfg: Any, policy: Policy) -> FeatureRewards:
 
 
 def take_step(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]):
-    """What trainer/methods/ebft.py does with a batch, rewards kept in float64. Gives metrics and advantages."""
+    """What trainer/methods/ebft.py does with a batch, with rewards in float64. Returns metrics and advantages."""
     measured = rewards_of(cfg, policy).measure(*flat(prompts, groups))
     values = torch.stack(measured.reward, dim=-1)  # (P, G, 2)
     advantage = estimate(cfg, SimpleNamespace(rewards=values))
@@ -110,7 +110,7 @@ def feature(policy: Policy, cfg: Any, prompt: TargetPrompt, ids: list[int], mask
 
 
 def by_hand(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]):
-    """Loss, its two parts and advantages, by plain loops: one forward for each sequence."""
+    """Loss, its two parts and advantages, in plain loops: one forward pass per sequence."""
     options = cfg.features
     policy_sum, num_made, ce_sum, num_true, found = 0.0, 0, 0.0, 0, []
     for prompt, group in zip(prompts, groups, strict=True):
@@ -164,7 +164,7 @@ def test_the_whole_gradient_is_that_of_plain_loops(options):
         assert num_tokens == sum(map(sum, LENGTHS))
     else:
         assert "loss/ce" not in logged and num_tokens == 0
-    # The surrogate of the first step is -A, of ratio 1: its value is not that of -A logp, whose gradient it has.
+    # At ratio 1 the surrogate is -A: it has the gradient of -A logp, but not its value.
     expected = cfg.features.ce_coef * ce + logged.get("loss/policy", 0.0)
     assert logged["loss/total"] == pytest.approx(expected, rel=1e-6, abs=1e-9)
     if cfg.features.rl_coef:
@@ -179,7 +179,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_the_gradient_is_the_same_however_a_step_is_cut(cut):
+def test_the_gradient_does_not_depend_on_how_a_step_is_split(cut):
     options = {"ce_coef": 0.2, "embed_method": "completion_mean"}
     expected, policy = make_policy(), make_policy()
     prompts, groups = make_groups(policy)
@@ -201,8 +201,8 @@ def test_the_order_of_groups_does_not_matter():
     close(gradients(policy.model), gradients(expected.model), 1e-12)
 
 
-def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
-    """Not a completion is computed, and the gradient is that of SFT on the true ones."""
+def test_without_a_policy_loss_the_step_is_only_cross_entropy():
+    """No completion is computed, and the gradient is that of SFT on the targets."""
     cfg, policy, slow = make_cfg(rl_coef=0.0, ce_coef=0.5), make_policy(), make_policy()
     prompts, groups = make_groups(policy)
     batch = prepare(cfg, policy, flat(prompts, groups)[1], torch.zeros(len(LENGTHS) * SIZE))
@@ -222,7 +222,7 @@ def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
 
 @pytest.mark.parametrize("targets", [True, False])
 def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_zero(targets):
-    """Truncated ones are masked; where the true completions have no trained token either, nothing is left."""
+    """Truncated completions are masked; if the targets have no trained token either, nothing is trained."""
     cfg, policy = make_cfg(ce_coef=0.5), make_policy()
     cfg.policy_loss = PolicyLossConfig(mask_truncated_completions=True)
     prompts, groups = make_groups(policy)
@@ -238,7 +238,7 @@ def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_z
     assert losses == pytest.approx({"loss/policy": 0.0, "loss/ce": ce, "loss/total": 0.5 * ce})
 
 
-# Rewards and advantages, as trainer/rl/groups.py passes them on.
+# Rewards and advantages, as trainer/rl/groups.py passes them.
 
 
 def group_batch(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]) -> GroupBatch:
@@ -291,12 +291,12 @@ def test_the_table_has_both_parts_and_their_difference():
     assert rewards.metrics() == {}
 
 
-def test_the_distance_is_over_all_that_was_sampled_since_it_was_last_asked_for():
+def test_metrics_cover_everything_sampled_since_the_last_call():
     cfg, policy = make_cfg(), make_policy()
     prompts, groups = make_groups(policy)
     whole, parts = rewards_of(cfg, policy), rewards_of(cfg, policy)
     whole.submit(*flat(prompts, groups), step=1)
-    parts.submit(*flat(prompts[:1], groups[:1]), step=1)  # as groups come in, one by one
+    parts.submit(*flat(prompts[:1], groups[:1]), step=1)  # as groups arrive, one by one
     parts.submit(*flat(prompts[1:], groups[1:]), step=1)
     assert parts.metrics() == pytest.approx(whole.metrics(), rel=1e-9)
 
@@ -305,7 +305,7 @@ def test_the_distance_is_over_all_that_was_sampled_since_it_was_last_asked_for()
 
 
 class Writer:
-    """A source and an engine at once, whose completions follow from the seed of the job."""
+    """A source and an engine in one, whose completions depend on the seed of the job."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.calls = policy, []
@@ -358,7 +358,7 @@ def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
     assert logged["eval/len_mean"] == sum(lengths) / len(lengths) and logged["eval/rows"] == 3
 
 
-def test_held_out_groups_are_sampled_alike_every_time_and_follow_the_weights():
+def test_held_out_groups_have_fixed_seeds_and_follow_the_weights():
     policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), torch.device("cpu"), with_reference=True)
     prompts = []
     for row, (text, answer) in enumerate((("17+25=", "42"), ("8+3=", "11"))):
@@ -377,7 +377,7 @@ def test_held_out_groups_are_sampled_alike_every_time_and_follow_the_weights():
     first = look()
     assert look() == first and policy.model.training
     assert 0 < first["eval/cfm"] and first["eval/rows"] == 2
-    assert rewards.metrics() == {}  # those of training are apart
+    assert rewards.metrics() == {}  # separate from those of training
     with torch.no_grad():
         for p in policy.model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))

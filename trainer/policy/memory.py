@@ -591,8 +591,8 @@ def out_of_memory(error: BaseException, cfg: Any) -> str:
         given = advice(sizes, work, cfg)
         width = max(len(one.flag) for one in given)
         lines += [f"  {one.flag:<{width}}  saves about {one.saves / GIB:.3g} GiB{one.remark}" for one in given]
-    except Exception:  # whatever a strange model or config raises: the first line is the news
-        lines.append(f"  what would help cannot be estimated here ({type(load_error).__name__}); try")
+    except Exception as failure:  # whatever a strange model or config raises: the first line is the news
+        lines.append(f"  what would help cannot be estimated here ({type(failure).__name__}); try")
         lines.append("  --max-tokens-per-micro-batch 4096 or less, --gradient-checkpointing, --lora.r 16")
     lines.append("  checkpoints are whole: --resume goes on from the last one, with these flags added")
     return "\n".join(lines)

@@ -47,6 +47,182 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+# the policy ------------------------------------------------------------------------------------------------------
+
+
+def load_policy(
+    cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, whole: bool = False
+) -> Policy:
+    """With several processes the numbers stay in their files, for parallelize() to read; `whole` reads them at once."""
+    check_adapters(cfg, lora)
+    compute_dtype = pick_dtype(cfg.dtype, device)
+    path = resolve_model(cfg.model)
+    adapter = path if (Path(path) / "adapter_config.json").exists() else None
+    base = read_adapter(path)["base_model_name_or_path"] if adapter else path
+    trains_base = lora.r == 0
+    base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
+    tokenizer = load_tokenizer(path, cfg)
+    later = world_size() > 1 and not whole and not (adapter and trains_base)  # which merges numbers
+    model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
+    if files is None:
+        model = load_causal_lm(base, cfg, base_dtype, device)
+    policy = Policy(
+        model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype, files=files
+    )
+    if adapter and trains_base:
+        # peft froze the base to attach the adapter, and leaves it frozen.
+        policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
+    elif adapter:
+        policy.model = continue_adapter(model, adapter, lora)
+        if with_reference:  # a frozen copy of the adapter, not the bare base
+            policy.model.load_adapter(adapter, "reference", is_trainable=False)
+            policy.reference_adapter = "reference"
+    elif not trains_base:
+        policy.model = add_adapter(model, lora)
+    if with_reference and trains_base:
+        if files is None:
+            policy.reference = load_causal_lm(base, cfg, compute_dtype, device)
+        else:
+            policy.reference, _ = load_hollow(base, cfg, compute_dtype, device)
+        if adapter:
+            policy.reference.load_state_dict(policy.model.state_dict())
+        policy.reference.eval().requires_grad_(False)
+    if files is None:
+        for model in (policy.model, policy.reference):
+            if model is not None:
+                model.to(device)
+    if cfg.gradient_checkpointing:
+        causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy.model.train()
+    if files is None:
+        check_logps(policy)
+    if cfg.compile:
+        for model in (policy.model, policy.reference):
+            if model is not None:
+                compile_blocks(causal_lm(model), base)
+    return policy
+
+
+def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
+    """Refuse settings that have no effect with adapters, or without."""
+    if cfg.merge_lora and lora.r == 0:
+        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
+    if cfg.trained_dtype != "float32" and lora.r > 0:
+        raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
+
+
+def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """Of weights that train."""
+    if cfg.trained_dtype == "bfloat16" and compute_dtype != torch.bfloat16:
+        raise ValueError("trained_dtype=bfloat16: products would be in float32 on this device; add --dtype bfloat16")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.trained_dtype]
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:  # the tokenizers library raises just that for a damaged file
+        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {load_error(error, path)}") from None
+    set_chat_template(tokenizer, cfg.chat_template)
+    check_kwargs(tokenizer, cfg.chat_template_kwargs)
+    return tokenizer
+
+
+def load_causal_lm(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
+) -> nn.Module:
+    """Weights in main memory, or none (on_meta); attention as `device` will run it."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    attn_implementation = load_name(cfg.attn_implementation, device)
+    check_base(path)
+    refuse_quantised(path, cfg)
+    if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=cfg.trust_remote_code,
+            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+            **({"device_map": "meta"} if on_meta else {}),
+        )
+    except Exception as error:  # damaged files and their own code make transformers raise anything
+        raise ValueError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
+    wrong = sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
+    if wrong:  # transformers would fill them with random numbers and go on
+        raise ValueError(
+            f"model={cfg.model}: its weights do not fit its config.json: {len(wrong)} tensors are missing or have "
+            f"another shape, {wrong[0]} for one; get both files from one source"
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    choose_attention(model, cfg.attn_implementation, device)
+    return model
+
+
+def refuse_quantised(path: str, cfg: ModelConfig) -> None:
+    from transformers import PretrainedConfig
+
+    try:
+        quantised = PretrainedConfig.get_config_dict(path)[0].get("quantization_config")
+    except (OSError, ValueError):  # no config, or a broken one: loading the model says so better
+        return
+    if quantised:
+        kind = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
+        raise ValueError(
+            f"model={cfg.model}: its weights are quantised ({kind}), which is not supported; take the full model, "
+            "with --lora.r 16 where memory is short"
+        )
+
+
+def blocks_of(lm: Any, source: str) -> nn.ModuleList:
+    """The blocks of a transformers model: its list of as many modules as it says it has layers."""
+    num_layers = lm.config.get_text_config().num_hidden_layers
+    for child in lm.base_model.children():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            return child
+    raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
+
+
+def compile_blocks(lm: Any, source: str) -> None:
+    """In place, so that names and hooks stay. Rows differ in length: sizes are compiled as unknowns."""
+    for block in blocks_of(lm, source):
+        block.compile(dynamic=True)
+
+
+# weights that each rank reads after sharding ---------------------------------------------------------------------
+
+
+def load_hollow(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, TensorFiles | None]:
+    """The model without its numbers, and the files to read them from; None where they can only be loaded whole."""
+    model = load_causal_lm(path, cfg, dtype, device, on_meta=True)
+    files = files_of(model, path)
+    if files is None:
+        if is_main():
+            log(f"model={cfg.model}: laid out otherwise in its files than in memory; every process loads all of it")
+        return None, None
+    make_hollow(model)
+    return model, files
+
+
 def model_tensors(path: str) -> TensorFiles:
     """The tensors of a model folder or hub id, as transformers finds them; none is read yet."""
     from transformers.utils import cached_file
@@ -169,173 +345,3 @@ def _replace(lm: nn.Module, change: Any, names: set[str]) -> None:
                     is_parameter = isinstance(tensor, nn.Parameter)
                     known[id(tensor)] = tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                 held[name] = known[id(tensor)][1]
-
-
-def load_policy(
-    cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, whole: bool = False
-) -> Policy:
-    """With several processes the numbers stay in their files, for parallelize() to read; `whole` reads them at once."""
-    check_adapters(cfg, lora)
-    compute_dtype = pick_dtype(cfg.dtype, device)
-    path = resolve_model(cfg.model)
-    adapter = path if (Path(path) / "adapter_config.json").exists() else None
-    base = read_adapter(path)["base_model_name_or_path"] if adapter else path
-    trains_base = lora.r == 0
-    base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
-    tokenizer = load_tokenizer(path, cfg)
-    later = world_size() > 1 and not whole and not (adapter and trains_base)  # which merges numbers
-    model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
-    if files is None:
-        model = load_causal_lm(base, cfg, base_dtype, device)
-    policy = Policy(
-        model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype, files=files
-    )
-    if adapter and trains_base:
-        # peft froze the base to attach the adapter, and leaves it frozen.
-        policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
-    elif adapter:
-        policy.model = continue_adapter(model, adapter, lora)
-        if with_reference:  # a frozen copy of the adapter, not the bare base
-            policy.model.load_adapter(adapter, "reference", is_trainable=False)
-            policy.reference_adapter = "reference"
-    elif not trains_base:
-        policy.model = add_adapter(model, lora)
-    if with_reference and trains_base:
-        if files is None:
-            policy.reference = load_causal_lm(base, cfg, compute_dtype, device)
-        else:
-            policy.reference, _ = load_hollow(base, cfg, compute_dtype, device)
-        if adapter:
-            policy.reference.load_state_dict(policy.model.state_dict())
-        policy.reference.eval().requires_grad_(False)
-    if files is None:
-        for model in (policy.model, policy.reference):
-            if model is not None:
-                model.to(device)
-    if cfg.gradient_checkpointing:
-        causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy.model.train()
-    if files is None:
-        check_logps(policy)
-    if cfg.compile:
-        for model in (policy.model, policy.reference):
-            if model is not None:
-                compile_blocks(causal_lm(model), base)
-    return policy
-
-
-def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
-    """Refuse settings that have no effect with adapters, or without."""
-    if cfg.merge_lora and lora.r == 0:
-        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
-    if cfg.trained_dtype != "float32" and lora.r > 0:
-        raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
-
-
-def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
-    """Of weights that train."""
-    if cfg.trained_dtype == "bfloat16" and compute_dtype != torch.bfloat16:
-        raise ValueError("trained_dtype=bfloat16: products would be in float32 on this device; add --dtype bfloat16")
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.trained_dtype]
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:  # the tokenizers library raises just that for a damaged file
-        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {load_error(error, path)}") from None
-    set_chat_template(tokenizer, cfg.chat_template)
-    check_kwargs(tokenizer, cfg.chat_template_kwargs)
-    return tokenizer
-
-
-def refuse_quantised(path: str, cfg: ModelConfig) -> None:
-    from transformers import PretrainedConfig
-
-    try:
-        quantised = PretrainedConfig.get_config_dict(path)[0].get("quantization_config")
-    except (OSError, ValueError):  # no config, or a broken one: loading the model says so better
-        return
-    if quantised:
-        kind = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
-        raise ValueError(
-            f"model={cfg.model}: its weights are quantised ({kind}), which is not supported; take the full model, "
-            "with --lora.r 16 where memory is short"
-        )
-
-
-def load_hollow(
-    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Any, TensorFiles | None]:
-    """The model without its numbers, and the files to read them from; None where they can only be loaded whole."""
-    model = load_causal_lm(path, cfg, dtype, device, on_meta=True)
-    files = files_of(model, path)
-    if files is None:
-        if is_main():
-            log(f"model={cfg.model}: laid out otherwise in its files than in memory; every process loads all of it")
-        return None, None
-    make_hollow(model)
-    return model, files
-
-
-def load_causal_lm(
-    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
-) -> nn.Module:
-    """Weights in main memory, or none (on_meta); attention as `device` will run it."""
-    import transformers
-    from transformers import AutoModelForCausalLM
-
-    attn_implementation = load_name(cfg.attn_implementation, device)
-    check_base(path)
-    refuse_quantised(path, cfg)
-    if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=cfg.trust_remote_code,
-            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-            **({"device_map": "meta"} if on_meta else {}),
-        )
-    except Exception as error:  # damaged files and their own code make transformers raise anything
-        raise ValueError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
-    wrong = sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
-    if wrong:  # transformers would fill them with random numbers and go on
-        raise ValueError(
-            f"model={cfg.model}: its weights do not fit its config.json: {len(wrong)} tensors are missing or have "
-            f"another shape, {wrong[0]} for one; get both files from one source"
-        )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    choose_attention(model, cfg.attn_implementation, device)
-    return model
-
-
-def blocks_of(lm: Any, source: str) -> nn.ModuleList:
-    """The blocks of a transformers model: its list of as many modules as it says it has layers."""
-    num_layers = lm.config.get_text_config().num_hidden_layers
-    for child in lm.base_model.children():
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-            return child
-    raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
-
-
-def compile_blocks(lm: Any, source: str) -> None:
-    """In place, so that names and hooks stay. Rows differ in length: sizes are compiled as unknowns."""
-    for block in blocks_of(lm, source):
-        block.compile(dynamic=True)

@@ -83,8 +83,12 @@ from trainer.parallel.ranks import world_size
 CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/linear_logprob_triton.py, which needs triton to import
 TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
 SCALED, SMALLEST = 256, 4096  # torchao's 8-bit moments: numbers of a scale, and of the smallest tensor that has them
-
+GIB = 2**30
+RANK = 16  # of adapters suggested to a run that trains all weights
 Head = Literal["one pass", "any loss", "none"]
+
+
+# what is counted -------------------------------------------------------------------------------------------------
 
 
 class Method(NamedTuple):
@@ -106,6 +110,7 @@ METHODS = {
     **dict.fromkeys(("grpo", "gdpo", "rloo"), Method("one pass", "with beta", samples=True)),
     "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
 }
+ANY = Method("any loss")  # a method that is not ours
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,9 @@ def sizes_of(model: Any) -> Sizes:
         tensors=tuple(x.numel() for x in model.parameters()), matrices=sum(x.weight.numel() for x in linears),
         ends=tuple(end for x in linears for end in (x.in_features, x.out_features)),
     )  # fmt: skip
+
+
+# bytes -----------------------------------------------------------------------------------------------------------
 
 
 def saved_by_block(s: Sizes, p: Precision, lora_r: int = 0) -> int:
@@ -390,7 +398,7 @@ def flops_per_token(s: Sizes, work: Work) -> int:
     return num * (2 + (2 if work.lora_r else 4) + 2 * work.checkpointing + 2 * work.has_reference)
 
 
-ANY = Method("any loss")  # a method that is not ours
+# a run, from its Config ------------------------------------------------------------------------------------------
 
 
 def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
@@ -554,8 +562,7 @@ def completions(cfg: Any) -> int:
     return min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)
 
 
-GIB = 2**30
-RANK = 16  # of adapters suggested to a run that trains all weights
+# out of memory ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

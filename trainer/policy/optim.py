@@ -1,13 +1,15 @@
 """AdamW, its schedule, and the one place that turns losses into an update.
 
-AdamW with small state: weights and moments in bfloat16 (kernels/adamw.py), or moments in 8 bit, by torchao.
+    optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
+    total_loss(out, denominators).backward()                                   # per micro-batch
+    grad_norm = clip_and_step(policy.model, optimizer, schedule, max_grad_norm, where, sums, bad_steps)
 
-In a checkpoint 8-bit moments are float32 numbers, so that any number of ranks can read them; beside them, where they
-are not in shards, the scales of their blocks, with which the same codes are found again.
+A step whose loss or gradient is not finite stops the run with an error that names it, or is skipped (--nan-policy). A
+skipped step changes neither weights nor moments; the schedule advances, and its metrics are logged.
 
-Steps whose loss or gradient is not finite: the run stops and names them, or leaves them out (--nan-policy).
-
-A skipped step changes neither weights nor moments; the schedule goes on, and its line of metrics is written as always.
+With --trained-dtype bfloat16 weights and moments are bfloat16 (kernels/adamw.py); with --optim adamw_8bit moments are
+8 bit (torchao). Checkpoints hold 8-bit moments as float32, so that any number of ranks can read them, and, if they are
+not sharded, the scales of their blocks, which restore the same codes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from trainer.config.blocks import OptimConfig
 from trainer.metrics.counters import Counters
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_sum
-from trainer.parallel.dtensor import is_dtensor
+from trainer.parallel.dtensor import is_dtensor, local
 from trainer.policy.sharding import clip_gradients, sum_gradients
 
 SCALE = "_scale"
@@ -47,7 +49,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
     if cfg.optim == "adamw_8bit" or any(p.dtype == torch.bfloat16 for p in trained):
         optimizer = small_adamw(groups, cfg)
     else:
-        # One kernel for all weights on a GPU: torch's other way makes a temporary as large as all of them.
+        # One kernel for all weights on a GPU: the unfused step allocates a temporary as large as all of them.
         fused = all(p.device.type == "cuda" for p in trained)
         betas = (cfg.adam_beta1, cfg.adam_beta2)
         optimizer = AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=fused)
@@ -55,7 +57,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
 
 
 def lr_factor(kind: str, warmup_ratio: float, total_steps: int) -> Callable[[int], float]:
-    """Multiplier of the peak rate for the update after `step` updates: up linearly, then constant, line or cosine."""
+    """Multiplier of the peak rate after `step` updates: linear warm-up, then constant, linear or cosine decay."""
     warmup = round(warmup_ratio * total_steps)
 
     def factor(step: int) -> float:
@@ -93,9 +95,9 @@ def clip_and_step(
     sums: MetricSums | None = None,
     bad_steps: BadSteps | None = None,
 ) -> float:
-    """Clip, check, step. What is not finite never touches the weights: it stops the run, or `bad_steps` lets it go on.
+    """Sum gradients over ranks, clip, check, step. A step that is not finite is never applied (`bad_steps`).
 
-    `sums` are those of the step; its loss is looked at too.
+    `sums` are the metrics of the step, whose loss is checked too.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     limit = max_grad_norm if max_grad_norm > 0 else math.inf
@@ -118,10 +120,10 @@ def clip_and_step(
 
 
 def not_finite(grad_norm: float, sums: MetricSums | None) -> str | None:
-    """What of this step is not finite, or None; the same answer on every rank, as gradient norm and loss are global.
+    """What of this step is not finite, or None; the same on every rank, as gradient norm and loss are global.
 
-    A loss may be infinite with a gradient that is not (a target of probability 0 in float32): such a step is as
-    worthless. Its value is at hand after the gradient norm, for the device has just been waited for.
+    A loss may be infinite with a finite gradient (a target of probability 0 in float32). Reading it here costs no extra
+    wait: the gradient norm has just synchronised with the device.
     """
     if not math.isfinite(grad_norm):
         return f"gradient norm {grad_norm}"
@@ -132,7 +134,7 @@ def not_finite(grad_norm: float, sums: MetricSums | None) -> str | None:
 
 
 class BadSteps:
-    """What is done about them; the counts are in the checkpoint, so a resumed run stops where an unbroken one would."""
+    """Skips or stops; the counts are in the checkpoint, so a resumed run stops where an uninterrupted one would."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class BadSteps:
         self.cfg, self.counters, self.note = cfg or OptimConfig(), counters or Counters(), note
 
     def skip(self, problem: str, where: str) -> None:
-        """Count and tell; ValueError when the run is to stop instead."""
+        """Count and log a skipped step; ValueError if the run must stop instead."""
         counters, limit = self.counters, self.cfg.nan_skip_limit
         if self.cfg.nan_policy == "stop" or counters.skipped_in_a_row >= limit:
             before = f", after {limit} skipped steps in a row" if self.cfg.nan_policy == "skip" else ""
@@ -153,7 +155,7 @@ class BadSteps:
         self.note(f"skipped {where}: {problem} is not finite ({counters.skipped_in_a_row} in a row, at most {limit})")
 
     def end(self) -> None:
-        """A step was good."""
+        """A step was finite."""
         self.counters.skipped_in_a_row = 0
 
 
@@ -174,14 +176,14 @@ def small_adamw(groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
 
 
 class RoundedAdamW(Optimizer):
-    """Weights and moments in bfloat16, rounded at random; parameters in float32 beside them are not rounded."""
+    """Weights and moments in bfloat16, with stochastic rounding; float32 parameters are not rounded."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        number = 0  # of the parameter: each has random bits of its own
+        number = 0  # of the parameter, which seeds its random bits
         for group in self.param_groups:
             for parameter in group["params"]:
                 number += 1
@@ -196,15 +198,15 @@ class RoundedAdamW(Optimizer):
                 t = int(state["step"])
                 rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], t)
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                held = Held(*(_own(tensor) for tensor in tensors))
+                held = Held(*(local(tensor) for tensor in tensors))
                 step_(held, rates, seed=(t << 16 ^ number) % 2**31)
 
 
 def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Optimizer state of one parameter, in tensors of plain numbers."""
+    """Optimizer state of one parameter as plain tensors, for a checkpoint."""
     saved: dict[str, Tensor] = {}
     for key, slot in slots.items():
-        own = _own(slot)
+        own = local(slot)
         if not _is_small(own):
             saved[key] = slot
         elif is_dtensor(slot):
@@ -216,7 +218,7 @@ def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def as_held(optimizer: Optimizer, parameter: nn.Parameter, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state as this optimizer keeps it, from what as_saved gave, in shards or not as the parameter is."""
+    """Inverse of as_saved: the state as this optimizer holds it, sharded like the parameter."""
     held = {}
     for key, value in saved.items():
         if key.endswith(SCALE):
@@ -224,24 +226,20 @@ def as_held(optimizer: Optimizer, parameter: nn.Parameter, saved: dict[str, Tens
         if key == "step":
             held[key] = value
             continue
-        if not hasattr(optimizer, "_new_buffer"):  # torchao's have it
+        if not hasattr(optimizer, "_new_buffer"):  # only torchao's optimizers have it
             held[key] = value.to(parameter.dtype)
             continue
         held[key] = optimizer._new_buffer(parameter, key == "exp_avg")
-        own, scale = _own(held[key]), saved.get(key + SCALE)
+        own, scale = local(held[key]), saved.get(key + SCALE)
         if _is_small(own) and scale is not None and scale.shape == own.scale.shape:
             from torchao.optim.quant_utils import quantize_8bit_with_qmap
 
-            blocks = _own(value).view(len(scale), -1) / scale.to(own.device).unsqueeze(1)
+            blocks = local(value).view(len(scale), -1) / scale.to(own.device).unsqueeze(1)
             own.codes.copy_(quantize_8bit_with_qmap(blocks, own.qmap).view(own.shape))
             own.scale.copy_(scale)
         else:
-            own.copy_(_own(value))
+            own.copy_(local(value))
     return held
-
-
-def _own(tensor: Tensor) -> Any:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -1,35 +1,35 @@
-"""Checkpoints: everything a run needs to go on with the same numbers, as safetensors and JSON.
+"""Checkpoints: everything a run needs to resume with the same numbers, as safetensors and JSON.
 
     checkpoints/step-00000020/
         model.safetensors       trained parameters as transformers names them, or adapter_model.safetensors as peft does
-        config.json, ...        what makes the folder loadable by them (trainer/run/export.py writes these)
+        config.json, ...        make the folder loadable by them (written by trainer/run/export.py)
         optimizer.safetensors   per parameter: exp_avg, exp_avg_sq, step
         rng.safetensors         torch generators, CPU and CUDA
-        extra.safetensors       tensors of other parts of the run, where there are any (a moving reference)
+        extra.safetensors       tensors of other parts of the run, if any (a moving reference)
         state.json              step, schedule, Python and numpy generators, state of loader, rewards, counters
         manifest.json           size and sha256 of every other file
 
-Of a model in shards every rank writes what it has, in place of model, optimizer and extra.safetensors:
+With a sharded model every rank writes its shards, in place of model, optimizer and extra.safetensors:
 
         shard-00000-of-00002.safetensors    parts of weights/NAME, moments/NAME.exp_avg, extra/NAME
         shards.json                         shape of each tensor, and which file holds which part of it
 
-Either kind is read by any number of processes, whole or in shards, each reading the parts it needs. A checkpoint is
-written beside its place, brought to disk, and renamed (Saver): it is whole or it is not there. Reading checks every
-byte against the manifest first. Hyperparameters (rates, betas, schedule shape) are not in it: they come
-from the config, so a flag changed at --resume takes effect.
+Any number of processes can load either kind, sharded or not; each reads the parts it needs, after every byte has been
+checked against the manifest. Hyperparameters (rates, betas, schedule shape) are not saved: they come from the config,
+so a flag changed at --resume takes effect.
 
-Checkpoints written while training goes on: a copy of everything is taken in the step, a thread brings it to disk.
+Saving is asynchronous: the step takes a copy, and a thread (Saver) writes it.
 
     saver = Saver()
-    saver.begin(target, snapshot, describe, after, in_background=True)    # waits for the one before it
+    saver.begin(target, snapshot, describe, after, in_background=True)    # waits for the previous save
     saver.poll()                                                          # after each step: has it failed?
-    saver.wait()                                                          # until it is in place, or failed
+    saver.wait()                                                          # until it is complete, or failed
 
-Every rank writes its shards into one folder beside `target` (the file system is shared by all of them) and then a note
-of what it has written. The thread of rank 0 waits for the notes, writes the index and the manifest, and renames the
-folder: it is whole or it is not there. Threads issue no collectives. That a save is in place, or has failed on some
-rank, is agreed on by the main threads in poll() and wait(), which all ranks call at the same places.
+Every rank writes its shards into a temporary folder beside `target`, on a shared file system, then a note of what it
+has written. The thread of rank 0 waits for the notes, writes index and manifest, syncs, and renames the folder, so a
+checkpoint is complete or absent; if killed during a save, the run resumes from the previous one. Threads call no
+collectives: in poll() and wait(), which all ranks call at the same places, the main threads agree on whether a save is
+complete or has failed on some rank.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ from trainer.run import stop
 FORMAT = 1
 INDEX = "shards.json"  # which file holds which part of which tensor
 MANIFEST = "manifest.json"
-FILES = {"rng.safetensors", "state.json"}  # beside the tensors
+FILES = {"rng.safetensors", "state.json"}  # besides the tensors
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
-HASHERS = 8  # files read at the same time when a checkpoint is checked
+HASHERS = 8  # files verified at the same time
 POLL_S = 0.05
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
@@ -102,14 +102,14 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoints/step-NNNNNNNN, then remove all but the newest `keep`. `state` is JSON: loader, counters, ...
 
-    `describe` adds the files that make the folder loadable by transformers or peft. A `saver` writes it behind what
-    follows, from a copy; without one it is in place at the end.
+    `describe` adds the files that make the folder loadable by transformers or peft. A `saver` writes from a copy, in
+    the background; without one the checkpoint is complete on return.
     """
     target = checkpoints / f"step-{step:08d}"
     check_state(state)
     reshard(model)
     if saver is not None:
-        saver.wait()  # before there is a second copy beside that of the save under way
+        saver.wait()  # hold at most one copy at a time
     record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
     record["processes"] = world_size()
     groups = {
@@ -132,9 +132,9 @@ def save_checkpoint(
 
 
 def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, *, copy: bool) -> Snapshot:
-    """What this rank writes: its shards where there are any, else rank 0 everything, in the files of a model folder."""
+    """What this rank writes: its shards, or, if nothing is sharded, everything on rank 0, as a model folder."""
 
-    def held(tensor: Tensor) -> Tensor:  # training goes on and changes the tensor itself
+    def held(tensor: Tensor) -> Tensor:  # training continues and changes the tensor
         return local(tensor).to("cpu", copy=True) if copy else local(tensor)
 
     snapshot = Snapshot()
@@ -153,7 +153,7 @@ def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, *, copy: 
 
 
 def check_state(state: dict[str, Any]) -> None:
-    """Refuse what JSON would not give back as it was (tensors, tuples, keys that are not text)."""
+    """Refuse what does not survive JSON (tensors, tuples, keys that are not text)."""
     for name, value in state.items():
         problem = _json_problem(value)
         if problem:
@@ -178,9 +178,9 @@ def _json_problem(value: Any) -> str | None:
 
 
 def latest_valid(checkpoints: Path, log: Callable[[str], None], *, at_most: int | None = None) -> Path | None:
-    """The newest undamaged checkpoint (not after step `at_most`), or None when there is none at all.
+    """The newest undamaged checkpoint (not after step `at_most`), or None if there is none at all.
 
-    A damaged one is passed over with a word about it; when all are damaged that is an error.
+    Damaged ones are skipped and logged; if all are damaged, that is an error.
     """
     found = [folder for at, folder in list_checkpoints(checkpoints) if at_most is None or at <= at_most]
     for folder in reversed(found):
@@ -197,7 +197,7 @@ def latest_valid(checkpoints: Path, log: Callable[[str], None], *, at_most: int 
 
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every finished save, oldest first; not yet checked for damage."""
+    """(step, folder) of every complete checkpoint, oldest first; not yet verified."""
     if not checkpoints.is_dir():
         return []
     matches = [(_STEP_NAME.fullmatch(folder.name), folder) for folder in checkpoints.iterdir() if folder.is_dir()]
@@ -229,12 +229,12 @@ def find_problem(folder: Path) -> str | None:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    except (ValueError, RecursionError):  # not JSON, not even UTF-8, or nested without end
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
         return "manifest.json or state.json is not JSON"
 
 
 def _state_problem(folder: Path, state: Any) -> str | None:
-    """What is wrong with the parts of state.json that every checkpoint has, or None."""
+    """What is wrong with the parts of state.json that every checkpoint has, or None if nothing."""
     number = _STEP_NAME.fullmatch(folder.name)
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         return "state.json names no step"
@@ -259,16 +259,13 @@ def _lists_a_checkpoint(names: dict[str, Any]) -> bool:
 
 
 def set_aside_after(checkpoints: Path, step: int, log: Callable[[str], None]) -> None:
-    """Take checkpoints of later steps out of the way of a run that goes back to `step`.
-
-    They belong to steps that will be done again: left in place, the next resume would pick them.
-    """
+    """Rename checkpoints of later steps when a run resumes from `step`: the next resume would pick them."""
     for at, folder in list_checkpoints(checkpoints):
         if at > step:
             aside = folder.with_name(f"{folder.name}.old")
             remove_folder(aside)
             folder.rename(aside)
-            log(f"checkpoint {folder.name} is later than step {step}, where this run goes on; kept as {aside}")
+            log(f"checkpoint {folder.name} is later than step {step}, where this run resumes; kept as {aside}")
     if checkpoints.is_dir():
         sync(checkpoints)
 
@@ -276,9 +273,9 @@ def set_aside_after(checkpoints: Path, step: int, log: Callable[[str], None]) ->
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, *, verified: bool = False
 ) -> dict[str, Any]:
-    """Put a checkpoint into the given objects and the global generators; returns {"step", "run": state, "tensors"}.
+    """Load a checkpoint into the given objects and the global generators; returns {"step", "run": state, "tensors"}.
 
-    Nothing is touched unless everything fits. verified: latest_valid has just read every byte of it.
+    Changes nothing unless everything fits. verified: latest_valid has just checked every byte.
     """
     problem = None if verified else find_problem(folder)
     if problem:
@@ -339,17 +336,17 @@ def _is_lora(model: nn.Module) -> bool:
 
 
 def _name_on_disk(model: nn.Module, name: str) -> str:
-    """peft leaves its name for the adapter out of the files."""
+    """peft omits the adapter's name in files."""
     return name.replace(f".{ADAPTER}.", ".") if _is_lora(model) else name
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters under training; a tied one comes once, under its first name."""
+    """Trained parameters; a tied one once, under its first name."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Tensor]]]:
-    """(parameter name, its optimizer state), for those that have been stepped."""
+    """(parameter name, its optimizer state), for parameters that have been updated."""
     names = {p: name for name, p in _trained(model)}
     rows = []
     for parameter, slots in optimizer.state.items():
@@ -368,7 +365,7 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
         if is_dtensor(parameter) and key != "step" and not key.endswith(SCALE):
             slot = torch.zeros_like(parameter, dtype=record.dtype, requires_grad=False)
             local(slot).copy_(moments.read(name, local_slices(parameter)))
-        else:  # AdamW counts steps on the CPU unless told otherwise
+        else:  # AdamW counts steps on the CPU unless fused or capturable
             slot = moments.read(name)
             slot = slot.to(parameter.device) if key != "step" or parameter in on_device else slot
         optimizer.state[parameter][key] = slot
@@ -381,13 +378,13 @@ def _schedule_state(schedule: LambdaLR) -> dict[str, int]:
 
 
 def _restore_schedule(schedule: LambdaLR, state: dict[str, int]) -> None:
-    """Count from where it was; the rate follows from the count, as LambdaLR itself computes it."""
+    """Restore the count; the rate follows from it, as LambdaLR computes it."""
     schedule.last_epoch = state["last_epoch"]
     schedule._step_count = state["step_count"]
     groups = schedule.optimizer.param_groups
     for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         rate = base * factor(schedule.last_epoch)
-        if isinstance(group["lr"], Tensor):  # torchao's optimizers hold on to it
+        if isinstance(group["lr"], Tensor):  # torchao's optimizers keep a reference to it
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -409,14 +406,14 @@ def _torch_rng() -> dict[str, Tensor]:
 
 
 def _generator_states(record: dict[str, Any]) -> tuple[Any, Any]:
-    """What _python_rng gave, as random and numpy take it."""
+    """The states saved by _python_rng, as random and numpy take them."""
     version, words, gauss = record["python"]
     kind, keys, *rest = record["numpy"]
     return (version, tuple(words), gauss), (kind, np.array(keys, dtype=np.uint32), *rest)
 
 
 def restore_rng(folder: Path) -> None:
-    """Put Python's, numpy's and torch's global generators where they were when this checkpoint was saved."""
+    """Restore Python's, numpy's and torch's global generators."""
     python, numpy = _generator_states(json.loads((folder / "state.json").read_text())["rng"])
     states = load_file(folder / "rng.safetensors")
     random.setstate(python)
@@ -432,11 +429,11 @@ def restore_rng(folder: Path) -> None:
 
 @dataclass
 class Shard:
-    """What a rank holds of a tensor."""
+    """This rank's part of a tensor."""
 
     tensor: Tensor
     start: tuple[int, ...]
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full tensor
 
 
 @dataclass
@@ -449,7 +446,7 @@ class Snapshot:
 
 
 class Saver:
-    """At most one save at a time is under way."""
+    """Runs at most one save at a time."""
 
     def __init__(self) -> None:
         self._save: Save | None = None
@@ -463,53 +460,53 @@ class Saver:
         *,
         in_background: bool,
     ) -> None:
-        """Write `target`; on rank 0 `describe` adds files of its own, at once, and `after` follows once it is there."""
+        """Write `target`. On rank 0 `describe` adds its files at once, and `after` runs at the end."""
         self.wait()
         save = Save(target, snapshot, after)
         stop.save_begins()
         error = save.prepare(describe) if is_main() else None
-        told = of_all([error, bool(snapshot.shards)], "begin of a save")
-        problems = [(number, found) for number, (found, _) in enumerate(told) if found]
+        reports = of_all([error, bool(snapshot.shards)], "begin of a save")
+        problems = [(number, found) for number, (found, _) in enumerate(reports) if found]
         if problems:
             stop.save_ends()
             raise ValueError(could_not_write(target, problems))
-        save.start([number for number, (_, writes) in enumerate(told) if writes])
+        save.start([number for number, (_, writes) in enumerate(reports) if writes])
         self._save = save
         if not in_background:
             self.wait()
 
     def poll(self) -> None:
-        """Look after the save under way; an error when it has failed on any rank."""
+        """Check the running save; raises if it has failed on any rank."""
         save = self._save
         if save is None:
             return
         ended = not save.thread.is_alive()
-        told = of_all([ended, save.error and reason_of(save.error)], "state of a save")
-        problems = [(number, found) for number, (_, found) in enumerate(told) if found]
+        reports = of_all([ended, save.error and reason_of(save.error)], "state of a save")
+        problems = [(number, found) for number, (_, found) in enumerate(reports) if found]
         if problems:
             self._save = None
             save.cancelled.set()
             save.thread.join()
-            of_all(None, "end of a failed save")  # nobody writes there any more
+            of_all(None, "end of a failed save")  # no rank writes there any more
             if is_main():
                 shutil.rmtree(save.tmp, ignore_errors=True)
             if save.error is not None and not isinstance(save.error, OSError | SafetensorError):
                 raise save.error
             raise ValueError(could_not_write(save.target, problems))
-        if told[0][0]:  # rank 0 ends last, once it has the notes of all others
+        if reports[0][0]:  # rank 0 finishes last, once it has all notes
             save.thread.join()
             self._save = None
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no save is running."""
         while self._save is not None:
             self._save.thread.join(POLL_S if world_size() > 1 else None)
             self.poll()
 
     def end(self) -> None:
-        """Let the save under way come to its end when the run has failed: other ranks may not be there to agree.
+        """After the run has failed, let the running save finish without collectives: other ranks may be gone.
 
-        Rank 0 gives the others as long as SIGTERM would.
+        Rank 0 waits for the others as long as after SIGTERM.
         """
         save, self._save = self._save, None
         if save is None:
@@ -525,11 +522,11 @@ class Saver:
 
 
 class Cancelled(Exception):
-    """Some other rank has failed."""
+    """Another rank has failed."""
 
 
 class Save:
-    """One save: the folder it is written in, and the thread that writes."""
+    """One save: its temporary folder and the thread that writes."""
 
     def __init__(self, target: Path, snapshot: Snapshot, after: Callable[[], None]) -> None:
         self.target, self.snapshot, self.after = target, snapshot, after
@@ -540,7 +537,7 @@ class Save:
         self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def prepare(self, describe: Callable[[Path], None]) -> str | None:
-        """Make the folder and write what is small, in the main thread; why that failed, or None."""
+        """Make the folder and write the small files, in the main thread; returns why that failed, or None."""
         try:
             shutil.rmtree(self.tmp, ignore_errors=True)
             self.tmp.mkdir(parents=True)
@@ -565,10 +562,10 @@ class Save:
             self._write()
         except Cancelled:
             return
-        except Exception as error:  # told by the main thread, at the next poll
+        except Exception as error:  # raised by the main thread, at the next poll
             self.error = error
         finally:
-            self.snapshot = Snapshot()  # its memory is free from here on
+            self.snapshot = Snapshot()  # free its memory
             stop.save_ends()
 
     def _write(self) -> None:
@@ -609,16 +606,16 @@ class Save:
         return self.tmp / f".written-{writer:05d}.json"
 
     def _finish(self, sums: dict[str, Any], records: dict[str, Record]) -> None:
-        """On rank 0: everybody's files listed, everything on disk, and the folder in its place."""
+        """On rank 0: list the files of all ranks, sync everything, and rename the folder."""
         for note in [self._note(writer) for writer in self.writers if writer != rank()]:
             while not note.exists():
                 self.cancelled.wait(POLL_S)
                 self._go_on()
-            told = json.loads(note.read_text())
-            sums |= told["files"]
-            for name, record in records_from_json(told["tensors"]).items():
+            written = json.loads(note.read_text())
+            sums |= written["files"]
+            for name, record in records_from_json(written["tensors"]).items():
                 whole = records.setdefault(name, Record(record.shape, record.dtype))
-                # 8-bit moments are written in float32, and those of a shard that is too small for them as they are.
+                # 8-bit moments are saved as float32; shards too small for 8 bit keep their own dtype.
                 whole.dtype = torch.promote_types(whole.dtype, record.dtype)
                 whole.parts.extend(record.parts)
             note.unlink()

@@ -231,7 +231,7 @@ SLOW_DISK = """
 import sys, time
 from trainer import checkpoint
 from trainer.cli import parse
-from trainer.parallel.comm import barrier, process_group, rank
+from trainer.parallel.comm import of_all, process_group, rank
 from trainer.run.run import open_run
 
 def slow(path, sha256_of=checkpoint.sha256_of):
@@ -243,10 +243,10 @@ _, cfg, _ = parse(["--resume", sys.argv[1]])
 with process_group(4.0):
     with open_run(cfg, "sft") as run:
         print("rank", rank(), run.checkpoint.name, flush=True)
-    barrier("both have it")
+    of_all(None, "both have it")
     if rank() == 0:
         (run.checkpoint / "model.safetensors").write_bytes(b"short")
-    barrier("now it is damaged")
+    of_all(None, "now it is damaged")
     try:
         open_run(cfg, "sft")
     except (SystemExit, ValueError) as error:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from rollout.servers.model_folder import resolve_model
 from tests.ranks.worker import one_process
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig
-from trainer.parallel.comm import barrier, is_main
+from trainer.parallel.comm import is_main, of_all
 from trainer.parallel.dtensor import gather, is_dtensor, local
 from trainer.policy import load as meta_load
 from trainer.policy import sharding as parallel_module
@@ -66,7 +66,7 @@ def untied_model(folder: Path) -> str:
         shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.py", "__pycache__"))
         lm.save_pretrained(folder, max_shard_size="1MB")
         assert len(list(folder.glob("*.safetensors"))) > 1
-    barrier("untied model")
+    of_all(None, "untied model")
     return str(folder)
 
 
@@ -117,7 +117,7 @@ def compare(
         assert held.peak < 0.75 * total, (name, held.peak, total)
     if is_main():
         print(f"{name}: peak {held.peak / total:.2f} of the model", flush=True)
-    barrier(name)
+    of_all(None, name)
 
 
 def check_loading(folder: Path) -> None:

@@ -23,7 +23,7 @@ from tests.ranks.loading import check_loading
 from tests.ranks.worker import MODES, VOCAB, make_policy, one_process
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
-from trainer.parallel.comm import all_sum, barrier, is_main, process_group, rank, world_size
+from trainer.parallel.comm import all_sum, is_main, of_all, process_group, rank, world_size
 from trainer.parallel.dtensor import gather, gather_with_grad
 from trainer.policy.logps import Policy
 from trainer.policy.reference import MovingReference
@@ -146,10 +146,10 @@ def check_full_disk(folder: Path) -> None:
         assert "step-00000004: could not be written (rank 1: No space left on device)" in str(error), error
     else:
         raise AssertionError("the failed save was not told")
-    barrier("look")
+    of_all(None, "look")
     assert [path.name for path in (folder / "fsdp").iterdir()] == ["step-00000002"]
     assert [(at, find_problem(path)) for at, path in list_checkpoints(folder / "fsdp")] == [(2, None)]
-    barrier("looked")
+    of_all(None, "looked")
     saving.write_tensors = write
     save_checkpoint(folder / "fsdp", 6, policy.model, optimizer, schedule, {}, keep=2)
     assert [at for at, _ in list_checkpoints(folder / "fsdp")] == [2, 6]

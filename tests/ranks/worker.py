@@ -21,6 +21,7 @@ from torch import Tensor
 from data.types import Example, Labelled, Pair, Steps
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
+from trainer.offline.labelled import item_of, pack_labelled
 from trainer.offline.loop import rows_of_this_rank
 from trainer.parallel.comm import context_size, is_main, process_group
 from trainer.parallel.dtensor import gather
@@ -174,12 +175,12 @@ def kto_case(*, lora: bool = False, **options: Any) -> Case:
         )
         for n in range(7)
     ]
-    partner = {id(row): module.item_of(row, rows[n - 1].completion_ids) for n, row in enumerate(rows)}
+    partner = {id(row): item_of(row, rows[n - 1].completion_ids) for n, row in enumerate(rows)}
     if cfg.loss_type != "kto":
         partner = {}
 
     def step(policy: Policy, part: list[Any]) -> dict[str, float]:
-        packed = module.pack(cfg, policy, part, partner, 1)
+        packed = pack_labelled(cfg, policy, part, partner, 1)
         return module.run_rows(cfg, policy, Reference(policy), packed, train=True)[0].means()
 
     return Case(rows, lambda: make_policy(reference=True, lora=lora), step)

@@ -565,7 +565,7 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
     network = SimpleNamespace(policy=policy)
     ours = {
         "sft": lambda specs: sft.examples_of(cfg, policy, specs),
-        "kto": lambda specs: kto.rows_of(cfg, policy, specs),
+        "kto": lambda specs: kto.load_rows(cfg, policy, specs),
         "rm": lambda specs: rm.pairs_of(cfg, policy, specs),
         "prm": lambda specs: prm.solutions_of(cfg, policy, specs, last_step_only=False),
         "ebft": lambda specs: ebft.targets_of(cfg, policy, network, specs),

@@ -12,18 +12,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item
 from data.rows.stepwise import load_steps
 from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, rows_of_this_rank
+from trainer.offline.loop import Offline, pack_items, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import parallelize, to_device_and_pad
+from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 
@@ -100,14 +100,7 @@ def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_st
 
 def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int) -> list[Batch]:
     items = [Item(ids=s.ids, mask=[label != UNLABELLED for label in s.labels]) for s in solutions]
-    batches = make_batches(
-        items,
-        accumulation=accumulation,
-        max_tokens=cfg.run.max_tokens_per_micro_batch,
-        packing=cfg.run.packing,
-        multiple=scorer.row_multiple,
-    )
-    return to_device_and_pad(scorer, batches)
+    return pack_items(cfg.run, scorer, items, accumulation=accumulation)
 
 
 def labels_of(mb: Batch, solutions: list[Steps]) -> Tensor:  # (N,)

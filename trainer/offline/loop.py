@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from data.loader import Loader
+from data.packing import Batch, Item, make_batches
+from trainer.config.blocks import RunConfig
 from trainer.metrics.counters import Counters, Timer
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_count, rank, share
 from trainer.policy.logps import Policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
+from trainer.policy.sharding import to_device_and_pad
 from trainer.run.run import Run
 
 Evaluate = Callable[[], dict[str, float]]
@@ -36,6 +39,21 @@ def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = num_t
 
 def rows_of_this_rank(rows: Sequence[Any]) -> list[Any]:
     return [rows[place] for place in indices_of_this_rank(rows)]
+
+
+def pack_items(
+    run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
+) -> list[Batch]:
+    """Micro-batches on the device, equally many on every rank; each run of `together` items stays in one."""
+    batches = make_batches(
+        items,
+        accumulation=accumulation,
+        max_tokens=run.max_tokens_per_micro_batch,
+        packing=run.packing,
+        together=together,
+        multiple=policy.row_multiple,
+    )
+    return to_device_and_pad(policy, batches)
 
 
 class Offline:

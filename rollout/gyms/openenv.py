@@ -1,14 +1,14 @@
-"""Episodes in an OpenEnv environment: the model's turns are its actions, what it observes are the turns between.
+"""Episodes in an OpenEnv environment: the model's turns are actions, observations are the turns in between.
 
     episode = load_episode(cfg.openenv, tokenizer)                  # OpenEnvEpisode: async (client, prompt, seed)
-    source = OpenEnvSource(engine, sampling, episode)               # a Source, over either engine
-    -> Completion(ids=[its turns and the observations], mask=[True for its own], columns={"env_reward": 1.0, ...})
+    source = OpenEnvSource(engine, sampling, episode)               # a Source, for either engine
+    -> Completion(ids=[turns and observations], mask=[True for the model's turns], columns={"env_reward": 1.0, ...})
 
-The first observation stands at the end of the prompt, in the user's turn. All episodes of a group begin with the same
-reset(seed=...): the row's column `seed`, or a number made from where the row came from. An action that the adapter
-refuses (ValueError) is answered by its sentence and costs a turn.
+The first observation is appended to the prompt, in the user's turn. All episodes of a group start with the same
+reset(seed=...): the row's column `seed`, or a hash of the row's source. If the adapter refuses an action (ValueError),
+the model gets the message as the observation, and has used a turn.
 
-One episode of an OpenEnv environment, wherever it runs: reset, step, close; observations are plain dicts.
+A session is one episode of the environment, in this process or on a server: reset, step, close; observations are dicts.
 
     opener = find_environment("game.py:Guess", timeout=60)      # or a URL: the server's websocket
     session = opener.open()
@@ -16,7 +16,7 @@ One episode of an OpenEnv environment, wherever it runs: reset, step, close; obs
     after = await session.step({"message": "42"})
     await session.close()
 
-Plain HTTP to a server would build a fresh environment for every call, so a server is spoken to over its websocket.
+Servers are used over their websocket: with plain HTTP they would build a new environment for every call.
 """
 
 from __future__ import annotations
@@ -46,11 +46,250 @@ from rollout.episodes.turns import Continuation, Transcript, turn_seed
 from rollout.gyms.options import REMOTE, OpenEnvConfig
 from rollout.schedule.source import Job, finished
 
-NOT_SHOWN = {"reward", "done", "metadata"}  # of an observation: what OpenEnv's own client leaves out
+NOT_SHOWN = {"reward", "done", "metadata"}  # fields of an observation that OpenEnv's own client leaves out
+
+
+def load_episode(cfg: OpenEnvConfig, tokenizer: Any) -> OpenEnvEpisode:
+    """Load the environment and its adapter; refuse what cannot work before anything is sampled."""
+    assert cfg.env is not None, cfg
+    opener = find_environment(cfg.env, cfg.timeout)
+    if cfg.max_concurrent_envs > 1 and opener.concurrent is False:
+        raise ValueError(
+            f"openenv.max_concurrent_envs={cfg.max_concurrent_envs}: {cfg.env} does not say that its episodes are kept "
+            "apart; set SUPPORTS_CONCURRENT_SESSIONS = True in the class if they are, or leave it at 1"
+        )
+    opener.check_reset(cfg.reset_columns)
+    return OpenEnvEpisode(cfg, opener, _adapter(cfg, opener), Continuation(tokenizer, role="user"))
+
+
+class OpenEnvEpisode:
+    """An Episode (episodes/episode.py) that plays the environment; at most max_concurrent_envs at a time."""
+
+    def __init__(self, cfg: OpenEnvConfig, opener: Opener, adapter: Adapter, continuation: Continuation) -> None:
+        self.cfg, self.opener, self.adapter, self.continuation = cfg, opener, adapter, continuation
+        self.limit = cfg.max_concurrent_envs
+        self._slots: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # one per event loop
+
+    async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
+        loop = asyncio.get_running_loop()
+        async with self._slots.setdefault(loop, asyncio.Semaphore(self.limit)):
+            transcript = Transcript(prompt.ids)
+            try:
+                session = self.opener.open()
+                try:
+                    return await self._play(session, client, prompt, seed)
+                finally:
+                    await session.close()
+            except Failed as error:
+                if self.cfg.on_error == "none":
+                    # One masked token: a completion cannot be empty.
+                    transcript.insert([self.continuation.end_id])
+                    columns = {"env_reward": None, "num_turns": 0, "env_failed": 1.0}
+                    return transcript.completion("stop", text="", messages=[], columns=columns)
+                raise ValueError(
+                    f"openenv.env={self.cfg.env}: {error}, at {prompt.source}; fix it, or set --openenv.on-error none"
+                ) from None
+
+    async def _play(self, session: Session, client: Client, prompt: Prompt, seed: int) -> Completion:
+        columns = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
+        first = await session.reset(seed=environment_seed(prompt), **columns)
+        messages = opening(prompt, self._shown(first))
+        transcript = Transcript(render_prompt(client.tokenizer, messages, settings=prompt.settings))
+        played = Played(self.cfg.reward)
+        finish, text = "length", ""
+        for turn in range(self.cfg.max_turns):
+            room = client.sampling.max_tokens - len(transcript)
+            made = await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=room)
+            transcript.add(made)
+            text = made.text
+            played.said(text)
+            if made.finish_reason == "length":
+                break  # a truncated action is not taken
+            answer = await self._act(session, text, played)
+            if played.done:
+                finish = "stop"
+                break
+            reply = [{"role": "user", "content": answer}]
+            between = self.continuation.ids(reply, transcript.last_id, prompt.settings)
+            if turn + 1 == self.cfg.max_turns or len(transcript) + len(between) >= client.sampling.max_tokens:
+                break  # no turn could follow
+            transcript.insert(between)
+        return transcript.completion(finish, text=text, messages=played.messages, columns=played.columns())
+
+    def _shown(self, step: Step) -> str:
+        try:
+            return self.adapter.observation(step.observation)
+        except Exception as error:  # the user's code may raise anything
+            raise Failed(f"observation() of the adapter raised {told(error)}") from None
+
+    async def _act(self, session: Session, text: str, played: Played) -> str:
+        """Take the action; returns the text that the model is shown."""
+        try:
+            action = self.adapter.action(text)
+        except Exception as error:  # shown to the model, whatever the adapter raised
+            reason = str(error) if isinstance(error, ValueError) else told(error)
+            played.refused(reason)
+            return reason
+        step = await session.step(action)
+        shown = self._shown(step)
+        played.stepped(step, shown)
+        return shown
+
+
+class Played:
+    """Record of an episode, for rewards and metrics."""
+
+    def __init__(self, reward: str) -> None:
+        self.reward = reward
+        self.messages: Messages = []
+        self.rewards: list[float] = []
+        self.num_refused = 0
+        self.done = False
+
+    def said(self, text: str) -> None:
+        self.messages.append({"role": "assistant", "content": text})
+
+    def stepped(self, step: Step, shown: str) -> None:
+        self.done = step.done
+        if step.reward is not None:
+            self.rewards.append(step.reward)
+        self.messages.append({"role": "user", "content": shown})
+
+    def refused(self, reason: str) -> None:
+        self.num_refused += 1
+        self.messages.append({"role": "user", "content": reason})
+
+    def columns(self) -> dict[str, Any]:
+        total = self.rewards[-1] if self.reward == "last" and self.rewards else sum(self.rewards)
+        return {
+            "env_reward": float(total),  # 0 without any reward: an episode that ran out has earned none
+            "num_turns": sum(message["role"] == "assistant" for message in self.messages),
+            "env_done": float(self.done),
+            "env_refused": self.num_refused,
+            "env_failed": 0.0,
+        }
+
+
+def environment_seed(prompt: Prompt) -> int:
+    """The row's seed, else a hash of its source: the same for all episodes of a group, and in every run."""
+    given = prompt.columns.get("seed")
+    if isinstance(given, int) and not isinstance(given, bool):
+        return given
+    return int.from_bytes(hashlib.blake2b(prompt.source.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def opening(prompt: Prompt, observation: str) -> Messages:
+    """The prompt's messages, with the first observation appended to the last one."""
+    if isinstance(prompt.prompt, str):
+        raise ValueError(
+            f"{prompt.source}: its prompt is plain text; an episode of several turns needs messages, give "
+            '[{"role": "user", "content": ...}]'
+        )
+    if not observation:
+        return prompt.prompt
+    *before, last = prompt.prompt
+    if last["role"] != "user":
+        return [*prompt.prompt, {"role": "user", "content": observation}]
+    return [*before, {**last, "content": f"{last['content']}\n\n{observation}"}]
+
+
+class OpenEnvSource:
+    """Source of episodes in an environment.
+
+    With the in-process engine, episodes run in lockstep, so an episode that waited for a free environment would block
+    the others: they are started in portions of max_concurrent_envs instead.
+    """
+
+    def __init__(self, engine: Any, sampling: Sampling, episode: OpenEnvEpisode) -> None:
+        self.episode = episode
+        self._inner = EpisodeSource(engine, sampling, episode)
+        self._in_portions = not engine.concurrent
+
+    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+        if not self._in_portions:
+            return self._inner.start(groups)
+        jobs = [job for group in groups for job in group]
+        made: list[Completion] = []
+        for begin in range(0, len(jobs), self.episode.limit):
+            portion = jobs[begin : begin + self.episode.limit]
+            made += [future.result()[0] for future in self._inner.start([[job] for job in portion])]
+        completions = iter(made)
+        return [finished([next(completions) for _ in group]) for group in groups]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+# adapters: between the model's text and the environment's objects ----------------------------------------------------
+
+
+class Adapter(Protocol):
+    """Converts the model's text to actions, and observations to text."""
+
+    def action(self, text: str) -> dict[str, Any]:
+        """The action for a turn of the model; the text of a ValueError is shown to the model."""
+
+    def observation(self, observation: dict[str, Any]) -> str:
+        """The text that the model is shown."""
+
+
+class TextAdapter:
+    """For environments whose actions and observations are one text."""
+
+    def __init__(self, action_field: str, observation_field: str | None) -> None:
+        self.action_field, self.observation_field = action_field, observation_field
+
+    def action(self, text: str) -> dict[str, Any]:
+        return {self.action_field: text}
+
+    def observation(self, observation: dict[str, Any]) -> str:
+        if self.observation_field is not None:
+            if self.observation_field not in observation:
+                has = ", ".join(observation) or "nothing"
+                raise Failed(f"gave an observation without {self.observation_field!r} (it has {has})")
+            shown = observation[self.observation_field]
+            return shown if isinstance(shown, str) else json.dumps(shown)
+        texts = [value for value in observation.values() if isinstance(value, str)]
+        return texts[0] if len(texts) == 1 else json.dumps(observation)
+
+
+def _adapter(cfg: OpenEnvConfig, opener: Opener) -> Adapter:
+    if cfg.adapter is not None:
+        adapter = load_class(cfg.adapter, f"openenv.adapter={cfg.adapter}")
+        adapter = adapter() if isinstance(adapter, type) else adapter
+        for name in ("action", "observation"):
+            if not callable(getattr(adapter, name, None)):
+                raise ValueError(f"openenv.adapter={cfg.adapter}: has no method {name}; give it action and observation")
+        return adapter
+    return TextAdapter(_text_field(cfg, opener.action_schema), cfg.observation_field)
+
+
+def _text_field(cfg: OpenEnvConfig, schema: dict[str, Any]) -> str:
+    """The field that was named, or the only required text field, or else the only text field."""
+    known = {name: facts for name, facts in schema.get("properties", {}).items() if name != "metadata"}
+    if cfg.action_field is not None:
+        if cfg.action_field not in known:
+            raise ValueError(
+                f"openenv.action_field={cfg.action_field}: an action of {cfg.env} has no such field; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+        return cfg.action_field
+    required = [name for name in schema.get("required", []) if name in known]
+    texts = [name for name, facts in known.items() if facts.get("type") == "string"]
+    for names in ([name for name in texts if name in required], texts):
+        if len(names) == 1 and set(required) <= set(names):
+            return names[0]
+    raise ValueError(
+        f"openenv.env={cfg.env}: an action has the fields {', '.join(known) or 'none'}, of which not one alone takes "
+        "text; name it with --openenv.action-field, or write an --openenv.adapter"
+    )
+
+
+# sessions: one episode of the environment, in this process or on a server --------------------------------------------
 
 
 class Step(NamedTuple):
-    """What the environment answered."""
+    """The environment's answer to reset or step."""
 
     observation: dict[str, Any]
     reward: float | None
@@ -58,7 +297,7 @@ class Step(NamedTuple):
 
 
 class Failed(Exception):
-    """The environment failed; the text is a sentence's middle part: what happened."""
+    """The environment failed; the text says what happened, as the middle of a sentence."""
 
 
 class Session(Protocol):
@@ -70,7 +309,7 @@ class Session(Protocol):
 
 
 class Opener(Protocol):
-    """Begins sessions; says what one takes and whether there may be several at the same time."""
+    """Opens sessions; knows the schema of an action and whether sessions may be concurrent."""
 
     concurrent: bool | None  # None: only the server knows
     action_schema: dict[str, Any]  # JSON schema of an action
@@ -78,18 +317,18 @@ class Opener(Protocol):
     def open(self) -> Session: ...
 
     def check_reset(self, names: tuple[str, ...]) -> None:
-        """Refuse settings that reset() would not take."""
+        """Refuse columns that reset() does not accept."""
 
 
 def find_environment(spec: str, timeout: float) -> Opener:
-    """The environment that the user named, checked as far as it can be without an episode."""
+    """The environment that the user named, checked as far as possible without an episode."""
     if spec.lower().startswith(REMOTE):
         return Server(spec, timeout)
     return InProcess(spec, load_class(spec, f"openenv.env={spec}"), timeout)
 
 
 def load_class(spec: str, label: str) -> Any:
-    """What the user named as module.Class or FILE.py:Class."""
+    """Load module.Class or FILE.py:Class."""
     path, colon, attribute = spec.rpartition(":")
     if colon and path.endswith(".py"):
         return attribute_of(load_file(Path(path).expanduser().resolve(), label), attribute, label)
@@ -99,11 +338,8 @@ def load_class(spec: str, label: str) -> Any:
     return attribute_of(load_module(name, label), attribute, label)
 
 
-# in this process -------------------------------------------------------------------------------------------------
-
-
 class InProcess:
-    """A new object of the environment's class for every episode."""
+    """Opener for a class in this process: a new object per episode."""
 
     def __init__(self, spec: str, cls: Any, timeout: float) -> None:
         label = f"openenv.env={spec}"
@@ -119,9 +355,9 @@ class InProcess:
     def open(self) -> Session:
         try:
             environment = self.cls()
-        except Exception as error:  # the user's code, whatever it raises
+        except Exception as error:  # the user's code may raise anything
             raise Failed(f"cannot be made without arguments ({told(error)}{place(error)})") from None
-        return OwnSession(environment, self.action_class, self.timeout)
+        return LocalSession(environment, self.action_class, self.timeout)
 
     def check_reset(self, names: tuple[str, ...]) -> None:
         parameters = inspect.signature(_method(self.cls, "reset")).parameters.values()
@@ -136,8 +372,8 @@ class InProcess:
                 )
 
 
-class OwnSession:
-    """Calls the object's methods: async ones in the loop, the others in a thread, so that nobody else waits."""
+class LocalSession:
+    """Calls the object's methods: async ones in the loop, others in a thread, so that other episodes do not wait."""
 
     def __init__(self, environment: Any, action_class: Any, timeout: float) -> None:
         self.environment, self.action_class, self.timeout = environment, action_class, timeout
@@ -153,12 +389,12 @@ class OwnSession:
     async def step(self, action: dict[str, Any]) -> Step:
         try:
             made = self.action_class.model_validate(action)
-        except ValueError as error:  # pydantic's, of many lines
+        except ValueError as error:  # pydantic's, with many lines
             raise Failed(f"takes no such action ({' '.join(str(error).split())})") from None
         return _step(await self._call(_method(type(self.environment), "step"), "step", made))
 
     async def close(self) -> None:
-        with contextlib.suppress(Failed):  # the episode is over, and its object goes away
+        with contextlib.suppress(Failed):  # the episode is over, and its object is discarded
             if hasattr(self.environment, "close"):
                 await self._call(type(self.environment).close, "close")
         self._thread.end()
@@ -168,19 +404,19 @@ class OwnSession:
             work = method(self.environment, *args, **settings)
         else:
             done = self._thread.run(lambda: method(self.environment, *args, **settings))
-            work = asyncio.shield(asyncio.wrap_future(done))  # not taken back: a close behind a slow step is done yet
+            work = asyncio.shield(asyncio.wrap_future(done))  # not cancelled: a close behind a slow step is still done
         try:
             return await asyncio.wait_for(work, self.timeout)
         except TimeoutError:
             raise Failed(f"{name}() took longer than timeout={self.timeout:g} s") from None
-        except Exception as error:  # the environment's code, whatever it raises
+        except Exception as error:  # the environment may raise anything
             raise Failed(f"{name}() raised {told(error)}{place(error)}") from None
 
 
 class Worker:
-    """One thread for all calls of a session: an environment may hold what belongs to a thread (a database, say).
+    """One thread for all calls of a session: an environment may have thread-bound objects, such as a database.
 
-    A daemon, unlike the threads of an executor: a step that never ends must not keep the process from ending.
+    A daemon, unlike the threads of an executor: a step that never ends must not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -188,7 +424,7 @@ class Worker:
         self._started = False
 
     def run(self, call: Callable[[], Any]) -> Future[Any]:
-        if not self._started:  # an environment with async methods needs none
+        if not self._started:  # environments with async methods need no thread
             threading.Thread(target=self._work, name="openenv", daemon=True).start()
             self._started = True
         future: Future[Any] = Future()
@@ -196,7 +432,7 @@ class Worker:
         return future
 
     def end(self) -> None:
-        """No more calls; those before are still made."""
+        """Accept no more calls; queued ones are still made."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -204,24 +440,24 @@ class Worker:
             future, call = item
             try:
                 future.set_result(call())
-            except BaseException as error:  # of the environment, for whoever waits
+            except BaseException as error:  # of the environment, passed to the caller
                 future.set_exception(error)
 
 
 def _method(cls: Any, name: str) -> Callable[..., Any]:
-    """reset_async or step_async where the class has its own, as OpenEnv's server does; else reset or step."""
-    own = getattr(cls, f"{name}_async", None)
-    inherited = own is None or getattr(own, "__module__", "").startswith("openenv.")
-    return getattr(cls, name) if inherited else own
+    """reset_async or step_async if the class defines it, as OpenEnv's server chooses; else reset or step."""
+    method = getattr(cls, f"{name}_async", None)
+    inherited = method is None or getattr(method, "__module__", "").startswith("openenv.")
+    return getattr(cls, name) if inherited else method
 
 
 def _action_class(cls: Any) -> Any:
-    """The Action that step() takes: by its annotation, or by what the class gives for Environment[Action, ...]."""
+    """The Action that step() takes: from its annotation, or from Environment[Action, ...] in the bases."""
     method = _method(cls, "step")
     parameters = [p.name for p in inspect.signature(method).parameters.values() if p.name != "self"]
     try:
         hints = typing.get_type_hints(method)
-    except Exception:  # names that only a type checker can see
+    except Exception:  # names that exist only for a type checker
         hints = {}
     found = [hints.get(parameters[0])] if parameters else []
     for base in (base for parent in cls.__mro__ for base in getattr(parent, "__orig_bases__", ())):
@@ -243,11 +479,8 @@ def _reward(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-# on a server -----------------------------------------------------------------------------------------------------
-
-
 class Server:
-    """A websocket connection for every episode: the server keeps one environment for each."""
+    """Opener for a server: a websocket connection per episode, each with its own environment."""
 
     concurrent = None
 
@@ -269,7 +502,7 @@ class Server:
         )
 
     def check_reset(self, names: tuple[str, ...]) -> None:
-        """A server takes any, and leaves out what its environment does not know."""
+        """A server accepts any column, and ignores those that its environment does not know."""
 
     def _schema(self) -> dict[str, Any]:
         page = "http" + self.url[2:] if self.url.lower().startswith("ws") else self.url
@@ -302,241 +535,8 @@ class RemoteSession:
             return Step(dict(result.observation), _reward(result.reward), bool(result.done))
         except TimeoutError:
             raise Failed(f"{name}() took longer than timeout={self.timeout:g} s") from None
-        except Exception as error:  # connection, protocol, or what the server says of its environment
-            # A server without room says so and hangs up; which of the two is seen first depends on the clock.
+        except Exception as error:  # connection, protocol, or an error of the environment
+            # A full server reports it and hangs up; which of the two is seen first is a matter of timing.
             if "CAPACITY_REACHED" in str(error) or (name == "reset" and "ConnectionClosed" in type(error).__name__):
                 raise Failed("its server has no room for another episode (lower max_concurrent_envs)") from None
             raise Failed(f"{name}() failed ({told(error)})") from None
-
-
-class Adapter(Protocol):
-    """Between the model's text and the environment's objects."""
-
-    def action(self, text: str) -> dict[str, Any]:
-        """The action that a turn of the model means; a ValueError is told to the model."""
-
-    def observation(self, observation: dict[str, Any]) -> str:
-        """What the model is shown."""
-
-
-class TextAdapter:
-    """For environments that take and give one text."""
-
-    def __init__(self, action_field: str, observation_field: str | None) -> None:
-        self.action_field, self.observation_field = action_field, observation_field
-
-    def action(self, text: str) -> dict[str, Any]:
-        return {self.action_field: text}
-
-    def observation(self, observation: dict[str, Any]) -> str:
-        if self.observation_field is not None:
-            if self.observation_field not in observation:
-                has = ", ".join(observation) or "nothing"
-                raise Failed(f"gave an observation without {self.observation_field!r} (it has {has})")
-            shown = observation[self.observation_field]
-            return shown if isinstance(shown, str) else json.dumps(shown)
-        texts = [value for value in observation.values() if isinstance(value, str)]
-        return texts[0] if len(texts) == 1 else json.dumps(observation)
-
-
-def load_episode(cfg: OpenEnvConfig, tokenizer: Any) -> OpenEnvEpisode:
-    """Find the environment, how to talk to it, and refuse what cannot work before anything is sampled."""
-    assert cfg.env is not None, cfg
-    opener = find_environment(cfg.env, cfg.timeout)
-    if cfg.max_concurrent_envs > 1 and opener.concurrent is False:
-        raise ValueError(
-            f"openenv.max_concurrent_envs={cfg.max_concurrent_envs}: {cfg.env} does not say that its episodes are kept "
-            "apart; set SUPPORTS_CONCURRENT_SESSIONS = True in the class if they are, or leave it at 1"
-        )
-    opener.check_reset(cfg.reset_columns)
-    return OpenEnvEpisode(cfg, opener, _adapter(cfg, opener), Continuation(tokenizer, role="user"))
-
-
-def _adapter(cfg: OpenEnvConfig, opener: Opener) -> Adapter:
-    if cfg.adapter is not None:
-        adapter = load_class(cfg.adapter, f"openenv.adapter={cfg.adapter}")
-        adapter = adapter() if isinstance(adapter, type) else adapter
-        for name in ("action", "observation"):
-            if not callable(getattr(adapter, name, None)):
-                raise ValueError(f"openenv.adapter={cfg.adapter}: has no method {name}; give it action and observation")
-        return adapter
-    return TextAdapter(_text_field(cfg, opener.action_schema), cfg.observation_field)
-
-
-def _text_field(cfg: OpenEnvConfig, schema: dict[str, Any]) -> str:
-    """The field named, or the only text among those an action needs, or else among all it has."""
-    known = {name: facts for name, facts in schema.get("properties", {}).items() if name != "metadata"}
-    if cfg.action_field is not None:
-        if cfg.action_field not in known:
-            raise ValueError(
-                f"openenv.action_field={cfg.action_field}: an action of {cfg.env} has no such field; it has "
-                f"{', '.join(known) or 'none'}"
-            )
-        return cfg.action_field
-    required = [name for name in schema.get("required", []) if name in known]
-    texts = [name for name, facts in known.items() if facts.get("type") == "string"]
-    for names in ([name for name in texts if name in required], texts):
-        if len(names) == 1 and set(required) <= set(names):
-            return names[0]
-    raise ValueError(
-        f"openenv.env={cfg.env}: an action has the fields {', '.join(known) or 'none'}, of which not one alone takes "
-        "text; name it with --openenv.action-field, or write an --openenv.adapter"
-    )
-
-
-class OpenEnvEpisode:
-    """Plays one episode for a client; any number of them at a time, up to what the environment bears."""
-
-    def __init__(self, cfg: OpenEnvConfig, opener: Opener, adapter: Adapter, continuation: Continuation) -> None:
-        self.cfg, self.opener, self.adapter, self.continuation = cfg, opener, adapter, continuation
-        self.limit = cfg.max_concurrent_envs
-        self._slots: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # one per event loop
-
-    async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
-        loop = asyncio.get_running_loop()
-        async with self._slots.setdefault(loop, asyncio.Semaphore(self.limit)):
-            transcript = Transcript(prompt.ids)
-            try:
-                session = self.opener.open()
-                try:
-                    return await self._play(session, client, prompt, seed)
-                finally:
-                    await session.close()
-            except Failed as error:
-                if self.cfg.on_error == "none":
-                    # One token that nobody trains on: a completion needs one.
-                    transcript.insert([self.continuation.end_id])
-                    columns = {"env_reward": None, "num_turns": 0, "env_failed": 1.0}
-                    return transcript.completion("stop", text="", messages=[], columns=columns)
-                raise ValueError(
-                    f"openenv.env={self.cfg.env}: {error}, at {prompt.source}; fix it, or set --openenv.on-error none"
-                ) from None
-
-    async def _play(self, session: Session, client: Client, prompt: Prompt, seed: int) -> Completion:
-        columns = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
-        first = await session.reset(seed=environment_seed(prompt), **columns)
-        messages = opening(prompt, self._shown(first))
-        transcript = Transcript(render_prompt(client.tokenizer, messages, settings=prompt.settings))
-        played = Played(self.cfg.reward)
-        finish, text = "length", ""
-        for turn in range(self.cfg.max_turns):
-            room = client.sampling.max_tokens - len(transcript)
-            made = await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=room)
-            transcript.add(made)
-            text = made.text
-            played.said(text)
-            if made.finish_reason == "length":
-                break  # an action that was cut off is none
-            answer = await self._act(session, text, played)
-            if played.done:
-                finish = "stop"
-                break
-            reply = [{"role": "user", "content": answer}]
-            between = self.continuation.ids(reply, transcript.last_id, prompt.settings)
-            if turn + 1 == self.cfg.max_turns or len(transcript) + len(between) >= client.sampling.max_tokens:
-                break  # no turn could follow
-            transcript.insert(between)
-        return transcript.completion(finish, text=text, messages=played.messages, columns=played.columns())
-
-    def _shown(self, step: Step) -> str:
-        try:
-            return self.adapter.observation(step.observation)
-        except Exception as error:  # the user's code may raise anything
-            raise Failed(f"observation() of the adapter raised {told(error)}") from None
-
-    async def _act(self, session: Session, text: str, played: Played) -> str:
-        """Take the action, and return what the model is shown of it."""
-        try:
-            action = self.adapter.action(text)
-        except Exception as error:  # whatever the model wrote, it is told what was wrong with it
-            reason = str(error) if isinstance(error, ValueError) else told(error)
-            played.refused(reason)
-            return reason
-        step = await session.step(action)
-        shown = self._shown(step)
-        played.stepped(step, shown)
-        return shown
-
-
-class Played:
-    """What happened in an episode, for rewards and metrics."""
-
-    def __init__(self, reward: str) -> None:
-        self.reward = reward
-        self.messages: Messages = []
-        self.rewards: list[float] = []
-        self.num_refused = 0
-        self.done = False
-
-    def said(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
-
-    def stepped(self, step: Step, shown: str) -> None:
-        self.done = step.done
-        if step.reward is not None:
-            self.rewards.append(step.reward)
-        self.messages.append({"role": "user", "content": shown})
-
-    def refused(self, reason: str) -> None:
-        self.num_refused += 1
-        self.messages.append({"role": "user", "content": reason})
-
-    def columns(self) -> dict[str, Any]:
-        total = self.rewards[-1] if self.reward == "last" and self.rewards else sum(self.rewards)
-        return {
-            "env_reward": float(total),  # 0 where nothing was paid: an episode that ran out has not earned it
-            "num_turns": sum(message["role"] == "assistant" for message in self.messages),
-            "env_done": float(self.done),
-            "env_refused": self.num_refused,
-            "env_failed": 0.0,
-        }
-
-
-def environment_seed(prompt: Prompt) -> int:
-    """The row's own, else one made from its source: the same for all episodes of a group, and in every run."""
-    given = prompt.columns.get("seed")
-    if isinstance(given, int) and not isinstance(given, bool):
-        return given
-    return int.from_bytes(hashlib.blake2b(prompt.source.encode(), digest_size=4).digest(), "big") >> 1
-
-
-def opening(prompt: Prompt, observation: str) -> Messages:
-    """The prompt's messages with the first observation at the end of the last one."""
-    if isinstance(prompt.prompt, str):
-        raise ValueError(
-            f"{prompt.source}: its prompt is plain text; an episode of several turns needs messages, give "
-            '[{"role": "user", "content": ...}]'
-        )
-    if not observation:
-        return prompt.prompt
-    *before, last = prompt.prompt
-    if last["role"] != "user":
-        return [*prompt.prompt, {"role": "user", "content": observation}]
-    return [*before, {**last, "content": f"{last['content']}\n\n{observation}"}]
-
-
-class OpenEnvSource:
-    """Source of episodes in an environment; over the engine in this process never more at a time than it bears.
-
-    There all episodes wait for each other before each sampling, so one that waited for its turn to begin would stop
-    the others: they are started in portions instead.
-    """
-
-    def __init__(self, engine: Any, sampling: Sampling, episode: OpenEnvEpisode) -> None:
-        self.episode = episode
-        self._inner = EpisodeSource(engine, sampling, episode)
-        self._in_portions = not engine.concurrent
-
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
-        if not self._in_portions:
-            return self._inner.start(groups)
-        jobs = [job for group in groups for job in group]
-        made: list[Completion] = []
-        for begin in range(0, len(jobs), self.episode.limit):
-            portion = jobs[begin : begin + self.episode.limit]
-            made += [future.result()[0] for future in self._inner.start([[job] for job in portion])]
-        completions = iter(made)
-        return [finished([next(completions) for _ in group]) for group in groups]
-
-    def close(self) -> None:
-        self._inner.close()

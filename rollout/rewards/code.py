@@ -19,8 +19,8 @@ reward:
 
     All other tests (classes, attributes and items of results, expected exceptions, arguments changed in place, globals,
     functions as arguments, modules such as sys or unittest, many calls) run in the program's own process. There an
-    __eq__ that is always true passes, and code that walks frames can read the tests; no check within one Python process
-    can prevent that.
+    __eq__ that is always true passes, and code that walks frames can read the tests and answer for them; no check
+    within one Python process can prevent that.
     Functions other than the tested one that the prompt defines and the tests use (encode in a test of decode): a
     program may redefine them.
     As root, if user namespaces are refused, a program can read the memory of the process that runs the tests.

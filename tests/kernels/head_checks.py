@@ -136,7 +136,7 @@ def target_outside_the_vocabulary(path: Path) -> None:
         target = case.target.clone()
         target[[2, 5]] = torch.tensor([IGNORE, wrong], device=path.device)
         for entry in ENTRIES.values():
-            with pytest.raises(ValueError, match=rf"target\[5\]={wrong}: not an entry of a vocabulary of {V}"):
+            with pytest.raises(ValueError, match=rf"target\[5\]={wrong}: outside the vocabulary of {V}"):
                 entry(case._replace(target=target), path)
 
 

@@ -208,13 +208,13 @@ def in_chunks(case: Case, path: Path, rows: int) -> Iterator[None]:
 def counted_rows(path: Path) -> Iterator[list[int]]:
     """How many rows each chunk's gradient products took."""
     head = head_class(path)
-    counts, close = [], head.close
+    counts, backward_chunk = [], head.backward_chunk
 
     def spy(self, start, stats, plan):
-        counts.append(len(plan.rows) if head is fast.TorchHead else plan.count)
-        return close(self, start, stats, plan)
+        counts.append(len(plan.active) if head is fast.TorchHead else plan.count)
+        return backward_chunk(self, start, stats, plan)
 
-    with mock.patch.object(head, "close", spy):
+    with mock.patch.object(head, "backward_chunk", spy):
         yield counts
 
 

@@ -231,7 +231,7 @@ def test_bad_arguments_are_refused(entry):
         for value in (0.0, -1.0, math.nan):
             with pytest.raises(ValueError, match=f"{option}={value}: must be above 0"):
                 run(case, TORCH_32, **{option: value})
-    with pytest.raises(ValueError, match="impl=cuda: there is auto, torch and triton"):
+    with pytest.raises(ValueError, match="impl=cuda: must be auto, torch or triton"):
         run(case, TORCH_32._replace(impl="cuda"))
 
 
@@ -253,7 +253,7 @@ def test_a_distributed_head_is_refused_by_name(entry):
         for placement in (Replicate(), Shard(0)):
             weight = distribute_tensor(case.weight, mesh, [placement])
             run = heads.scored if entry == "scored" else ENTRIES[entry]
-            with pytest.raises(ValueError, match=r"weight: a DTensor; gather the head once with .full_tensor\(\)"):
+            with pytest.raises(ValueError, match=r"weight: is a DTensor; gather the head once with .full_tensor\(\)"):
                 run(case._replace(weight=weight), TORCH_32)
             want = heads.scored(case, TORCH_32).logp
             assert torch.equal(heads.scored(case._replace(weight=weight.full_tensor()), TORCH_32).logp, want)

@@ -32,19 +32,19 @@ ROWS = (1, 127, 128, 129, 1000)
 
 
 @pytest.fixture(autouse=True)
-def done_again(monkeypatch, request) -> list[int]:
+def recomputed(monkeypatch, request) -> list[int]:
     """Numbers of rows done again in torch; more than none fails a test that does not ask for this fixture by name."""
     from kernels import linear_logprob_triton
 
     counts: list[int] = []
-    again = linear_logprob_triton.TritonHead._again
+    recompute = linear_logprob_triton.TritonHead._recompute
 
-    def spy(self, start, rows, stats, store):
-        assert "done_again" in request.function.__code__.co_varnames, f"{len(rows)} rows were done again in torch"
-        counts.append(len(rows))
-        return again(self, start, rows, stats, store)
+    def spy(self, start, index, stats, store):
+        assert "recomputed" in request.function.__code__.co_varnames, f"{len(index)} tokens were recomputed in torch"
+        counts.append(len(index))
+        return recompute(self, start, index, stats, store)
 
-    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_again", spy)
+    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_recompute", spy)
     yield counts
     torch.cuda.empty_cache()
 
@@ -228,14 +228,14 @@ def test_half_the_rows_without_a_gradient(entry):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("loss", ["logp", "both"])
-def test_unlikely_targets(done_again, loss, entry):
+def test_unlikely_targets(recomputed, loss, entry):
     case = draw(300, 64, 50257)
     lift = torch.zeros(300, device=DEVICE)
     lift[::10] = -torch.linspace(80, 300, 30, device=DEVICE)
     case = heads.lifted(case, lift)
     want = heads.truth(case, loss=loss)
     got = ENTRIES[entry](case, AUTO_16, loss=loss)
-    assert sum(done_again) == (want["logp"] < -99 * math.log(2)).sum() > 20
+    assert sum(recomputed) == (want["logp"] < -99 * math.log(2)).sum() > 20
     heads.is_close(got["logp"], want["logp"], 1e-6, absolute=1e-4)
     heads.is_close(got["entropy"], want["entropy"], 1e-4, absolute=1e-4)
     for name in ("hidden", "weight"):

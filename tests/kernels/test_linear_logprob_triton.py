@@ -37,21 +37,21 @@ def nan_in_unwritten_memory():
 
 
 @pytest.fixture(autouse=True)
-def done_again(monkeypatch, request) -> list[int]:
+def recomputed(monkeypatch, request) -> list[int]:
     """Numbers of rows that were done again; more than none fails a test that does not ask for this fixture by name."""
     counts: list[int] = []
     if not IS_ON:  # the test itself runs elsewhere
         return counts
     from kernels import linear_logprob_triton
 
-    again = linear_logprob_triton.TritonHead._again
+    recompute = linear_logprob_triton.TritonHead._recompute
 
-    def spy(self, start, rows, stats, store):
-        assert "done_again" in request.function.__code__.co_varnames, f"{len(rows)} rows were done again in torch"
-        counts.append(len(rows))
-        return again(self, start, rows, stats, store)
+    def spy(self, start, index, stats, store):
+        assert "recomputed" in request.function.__code__.co_varnames, f"{len(index)} tokens were recomputed in torch"
+        counts.append(len(index))
+        return recompute(self, start, index, stats, store)
 
-    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_again", spy)
+    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_recompute", spy)
     return counts
 
 
@@ -186,13 +186,13 @@ def test_row_order_and_company_do_not_change_a_log_prob(path):
 @interpreted
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_rows_with_a_gradient_move_to_the_front(density):
-    from kernels.linear_logprob_triton import _front
+    from kernels.linear_logprob_triton import _pack_active
 
     generator = torch.Generator().manual_seed(5)
     for n in (1, 2, 7, 64, 131):
         active = torch.rand(n, generator=generator) < density
         count = int(active.sum())
-        source = _front(active)[:count]
+        source = _pack_active(active)[:count]
         assert sorted(source.tolist()) == active.nonzero().squeeze(1).tolist()
         moved = source != torch.arange(count)
         assert (source[moved] >= count).all() and not active[:count][moved].any()  # into gaps, from behind
@@ -231,11 +231,11 @@ UNLIKELY = [
 
 @interpreted
 @pytest.mark.parametrize(("path", "loss", "options"), UNLIKELY, ids=lambda x: "softcap" if x is CAPPED else str(x))
-def test_unlikely_targets(done_again, path, loss, options):
+def test_unlikely_targets(recomputed, path, loss, options):
     path = PATHS[path]
     case = unlikely(path)
     want = heads.truth(case, loss=loss, **options)
-    limit = -99 * math.log(2)  # kernels.linear_logprob_triton.TOO_LARGE, as a log-prob
+    limit = -99 * math.log(2)  # kernels.linear_logprob_triton.OVERFLOW_LIMIT, as a log-prob
     expected = int((want["logp"] < limit).sum())
     assert 3 <= expected <= 5 and want["logp"].min() < -200
     # At logits of 250 a step of fp32 is 2e-5; and the log of a probability rounded to bfloat16 is off by up to 0.008,
@@ -243,19 +243,19 @@ def test_unlikely_targets(done_again, path, loss, options):
     rounded = path is TRITON_16 and loss != "logp"
     loose = path._replace(values=1e-4, gradients=0.1 if rounded else max(path.gradients, 5e-4))
     tokens = heads.scored(case, path, **options)
-    assert done_again == [expected]
+    assert recomputed == [expected]
     heads.assert_same(tokens._asdict(), want, loose)
     for name, entry in ENTRIES.items():
-        done_again.clear()
+        recomputed.clear()
         got = entry(case, path, loss=loss, **options)
-        assert done_again == [expected], name  # the loss is asked again with the right log-probs
+        assert recomputed == [expected], name  # the loss is asked again with the right log-probs
         heads.assert_same(got, want, loose, what=name)
         heads.is_close(got["logp"], tokens.logp, 1e-6, what=name)
 
 
 @interpreted
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_unlikely_targets_in_any_chunk(done_again, chunk):
+def test_unlikely_targets_in_any_chunk(recomputed, chunk):
     """Also where the one before it was whole, and this one is taken for ordinary until its sums are seen."""
     case = make(37, 16, 11, path=TRITON_32)
     lift = torch.zeros(37)
@@ -264,13 +264,13 @@ def test_unlikely_targets_in_any_chunk(done_again, chunk):
     want = heads.truth(case)
     with in_four():
         got = heads.one_pass(case, TRITON_32)
-    assert done_again == [1]
+    assert recomputed == [1]
     heads.assert_same(got, want, TRITON_32._replace(values=1e-4, gradients=1e-4))
     heads.is_close(got["loss"], (case.c * torch.stack([want["logp"], want["entropy"]])).sum(), 1e-5)
 
 
 @interpreted
-def test_what_the_loss_returns_is_kept_once_for_each_chunk(done_again):
+def test_what_the_loss_returns_is_kept_once_for_each_chunk(recomputed):
     """Though the loss is asked again where a row was done again."""
     case = make(37, 16, 11, path=TRITON_32)
     lift = torch.zeros(37)
@@ -287,21 +287,21 @@ def test_what_the_loss_returns_is_kept_once_for_each_chunk(done_again):
     logp = torch.cat([logp for _, logp in extra])
     heads.is_close(logp, heads.truth(case)["logp"], 1e-6)
     heads.is_close(total.detach(), logp.sum(), 1e-6)
-    assert sum(done_again) >= 2
+    assert sum(recomputed) >= 2
 
 
 @interpreted
-def test_unlikely_targets_of_a_frozen_head(done_again):
+def test_unlikely_targets_of_a_frozen_head(recomputed):
     case = unlikely(TRITON_32)
     for loss in ("logp", "both"):
         want = heads.truth(case, loss=loss)
         for name, entry in ENTRIES.items():
             heads.assert_same(entry(case, TRITON_32, loss=loss, needs=("hidden",)), want, TRITON_32, what=name)
-    assert sum(done_again) > 0
+    assert sum(recomputed) > 0
 
 
 @interpreted
-def test_unlikely_targets_without_a_gradient(done_again):
+def test_unlikely_targets_without_a_gradient(recomputed):
     """Their sums overflow all the same, in chunks where other rows are moved into their place."""
     case = unlikely(TRITON_32)
     case.c[:, [0, 4, 9]] = 0
@@ -310,11 +310,11 @@ def test_unlikely_targets_without_a_gradient(done_again):
         got = entry(case, TRITON_32)
         assert (got["hidden"][[0, 4, 9]] == 0).all()
         heads.assert_same(got, want, TRITON_32, what=name)
-    assert sum(done_again) > 0
+    assert sum(recomputed) > 0
 
 
 @interpreted
-def test_log_probs_around_the_limit(done_again):
+def test_log_probs_around_the_limit(recomputed):
     """On both sides of the sum at which a row is done again, log-prob and gradient go on without a step."""
     n = 16
     logits = torch.zeros(n, 37)
@@ -323,9 +323,9 @@ def test_log_probs_around_the_limit(done_again):
     case = heads.table(logits, target, TRITON_32)
     want = heads.truth(case)
     for name, entry in ENTRIES.items():
-        done_again.clear()
+        recomputed.clear()
         heads.assert_same(entry(case, TRITON_32), want, TRITON_32, what=name)
-        assert len(done_again) == 1 and 0 < done_again[0] < n
+        assert len(recomputed) == 1 and 0 < recomputed[0] < n
 
 
 # ---- what is refused, and what is not a number ----
@@ -363,7 +363,7 @@ def test_an_unchecked_target_outside_the_vocabulary_is_no_number(wrong):
 
 ERRORS = {
     "sign": ("-k * g / t", "k * g / t"),
-    "column": ("(column[None, :] == word[:, None])", "(column[None, :] == word[:, None] + 1)"),
+    "column": ("(column[None, :] == target_column[:, None])", "(column[None, :] == target_column[:, None] + 1)"),
     "last block": ("num_n = tl.cdiv(vocab, BLOCK_N)", "num_n = vocab // BLOCK_N"),
 }
 
@@ -378,12 +378,12 @@ def test_a_deliberate_error_is_found(error, tmp_path, monkeypatch):
             f"{right}: not in kernels/linear_logprob_triton.py any more; make the error elsewhere"
         )
         source = source.replace(right, wrong)
-    file = tmp_path / "altered_scaled_exp.py"
+    file = tmp_path / "altered_triton.py"
     file.write_text(source)
-    spec = importlib.util.spec_from_file_location("altered_scaled_exp", file)
+    spec = importlib.util.spec_from_file_location("altered_triton", file)
     altered = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(altered)
-    monkeypatch.setattr(kernels, "scaled_exp", altered)
+    monkeypatch.setattr(kernels, "linear_logprob_triton", altered)
     case = make(5, 16, 67, path=TRITON_32)
     assert fast._pick(*case[:4], 1.0, None, 1.0, "triton") is altered.TritonHead
     if error is None:

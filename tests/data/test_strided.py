@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from data.strided import Document, StridedBatch, StridedPlan, make_strided, require_anchors
-from kernels.attention import Spans, dense_mask, strided_layout
+from kernels import reference
+from kernels.attention import Spans, dense_mask
+from tests.kernels.layouts import strided
 
 # Lengths that the stride divides or not, exactly one block, one token too short, a single token.
 LENGTHS = (24, 23, 12, 9, 6, 5, 1)
@@ -152,22 +154,24 @@ def test_documents_attend_only_to_themselves_and_padding_is_empty(sizes):
 
 @pytest.mark.parametrize("sizes", GRID, ids=str)
 @pytest.mark.parametrize("length", LENGTHS[:3])
-def test_one_document_is_the_strided_row_of_the_attention_kernels(sizes, length):
+def test_one_document_is_the_row_labelled_token_by_token(sizes, length):
     (batch,) = make_strided([Document(list(range(length)))], sizes, max_tokens=1, multiple=8)
-    layout = strided_layout(
+    labels = strided(
         length, stride=sizes.stride, context=sizes.context_length, generated=sizes.generate_max_len,
         samples=sizes.n_samples_per_prompt, multiple=8,
     )  # fmt: skip
-    width = batch.input_ids.shape[1]
-    assert torch.equal(dense_mask(spans_of(batch), width), dense_mask(layout.spans, width))
+    mask = reference.attention_mask(labels.document, labels.branch, labels.position_ids)
+    assert torch.equal(dense_mask(spans_of(batch), batch.input_ids.shape[1]), mask)
     used = batch.num_computed
-    assert torch.equal(batch.position_ids[:, :used], layout.position_ids[:, :used])
-    assert torch.equal(batch.anchor, layout.context_end)
-    assert torch.equal(batch.predictor.flatten(), layout.predictor)
+    assert torch.equal(batch.position_ids[:, :used], labels.position_ids[:, :used])
+    samples = [(at, prefix) for at, prefix in labels.sequences() if prefix]  # each behind its part of the document
+    assert batch.anchor.repeat_interleave(sizes.n_samples_per_prompt).tolist() == [prefix for _, prefix in samples]
+    assert batch.place.flatten().tolist() == [place for at, prefix in samples for place in at[prefix:]]
+    assert batch.predictor.flatten().tolist() == [place for at, prefix in samples for place in at[prefix - 1 : -1]]
     for step in range(sizes.generate_max_len):
         places, predictors = batch.step(step)
-        assert torch.equal(places, layout.places(step))
-        assert torch.equal(predictors, layout.predictor[step :: sizes.generate_max_len])
+        assert places.tolist() == [at[prefix + step] for at, prefix in samples]
+        assert predictors.tolist() == [at[prefix + step - 1] for at, prefix in samples]
 
 
 def test_an_advantage_covers_the_tokens_of_its_own_sample():

@@ -31,7 +31,7 @@ import torch
 from data.chat import common_prefix, end_of_turn_id, render_completion, render_responses
 from data.formats.fields import user_turn
 from data.types import Prompt
-from data.user_code import describe_error, find_callable
+from data.user_code import describe_error, find_callable, where_raised
 from rollout.engine import Completion, Request, Sampling, Source, finished
 from rollout.episodes.episode import Client, Episode, EpisodeSource
 from rollout.episodes.turns import turn_seed

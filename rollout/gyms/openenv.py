@@ -511,8 +511,8 @@ class Server:
             return reply.json()["action"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"openenv.env={self.url}: no OpenEnv server answers there ({describe_error(error)}); start it, or check "
-                "the URL"
+                f"openenv.env={self.url}: no OpenEnv server answers there ({describe_error(error)}); start it, or "
+                "check the URL"
             ) from None
 
 

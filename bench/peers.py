@@ -96,11 +96,11 @@ def plain_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:  # (N
     return torch.cat(parts)
 
 
-def surrogate(problem: Problem, logp: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
-    """The clipped policy-gradient loss of these rows, as a share of the mean over all tokens of the problem."""
+def surrogate(problem: Problem, logp: Tensor, index: Tensor | slice = slice(None)) -> Tensor:
+    """The clipped policy-gradient loss of these tokens, as a share of the mean over all tokens of the problem."""
     mask = torch.ones_like(logp, dtype=torch.bool)
     out = clipped_surrogate(
-        logp, problem.old_logp[rows], problem.advantage[rows], mask, epsilon_low=0.2, epsilon_high=0.2
+        logp, problem.old_logp[index], problem.advantage[index], mask, epsilon_low=0.2, epsilon_high=0.2
     )
     return out.terms["policy"].sum / len(problem.target)
 
@@ -164,8 +164,8 @@ def compiled_forward(p: Problem) -> Made:
 def ours_one_pass(p: Problem, *, entropy: bool = False) -> Made:
     """Loss and gradients in the pass that makes the log-probs."""
 
-    def loss_fn(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any]:
-        return surrogate(p, tokens.logp, rows), (rows, *(x.detach() for x in tokens if x is not None))
+    def loss_fn(tokens: TokenLogps, index: Tensor) -> tuple[Tensor, Any]:
+        return surrogate(p, tokens.logp, index), (index, *(x.detach() for x in tokens if x is not None))
 
     loss, parts = linear_logprob_loss(p.hidden, p.weight, p.target, loss_fn, entropy=entropy, ignore_index=None)
     order, *columns = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -231,7 +231,7 @@ SLOW_DISK = """
 import sys, time
 from trainer import checkpoint
 from trainer.cli import parse
-from trainer.parallel.comm import barrier, process_group, rank
+from trainer.parallel.comm import of_all, process_group, rank
 from trainer.run.run import open_run
 
 def slow(path, sha256_of=checkpoint.sha256_of):
@@ -243,10 +243,10 @@ _, cfg, _ = parse(["--resume", sys.argv[1]])
 with process_group(4.0):
     with open_run(cfg, "sft") as run:
         print("rank", rank(), run.checkpoint.name, flush=True)
-    barrier("both have it")
+    of_all(None, "both have it")
     if rank() == 0:
         (run.checkpoint / "model.safetensors").write_bytes(b"short")
-    barrier("now it is damaged")
+    of_all(None, "now it is damaged")
     try:
         open_run(cfg, "sft")
     except (SystemExit, ValueError) as error:
@@ -275,11 +275,11 @@ from data.packing import Item, make_batches
 from tests.ranks.worker import make_policy
 from trainer.parallel.comm import process_group, rank
 from trainer.policy.load import token_logps
-from trainer.policy.sharding import ParallelConfig, place, spread
+from trainer.policy.sharding import ParallelConfig, parallelize, to_device_and_pad
 with process_group(4.0):
-    policy = spread(ParallelConfig(mode="fsdp"), make_policy())
+    policy = parallelize(ParallelConfig(mode="fsdp"), make_policy())
     batches = make_batches([Item([n, 1, 2, 3], [False, True, True, True]) for n in range(3)], max_tokens=4)
-    batches = place(policy, batches)
+    batches = to_device_and_pad(policy, batches)
     for number, mb in enumerate(batches):
         time.sleep(7 if number == 0 else 0)  # all of them compute, for longer than the limit
         token_logps(policy, mb).logp.sum().backward()

@@ -111,5 +111,5 @@ def test_corrupt_checkpoint_falls_back_and_says_so(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     done = run_ok("--resume", tmp_path / "run", cwd=tmp_path)
     assert f"step-{STEPS:08d} is damaged (model.safetensors" in done.stderr
-    assert f"step {STEPS - 2}, where this run goes on" in done.stderr
+    assert f"step {STEPS - 2}, where this run resumes" in done.stderr
     assert repeatable(metrics(tmp_path / "run")) == before

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from trainer.cli import parse
 from trainer.config.errors import one_line, raised_on_purpose
-from trainer.parallel.comm import process_group, say_once
+from trainer.parallel.comm import log_once, process_group
 from trainer.parallel.ranks import TIMEOUT_S
 from trainer.policy.memory import is_out_of_memory, out_of_memory
 from trainer.run.stop import EXIT_CODE, Stopped, end_on_sigterm
@@ -74,7 +74,7 @@ def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
         except ValueError as error:
             if not tell() or not raised_on_purpose(error):
                 raise
-            say_once(f"error: {one_line(error)}")
+            log_once(f"error: {one_line(error)}")
             return 2
     return 0
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import kernels.linear_logprob as fast
-from losses.policy import clipped_surrogate
 from losses.sft import sft_loss
 from tests.kernels import heads
 from tests.kernels.heads import ENTRIES, IGNORE, Case, Path, assert_same, is_close, make
+from tests.losses.surrogate import clipped_surrogate
 
 N, D, V = 9, 16, 19
 CHECKS: dict[str, Callable[[Path], None]] = {}

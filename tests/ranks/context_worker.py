@@ -23,7 +23,7 @@ from tests.ranks import worker
 from tests.ranks.worker import CASES, Case, compare, config, ids, make_policy
 from tests.trainer.rl.group_cases import ADVANTAGE, TOTAL, make_completions, make_config
 from trainer.parallel.comm import context_size, is_main, process_group
-from trainer.parallel.dtensor import settle
+from trainer.parallel.dtensor import reshard
 from trainer.policy.attention import use_slices
 from trainer.policy.logps import Policy, causal_lm
 from trainer.rl.step import backward, prepare
@@ -84,11 +84,11 @@ def grpo_case(layout: str, *, lora: bool = False, max_tokens: int = 8 * TOTAL, *
         advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float64)
         batch = prepare(cfg, policy, [row.completion for row in rows], advantage)
         if cfg.num_iterations > 1:
-            settle(policy.model)
+            reshard(policy.model)
             with torch.no_grad():
                 for p in policy.model.parameters():
                     p.mul_(1.02)
-        return backward(cfg, policy, batch, first=cfg.num_iterations == 1).means()
+        return backward(cfg, policy, replace(batch, first=cfg.num_iterations == 1)).means()
 
     return Case(rows, lambda: make_policy(reference=True, lora=lora), step)
 

@@ -27,10 +27,10 @@ from tests.ranks.worker import MODES, Case, one_process
 from trainer.config.blocks import ParallelConfig
 from trainer.config.policy import PolicyLossConfig
 from trainer.parallel.comm import is_main, process_group
-from trainer.parallel.dtensor import full
+from trainer.parallel.dtensor import gather
 from trainer.policy.logps import Policy
 from trainer.policy.optim import clip_and_step
-from trainer.policy.sharding import spread, sum_gradients
+from trainer.policy.sharding import parallelize, sum_gradients
 
 STEPS = 20
 ALONE = {4, 13}  # steps with as few rows as a step can have
@@ -55,7 +55,7 @@ METHODS: dict[str, Callable[..., Case]] = {
 
 
 def weights(policy: Policy) -> Tensor:
-    return torch.cat([full(p.detach()).flatten() for p in policy.model.parameters() if p.requires_grad])
+    return torch.cat([gather(p.detach()).flatten() for p in policy.model.parameters() if p.requires_grad])
 
 
 def train(case: Case, policy: Policy) -> tuple[Tensor, list[dict[str, float]]]:
@@ -78,7 +78,7 @@ def trajectory(case: Case, mode: str) -> dict[str, float]:
         alone = case.policy()
         start = weights(alone).clone()
         expected, expected_metrics = train(case, alone)
-    found, found_metrics = train(case, spread(ParallelConfig(**MODES[mode]), case.policy()))
+    found, found_metrics = train(case, parallelize(ParallelConfig(**MODES[mode]), case.policy()))
     moved = (expected - start).norm()
     assert moved > 0.05, moved
     return {
@@ -110,11 +110,11 @@ def gradient32(case: Case, mode: str) -> float:
     def gradient(policy: Policy) -> Tensor:
         case.step(policy, case.deal(case.rows))
         sum_gradients(policy.model)
-        return torch.cat([full(p.grad).flatten() for p in policy.model.parameters() if p.requires_grad])
+        return torch.cat([gather(p.grad).flatten() for p in policy.model.parameters() if p.requires_grad])
 
     with one_process():
         expected = gradient(in_float32(case))
-    found = gradient(spread(ParallelConfig(**MODES[mode]), in_float32(case)))
+    found = gradient(parallelize(ParallelConfig(**MODES[mode]), in_float32(case)))
     return float((found - expected).norm() / expected.norm())
 
 

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 from rollout.servers.model_folder import resolve_model
 from tests.ranks.worker import one_process
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig
-from trainer.parallel.comm import barrier, is_main
-from trainer.parallel.dtensor import full, is_dtensor, local
+from trainer.parallel.comm import is_main, of_all
+from trainer.parallel.dtensor import gather, is_dtensor, local
 from trainer.policy import load as meta_load
 from trainer.policy import sharding as parallel_module
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, causal_lm
-from trainer.policy.sharding import spread
+from trainer.policy.sharding import parallelize
 
 TINY = resolve_model("builtin:tiny")
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def untied_model(folder: Path) -> str:
         shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.py", "__pycache__"))
         lm.save_pretrained(folder, max_shard_size="1MB")
         assert len(list(folder.glob("*.safetensors"))) > 1
-    barrier("untied model")
+    of_all(None, "untied model")
     return str(folder)
 
 
@@ -75,7 +75,7 @@ def load(model: str, lora: LoraConfig, parallel: dict[str, Any], held: Held, *, 
     torch.manual_seed(5)
     with held:
         policy = load_policy(ModelConfig(model=model), lora, CPU, with_reference=with_reference)
-    return spread(ParallelConfig(**parallel), policy)
+    return parallelize(ParallelConfig(**parallel), policy)
 
 
 def counted_fill(held: Held) -> Any:
@@ -102,7 +102,7 @@ def compare(
         mine, want = ours.state_dict(), theirs.state_dict()
         assert mine.keys() == want.keys(), mine.keys() ^ want.keys()
         for key, value in want.items():
-            found = full(mine[key])
+            found = gather(mine[key])
             assert found.dtype == value.dtype and torch.equal(found, value), key
         for (key, found), (_, value) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
             assert torch.equal(found, value) and found.dtype == value.dtype, key
@@ -117,7 +117,7 @@ def compare(
         assert held.peak < 0.75 * total, (name, held.peak, total)
     if is_main():
         print(f"{name}: peak {held.peak / total:.2f} of the model", flush=True)
-    barrier(name)
+    of_all(None, name)
 
 
 def check_loading(folder: Path) -> None:

@@ -23,11 +23,11 @@ from tests.ranks.loading import check_loading
 from tests.ranks.worker import MODES, VOCAB, make_policy, one_process
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
-from trainer.parallel.comm import all_sum, barrier, is_main, process_group, rank, world_size
-from trainer.parallel.dtensor import full, whole
+from trainer.parallel.comm import all_sum, is_main, of_all, process_group, rank, world_size
+from trainer.parallel.dtensor import gather, gather_with_grad
 from trainer.policy.logps import Policy
 from trainer.policy.reference import MovingReference
-from trainer.policy.sharding import clip_gradients, spread, sum_gradients
+from trainer.policy.sharding import clip_gradients, parallelize, sum_gradients
 from trainer.run import checkpoint as saving
 from trainer.run.checkpoint import Saver, find_problem, list_checkpoints, load_checkpoint, save_checkpoint
 
@@ -41,7 +41,7 @@ def take_step(policy: Policy, optimizer: AdamW, seed: int) -> float:
     """The same rows on every rank: gradients are added up, so each rank has its part of the loss."""
     ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(seed))
     hidden = policy.model.model(input_ids=ids).last_hidden_state
-    logits = hidden @ whole(policy.model.lm_head.weight).T
+    logits = hidden @ gather_with_grad(policy.model.lm_head.weight).T
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) / world_size()
     loss.backward()
     sum_gradients(policy.model)
@@ -53,15 +53,15 @@ def take_step(policy: Policy, optimizer: AdamW, seed: int) -> float:
 
 def everything(policy: Policy, optimizer: AdamW) -> dict[str, Tensor]:
     """Whole tensors on every rank."""
-    found = {f"weights/{name}": full(p.detach()).clone() for name, p in policy.model.named_parameters()}
+    found = {f"weights/{name}": gather(p.detach()).clone() for name, p in policy.model.named_parameters()}
     names = {p: name for name, p in policy.model.named_parameters()}
     for p, slots in optimizer.state.items():
-        found |= {f"moments/{names[p]}.{key}": full(value).clone() for key, value in slots.items()}
+        found |= {f"moments/{names[p]}.{key}": gather(value).clone() for key, value in slots.items()}
     return found
 
 
 def trained(mode: str) -> tuple[Policy, AdamW, LambdaLR]:
-    policy = spread(ParallelConfig(**MODES[mode]), make_policy(tied=False))
+    policy = parallelize(ParallelConfig(**MODES[mode]), make_policy(tied=False))
     optimizer, schedule = optimizer_of(policy)
     for seed in (1, 2):
         take_step(policy, optimizer, seed)
@@ -146,10 +146,10 @@ def check_full_disk(folder: Path) -> None:
         assert "step-00000004: could not be written (rank 1: No space left on device)" in str(error), error
     else:
         raise AssertionError("the failed save was not told")
-    barrier("look")
+    of_all(None, "look")
     assert [path.name for path in (folder / "fsdp").iterdir()] == ["step-00000002"]
     assert [(at, find_problem(path)) for at, path in list_checkpoints(folder / "fsdp")] == [(2, None)]
-    barrier("looked")
+    of_all(None, "looked")
     saving.write_tensors = write
     save_checkpoint(folder / "fsdp", 6, policy.model, optimizer, schedule, {}, keep=2)
     assert [at for at, _ in list_checkpoints(folder / "fsdp")] == [2, 6]
@@ -157,10 +157,10 @@ def check_full_disk(folder: Path) -> None:
 
 def check_moving() -> None:
     """A reference in shards moves as a whole one does, also when it has just been asked: embeddings stay gathered."""
-    policy = spread(ParallelConfig(mode="fsdp"), make_policy(reference=True))
+    policy = parallelize(ParallelConfig(mode="fsdp"), make_policy(reference=True))
     moving = MovingReference(policy, alpha=0.6, every=1)
-    before = {name: full(p).clone() for name, p in moving.tensors().items()}
-    ours = {name: full(p.detach()) for name, p in policy.model.named_parameters()}
+    before = {name: gather(p).clone() for name, p in moving.tensors().items()}
+    ours = {name: gather(p.detach()) for name, p in policy.model.named_parameters()}
     ids = torch.arange(8)[None]
 
     def asked() -> Tensor:
@@ -170,11 +170,11 @@ def check_moving() -> None:
     first = asked()
     moving.after_step(1)
     asked()
-    moved = {name: full(p).clone() for name, p in moving.tensors().items()}
+    moved = {name: gather(p).clone() for name, p in moving.tensors().items()}
     for name, value in moved.items():
         torch.testing.assert_close(value, 0.4 * before[name] + 0.6 * ours[name])
     moving.load_tensors(before)
-    same({name: full(p) for name, p in moving.tensors().items()}, before)
+    same({name: gather(p) for name, p in moving.tensors().items()}, before)
     assert torch.equal(asked(), first)
 
 

@@ -21,13 +21,14 @@ from torch import Tensor
 from data.types import Example, Labelled, Pair, Steps
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
-from trainer.offline.loop import mine
+from trainer.offline.labelled import item_of, pack_labelled
+from trainer.offline.loop import rows_of_this_rank
 from trainer.parallel.comm import context_size, is_main, process_group
-from trainer.parallel.dtensor import full
+from trainer.parallel.dtensor import gather
 from trainer.policy.attention import use_slices
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference
-from trainer.policy.sharding import clip_gradients, spread, sum_gradients
+from trainer.policy.sharding import clip_gradients, parallelize, sum_gradients
 
 VOCAB = 29
 DATA = ("rows",)
@@ -41,7 +42,7 @@ class Case(NamedTuple):
     rows: list[Any]
     policy: Callable[[], Policy]
     step: Callable[[Policy, list[Any]], dict[str, float]]  # gradients, and metrics of the step
-    deal: Callable[[list[Any]], list[Any]] = mine  # what a rank's step is given of the rows
+    deal: Callable[[list[Any]], list[Any]] = rows_of_this_rank  # what a rank's step is given of the rows
     least: int = 1  # rows that a step has
 
 
@@ -174,12 +175,12 @@ def kto_case(*, lora: bool = False, **options: Any) -> Case:
         )
         for n in range(7)
     ]
-    partner = {id(row): module.item_of(row, rows[n - 1].completion_ids) for n, row in enumerate(rows)}
+    partner = {id(row): item_of(row, rows[n - 1].completion_ids) for n, row in enumerate(rows)}
     if cfg.loss_type != "kto":
         partner = {}
 
     def step(policy: Policy, part: list[Any]) -> dict[str, float]:
-        packed = module.pack(cfg, policy, part, partner, 1)
+        packed = pack_labelled(cfg, policy, part, partner, 1)
         return module.run_rows(cfg, policy, Reference(policy), packed, train=True)[0].means()
 
     return Case(rows, lambda: make_policy(reference=True, lora=lora), step)
@@ -237,7 +238,7 @@ MODES = {
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    return {name: full(p.grad).clone() for name, p in policy.model.named_parameters() if p.requires_grad}
+    return {name: gather(p.grad).clone() for name, p in policy.model.named_parameters() if p.requires_grad}
 
 
 def compare(case: Case, mode: str) -> dict[str, float]:
@@ -245,7 +246,7 @@ def compare(case: Case, mode: str) -> dict[str, float]:
         alone = case.policy()
         expected_metrics = case.step(alone, case.rows)
         expected = gradients(alone)
-    policy = spread(ParallelConfig(**MODES[mode]), case.policy())
+    policy = parallelize(ParallelConfig(**MODES[mode]), case.policy())
     found_metrics = case.step(policy, case.deal(case.rows))
     sum_gradients(policy.model)
     found = gradients(policy)

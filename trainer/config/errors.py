@@ -16,7 +16,7 @@ def first_line(error: Exception) -> str:
     return first or type(error).__name__
 
 
-def why(error: Exception, path: str) -> str:
+def load_error(error: Exception, path: str) -> str:
     """What a library said when it could not load `path`, in one line."""
     kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
     where = "" if Path(path).is_dir() else f"{path} is no folder here, and as a hub id: "

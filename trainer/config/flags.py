@@ -25,6 +25,9 @@ REPEATABLE = ("data", "eval_data")  # --data a --data b is --data a b; any other
 DASH = "\x1f"  # put before a list item such as "-x", which tyro would take for a flag, and removed after it
 
 
+# flags of a Config -----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Flag:
     """One field of a Config or of one of its blocks."""
@@ -123,9 +126,7 @@ def unknown(what: str, word: str, table: dict[str, Flag], *, as_flag: bool) -> V
     return ValueError(f"{what}; did you mean {table[found].name if as_flag else found}?")
 
 
-def looks_like_flag(word: str) -> bool:
-    """-x and --x are flags, -3, -.5 and -inf are numbers; a value such as -x is attached with = instead."""
-    return re.match(r"-+[^\W\d_]", word) is not None and word.lower() not in ("-inf", "-infinity", "-nan")
+# words of argv ---------------------------------------------------------------------------------------------------
 
 
 def read_argv(argv: Sequence[str], table: dict[str, Flag]) -> Values:
@@ -165,6 +166,11 @@ def _split_argv(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield name, words
 
 
+def looks_like_flag(word: str) -> bool:
+    """-x and --x are flags, -3, -.5 and -inf are numbers; a value such as -x is attached with = instead."""
+    return re.match(r"-+[^\W\d_]", word) is not None and word.lower() not in ("-inf", "-infinity", "-nan")
+
+
 def _checked_words(words: Sequence[str], flag: Flag, label: str) -> tuple[str, ...]:
     if flag.is_list:
         return tuple(words)
@@ -180,6 +186,9 @@ def _checked_words(words: Sequence[str], flag: Flag, label: str) -> tuple[str, .
     if flag.takes_bool and words[0].lower() in ("true", "false"):  # one of several kinds of value
         return (words[0].capitalize(),)
     return (words[0],)
+
+
+# values of a YAML tree -------------------------------------------------------------------------------------------
 
 
 def read_tree(tree: dict[str, Any], table: dict[str, Flag], source: str, prefix: str = "") -> Values:
@@ -263,20 +272,7 @@ def _saved(item: Any) -> Any:
     return import_name(item) if callable(item) else item  # a reward function that was given from Python
 
 
-def tyro_args(values: Values, table: dict[str, Flag]) -> list[str]:
-    """Values as the words tyro is given."""
-    args: list[str] = []
-    for key, given in values.items():
-        flag = table[key]
-        if flag.is_bool:
-            head, _, last = key.rpartition(".")
-            args.append(flag.name if given.words == ("True",) else f"--{head}{'.' if head else ''}no-{last}")
-        elif flag.is_list:
-            args.append(flag.name)
-            args += [DASH + word if looks_like_flag(word) or word.startswith(DASH) else word for word in given.words]
-        else:
-            args.append(f"{flag.name}={given.words[0]}")
-    return args
+# words to a Config, by tyro --------------------------------------------------------------------------------------
 
 
 def build(config: type, values: Values, table: dict[str, Flag], prog: str) -> Any:
@@ -299,6 +295,22 @@ def build(config: type, values: Values, table: dict[str, Flag], prog: str) -> An
     with _tyro_refusals(refuse):
         cfg = tyro.cli(config, args=tyro_args(values, table), prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
     return _without_dash_marks(cfg)
+
+
+def tyro_args(values: Values, table: dict[str, Flag]) -> list[str]:
+    """Values as the words tyro is given."""
+    args: list[str] = []
+    for key, given in values.items():
+        flag = table[key]
+        if flag.is_bool:
+            head, _, last = key.rpartition(".")
+            args.append(flag.name if given.words == ("True",) else f"--{head}{'.' if head else ''}no-{last}")
+        elif flag.is_list:
+            args.append(flag.name)
+            args += [DASH + word if looks_like_flag(word) or word.startswith(DASH) else word for word in given.words]
+        else:
+            args.append(f"{flag.name}={given.words[0]}")
+    return args
 
 
 def _tyro_refusals(hook: Any) -> contextlib.AbstractContextManager:

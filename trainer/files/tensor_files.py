@@ -1,10 +1,10 @@
-"""Tensors in safetensors files: written one after the other, and read by the slice.
+"""Tensors in safetensors files: written one at a time, and read slice by slice.
 
-    size, sha256 = write_tensors(path, specs_of(tensors), tensors.values())    # one tensor after the other
+    size, sha256 = write_tensors(path, specs_of(tensors), tensors.values())    # one tensor at a time
     stored = TensorFiles(folder, records)
-    stored.read("model.norm.weight", (slice(0, 8),))                           # that part of the file, and no more
+    stored.read("model.norm.weight", (slice(0, 8),))                           # reads only these bytes
 
-A tensor may lie in several parts in several files, as ranks write their shards; reading puts together what is asked.
+A tensor may be stored in parts in several files, as ranks write their shards; reading assembles the slice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Slices = tuple[slice, ...]
 
 
 class Spec(NamedTuple):
-    """What a file's header says of a tensor."""
+    """Shape and dtype of a tensor, as in a file's header."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,36 +48,36 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
 def write_tensors(
     path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tensor], check: Callable[[], None] = lambda: None
 ) -> tuple[int, str]:
-    """A safetensors file of `tensors`, which come in the order of `specs`; its size and sha256.
+    """Write `tensors`, in the order of `specs`, to a safetensors file; returns its size and sha256.
 
-    One pass: bytes are hashed as they are written, and both let other threads run. `check` is called now and then.
+    Bytes are hashed as they are written, and both release the GIL. `check` is called before each chunk.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
 
-        def put(data: Any) -> None:
+        def write(data: Any) -> None:
             check()
             digest.update(data)
             file.write(data)
 
-        put(_header(specs))
+        write(_header(specs))
         for (name, spec), tensor in zip(specs.items(), tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == spec, f"{name}: {tensor.shape} {tensor.dtype}, not {spec}"
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
             for start in range(0, len(data), CHUNK):
-                put(data[start : start + CHUNK])
+                write(data[start : start + CHUNK])
         size = file.tell()
     return size, digest.hexdigest()
 
 
 def aligned(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """In the order that a file wants: wide numbers first, so that each starts at a multiple of its own size."""
+    """In file order: wide dtypes first, so that each tensor starts at a multiple of its item size."""
     return dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
 def _header(specs: Mapping[str, Spec]) -> bytes:
-    """The front of a file: length, JSON, spaces up to a multiple of 8 bytes."""
+    """The start of a file: length, JSON, padding to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, spec in specs.items():
@@ -90,7 +90,7 @@ def _header(specs: Mapping[str, Spec]) -> bytes:
 
 
 class Part(NamedTuple):
-    """A block of a tensor: where it lies, and which block it is."""
+    """A block of a tensor: the file that holds it, and its offset in the tensor."""
 
     file: str
     name: str  # in that file
@@ -100,7 +100,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Record:
-    """A tensor that lies in one part or several."""
+    """A tensor stored in one or several parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -108,12 +108,12 @@ class Record:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its parts are all of it. They never overlap: each is written by the one rank that has it first."""
+        """Whether the parts cover the tensor. They never overlap: each is written by the lowest rank that holds it."""
         return sum(math.prod(part.shape) for part in self.parts) == math.prod(self.shape)
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Named tensors in the files of a folder; as a mapping it reads whole ones, each when it is asked for."""
+    """Named tensors in the files of a folder; as a mapping it reads full tensors on access."""
 
     def __init__(self, folder: Path, records: dict[str, Record]) -> None:
         self.folder, self.records = folder, records
@@ -129,12 +129,12 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self.records)
 
     def below(self, prefix: str) -> TensorFiles:
-        """Those whose names start with the prefix, by the rest of their names."""
+        """Tensors whose names start with the prefix, which is removed."""
         found = {name: record for name, record in self.records.items() if name.startswith(prefix)}
         return TensorFiles(self.folder, {name.removeprefix(prefix): record for name, record in found.items()})
 
     def read(self, name: str, at: Slices | None = None) -> Tensor:
-        """A tensor in memory of its own, or a block of it; only what is asked for is read."""
+        """A copy of a tensor, or of a block of it; only that block is read."""
         record = self.records[name]
         at = at or tuple(slice(0, size) for size in record.shape)
         result = torch.empty([piece.stop - piece.start for piece in at], dtype=record.dtype)
@@ -163,7 +163,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def records_of_file(folder: Path, file: str, prefix: str = "") -> dict[str, Record]:
-    """The tensors of one file, each whole; names get the prefix."""
+    """The tensors of one file; `prefix` is put before their names."""
     from safetensors import safe_open
 
     records = {}

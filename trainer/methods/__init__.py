@@ -1,0 +1,1 @@
+"""One file per training method; each has a Config and train()."""

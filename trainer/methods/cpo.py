@@ -29,13 +29,13 @@ from trainer.config.blocks import (
     check_evaluation,
 )
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
 from trainer.parallel.comm import all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
-from trainer.policy.sharding import spread
+from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 
@@ -81,9 +81,9 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
+        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
         pairs = pairs_of(cfg, policy, cfg.data.data)
-        held_out = mine(pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
+        held_out = rows_of_this_rank(pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
         evaluate = partial(evaluate_pairs, cfg, policy, held_out)
         offline = Offline(run, cfg, policy, pairs)
         offline.begin(evaluate)

@@ -2,7 +2,8 @@
 
     pairs -> pack -> (logps, reference logps -> sums over responses -> pair loss -> backward)* -> clip and step -> log
 
-Rafailov et al. 2023 (arXiv:2305.18290). --loss-type picks one or several of the pair losses in losses/preference.py.
+Rafailov et al. 2023 (arXiv:2305.18290). --loss-type picks one or several of the pair losses in losses/preference.py;
+trainer/config/preference.py checks which options go together.
 """
 
 from __future__ import annotations
@@ -17,18 +18,7 @@ from torch import Tensor
 from data.format_options import FormatOptions
 from data.packing import Item
 from data.types import Pair
-from losses.preference import (
-    DIVERGENCE_LOSSES,
-    DIVERGENCES,
-    PAIR_LOSSES,
-    AotTargets,
-    PairScores,
-    aot_targets,
-    dpo_loss,
-    ld_weights,
-    options_of,
-    wpo_weight,
-)  # fmt: skip
+from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
 from trainer.config.blocks import (
     DataConfig,
     Flat,
@@ -41,21 +31,17 @@ from trainer.config.blocks import (
     RunConfig,
     check_evaluation,
 )  # fmt: skip
+from trainer.config.preference import PairLossType, check_pair_options
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
 from trainer.parallel.comm import all_sum, pick_device, rows_of_all
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_log_collision, token_logps
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
-from trainer.policy.sharding import spread
+from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
-
-LossType = Literal[
-    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
-    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +58,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     format: FormatOptions = field(default_factory=FormatOptions)
 
-    loss_type: tuple[LossType, ...] = ("sigmoid",)
+    loss_type: tuple[PairLossType, ...] = ("sigmoid",)
     """Pair loss; several are added with loss_weights (sigmoid bco_pair sft is MPO)."""
     loss_weights: tuple[float, ...] = ()
     """One weight per loss_type; none given means 1 each."""
@@ -103,7 +89,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
-        check(self)
+        check_pair_options(self)
 
     @property
     def losses(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -112,60 +98,16 @@ class Config:
         return (names, weights) if self.rpo_alpha is None else ((*names, "sft"), (*weights, self.rpo_alpha))
 
 
-def check(cfg: Config) -> None:
-    """Refuse what contradicts itself, and settings that would have no effect."""
-    names = cfg.loss_type
-    used = frozenset().union(*(options_of(PAIR_LOSSES[name]) for name in names if name != "sft"))
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"loss_type={' '.join(names)}: name at least one loss, each once")
-    if cfg.loss_weights and len(cfg.loss_weights) != len(names):
-        raise ValueError(f"loss_weights: {len(cfg.loss_weights)} weights for {len(names)} losses; give one each")
-    if not 0.0 <= cfg.label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing={cfg.label_smoothing}: must be in [0, 0.5), 0.5 or more inverts the label")
-    if cfg.label_smoothing > 0 and "label_smoothing" not in used:
-        raise ValueError(f"label_smoothing={cfg.label_smoothing}: has no effect on {' '.join(names)}")
-    if "exo_pair" in names and cfg.label_smoothing == 0:
-        raise ValueError("label_smoothing=0.0: exo_pair needs it above 0; use 1e-3")
-    if cfg.f_divergence_type != "reverse_kl" and not set(names) <= DIVERGENCE_LOSSES:
-        raise ValueError(f"f_divergence_type={cfg.f_divergence_type}: not defined for loss_type={' '.join(names)}")
-    if cfg.use_weighting and {"aot", "aot_unpaired"} & set(names):
-        raise ValueError("use_weighting: aot sorts responses apart from their pairs; there is no pair to weigh")
-    if cfg.rpo_alpha is not None and "sft" in names:
-        raise ValueError(f"rpo_alpha={cfg.rpo_alpha}: loss_type holds sft already; weigh it with loss_weights")
-    if cfg.ld_alpha is not None and not 0.0 <= cfg.ld_alpha <= 1.0:
-        raise ValueError(f"ld_alpha={cfg.ld_alpha}: must be between 0 and 1")
-    if cfg.reference_free and cfg.reference != ReferenceConfig():
-        raise ValueError("reference_free: ref, ref_model and ref_cache have no effect with it; leave them out")
-    fixed = cfg.reference_free or cfg.reference.ref == "precomputed" or cfg.reference.ref_model
-    if cfg.sync_ref_model and (cfg.lora.r > 0 or fixed):
-        raise ValueError("sync_ref_model: no copy to move with LoRA, ref_model, ref=precomputed or reference_free")
-    if not 0.0 < cfg.ref_model_mixup_alpha <= 1.0:
-        raise ValueError(f"ref_model_mixup_alpha={cfg.ref_model_mixup_alpha}: must be above 0 and at most 1")
-    for name in ("beta", "ref_model_sync_steps", "discopop_tau"):
-        if not getattr(cfg, name) > 0:
-            raise ValueError(f"{name}={getattr(cfg, name)}: must be above 0")
-    for name, needs, given in (
-        ("f_alpha_divergence_coef", "f_divergence_type=alpha_divergence", cfg.f_divergence_type == "alpha_divergence"),
-        ("discopop_tau", "loss_type=discopop", "discopop" in names),
-        ("ref_model_mixup_alpha", "sync_ref_model", cfg.sync_ref_model),
-        ("ref_model_sync_steps", "sync_ref_model", cfg.sync_ref_model),
-    ):
-        if getattr(cfg, name) != getattr(Config, name) and not given:  # the class holds the default
-            raise ValueError(f"{name}={getattr(cfg, name)}: has no effect without {needs}")
-    if {"aot", "aot_unpaired"} & set(names) and cfg.run.sequences_per_step < 2:
-        raise ValueError("per_device_train_batch_size=1: aot sorts over a step; use at least 2 pairs")
-
-
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         copied = not cfg.reference_free and wants_copy(cfg.reference, cfg.lora)
-        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
+        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
         pairs = pairs_of(cfg, policy, cfg.data.data)
         held_out = pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
         reference, items = Reference(None), pair_items([*pairs, *held_out])
         if not cfg.reference_free:
             reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
-        evaluate = partial(evaluate_pairs, cfg, policy, reference, mine(held_out))
+        evaluate = partial(evaluate_pairs, cfg, policy, reference, rows_of_this_rank(held_out))
         moving = MovingReference(policy, cfg.ref_model_mixup_alpha, cfg.ref_model_sync_steps)
         offline = Offline(run, cfg, policy, pairs, extra={"reference": moving} if cfg.sync_ref_model else {})
         offline.begin(evaluate)

@@ -4,12 +4,11 @@
 
 Ethayarajh et al. 2024 (arXiv:2402.01306). z0 is the mean log-ratio of completions under prompts they do not belong to,
 over the whole step, clamped at 0. Each row's mismatch is the completion of the next row, in a seeded order, that has
-another prompt: fixed for the run, so that its reference log-prob can be computed beforehand like any other.
+another prompt (trainer/offline/labelled.py). It is fixed for the run, so its reference log-prob can be precomputed.
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 
 from data.format_options import FormatOptions
-from data.packing import Batch, Item, make_batches
-from data.rows.unpaired import load_labelled
+from data.packing import Batch, Item
 from data.types import Labelled
 from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
 from losses.types import LossOut
@@ -36,13 +34,14 @@ from trainer.config.blocks import (
     check_evaluation,
 )  # fmt: skip
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.labelled import LabelledStep, item_of, load_rows, mismatched_items, pack_labelled
+from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_gather, all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import Reference, build_reference, wants_copy
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 
@@ -80,94 +79,24 @@ class Config:
             raise ValueError("per_device_train_batch_size=1: KTO needs at least 2 rows a step for its reference point")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one step and everything made of them; matched items first, then the mismatched ones."""
-
-    label: Tensor  # (B,) bool
-    items: list[Item]
-    batches: list[Batch]  # of the matched items
-    mismatched: list[Batch]  # of the mismatched items; empty for apo_zero_unpaired
-
-
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = spread(
-            cfg.parallel,
-            load_policy(cfg.model, cfg.lora, pick_device(), with_reference=wants_copy(cfg.reference, cfg.lora)),
-        )
-        rows = rows_of(cfg, policy, cfg.data.data)
-        held_out = rows_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
-        partner = {**mismatches(cfg, policy, rows), **mismatches(cfg, policy, held_out)}
+        copied = wants_copy(cfg.reference, cfg.lora)
+        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
+        rows = load_rows(cfg, policy, cfg.data.data)
+        held_out = load_rows(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        partner = {**mismatched_items(cfg, policy, rows), **mismatched_items(cfg, policy, held_out)}
         items = [item_of(row) for row in [*rows, *held_out]] + list(partner.values())
         reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
-        evaluate = partial(evaluate_rows, cfg, policy, reference, partner, mine(held_out))
+        evaluate = partial(evaluate_rows, cfg, policy, reference, partner, rows_of_this_rank(held_out))
         offline = Offline(run, cfg, policy, rows)
         offline.begin(evaluate)
         for batch in offline.steps():
-            packed = pack(cfg, policy, batch, partner, cfg.run.gradient_accumulation_steps)
+            packed = pack_labelled(cfg, policy, batch, partner, cfg.run.gradient_accumulation_steps)
             sums, _ = run_rows(cfg, policy, reference, packed, train=True)
             offline.take_step(sums)
             offline.log_and_save(sums, sum(mb.num_tokens for mb in packed.batches), evaluate)
         run.finish(policy)
-
-
-def rows_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Labelled]:
-    if not specs:
-        return []
-    return load_labelled(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_length=cfg.response.max_length,
-        max_prompt_length=cfg.response.max_prompt_length,
-        context_length=policy.context_length,
-        bad_rows=cfg.response.bad_rows,
-        options=cfg.format,
-        cfg=cfg,
-    )
-
-
-def item_of(row: Labelled, completion_ids: list[int] | None = None) -> Item:
-    ids = row.completion_ids if completion_ids is None else completion_ids
-    return Item(ids=[*row.prompt_ids, *ids], mask=[False] * len(row.prompt_ids) + [True] * len(ids))
-
-
-def mismatches(cfg: Config, policy: Policy, rows: list[Labelled]) -> dict[int, Item]:
-    """For each row (by identity) its prompt with the completion of another prompt, cut like any row."""
-    if cfg.loss_type != "kto" or not rows:
-        return {}
-    limit = min(cfg.response.max_length, policy.context_length or cfg.response.max_length)
-    order = list(rows)
-    random.Random(cfg.run.seed).shuffle(order)
-    partner = {}
-    for i, row in enumerate(order):
-        others = (order[(i + j) % len(order)] for j in range(1, len(order)))
-        other = next((o for o in others if o.prompt_ids != row.prompt_ids), None)
-        if other is None:
-            raise ValueError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
-        partner[id(row)] = item_of(row, other.completion_ids[: limit - len(row.prompt_ids)])
-    return partner
-
-
-def pack(cfg: Config, policy: Policy, rows: list[Labelled], partner: dict[int, Item], accumulation: int) -> Rows:
-    matched = [item_of(row) for row in rows]
-    mismatched = [partner[id(row)] for row in rows] if partner else []
-
-    def batches(items: list[Item]) -> list[Batch]:
-        made = make_batches(
-            items,
-            accumulation=accumulation,
-            max_tokens=cfg.run.max_tokens_per_micro_batch,
-            packing=cfg.run.packing,
-            multiple=policy.row_multiple,
-        )
-        return place(policy, made)
-
-    label = torch.tensor([row.label for row in rows], dtype=torch.bool, device=policy.device)
-    return Rows(label, [*matched, *mismatched], batches(matched), batches(mismatched))
 
 
 def log_ratios(
@@ -182,7 +111,7 @@ def log_ratios(
 
 
 @torch.no_grad()
-def reference_point(policy: Policy, reference: Reference, rows: Rows) -> Tensor:  # ()
+def reference_point(policy: Policy, reference: Reference, rows: LabelledStep) -> Tensor:  # ()
     items = rows.items[len(rows.label) :]
     ratios = [torch.zeros(0, device=policy.device)]
     for batch in rows.mismatched:
@@ -194,7 +123,7 @@ def reference_point(policy: Policy, reference: Reference, rows: Rows) -> Tensor:
 
 
 def run_rows(
-    cfg: Config, policy: Policy, reference: Reference, rows: Rows, *, train: bool
+    cfg: Config, policy: Policy, reference: Reference, rows: LabelledStep, *, train: bool
 ) -> tuple[MetricSums, Tensor]:  # and (B,) rewards in the order of the rows
     """Loss, metrics and (train) gradients of one step: z0 first, then every micro-batch against it."""
     z0 = reference_point(policy, reference, rows)
@@ -229,7 +158,7 @@ def evaluate_rows(
     if not rows and not cfg.data.eval_data:  # a rank may have none of what there is
         return {}
     policy.model.eval()
-    packed = pack(cfg, policy, rows, partner, accumulation=1)
+    packed = pack_labelled(cfg, policy, rows, partner, accumulation=1)
     sums, rewards = run_rows(cfg, policy, reference, packed, train=False)
     policy.model.train()
     means = sums.means()

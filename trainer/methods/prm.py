@@ -12,18 +12,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item
 from data.rows.stepwise import load_steps
 from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, pack_items, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 
@@ -60,12 +60,14 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        scorer = spread(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
+        scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
         # for whoever uses it as a reward
         scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         solutions = solutions_of(cfg, scorer, cfg.data.data, last_step_only=cfg.train_on_last_step_only)
-        held_out = mine(solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows])
+        held_out = rows_of_this_rank(
+            solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows]
+        )
         offline = Offline(run, cfg, scorer, solutions)
         evaluate_now = partial(evaluate, cfg, scorer, held_out)
         offline.begin(evaluate_now)
@@ -98,14 +100,7 @@ def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_st
 
 def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int) -> list[Batch]:
     items = [Item(ids=s.ids, mask=[label != UNLABELLED for label in s.labels]) for s in solutions]
-    batches = make_batches(
-        items,
-        accumulation=accumulation,
-        max_tokens=cfg.run.max_tokens_per_micro_batch,
-        packing=cfg.run.packing,
-        multiple=scorer.row_multiple,
-    )
-    return place(scorer, batches)
+    return pack_items(cfg.run, scorer, items, accumulation=accumulation)
 
 
 def labels_of(mb: Batch, solutions: list[Steps]) -> Tensor:  # (N,)

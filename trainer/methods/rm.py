@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from data.format_options import FormatOptions
-from data.packing import Batch, make_batches
+from data.packing import Batch
 from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.reward_model import bradley_terry
 from losses.types import LossOut
 from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, pack_items, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, marked_last, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import term_metrics, total_loss
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 
@@ -59,12 +59,12 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        scorer = spread(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
+        scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
         # for whoever uses it as a reward
         scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         pairs = pairs_of(cfg, scorer, cfg.data.data)
-        held_out = mine(pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows])
+        held_out = rows_of_this_rank(pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, scorer, pairs)
         evaluate_now = partial(evaluate, cfg, scorer, held_out)
         offline.begin(evaluate_now)
@@ -99,15 +99,8 @@ def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> list[Pair]:
 def pack(cfg: Config, scorer: Policy, pairs: list[Pair], accumulation: int) -> list[Batch]:
     """Both sides of a pair in one micro-batch, chosen first, each scored at its last token."""
     sides = [p.prompt_ids + side for p in pairs for side in (p.chosen_ids, p.rejected_ids)]
-    batches = make_batches(
-        [marked_last(ids) for ids in sides],
-        accumulation=accumulation,
-        max_tokens=cfg.run.max_tokens_per_micro_batch,
-        packing=cfg.run.packing,
-        together=2,
-        multiple=scorer.row_multiple,
-    )
-    return place(scorer, batches)
+    items = [marked_last(ids) for ids in sides]
+    return pack_items(cfg.run, scorer, items, accumulation=accumulation, together=2)
 
 
 def loss_of(cfg: Config, scorer: Policy, mb: Batch, pairs: list[Pair]) -> LossOut:

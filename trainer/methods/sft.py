@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item
 from data.rows.sft import load_examples
 from data.types import Example
 from kernels.linear_logprob import TokenLogps
@@ -27,12 +27,12 @@ from trainer.config.blocks import (
     check_evaluation,
 )
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, mine
+from trainer.offline.loop import Offline, pack_items, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 
@@ -58,9 +58,9 @@ class Config:
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = spread(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
+        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
         examples = examples_of(cfg, policy, cfg.data.data)
-        held_out = mine(examples_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
+        held_out = rows_of_this_rank(examples_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, policy, examples)
         evaluate_now = partial(evaluate, cfg, policy, held_out)
         offline.begin(evaluate_now)
@@ -89,14 +89,7 @@ def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Exa
 
 def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int) -> list[Batch]:
     items = [Item(ids=example.ids, mask=example.mask) for example in examples]
-    batches = make_batches(
-        items,
-        accumulation=accumulation,
-        max_tokens=cfg.run.max_tokens_per_micro_batch,
-        packing=cfg.run.packing,
-        multiple=policy.row_multiple,
-    )
-    return place(policy, batches)
+    return pack_items(cfg.run, policy, items, accumulation=accumulation)
 
 
 def backward(policy: Policy, micro_batches: list[Batch]) -> MetricSums:

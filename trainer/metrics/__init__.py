@@ -1,0 +1,1 @@
+"""Metric sums, counters, the health watch, the console and the report page."""

@@ -1,0 +1,1 @@
+"""Shared by methods that train on fixed rows: the loop, preference pairs, labelled rows."""

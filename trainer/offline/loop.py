@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from data.loader import Loader
+from data.packing import Batch, Item, make_batches
+from trainer.config.blocks import RunConfig
 from trainer.metrics.counters import Counters, Timer
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_count, rank, share
 from trainer.policy.logps import Policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
+from trainer.policy.sharding import to_device_and_pad
 from trainer.run.run import Run
 
 Evaluate = Callable[[], dict[str, float]]
@@ -29,13 +32,28 @@ def num_tokens(row: Any) -> int:
     return sum(len(value) for value in vars(row).values() if isinstance(value, list))
 
 
-def places_of_mine(rows: Sequence[Any], size: Callable[[Any], int] = num_tokens) -> list[int]:
+def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = num_tokens) -> list[int]:
     """Which of some rows are this rank's, so that all ranks have about as many tokens."""
     return share(range(len(rows)), [size(row) for row in rows])
 
 
-def mine(rows: Sequence[Any]) -> list[Any]:
-    return [rows[place] for place in places_of_mine(rows)]
+def rows_of_this_rank(rows: Sequence[Any]) -> list[Any]:
+    return [rows[place] for place in indices_of_this_rank(rows)]
+
+
+def pack_items(
+    run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
+) -> list[Batch]:
+    """Micro-batches on the device, equally many on every rank; each run of `together` items stays in one."""
+    batches = make_batches(
+        items,
+        accumulation=accumulation,
+        max_tokens=run.max_tokens_per_micro_batch,
+        packing=run.packing,
+        together=together,
+        multiple=policy.row_multiple,
+    )
+    return to_device_and_pad(policy, batches)
 
 
 class Offline:
@@ -74,7 +92,7 @@ class Offline:
             self.timer = Timer()
             rows = self.loader.next()
             self.num_rows = len(rows)
-            self.places = places_of_mine(rows, self.size)  # of this rank's, among the rows of the step
+            self.places = indices_of_this_rank(rows, self.size)  # of this rank's, among the rows of the step
             self.batch = [rows[place] for place in self.places]
             yield self.batch
 

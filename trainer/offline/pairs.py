@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item
 from data.rows.pairs import load_pairs
 from data.types import Pair
 from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
+from trainer.offline.loop import pack_items
 from trainer.parallel.comm import all_count
 from trainer.policy.logps import Policy
-from trainer.policy.sharding import place
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,10 @@ def pair_items(pairs: Sequence[Pair], *, train_prompt: bool = False) -> list[Ite
 def pack_pairs(
     run: RunConfig, policy: Policy, pairs: Sequence[Pair], *, accumulation: int, train_prompt: bool = False
 ) -> list[PairBatch]:
+    """Micro-batches of whole pairs, equally many on every rank."""
     items = pair_items(pairs, train_prompt=train_prompt)
-    batches = make_batches(
-        items,
-        accumulation=accumulation,
-        max_tokens=run.max_tokens_per_micro_batch,
-        packing=run.packing,
-        together=2,
-        multiple=policy.row_multiple,
-    )
-    return [pair_batch(batch, pairs) for batch in place(policy, batches)]
+    batches = pack_items(run, policy, items, accumulation=accumulation, together=2)
+    return [pair_batch(batch, pairs) for batch in batches]
 
 
 def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:

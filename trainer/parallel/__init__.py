@@ -1,0 +1,1 @@
+"""Processes and ranks: collectives, hang detection, context parallelism, sharded tensors."""

@@ -1,18 +1,18 @@
-"""Processes and devices: who there is, and every collective of the training group, each with a name and a time limit.
+"""Processes and devices, and every collective of the training group, each with a name and a timeout.
 
-    with process_group(timeout_s=600):           # joins what torchrun started; nothing at all with one process
-        total = all_sum(x, "count of tokens")    # the name is what is shown when a rank does not come
+    with process_group(timeout_s=600):           # joins the processes of torchrun; does nothing with one process
+        total = all_sum(x, "count of tokens")    # the name is logged if a rank never joins
 
-Rows are dealt to data_size() parts. Each is one rank, or with --parallel.context N that many neighbours which hold the
-same rows and compute a slice of them each. Sums and gathers are of parts, so that no row counts twice; `everyone=True`
-takes all ranks, as for gradients.
+Rows are divided into data_size() parts, one per data-parallel rank. With --parallel.context N a part is held by N
+neighbouring ranks, each of which computes a slice of its rows. Sums and gathers run over parts, so no row counts twice;
+`everyone=True` runs over all ranks, as gradients need.
 
-All ranks must call the same collectives in the same order. A rank that does not come would leave the others waiting
-for ever: each of them watches how long it has waited, and after timeout_s says where every rank is and ends. Passes of
-a model in shards hold collectives of their own, within `passing`: these may take as long as they take, unless another
-rank has not begun the same pass after timeout_s.
+All ranks must call the same collectives in the same order. If a rank is missing, the others would wait forever: each
+measures its own wait, and after timeout_s logs where every rank is and exits. Forward and backward passes of a sharded
+model contain collectives of FSDP and run within `passing`: they have no time limit, unless another rank has not started
+the same pass after timeout_s.
 
-With one process every function here is its own trivial case, and torch.distributed is not even imported.
+With one process every function is a no-op or returns its input, and torch.distributed is not imported.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.ranks import is_main, rank, world_size
-from trainer.parallel.watch import Watch, record_flight, say
+from trainer.parallel.watch import Watch, log, record_flight
 
 T = TypeVar("T")
-LONGEST_LOOK_S = 0.02  # between two looks for an order
-SPARE_S = 30.0  # torch's own limit is later than ours, which says more
+LONGEST_LOOK_S = 0.02  # between two polls for an order
+SPARE_S = 30.0  # torch's own timeout comes after ours, whose message says more
 
 
 def pick_device() -> torch.device:
@@ -54,10 +54,7 @@ def pick_device() -> torch.device:
 
 @contextlib.contextmanager
 def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
-    """Join the processes that torchrun has started, and leave them at the end, however it comes.
-
-    `context` neighbours share their rows.
-    """
+    """Join the processes that torchrun has started, and leave on exit or error; `context` neighbours share rows."""
     if world_size() == 1:
         yield
         return
@@ -72,7 +69,7 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
     limit = timedelta(seconds=timeout_s + SPARE_S)
     options = {"device_id": device} if device.type == "cuda" else {}
     found, own_rank, world = next(dist.rendezvous("env://", timeout=limit))
-    # A launcher keeps its store when it starts processes again: the addresses of those that died must not be found.
+    # A launcher keeps its store across restarts: addresses of processes that died must not be found.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl":
@@ -86,23 +83,23 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
     finally:
         watch.stop()
         _watch = _context = None
-        with contextlib.suppress(Exception):  # another rank may be gone already, which was said elsewhere
+        with contextlib.suppress(Exception):  # another rank may be gone already, which was logged elsewhere
             dist.destroy_process_group()
 
 
 class Context(NamedTuple):
-    """Which ranks hold the same rows."""
+    """Process groups of context parallelism."""
 
     size: int
-    same: Any  # process group of this rank and those with the same rows
-    other: Any  # process group of one rank of each part, this one among them
+    same: Any  # process group of the ranks that hold the same rows as this one
+    other: Any  # process group of one rank of each part, including this one
 
 
 _context: Context | None = None
 
 
 def _join_context(size: int, limit: timedelta) -> Context | None:
-    """Neighbours share rows; every rank has to name all groups, in the same order."""
+    """Neighbours share rows. Every rank must create all groups, in the same order."""
     if size == 1:
         return None
     import torch.distributed as dist
@@ -115,7 +112,7 @@ def _join_context(size: int, limit: timedelta) -> Context | None:
 
 
 def context_size() -> int:
-    """Ranks that share rows; 1: every rank has its own."""
+    """Ranks that share rows; 1 if every rank has rows of its own."""
     return 1 if _context is None or world_size() == 1 else _context.size
 
 
@@ -124,7 +121,7 @@ def context_rank() -> int:
 
 
 def data_size() -> int:
-    """Parts that rows are dealt to."""
+    """Parts that rows are divided into."""
     return world_size() // context_size()
 
 
@@ -136,43 +133,43 @@ _watch: Watch | None = None
 
 
 def inside(name: str) -> contextlib.AbstractContextManager[None]:
-    """For a stretch of work that is a collective, and has the limit of one."""
+    """Time the enclosed work as one collective."""
     return contextlib.nullcontext() if _watch is None else _watch.inside(name)
 
 
 def passing(name: str) -> contextlib.AbstractContextManager[None]:
-    """For a pass of a model in shards, which every rank makes: a forward, and its backward."""
+    """For one forward and backward pass of a sharded model, which every rank runs."""
     return contextlib.nullcontext() if _watch is None else _watch.passing(name)
 
 
-def say_once(text: str) -> None:
-    """What ranks may say alike is said by the first of them."""
-    with contextlib.suppress(Exception):  # the store goes with rank 0
+def log_once(text: str) -> None:
+    """Log a line that several ranks may produce once, from the first of them."""
+    with contextlib.suppress(Exception):  # the store ends with rank 0
         if _watch is not None and _watch.store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1:
             return
-    say(text)
+    log(text)
 
 
 def all_sum(x: Tensor, name: str = "sum", *, everyone: bool = False) -> Tensor:
-    """Sum over all parts of the data, or over all ranks; with one, the tensor itself."""
+    """Sum over all parts of the data, or over all ranks; with one process, the tensor itself."""
     return _reduce(x, name, "SUM", everyone)
 
 
 def all_count(count: int, name: str = "count", *, everyone: bool = False) -> int:
-    """A number of things, those of all parts of the data together, or of all ranks."""
+    """Sum of a count over all parts of the data, or over all ranks."""
     if world_size() == 1:
         return count
     return int(all_sum(torch.tensor(count, device=pick_device()), name, everyone=everyone))
 
 
 def mean_over_ranks(x: Tensor) -> float:
-    """Mean of all elements that the parts of the data have together."""
+    """Mean over the elements of all parts of the data."""
     total, count = all_sum(torch.stack([x.double().sum(), x.new_tensor(x.numel(), dtype=torch.float64)]), "mean")
     return float(total / count.clamp(min=1))
 
 
 def all_max(x: Tensor, name: str = "maximum") -> Tensor:
-    """Over all ranks."""
+    """Maximum over all ranks."""
     return _reduce(x, name, "MAX", True)
 
 
@@ -181,7 +178,7 @@ def _reduce(x: Tensor, name: str, op: str, everyone: bool) -> Tensor:
         return x
     import torch.distributed as dist
 
-    result = x.detach().to(pick_device(), copy=True)  # NCCL knows no tensors in main memory
+    result = x.detach().to(pick_device(), copy=True)  # NCCL takes no tensors in main memory
     with inside(name):
         dist.all_reduce(result, op=getattr(dist.ReduceOp, op), group=_group(everyone))
         _wait(result)
@@ -193,7 +190,7 @@ def _group(everyone: bool) -> Any:
 
 
 def all_gather(x: Tensor, name: str = "gather", *, everyone: bool = False) -> list[Tensor]:
-    """The tensors of all parts of the data, or of all ranks, which may differ in their first size."""
+    """Tensors of all parts of the data, or of all ranks; their first dimension may differ."""
     own, count = (rank(), world_size()) if everyone else (data_rank(), data_size())
     if count == 1:
         return [x]
@@ -211,14 +208,14 @@ def all_gather(x: Tensor, name: str = "gather", *, everyone: bool = False) -> li
 
 
 def rows_of_all(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The rows of all parts of the data in one tensor, and which of them are this rank's."""
+    """Rows of all parts of the data in one tensor, and the indices of this rank's."""
     parts = all_gather(x, name)
     first = sum(len(part) for part in parts[: data_rank()])
     return torch.cat(parts), torch.arange(first, first + len(x), device=x.device)
 
 
 def from_main(value: T | None, name: str) -> T:
-    """What rank 0 has, on every rank. JSON: numbers, text, lists and dicts."""
+    """Broadcast a JSON value from rank 0: numbers, text, lists and dicts."""
     if world_size() == 1:
         assert value is not None
         return value
@@ -236,8 +233,28 @@ def from_main(value: T | None, name: str) -> T:
     return json.loads(bytes(buffer.cpu().numpy().tobytes()))
 
 
+def tensors_from_main(tensors: Sequence[Tensor] | None, name: str) -> list[Tensor]:
+    """Rank 0's tensors on every rank, in main memory."""
+    if world_size() == 1:
+        assert tensors is not None
+        return list(tensors)
+    import torch.distributed as dist
+
+    kinds = None if tensors is None else [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
+    found = []
+    for place, (dtype, shape) in enumerate(from_main(kinds, f"{name}: shapes")):
+        buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=pick_device())
+        if tensors is not None:
+            buffer.copy_(tensors[place])
+        with inside(name):
+            dist.broadcast(buffer, src=0)
+            _wait(buffer)
+        found.append(buffer.cpu())
+    return found
+
+
 def of_all(value: Any, name: str) -> list[Any]:
-    """What each rank has, on every rank, in their order. JSON."""
+    """Gather a JSON value from every rank, in rank order; also serves as a barrier."""
     if world_size() == 1:
         return [value]
     import torch.distributed as dist
@@ -256,33 +273,33 @@ def of_all(value: Any, name: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def leading() -> Iterator[None]:
-    """For rank 0, while it does something alone and the others wait for its orders."""
-    assert _watch is not None and is_main(), "orders are rank 0's, to several processes"
-    _watch.leading = True
+def rank0_alone() -> Iterator[None]:
+    """For rank 0, while it works alone and the other ranks wait for its commands."""
+    assert _watch is not None and is_main(), "commands are rank 0's, to several processes"
+    _watch.rank0_alone = True
     try:
         yield
     finally:
-        _watch.leading = False
+        _watch.rank0_alone = False
 
 
-def give_order(order: str) -> None:
-    """A word to all other ranks, which wait for it in await_order. From the thread that trains: collectives follow."""
-    assert _watch is not None, "orders are for several processes"
-    assert _watch.leading, f"{order}: nobody waits for it, the others are at work of their own"
-    assert threading.current_thread() is threading.main_thread(), f"{order}: only the main thread may give it"
-    _watch.orders += 1
-    _watch.store.set(f"order/{_watch.orders}", order)
-    _watch.store.delete_key(f"order/{_watch.orders - 64}")  # everybody is past that
+def send_command(command: str) -> None:
+    """Rank 0 names what the other ranks do next; they wait in next_command. Main thread only: collectives follow."""
+    assert _watch is not None, "commands are for several processes"
+    assert _watch.rank0_alone, f"{command}: the other ranks do not wait for commands now"
+    assert threading.current_thread() is threading.main_thread(), f"{command}: only the main thread may send it"
+    _watch.commands += 1
+    _watch.store.set(f"command/{_watch.commands}", command)
+    _watch.store.delete_key(f"command/{_watch.commands - 64}")  # every rank is past that one
 
 
-def await_order() -> str:
-    """The next word of rank 0, however long it takes: a launcher ends this process when rank 0 has ended."""
-    assert _watch is not None, "orders are for several processes"
-    _watch.orders += 1
-    key = f"order/{_watch.orders}"
+def next_command() -> str:
+    """Rank 0's next command, however long it takes: the launcher ends this process when rank 0 has ended."""
+    assert _watch is not None, "commands are for several processes"
+    _watch.commands += 1
+    key = f"command/{_watch.commands}"
     pause = 0.001
-    # store.wait would hold the connection, which the watch needs, and keep a signal's handler from running.
+    # store.wait would block the connection, which the watch needs, and signal handlers.
     while not _watch.store.check([key]):
         time.sleep(pause)
         pause = min(1.2 * pause, LONGEST_LOOK_S)
@@ -290,33 +307,28 @@ def await_order() -> str:
 
 
 def on_main(work: Callable[[], T]) -> T | None:
-    """What rank 0 does while the others wait, however long it takes: its result there, None elsewhere.
+    """Run `work` on rank 0 while the others wait, without a timeout; returns its result there, None elsewhere.
 
-    When it fails the others end as well, without a word: rank 0 says why.
+    If it fails the others exit silently: rank 0 reports the error.
     """
     if world_size() == 1:
         return work()
     if not is_main():
-        if await_order() == "failed":
+        if next_command() == "failed":
             raise SystemExit(2)
         return None
-    with leading():
+    with rank0_alone():
         try:
             result = work()
         except BaseException:
-            give_order("failed")
+            send_command("failed")
             raise
-        give_order("done")
+        send_command("done")
     return result
 
 
-def barrier(name: str) -> None:
-    """Everybody has come this far."""
-    all_sum(torch.zeros((), device=pick_device()), name, everyone=True)
-
-
 def context_gather(x: Tensor, name: str) -> Tensor:  # (ranks, *x.shape)
-    """The tensors, of one shape, of all ranks that share rows. Queued on CUDA: it runs within a forward pass."""
+    """Gather tensors of one shape from all ranks that share rows; asynchronous on CUDA, for use in a forward pass."""
     import torch.distributed as dist
 
     found = x.new_empty(context_size(), *x.shape)
@@ -327,7 +339,7 @@ def context_gather(x: Tensor, name: str) -> Tensor:  # (ranks, *x.shape)
 
 
 def context_scatter_sum(x: Tensor, name: str) -> Tensor:  # (ranks, ...) -> (...)
-    """The reverse: what all ranks that share rows have for this one, added up."""
+    """Reduce-scatter over the ranks that share rows: the sum of what they hold for this rank."""
     import torch.distributed as dist
 
     own = x.new_empty(x.shape[1:])
@@ -348,12 +360,12 @@ def context_sum(x: Tensor, name: str) -> Tensor:
 
 
 def share(rows: Sequence[T], sizes: Sequence[int]) -> list[T]:
-    """This rank's part of the rows of a step, in order; about as many tokens (`sizes`) in each, largest first."""
+    """This rank's rows of a step, in order; ranks get about equal sums of `sizes` (tokens)."""
     return [rows[i] for i in shares(sizes, data_size())[data_rank()]]
 
 
 def shares(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Numbers dealt to `parts` so that the sums of their sizes are close: the largest first, to whoever has least."""
+    """Indices divided into `parts` with close sums of sizes: greedily, the largest first, to the smallest part."""
     if parts == 1:
         return [list(range(len(sizes)))]
     dealt: list[list[int]] = [[] for _ in range(parts)]
@@ -366,11 +378,11 @@ def shares(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _wait(x: Tensor) -> None:
-    """A collective on CUDA returns before it has run; the watch is about when it has."""
+    """CUDA collectives return before they have run; the watch must time their end."""
     if x.device.type == "cuda":
         torch.cuda.current_stream(x.device).synchronize()
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it is true on any rank, so that all of them decide alike; with one process, the flag itself."""
+    """Whether the flag is set on any rank, so that all ranks decide alike."""
     return flag if world_size() == 1 else all_count(int(flag), "decision", everyone=True) > 0

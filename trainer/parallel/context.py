@@ -1,17 +1,17 @@
 """Context parallelism: ranks share every micro-batch, and each computes a slice of its rows.
 
     part = slice_of(batch, multiple=2)                  # this rank's positions, and the trained tokens they predict
-    key, value = whole_row(key, value)                  # in every attention layer: those of the whole row
-    logp, entropy = part.whole(logp, entropy)           # of all trained tokens, on every rank
+    key, value = whole_row(key, value)                  # in every attention layer: keys and values of the whole row
+    logp, entropy = part.gather(logp, entropy)          # of all trained tokens, on every rank
 
-Queries meet the keys of the whole row, so every mask that can be written down per query (kernels/attention.py) stays
-as it is. A row is cut into twice as many pieces as there are ranks, and rank c takes piece c and the c-th from the end:
-the later a position, the more it sees, and so all have about the same work.
+Queries attend to the keys of the whole row, so masks that are defined per query (kernels/attention.py) need no change.
+A row is cut into twice as many pieces as there are ranks, and rank c takes piece c and the c-th from the end: later
+positions attend to more keys, so this balances the work.
 
-How gradients come out right: all ranks compute the same loss from the same log-probs, so each takes back the gradient
-of its own ones alone (nothing is added up there, or every token would count once per rank). The keys of a rank serve
-the queries of all: their gradients are added up. What a rank then has is its part of the gradient of the weights, and
-the sum over all ranks is the whole of it, as it is where rows are not shared.
+Gradients: all ranks compute the same loss from the same log-probs, so each back-propagates only through its own
+log-probs (summing there would count every token once per rank). The keys of a rank serve the queries of all ranks, so
+their gradients are summed. Each rank ends up with its part of the weight gradient, and the sum over all ranks is the
+full gradient, as without context parallelism.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from trainer.parallel.comm import context_gather, context_rank, context_scatter_
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank computes of a batch: all of it, unless ranks share it."""
+    """This rank's part of a batch; all of it unless ranks share rows."""
 
-    batch: Batch  # whose queries are those of this rank, and whose trained tokens they predict; places count in the row
+    batch: Batch  # queries of this rank and the trained tokens they predict; key ranges index the whole row
     num_keys: int  # positions of the whole row
-    tokens: Tensor | None = None  # (n,) which trained tokens of the whole batch these are; None: all
+    tokens: Tensor | None = None  # (n,) indices of those tokens among all trained tokens of the batch; None: all
     num_tokens: int = 0  # trained tokens of the whole batch
 
-    def whole(self, *own: Tensor | None) -> tuple[Any, ...]:  # (n, ...) each -> (N, ...) each
-        """Numbers of all trained tokens out of those of each rank."""
+    def gather(self, *own: Tensor | None) -> tuple[Any, ...]:  # (n, ...) each -> (N, ...) each
+        """Values of all trained tokens from those of each rank."""
         if self.tokens is None:
             return own
         given = [x for x in own if x is not None]
@@ -45,7 +45,7 @@ class Part:
 
 
 def slice_of(batch: Batch, *, multiple: int) -> Part:
-    """This rank's positions of a batch, a multiple of so many; rows are filled up with padding that sees itself."""
+    """This rank's positions of a batch, a multiple of `multiple`; padding attends to itself."""
     size, own = context_size(), context_rank()
     length = batch.input_ids.shape[1]
     piece = -(-length // (size * multiple)) * multiple // 2
@@ -76,13 +76,13 @@ def whole_row(
     value: Tensor,  # (R, H_kv, S, K)
 ) -> tuple[Tensor, Tensor]:  # (R, H_kv, keys, K) each
     """Keys and values of the whole row, in its order."""
-    # Under autocast a rotation may leave keys in float32; attention would round them likewise.
+    # Under autocast the rotation may leave keys in float32; attention would round them the same way.
     both = torch.cat([key.to(value.dtype), value], dim=-1)
     return _WholeRow.apply(both).split([key.shape[-1], value.shape[-1]], dim=-1)
 
 
 class _WholeRow(torch.autograd.Function):
-    """Gather forwards; add up and scatter backwards."""
+    """All-gather in the forward pass, reduce-scatter in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor) -> Tensor:  # (R, H, S, C) -> (R, H, keys, C)
@@ -98,11 +98,11 @@ class _WholeRow(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Numbers of trained tokens, brought together: each is one rank's, and zero elsewhere."""
+    """All-gather of per-token values: each token is non-zero on one rank, so a sum gathers them."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, num_tokens: int, *own: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # an entropy that no loss looks at costs nothing
+        ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
         ctx.save_for_backward(tokens)
         padded = torch.stack([x.new_zeros(num_tokens, *x.shape[1:]).index_copy_(0, tokens, x) for x in own])
         return tuple(x.clone() for x in context_sum(padded, "numbers of tokens"))

@@ -1,4 +1,4 @@
-"""Tensors that lie in shards over ranks (DTensor): gathered, and written from whole ones. Others pass through."""
+"""Sharded tensors (DTensor): gather them, read and write this rank's shard. Plain tensors pass through unchanged."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 
-def whole(weight: Tensor) -> Tensor:
-    """A sharded weight gathered, its gradient added up over ranks and scattered; any other as it is."""
+def gather_with_grad(weight: Tensor) -> Tensor:
+    """All of a weight on every rank; the backward pass sums its gradient over ranks and scatters it to the shards."""
     if not is_dtensor(weight):
         return weight
     from torch.distributed.tensor import Partial
@@ -20,25 +20,25 @@ def is_dtensor(x: Any) -> bool:
     return hasattr(x, "full_tensor")
 
 
-def settle(model: Any) -> None:
-    """Give back what a forward pass without a backward has left gathered: the model's parameters are shards again."""
+def reshard(model: Any) -> None:
+    """Free what a forward pass without a backward pass has left gathered: parameters are shards again."""
     for module in model.modules():
         if hasattr(module, "set_requires_gradient_sync"):  # FSDP2's
             module.reshard()
 
 
-def full(tensor: Tensor) -> Tensor:
-    """All of a tensor, sharded or not; every rank takes part."""
+def gather(tensor: Tensor) -> Tensor:
+    """All of a tensor, without gradient; a collective if it is sharded."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """This rank's shard."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole that is."""
+    """The slices of the full tensor that this rank's shard covers."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -48,11 +48,11 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether no rank before this one holds the same part of a sharded tensor."""
+    """Whether no lower rank holds the same shard."""
     places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     return all(at == 0 or placement.is_shard() for at, placement in places)
 
 
-def put(target: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into one that may be sharded: each rank takes its part, nothing is sent."""
+def copy_into_shard(target: Tensor, value: Tensor) -> None:
+    """Copy this rank's slice of a full tensor into its shard; no communication."""
     local(target).copy_(value[local_slices(target)])

@@ -1,7 +1,7 @@
-"""Order statistics of numbers that lie on several ranks, exact, from sums over ranks alone.
+"""Exact order statistics over all ranks, from sums over ranks alone.
 
-The k-th smallest is found digit by digit: floats are mapped to integers of the same order, all ranks count how many of
-theirs have each leading digit of 16 bits, the sum of the counts tells the digit, and what has another is set aside.
+The k-th smallest is found by radix selection: floats are mapped to integers of the same order, all ranks count the
+leading 16-bit digits of their values, the summed counts give the digit, and values with another digit are dropped.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from trainer.parallel.comm import all_sum
 
 DIGIT = 1 << 16
-# Between layouts (shared prompts or not, micro-batches of any size, padding) float32 entropies of the same token differ
-# by up to 1e-5 of their size: ten times that. A relative bound fits small entropies too, where an error in a logit is
-# one of the same relative size in 1 - p, and so in the entropy.
+# Float32 entropies of the same token differ between layouts (shared prompts, micro-batch size, padding) by up to 1e-5
+# relative; this is ten times that. A relative bound also fits small entropies: a logit error has the same relative size
+# in 1 - p, and so in the entropy.
 TOLERANCE = 1e-4
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Part of an entropy that rounding may change, for a model that computes in `dtype`.
+    """Relative error of an entropy from rounding, for a model that computes in `dtype`.
 
-    At least one rounding of that dtype: 0.8 % for bfloat16. There the same token differs by a few percent now and then,
-    as its log-prob does, so which tokens lie close to the threshold depends on the layout as the gradient does.
+    At least one rounding of that dtype: 0.8 % for bfloat16. There the same token sometimes differs by a few percent, as
+    its log-prob does, so which tokens are close to the threshold depends on the layout, as the gradient does.
     """
     return max(TOLERANCE, torch.finfo(dtype).eps)
 
@@ -36,9 +36,9 @@ def top_threshold(
     top: float,
     tolerance: float = 0.0,
 ) -> Tensor:  # ()
-    """losses.entropy.entropy_threshold over all ranks: the (1 - top) quantile, interpolated; -inf of nothing.
+    """losses.entropy.entropy_threshold over all ranks: the (1 - top) quantile, interpolated; -inf if there is no value.
 
-    `tolerance` is the part of itself that it is lowered by: what lies that close below counts as equal.
+    The threshold is lowered by `tolerance`, relative, so that values just below it count as equal.
     """
     count = int(all_sum(torch.tensor(len(x), device=x.device)))
     if count == 0:
@@ -67,7 +67,7 @@ def kth_smallest(
 
 
 def _to_ordered(x: Tensor) -> Tensor:  # (N,) int64
-    """Bits that order like the numbers when read without a sign."""
+    """Unsigned integers in the order of the floats."""
     if x.dtype == torch.float64:
         bits, sign = x.view(torch.int64), -(1 << 63)
         return torch.where(bits < 0, ~bits, bits ^ sign)

@@ -1,10 +1,10 @@
-"""How many processes there are, and which one this is. Reads the environment alone, so that flags need no torch."""
+"""World size and rank, from the environment alone, so that parsing flags needs no torch."""
 
 from __future__ import annotations
 
 import os
 
-TIMEOUT_S = 600.0  # how long a rank waits for the others, by default
+TIMEOUT_S = 600.0  # default time a rank waits for the others
 
 
 def world_size() -> int:
@@ -15,7 +15,7 @@ def world_size() -> int:
 
 
 def local_world_size() -> int:
-    """Processes of this machine."""
+    """Processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
 
@@ -24,5 +24,5 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process writes the run folder and talks to people."""
+    """Whether this process writes the run folder and the console."""
     return rank() == 0

@@ -1,6 +1,6 @@
-"""Ranks that do not come: each says where it is now and then, and one that has waited too long says where all are.
+"""Hang detection: each rank publishes where it is, and one that has waited too long logs where all ranks are and exits.
 
-trainer/parallel/comm.py tells a Watch when a collective or a pass begins and ends.
+trainer/parallel/comm.py calls Watch at the start and end of each collective and pass.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 
 from trainer.parallel.ranks import rank, world_size
 
-HUNG = 75  # exit code of a process that has waited too long: a launcher may start it again
-BEAT_S = 1.0  # how often a rank says where it is
+HUNG = 75  # exit code of a process that has waited too long: a launcher may restart it
+BEAT_S = 1.0  # how often a rank publishes where it is
 
 
 def record_flight() -> None:
-    """Have torch keep the last collectives of NCCL, and write them down when one does not end; what is set stays."""
+    """Turn on torch's flight recorder for NCCL, dumped on a timeout; environment variables already set win."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -35,7 +35,7 @@ def record_flight() -> None:
 
 
 def dump_flight() -> None:
-    """Write down NCCL's last collectives, as JSON, and say where: this process ends before torch would do it."""
+    """Dump NCCL's last collectives as JSON, since this process exits before torch would do it."""
     import torch.distributed as dist
 
     if dist.get_backend() != "nccl":
@@ -44,21 +44,21 @@ def dump_flight() -> None:
     path = Path(f"{start}{rank()}.json")
     try:
         path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace_json())
-        say(f"rank {rank()}: its last NCCL collectives are in {path}")
+        log(f"rank {rank()}: its last NCCL collectives are in {path}")
     except Exception as error:  # whatever it is, this process is about to end
-        say(f"rank {rank()}: its last NCCL collectives could not be written to {path} ({error})")
+        log(f"rank {rank()}: its last NCCL collectives could not be written to {path} ({error})")
 
 
 class Place(NamedTuple):
-    """Where a rank is, or was last."""
+    """The collective or pass that a rank is in, or was in last."""
 
     name: str
-    since: float | None = None  # when it was entered; None: it was left
-    is_pass: bool = False  # not a collective of ours
+    since: float | None = None  # when the rank entered it; None once it has left
+    is_pass: bool = False  # a forward and backward pass, not a collective
 
 
 class Watch:
-    """Where this rank is, told to the others now and then; a thread, as the one that waits cannot look at a clock."""
+    """Publishes where this rank is; runs in a thread, because the main thread blocks in the collective."""
 
     def __init__(self, timeout_s: float) -> None:
         from torch.distributed import PrefixStore
@@ -66,10 +66,10 @@ class Watch:
 
         self.timeout_s = timeout_s
         self.store = PrefixStore("strop-watch", _get_default_store())
-        self.orders = 0  # given or taken
-        self.leading = False  # the others wait for orders
+        self.commands = 0  # sent or received
+        self.rank0_alone = False  # the other ranks wait for commands
         self.number = 0  # of the collective this rank is in, or was in last
-        self.passes = 0  # begun since then
+        self.passes = 0  # started since then
         self.at = Place("start")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dist-watch", daemon=True)
@@ -82,7 +82,7 @@ class Watch:
         try:
             yield
         finally:
-            self.at = around if around.is_pass else Place(name)  # a pass goes on after a collective within it
+            self.at = around if around.is_pass else Place(name)  # a pass continues after a collective within it
 
     @contextlib.contextmanager
     def passing(self, name: str) -> Iterator[None]:
@@ -99,12 +99,12 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stopped.wait(BEAT_S):
-            with contextlib.suppress(Exception):  # the store goes with rank 0
+            with contextlib.suppress(Exception):  # the store ends with rank 0
                 self.store.set(str(rank()), json.dumps(self._where()))
             at = self.at
             late = at.since is not None and time.monotonic() - at.since > self.timeout_s
             if late and (not at.is_pass or self._is_behind()):
-                say(self.report())
+                log(self.report())
                 dump_flight()
                 os._exit(HUNG)
 
@@ -114,36 +114,36 @@ class Watch:
         return {**own, "name": at.name, "waited_s": waited, "at": time.time()}
 
     def _is_behind(self) -> bool:
-        """Whether some rank has not begun the pass that this one is in: no computing, however long, is waited for.
+        """Whether some rank has not started the pass that this one is in; a long computation alone is no hang.
 
-        News must be fresh, or have ceased: one that had no time to say so lately may have begun since.
+        Only ranks whose last report is fresh, or older than the timeout, count: any other may have started since.
         """
         try:
             others = [str(other) for other in range(world_size()) if other != rank()]
-            told = [json.loads(self.store.get(key)) for key in others] if self.store.check(others) else None
-        except Exception:  # the store went with rank 0
+            reports = [json.loads(self.store.get(key)) for key in others] if self.store.check(others) else None
+        except Exception:  # the store ended with rank 0
             return True
-        if told is None:
+        if reports is None:
             return True
-        ages = [time.time() - x["at"] for x in told]
+        ages = [time.time() - x["at"] for x in reports]
         known = [age < 3 * BEAT_S or age > self.timeout_s for age in ages]
-        lower = [(x["number"], x["passes"]) < (self.number, self.passes) for x in told]
+        lower = [(x["number"], x["passes"]) < (self.number, self.passes) for x in reports]
         return any(a and b for a, b in zip(known, lower, strict=True))
 
     def report(self) -> str:
-        """Where all ranks are, as far as they have said."""
+        """Where all ranks are, by their last reports."""
         places = [f"rank {rank()}: has waited {self.timeout_s:g} s in {self.at.name!r} (collective {self.number})"]
         for other in range(world_size()):
             if other != rank():
-                places.append(f"rank {other} {self._told(other)}")
+                places.append(f"rank {other} {self._last_report(other)}")
         return "; ".join(places) + "; this process ends, start all again with --resume"
 
-    def _told(self, other: int) -> str:
+    def _last_report(self, other: int) -> str:
         try:
             if not self.store.check([str(other)]):
                 return "never said where it is"
             found = json.loads(self.store.get(str(other)))
-        except Exception:  # the store is gone with the process that kept it
+        except Exception:  # the store ended with the process that held it
             return "cannot be asked"
         place = f"{found['name']!r} (collective {found['number']})"
         if time.time() - found["at"] > 5 * BEAT_S + 1:
@@ -153,5 +153,6 @@ class Watch:
         return f"has waited {found['waited_s']:.0f} s in {place}"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
+    """One line on stderr."""
     print(text, file=sys.stderr, flush=True)

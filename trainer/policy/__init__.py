@@ -1,0 +1,1 @@
+"""The model under training: load, shard, log-probs, reference, optimizer, adapters, memory estimate."""

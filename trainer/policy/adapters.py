@@ -9,7 +9,7 @@ from torch import nn
 
 from rollout.servers.model_folder import check_adapter_weights, read_adapter
 from trainer.config.blocks import LoraConfig
-from trainer.config.errors import first_line, why
+from trainer.config.errors import first_line, load_error
 
 ADAPTER = "default"  # peft's name for the adapter under training
 
@@ -25,7 +25,7 @@ def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False
         with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
             saved = set(file.keys())
     except Exception as error:  # damaged files make peft raise anything
-        raise ValueError(f"model={adapter}: its adapter could not be loaded: {why(error, adapter)}") from None
+        raise ValueError(f"model={adapter}: its adapter could not be loaded: {load_error(error, adapter)}") from None
     lacking = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
     if lacking:  # peft would start them afresh and go on
         raise ValueError(

@@ -97,7 +97,7 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
     if obstacle and choice == "flex":
         raise ValueError(f"attn_implementation=flex: {obstacle}; use auto or eager")
     if obstacle:
-        _say_once(f"attention: sdpa with dense masks instead of flex, because {obstacle}")
+        _log_once(f"attention: sdpa with dense masks instead of flex, because {obstacle}")
     else:
         use_flex(model)
 
@@ -235,6 +235,6 @@ def _transformers_sdpa() -> Any:
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _log_once(text: str) -> None:
     """A reference is loaded like the policy, and would say the same again."""
     print(text, file=sys.stderr, flush=True)

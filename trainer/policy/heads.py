@@ -25,7 +25,7 @@ from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
 from rollout.servers.model_folder import check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.config.errors import first_line, why
+from trainer.config.errors import first_line, load_error
 from trainer.policy.adapters import attach_adapter
 from trainer.policy.attention import attention_masks, choose_attention, load_name, part_of
 from trainer.policy.load import check_adapters, compile_blocks, held_dtype, load_causal_lm, load_tokenizer, pick_dtype
@@ -94,7 +94,7 @@ def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind,
                 output_loading_info=True,
             )
     except Exception as error:  # damaged files and their own code make transformers raise anything
-        raise ValueError(f"model={cfg.model}: could not be loaded with a head: {why(error, path)}") from None
+        raise ValueError(f"model={cfg.model}: could not be loaded with a head: {load_error(error, path)}") from None
     name = head_name(model, cfg.model)
     wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
     outside = [key for key in wrong if not key.startswith(f"{name}.")]
@@ -209,7 +209,7 @@ def scores_at(scorer: Policy, batch: Batch) -> Tensor:  # (N, number of labels) 
         ).last_hidden_state  # (R, T, D)
     head = head_of(scorer.model)
     selected = hidden.flatten(0, 1)[own.index]  # (N, D)
-    (scores,) = part.whole(head(selected.to(next(head.parameters()).dtype)))
+    (scores,) = part.gather(head(selected.to(next(head.parameters()).dtype)))
     return scores
 
 

@@ -1,20 +1,22 @@
-"""Load a policy and take token log-probs from it.
+"""Load a policy: model, adapter, tokenizer, reference.
 
-Trained weights are float32, or bfloat16 where asked for; matrix products run in `compute_dtype` (autocast when that is
-bfloat16). Frozen weights (the base of a LoRA run, a reference copy) are held in `compute_dtype`. Dropout of the base
-model is switched off, so that the log-probs of the same weights are the same numbers in the trainer and in the rollout
-engine.
+    policy = load_policy(cfg.model, cfg.lora, device, with_reference=True)
+    policy = parallelize(cfg.parallel, policy)          # trainer/policy/sharding.py
 
-Models built without their numbers, which are read when it is known which part of them a rank holds.
+Trained weights are float32, or bfloat16 with --trained-dtype; matrix products run in `compute_dtype` (autocast if that
+is bfloat16). Frozen weights (the base of a LoRA run, a reference copy) are held in `compute_dtype`. Dropout of the base
+model is off, so that trainer and rollout engine compute the same log-probs from the same weights.
+
+With several processes the model is built without its weights, and each rank reads its shards once they are known:
 
     lm = load_causal_lm(path, cfg, dtype, device, on_meta=True)
-    files = files_of(lm, path)           # None: it is laid out otherwise in its files, and has to be loaded whole
+    files = files_of(lm, path)           # None if the file layout differs from memory: every rank loads the checkpoint
     make_hollow(lm)                      # parameters of the right shape and dtype that take no memory
-    ...adapters around it, shards of it...
-    fill(lm, files, device)              # memory for what this rank holds, and those slices of the files in it
+    ...add adapters, shard...
+    fill(lm, files, device)              # allocate what this rank holds, and read those slices of the files
 
-A hollow parameter is one number seen as a whole tensor (all strides 0). Unlike one on the meta device it lets peft put
-adapters beside it that are real, and drawn from the same random numbers as beside a loaded one.
+A hollow parameter is one number expanded to a full tensor (all strides 0). Unlike on the meta device, peft can add real
+adapters beside it, initialised from the same random numbers as beside a loaded parameter.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from data.chat import set_chat_template
 from data.formats.template_settings import check_kwargs
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.config.errors import why
+from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
-from trainer.parallel.watch import say
+from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.policy.attention import (
     choose_attention,
@@ -47,134 +49,13 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def model_tensors(path: str) -> TensorFiles:
-    """The tensors of a model folder or hub id, as transformers finds them; none is read yet."""
-    from transformers.utils import cached_file
-
-    def find(name: str) -> Path | None:
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else Path(found)
-
-    index = None if find(ONE_FILE) else find(INDEX)
-    names = [ONE_FILE] if index is None else sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    records: dict[str, Record] = {}
-    folder = Path()
-    for name in names:
-        file = find(name)
-        if file is None:
-            raise ValueError(f"model={path}: has no {name}")
-        folder = file.parent
-        records |= records_of_file(folder, name)
-    return TensorFiles(folder, records)
-
-
-def files_of(lm: Any, path: str) -> TensorFiles | None:
-    """Files from which each tensor of `lm`, which is on the meta device, can be read by its own name; None: not so."""
-    files = model_tensors(path)
-    wanted: dict[int, tuple[str, Tensor]] = {}  # of tensors that are one and the same, the first
-    for name, tensor in lm.state_dict(keep_vars=True).items():
-        wanted.setdefault(id(tensor), (name, tensor))
-    named = dict(wanted.values())
-    if not same_layout(lm, named):
-        return None
-    found = [files.records.get(name) for name in named]
-    fits = all(r is not None and r.shape == tuple(t.shape) for r, t in zip(found, named.values(), strict=True))
-    return files if fits and compute_buffers(lm) else None
-
-
-def same_layout(lm: Any, named: dict[str, Tensor]) -> bool:
-    """Whether files hold these tensors as they are in memory; fused experts, for one, they do not."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    converted = revert_weight_conversion(lm, dict(named))
-    return converted.keys() == named.keys() and all(converted[name] is tensor for name, tensor in named.items())
-
-
-@torch.no_grad()
-def compute_buffers(lm: Any) -> bool:
-    """Bring what no file holds (the frequencies of rotary positions) off the meta device, as transformers does.
-
-    Whether that was possible: every number must have been written by the model's own initialisation.
-    """
-    for module in lm.modules():
-        names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
-        for name in names:
-            buffer = module._buffers[name]
-            if not buffer.is_floating_point():
-                return False  # no value that says it was never written
-            module._buffers[name] = torch.full_like(buffer, torch.nan, device="cpu")
-        if names:
-            lm._init_weights(module)
-        if any(module._buffers[name].isnan().any() for name in names):
-            return False
-        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
-            return False
-    return True
-
-
-def make_hollow(lm: nn.Module) -> None:
-    """From the meta device into main memory, one number for each tensor."""
-
-    def hollow(tensor: Tensor) -> Tensor:
-        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
-
-    _replace(lm, hollow, {name for name, _ in lm.named_parameters()} | {name for name, _ in lm.named_buffers()})
-
-
-def to_meta(lm: nn.Module, files: TensorFiles) -> None:
-    """Hollow parameters back to the meta device, where sharding costs nothing; adapters stay as they are."""
-    _replace(lm, lambda tensor: torch.empty_like(tensor, device="meta"), set(_from_files(lm, files)))
-
-
-@torch.no_grad()
-def fill(lm: nn.Module, files: TensorFiles, device: torch.device) -> None:
-    """Give memory to what is on the meta device, whole or in shards, and read this rank's part of it."""
-    shared: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in lm.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                shared.setdefault(id(parameter), []).append((module, name))
-    lm._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    for (first, own), *others in shared.values():  # tied parameters are tied again
-        for module, name in others:
-            module._parameters[name] = first._parameters[own]
-    tensors = lm.state_dict(keep_vars=True)
-    for name, on_disk in _from_files(lm, files).items():
-        local(tensors[name]).copy_(files.read(on_disk, local_slices(tensors[name])))
-
-
-def _from_files(lm: nn.Module, files: TensorFiles) -> dict[str, str]:
-    """Names of the tensors that the files hold -> their names there; of tied ones the first."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in lm.state_dict(keep_vars=True).items():
-        on_disk = name.replace(".base_layer.", ".")
-        if on_disk in files.records and id(tensor) not in seen:
-            found[name] = on_disk
-            seen.add(id(tensor))
-    return found
-
-
-def _replace(lm: nn.Module, change: Any, names: set[str]) -> None:
-    """Change tensors in place of the modules' own; what was shared stays shared."""
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (old, new); while the old one is held its id is its own
-    for prefix, module in lm.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                full_name = f"{prefix}.{name}" if prefix else name
-                if tensor is None or (full_name not in names and id(tensor) not in known):
-                    continue
-                if id(tensor) not in known:
-                    new = change(tensor.detach())
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    known[id(tensor)] = tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                held[name] = known[id(tensor)][1]
+# the policy ------------------------------------------------------------------------------------------------------
 
 
 def load_policy(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, whole: bool = False
 ) -> Policy:
-    """With several processes the numbers stay in their files, for spread() to read; `whole` reads them at once."""
+    """With several processes the weights stay in their files for parallelize() to read; `whole` loads them here."""
     check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path = resolve_model(cfg.model)
@@ -183,7 +64,7 @@ def load_policy(
     trains_base = lora.r == 0
     base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    later = world_size() > 1 and not whole and not (adapter and trains_base)  # which merges numbers
+    later = world_size() > 1 and not whole and not (adapter and trains_base)  # merging needs the weights
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
     if files is None:
         model = load_causal_lm(base, cfg, base_dtype, device)
@@ -225,7 +106,7 @@ def load_policy(
 
 
 def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
-    """Refuse settings that have no effect with adapters, or without."""
+    """Refuse settings that have no effect with adapters, or without them."""
     if cfg.merge_lora and lora.r == 0:
         raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
     if cfg.trained_dtype != "float32" and lora.r > 0:
@@ -233,7 +114,7 @@ def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
 
 
 def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
-    """Of weights that train."""
+    """Dtype of trained weights."""
     if cfg.trained_dtype == "bfloat16" and compute_dtype != torch.bfloat16:
         raise ValueError("trained_dtype=bfloat16: products would be in float32 on this device; add --dtype bfloat16")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.trained_dtype]
@@ -250,11 +131,51 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:  # the tokenizers library raises just that for a damaged file
-        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {why(error, path)}") from None
+    except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file
+        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {load_error(error, path)}") from None
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     return tokenizer
+
+
+def load_causal_lm(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
+) -> nn.Module:
+    """The model in main memory, or on the meta device (on_meta); attention as `device` will run it."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    attn_implementation = load_name(cfg.attn_implementation, device)
+    check_base(path)
+    refuse_quantised(path, cfg)
+    if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # a bar is for long loads on a terminal
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=cfg.trust_remote_code,
+            use_safetensors=True,  # a .bin file is a pickle, and we never unpickle
+            ignore_mismatched_sizes=True,  # refused below, by name of the tensor
+            output_loading_info=True,
+            **({"device_map": "meta"} if on_meta else {}),
+        )
+    except Exception as error:  # damaged files and remote code make transformers raise anything
+        raise ValueError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
+    wrong = sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
+    if wrong:  # transformers would initialise them at random
+        raise ValueError(
+            f"model={cfg.model}: its weights do not fit its config.json: {len(wrong)} tensors are missing or have "
+            f"another shape, {wrong[0]} for one; get both files from one source"
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    choose_attention(model, cfg.attn_implementation, device)
+    return model
 
 
 def refuse_quantised(path: str, cfg: ModelConfig) -> None:
@@ -272,62 +193,8 @@ def refuse_quantised(path: str, cfg: ModelConfig) -> None:
         )
 
 
-def load_hollow(
-    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Any, TensorFiles | None]:
-    """The model without its numbers, and the files to read them from; None where they can only be loaded whole."""
-    model = load_causal_lm(path, cfg, dtype, device, on_meta=True)
-    files = files_of(model, path)
-    if files is None:
-        if is_main():
-            say(f"model={cfg.model}: laid out otherwise in its files than in memory; every process loads all of it")
-        return None, None
-    make_hollow(model)
-    return model, files
-
-
-def load_causal_lm(
-    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
-) -> nn.Module:
-    """Weights in main memory, or none (on_meta); attention as `device` will run it."""
-    import transformers
-    from transformers import AutoModelForCausalLM
-
-    attn_implementation = load_name(cfg.attn_implementation, device)
-    check_base(path)
-    refuse_quantised(path, cfg)
-    if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()  # a bar is for long loads, watched on a terminal
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=cfg.trust_remote_code,
-            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-            **({"device_map": "meta"} if on_meta else {}),
-        )
-    except Exception as error:  # damaged files and their own code make transformers raise anything
-        raise ValueError(f"model={cfg.model}: could not be loaded: {why(error, path)}") from None
-    wrong = sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
-    if wrong:  # transformers would fill them with random numbers and go on
-        raise ValueError(
-            f"model={cfg.model}: its weights do not fit its config.json: {len(wrong)} tensors are missing or have "
-            f"another shape, {wrong[0]} for one; get both files from one source"
-        )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    choose_attention(model, cfg.attn_implementation, device)
-    return model
-
-
 def blocks_of(lm: Any, source: str) -> nn.ModuleList:
-    """The blocks of a transformers model: its list of as many modules as it says it has layers."""
+    """The decoder blocks of a transformers model: the module list whose length is the config's number of layers."""
     num_layers = lm.config.get_text_config().num_hidden_layers
     for child in lm.base_model.children():
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
@@ -336,6 +203,147 @@ def blocks_of(lm: Any, source: str) -> nn.ModuleList:
 
 
 def compile_blocks(lm: Any, source: str) -> None:
-    """In place, so that names and hooks stay. Rows differ in length: sizes are compiled as unknowns."""
+    """In place, so that names and hooks stay; with dynamic shapes, since rows differ in length."""
     for block in blocks_of(lm, source):
         block.compile(dynamic=True)
+
+
+# weights that each rank reads after sharding ---------------------------------------------------------------------
+
+
+def load_hollow(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, TensorFiles | None]:
+    """The model without its weights, and the files to read them from; None if they must be loaded in full."""
+    model = load_causal_lm(path, cfg, dtype, device, on_meta=True)
+    files = files_of(model, path)
+    if files is None:
+        if is_main():
+            log(f"model={cfg.model}: its file layout differs from memory; every process loads the full checkpoint")
+        return None, None
+    make_hollow(model)
+    return model, files
+
+
+def model_tensors(path: str) -> TensorFiles:
+    """The tensors of a model folder or hub id, found as transformers does; none is read yet."""
+    from transformers.utils import cached_file
+
+    def find(name: str) -> Path | None:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else Path(found)
+
+    index = None if find(ONE_FILE) else find(INDEX)
+    names = [ONE_FILE] if index is None else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    records: dict[str, Record] = {}
+    folder = Path()
+    for name in names:
+        file = find(name)
+        if file is None:
+            raise ValueError(f"model={path}: has no {name}")
+        folder = file.parent
+        records |= records_of_file(folder, name)
+    return TensorFiles(folder, records)
+
+
+def files_of(lm: Any, path: str) -> TensorFiles | None:
+    """Files from which each tensor of `lm` (on the meta device) can be read by its own name; None if there are none."""
+    files = model_tensors(path)
+    wanted: dict[int, tuple[str, Tensor]] = {}  # of tied tensors, the first
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        wanted.setdefault(id(tensor), (name, tensor))
+    named = dict(wanted.values())
+    if not same_layout(lm, named):
+        return None
+    found = [files.records.get(name) for name in named]
+    fits = all(r is not None and r.shape == tuple(t.shape) for r, t in zip(found, named.values(), strict=True))
+    return files if fits and compute_buffers(lm) else None
+
+
+def same_layout(lm: Any, named: dict[str, Tensor]) -> bool:
+    """Whether the files hold these tensors as they are in memory; not so for fused experts, for example."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted = revert_weight_conversion(lm, dict(named))
+    return converted.keys() == named.keys() and all(converted[name] is tensor for name, tensor in named.items())
+
+
+@torch.no_grad()
+def compute_buffers(lm: Any) -> bool:
+    """Compute the buffers that no file holds (rotary frequencies), as transformers does.
+
+    Returns whether the model's own initialisation wrote every element of them.
+    """
+    for module in lm.modules():
+        names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
+        for name in names:
+            buffer = module._buffers[name]
+            if not buffer.is_floating_point():
+                return False  # no NaN to mark elements that were never written
+            module._buffers[name] = torch.full_like(buffer, torch.nan, device="cpu")
+        if names:
+            lm._init_weights(module)
+        if any(module._buffers[name].isnan().any() for name in names):
+            return False
+        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+            return False
+    return True
+
+
+def make_hollow(lm: nn.Module) -> None:
+    """Move tensors from the meta device to main memory, with storage for one number each."""
+
+    def hollow(tensor: Tensor) -> Tensor:
+        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
+
+    _replace(lm, hollow, {name for name, _ in lm.named_parameters()} | {name for name, _ in lm.named_buffers()})
+
+
+def to_meta(lm: nn.Module, files: TensorFiles) -> None:
+    """Move hollow parameters back to the meta device, where sharding costs nothing; adapters are not touched."""
+    _replace(lm, lambda tensor: torch.empty_like(tensor, device="meta"), set(_from_files(lm, files)))
+
+
+@torch.no_grad()
+def fill(lm: nn.Module, files: TensorFiles, device: torch.device) -> None:
+    """Allocate what is on the meta device, full or sharded, and read this rank's part from the files."""
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in lm.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shared.setdefault(id(parameter), []).append((module, name))
+    lm._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    for (first, own), *others in shared.values():  # tie parameters again
+        for module, name in others:
+            module._parameters[name] = first._parameters[own]
+    tensors = lm.state_dict(keep_vars=True)
+    for name, on_disk in _from_files(lm, files).items():
+        local(tensors[name]).copy_(files.read(on_disk, local_slices(tensors[name])))
+
+
+def _from_files(lm: nn.Module, files: TensorFiles) -> dict[str, str]:
+    """Names of the tensors that the files hold -> their names there; of tied tensors, the first."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        on_disk = name.replace(".base_layer.", ".")
+        if on_disk in files.records and id(tensor) not in seen:
+            found[name] = on_disk
+            seen.add(id(tensor))
+    return found
+
+
+def _replace(lm: nn.Module, change: Any, names: set[str]) -> None:
+    """Replace parameters and buffers by change(tensor); tied tensors stay tied."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (old, new); holding the old one keeps its id unique
+    for prefix, module in lm.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                full_name = f"{prefix}.{name}" if prefix else name
+                if tensor is None or (full_name not in names and id(tensor) not in known):
+                    continue
+                if id(tensor) not in known:
+                    new = change(tensor.detach())
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    known[id(tensor)] = tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                held[name] = known[id(tensor)][1]

@@ -22,7 +22,7 @@ from data.strided import StridedBatch
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
-from trainer.parallel.dtensor import whole
+from trainer.parallel.dtensor import gather_with_grad
 from trainer.policy.attention import (
     attention_masks,
     is_sliced,
@@ -46,7 +46,7 @@ class Policy:
     is_sharded: bool = False  # weights lie in shards over ranks, which must run the same forward passes
     reshard_after_forward: bool = True  # of sharded blocks
     reduce_once: bool = False  # gradients of sharded weights are added up over ranks after the last micro-batch alone
-    files: TensorFiles | None = None  # of a model without numbers: spread() reads what each rank holds of it
+    files: TensorFiles | None = None  # of a model without numbers: parallelize() reads what each rank holds of it
 
     @property
     def context_length(self) -> int | None:
@@ -130,7 +130,7 @@ def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: fl
     part = part_of(lm.config, batch)
     hidden = predictor_states(policy, lm, part.batch, part.num_keys)
     own = linear_logprob(hidden, target=part.batch.target, temperature=temperature, ignore_index=None, **head_of(lm))
-    return TokenLogps(*part.whole(*own))
+    return TokenLogps(*part.gather(*own))
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def token_log_collision(policy: Policy, batch: Batch) -> Tensor:  # (N,)
     """log sum_v p(v)^2 of the distribution that each trained token was drawn from."""
     lm = causal_lm(policy.model)
     part = part_of(lm.config, batch)
-    (found,) = part.whole(linear_log_collision(predictor_states(policy, lm, part.batch, part.num_keys), **head_of(lm)))
+    (found,) = part.gather(linear_log_collision(predictor_states(policy, lm, part.batch, part.num_keys), **head_of(lm)))
     return found
 
 
@@ -170,7 +170,7 @@ def head_of(lm: Any) -> dict[str, Any]:
     """The output head as the log-prob kernels take it: weight, bias, and what the architecture does to its logits."""
     head, config = lm.get_output_embeddings(), lm.config.get_text_config()
     return {
-        "weight": whole(head.weight),
+        "weight": gather_with_grad(head.weight),
         "bias": getattr(head, "bias", None),
         "scale": getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
         "softcap": getattr(config, "final_logit_softcapping", None),

@@ -1,6 +1,11 @@
-"""Bytes that one training step holds, counted from the sizes of a model. The only place that counts them.
+"""Estimate of the memory of one training step, from the sizes of a model; nothing is loaded.
 
-`python -m trainer.plan` prints them for a run that is planned, sizes_for and work_of give them for one that runs.
+    s = sizes_for(cfg)
+    work = work_of(cfg, s)                     # at the largest micro-batch that the settings allow
+    num_bytes = planned_peak(cfg, tokens)      # peak of a step of so many tokens
+    text = out_of_memory(error, cfg)           # which flags to lower, and what each would save
+
+`python -m trainer.plan` prints the estimate. Sections: what is counted, bytes, a run from its Config, out of memory.
 
 L layers, D width, H query heads, G key-value heads, K head size, I width inside the gated MLP, V vocabulary, N tokens
 of one micro-batch (packed, so all are real), P parameters. h = bytes of a trained weight, w = of a number in the
@@ -16,9 +21,9 @@ Kept from start to end:
                  but for tensors of less than 4096 numbers and those that 256 does not divide
     reference    c P, a frozen copy, where the method has one; with LoRA the base is its own reference
 
-A step of a single micro-batch begins without gradients, and they come up as activations go (`accumulates` False).
-Copies on several GPUs add up a few gradients at a time, when no activations are there, and AdamW's step needs nothing
-more: on a GPU it is one kernel for all weights, or one for each.
+A step of a single micro-batch starts without gradients, which grow as activations are freed (`accumulates` False).
+Replicas sum gradients a bucket at a time, after the activations are freed, and AdamW's step needs no extra memory: on a
+GPU it is one kernel for all weights, or one for each.
 
 What autograd saves of one block, per token, when its weights train (`saved_by_block`):
 
@@ -29,16 +34,16 @@ What autograd saves of one block, per token, when its weights train (`saved_by_b
     attention      c (2 H + 2 G) K + 4 H      q, k, v, output (which o_proj reads), log-sum-exp; no T x T scores
     MLP            4 c I                      gate, silu(gate), up, their product
 
-With LoRA norms keep 4 D + 4 each, every adapted matrix keeps its own cast of its input (in float32 those of one input
-share it) and r numbers more, and the MLP keeps 3 c I beside those. After the blocks: the last norm, the rotary table (2
-w K) and the ids (8). Once per weight, not per token: the bfloat16 casts of trained float32 matrices that autocast
-makes, 2 bytes each (`casts`).
+With LoRA norms keep 4 D + 4 each, every adapted matrix keeps its own cast of its input (in float32 matrices with the
+same input share it) and r numbers more, and the MLP keeps 3 c I besides. After the blocks: the last norm, the rotary
+table (2 w K) and the ids (8). Once per weight, not per token: the bfloat16 casts of trained float32 matrices that
+autocast makes, 2 bytes each (`casts`).
 
-Gradient checkpointing keeps w D per block and token, and at one time the above of a single block; but autocast's cache
-holds the casts of all blocks until the forward ends. The backward of a block adds, at its worst in the MLP, gradients
-of product, silu and up in place of the product (2 c I; with LoRA 4 I more, since an adapter takes its input through
-float32), the gradient of the residual stream (w D), and the new gradient of one matrix before it is added to the old.
-The gradient of a head that is tied to the embedding waits for the embedding's, through the backward of all blocks.
+Gradient checkpointing keeps w D per block and token, plus the above for one block at a time; but autocast's cache holds
+the casts of all blocks until the forward ends. The backward of a block adds, at its peak in the MLP, gradients of
+product, silu and up in place of the product (2 c I; with LoRA 4 I more, since an adapter casts its input to float32),
+the gradient of the residual stream (w D), and the new gradient of one matrix before it is accumulated. The gradient of
+a head that is tied to the embedding is held until the embedding's arrives, through the backward of all blocks.
 
 The head (kernels/linear_logprob.py; R trained tokens, at most N) stores no logits but one chunk of exponentials, E:
 
@@ -49,22 +54,12 @@ The head (kernels/linear_logprob.py; R trained tokens, at most N) stores no logi
                   where a loss has a gradient by entropy
     logits        12 R V: what storing them costs at its peak (logits, float32 copy, log-softmax, gradient)
 
-With --parallel.context a GPU has its part of all this, keys and values apart: those are of the whole row.
-FSDP over n GPUs divides all that is kept by n. In flight are a block in use, the next one gathered ahead and its gather
-buffer (3 c each), its gradient whole (c) and in float32 for the reduction (4), and embeddings and head, which stay
-whole from forward to backward (c). FSDP casts, so autocast does not.
+With --parallel.context a GPU has its part of all this, except keys and values, which are of the whole row.
+FSDP over n GPUs divides all that is kept by n. In flight are a block in use, the next one prefetched and its gather
+buffer (3 c each), its unsharded gradient (c) and in float32 for the reduction (4), and embeddings and head, which stay
+gathered from forward to backward (c). FSDP casts, so autocast does not.
 
 Not counted: what --compile saves (compiled blocks keep fewer activations), dense masks of sdpa, reward models.
-
-What a run holds on its device, from its Config alone; nothing is loaded.
-
-    s = sizes_for(cfg)
-    work = work_of(cfg, s)                     # at the largest micro-batch that the settings admit
-    num_bytes = planned_peak(cfg, tokens)      # of a step that has so many tokens
-
-The counting itself is in trainer/policy/memory.py.
-
-Out of memory on the device: what was asked for, what is held, and which flags to lower with what each would save.
 """
 
 from __future__ import annotations
@@ -77,18 +72,22 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollout.servers.model_folder import read_adapter, resolve_model
-from trainer.config.errors import why
+from trainer.config.errors import load_error
 from trainer.parallel.ranks import world_size
 
 CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/linear_logprob_triton.py, which needs triton to import
 TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
 SCALED, SMALLEST = 256, 4096  # torchao's 8-bit moments: numbers of a scale, and of the smallest tensor that has them
-
+GIB = 2**30
+RANK = 16  # of adapters suggested to a run that trains all weights
 Head = Literal["one pass", "any loss", "none"]
 
 
+# what is counted -------------------------------------------------------------------------------------------------
+
+
 class Method(NamedTuple):
-    """What a method asks of memory."""
+    """What a method needs memory for."""
 
     head: Head
     reference: Literal["always", "with beta", "never"] = "never"
@@ -106,6 +105,7 @@ METHODS = {
     **dict.fromkeys(("grpo", "gdpo", "rloo"), Method("one pass", "with beta", samples=True)),
     "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
 }
+ANY = Method("any loss")  # a method outside the repository
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Precision(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, how, on how many tokens at a time."""
+    """What is trained, how, and on how many tokens at a time."""
 
     tokens: int
     lora_r: int = 0
@@ -155,12 +155,12 @@ class Work:
     checkpointing: bool = False
     head: Head = "one pass"
     has_reference: bool = False
-    others: float = 0.0  # bytes of frozen models of another origin
+    others: float = 0.0  # bytes of other frozen models
     optim: str = "adamw"
-    shards: int = 1  # GPUs that FSDP divides over; 1 is a whole copy on each
+    shards: int = 1  # GPUs that FSDP shards over; 1: replicas
     triton: bool = True
     trained_tokens: int | None = None  # None: all of them
-    accumulates: bool = True  # gradients of earlier micro-batches are there
+    accumulates: bool = True  # gradients of earlier micro-batches exist
     context: int = 1  # GPUs that share the micro-batch
 
     @property
@@ -178,12 +178,12 @@ class Work:
 
 
 class Moment(NamedTuple):
-    """A time in the step, and the bytes it has beyond what is kept from start to end."""
+    """A point in the step, and its bytes beyond those kept from start to end."""
 
     name: str
     activations: float
-    passing: float  # buffers that are gone soon
-    gradients: float = 0.0  # those that have come up, where none are kept
+    passing: float  # short-lived buffers
+    gradients: float = 0.0  # computed so far, if none are kept
 
     @property
     def total(self) -> float:
@@ -191,7 +191,7 @@ class Moment(NamedTuple):
 
 
 def sizes_of(model: Any) -> Sizes:
-    """Of a transformers causal LM, which may be on the meta device."""
+    """Sizes of a transformers causal LM, which may be on the meta device."""
     from torch import nn
 
     config, head = model.config, model.get_output_embeddings()
@@ -206,6 +206,9 @@ def sizes_of(model: Any) -> Sizes:
         tensors=tuple(x.numel() for x in model.parameters()), matrices=sum(x.weight.numel() for x in linears),
         ends=tuple(end for x in linears for end in (x.in_features, x.out_features)),
     )  # fmt: skip
+
+
+# bytes -----------------------------------------------------------------------------------------------------------
 
 
 def saved_by_block(s: Sizes, p: Precision, lora_r: int = 0) -> int:
@@ -226,20 +229,20 @@ def saved_by_block(s: Sizes, p: Precision, lora_r: int = 0) -> int:
 
 
 def saved_outside(s: Sizes, p: Precision, lora_r: int = 0) -> int:
-    """Bytes per token saved by what comes before and after the blocks, but for the head."""
+    """Bytes per token saved before and after the blocks, without the head."""
     norm = 4 * s.width + 4 + (0 if lora_r else p.stream * s.width)
     return norm + 2 * p.stream * s.head_dim + 8
 
 
 def casts(s: Sizes, p: Precision, lora_r: int = 0) -> int:
-    """Bytes of the low copies that autocast makes of trained float32 matrices, all blocks."""
+    """Bytes of the low-precision copies that autocast makes of trained float32 matrices, all blocks."""
     if p.compute == 4:
         return 0
     return p.compute * s.adapter(lora_r) if lora_r else p.compute * s.matrices * (p.stream != p.compute)
 
 
 def saved(s: Sizes, work: Work) -> int:
-    """Bytes of activations that are kept between forward and backward, casts included."""
+    """Bytes of activations kept between forward and backward, casts included."""
     p, r = work.precision, work.lora_r
     outside = work.own * saved_outside(s, p, r)
     if work.checkpointing:
@@ -255,7 +258,7 @@ def saved_by_slice(s: Sizes, work: Work) -> int:
 
 
 def head_bytes(s: Sizes, work: Work, p: Precision) -> int:
-    """Peak of the log-prob head, its fresh gradients of hidden states and weight included."""
+    """Peak of the log-prob head, including its new gradients of hidden states and weight."""
     if work.head == "none":
         return 0
     rows, d, v, (w, c) = work.rows, s.width, s.vocab, p
@@ -296,7 +299,7 @@ def state_bytes(s: Sizes, work: Work) -> float:
 
 
 def kept(s: Sizes, work: Work) -> dict[str, float]:
-    """Bytes per GPU that are there from start to end."""
+    """Bytes per GPU kept from start to end."""
     full, c = work.lora_r == 0, work.compute
     parts = {
         "weights": (work.held if full else c) * s.params,
@@ -309,7 +312,7 @@ def kept(s: Sizes, work: Work) -> dict[str, float]:
 
 
 def in_flight(s: Sizes, work: Work) -> dict[str, float]:
-    """Bytes that FSDP has whole beyond its shards, in the forward and the head, and in the backward of a block."""
+    """Bytes that FSDP holds gathered beyond its shards, in forward and head, and in the backward of a block."""
     if work.shards == 1:
         return {"forward": 0.0, "backward": 0.0}
     c, block = work.compute, s.matrices / s.layers
@@ -318,7 +321,7 @@ def in_flight(s: Sizes, work: Work) -> dict[str, float]:
 
 
 def moments(s: Sizes, work: Work) -> list[Moment]:
-    """When forward and backward may be at their peak; where it is the step's first, its gradients so far are in it."""
+    """Candidates for the peak; the first micro-batch of a step counts the gradients computed so far."""
     p, r, n = work.precision, work.lora_r, work.own
     (w, c), full = p, r == 0
     stays, flight = saved(s, work), in_flight(s, work)
@@ -352,12 +355,12 @@ def moments(s: Sizes, work: Work) -> list[Moment]:
 
 
 def busiest(s: Sizes, work: Work) -> Moment:
-    """Of forward and backward."""
+    """The peak of forward and backward."""
     return max(moments(s, work), key=lambda moment: moment.total)
 
 
 def at_peak(s: Sizes, work: Work) -> dict[str, float]:
-    """Bytes of each kind on one GPU when forward and backward are fullest."""
+    """Bytes of each kind on one GPU at the peak of forward and backward."""
     parts, fullest = kept(s, work), busiest(s, work)
     if not work.accumulates and work.lora_r == 0:
         parts["gradients"] = fullest.gradients
@@ -370,7 +373,7 @@ def peak(s: Sizes, work: Work) -> float:
 
 
 def sampling(s: Sizes, work: Work, cached_tokens: int) -> float:
-    """Bytes while this process makes completions: no gradients or activations, but a cache of keys and values."""
+    """Bytes while this process samples completions: a key-value cache, no gradients or activations."""
     held = sum(size for name, size in kept(s, work).items() if name != "gradients")
     cache = cache_bytes(s, work.compute, cached_tokens)
     return held + cache + casts(s, work.precision, work.lora_r) + in_flight(s, work)["forward"]
@@ -390,11 +393,11 @@ def flops_per_token(s: Sizes, work: Work) -> int:
     return num * (2 + (2 if work.lora_r else 4) + 2 * work.checkpointing + 2 * work.has_reference)
 
 
-ANY = Method("any loss")  # a method that is not ours
+# a run, from its Config ------------------------------------------------------------------------------------------
 
 
 def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
-    """The model without its numbers."""
+    """The model on the meta device."""
     from transformers import AutoConfig
 
     path = resolve_model(model)
@@ -403,7 +406,7 @@ def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except Exception as error:  # damaged files make transformers raise anything
-        raise ValueError(f"model={model}: its config.json cannot be read: {why(error, path)}") from None
+        raise ValueError(f"model={model}: its config.json cannot be read: {load_error(error, path)}") from None
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, name, None):
             raise ValueError(f"model={model}: a mixture of experts, which is not planned for")
@@ -426,7 +429,7 @@ def sizes_for(cfg: Any) -> Sizes:
 
 
 def planned_peak(cfg: Any, tokens: int, *, trained_tokens: int | None = None) -> float:
-    """Bytes that tensors take on this device at the peak of a step which has so many tokens here, sampling included."""
+    """Peak bytes of tensors on this device in a step of so many tokens here, sampling included."""
     s, parts = sizes_for(cfg), cfg.run.gradient_accumulation_steps
     most = min(math.ceil(tokens / parts), max(cfg.run.max_tokens_per_micro_batch, longest(cfg) or 0))
     trained = None if trained_tokens is None else math.ceil(most * trained_tokens / tokens)
@@ -436,14 +439,14 @@ def planned_peak(cfg: Any, tokens: int, *, trained_tokens: int | None = None) ->
 
 
 def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
-    """This run as plan_memory takes it, at the most tokens that its settings admit, on cuda or cpu; None: as here."""
+    """The Work of this run at the largest micro-batch its settings allow, on cuda or cpu; None: this machine's."""
     device = device or device_type()
     tokens, steps = micro_batch_tokens(cfg), cfg.run.gradient_accumulation_steps
     head, context = method_of(cfg).head, cfg.parallel.context
     work = Work(
         tokens=tokens, lora_r=cfg.lora.r, held=2 if cfg.model.trained_dtype == "bfloat16" else 4,
         compute=compute_bytes(cfg, device), checkpointing=cfg.model.gradient_checkpointing, context=context,
-        head="any loss" if context > 1 and head == "one pass" else head,  # model.token_loss
+        head="any loss" if context > 1 and head == "one pass" else head,  # as logps.token_loss
         has_reference=has_reference(cfg), others=other_models(cfg, compute_bytes(cfg, device)), optim=cfg.optim.optim,
         triton=has_triton_head(device), accumulates=steps > 1 or tokens < step_tokens(cfg),
     )  # fmt: skip
@@ -451,7 +454,7 @@ def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
 
 
 def method_of(cfg: Any) -> Method:
-    """By the module of its Config, or of one that this is derived from."""
+    """The method by the module of its Config, or of a base class."""
     names = (kind.__module__.rpartition(".")[2] for kind in type(cfg).__mro__)
     return next((METHODS[name] for name in names if name in METHODS), ANY)
 
@@ -463,21 +466,21 @@ def device_type() -> str:
 
 
 def compute_bytes(cfg: Any, device: str) -> int:
-    """Of one number in a matrix product."""
+    """Bytes of a number in a matrix product."""
     if cfg.model.dtype == "auto":
         return 4 if device == "cpu" else 2
     return 4 if cfg.model.dtype == "float32" else 2
 
 
 def has_triton_head(device: str) -> bool:
-    """kernels/linear_logprob_triton.py runs on Hopper and Blackwell, which a GPU that is not here is taken for."""
+    """Whether kernels/linear_logprob_triton.py runs there: Hopper and Blackwell, assumed if no GPU is present."""
     import torch
 
     return device == "cuda" and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10))
 
 
 def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
-    """GPUs that one copy is divided over, by the settings and, for auto, as the trainer decides."""
+    """GPUs that the model is sharded over, by the settings, or as the trainer decides for auto."""
     import torch
 
     from trainer.policy.sharding import room_for_a_copy
@@ -493,7 +496,7 @@ def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
 
 
 def has_reference(cfg: Any) -> bool:
-    """Whether the run compares with its starting point as it trains; without LoRA that is a second model."""
+    """Whether training uses a reference of the starting point; without LoRA that is a second model."""
     wants, beta = method_of(cfg).reference, cfg.policy_loss.beta if hasattr(cfg, "policy_loss") else 0.0
     if wants == "always" and hasattr(cfg, "features"):
         return cfg.features.feature_model is None or beta > 0
@@ -504,7 +507,7 @@ def has_reference(cfg: Any) -> bool:
 
 
 def other_models(cfg: Any, compute: int) -> float:
-    """Bytes of models named beside --model, which do not train."""
+    """Bytes of frozen models other than --model."""
     reference, features = getattr(cfg, "reference", None), getattr(cfg, "features", None)
     trusts, total = cfg.model.trust_remote_code, 0.0
     if reference is not None and reference.ref_model is not None and reference.ref != "precomputed":
@@ -515,7 +518,7 @@ def other_models(cfg: Any, compute: int) -> float:
 
 
 def micro_batch_tokens(cfg: Any) -> int:
-    """The most one forward holds: what is allowed, or one long sequence, or all there is of an accumulation step."""
+    """Tokens of the largest forward: the limit, one longer sequence, or a whole accumulation step."""
     limit, length = cfg.run.max_tokens_per_micro_batch, longest(cfg)
     if length is None:
         return limit
@@ -523,18 +526,18 @@ def micro_batch_tokens(cfg: Any) -> int:
 
 
 def step_tokens(cfg: Any) -> float:
-    """The most of one accumulation step on this device, or on those that share it."""
+    """Most tokens of one accumulation step on this device, or on those that share its rows."""
     length = longest(cfg)
     return math.inf if length is None else sequences(cfg) * length
 
 
 def sequences(cfg: Any) -> int:
-    """Of one accumulation step on this device, or on those that share it."""
+    """Sequences of one accumulation step on this device, or on those that share its rows."""
     return cfg.run.per_device_train_batch_size * method_of(cfg).sequences * cfg.parallel.context
 
 
 def longest(cfg: Any) -> int | None:
-    """Tokens of the longest sequence that the settings admit, prompts as far as bound; None where they do not say."""
+    """Tokens of the longest sequence that the settings allow, without unbounded prompts; None if there is no limit."""
     if getattr(cfg, "mode", None) == "strided":
         return None  # rows of continuations side by side
     if hasattr(cfg, "rollout"):
@@ -543,19 +546,18 @@ def longest(cfg: Any) -> int | None:
 
 
 def cached_tokens(cfg: Any) -> int:
-    """Of what the local engine samples at a time, at their longest; 0 where it does not sample."""
+    """Most tokens that the local engine holds at a time; 0 if it does not sample."""
     if not hasattr(cfg, "rollout") or cfg.rollout.engine != "local":
         return 0
     return completions(cfg) * (longest(cfg) or 0)
 
 
 def completions(cfg: Any) -> int:
-    """Sampled by the local engine at a time."""
+    """Completions that the local engine samples at a time."""
     return min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)
 
 
-GIB = 2**30
-RANK = 16  # of adapters suggested to a run that trains all weights
+# out of memory ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -568,8 +570,8 @@ class Advice:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this, or what it was raised from, is torch's error for a device that is full."""
-    torch = sys.modules.get("torch")  # without it nothing can have been allocated
+    """Whether this error, or its cause, is torch's out-of-memory error."""
+    torch = sys.modules.get("torch")  # without torch nothing was allocated
     while torch is not None and error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return True
@@ -578,11 +580,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory(error: BaseException, cfg: Any) -> str:
-    """The message, one flag per line. Never fails: without an estimate it names the flags alone."""
+    """The message, one flag per line. Never fails: without an estimate it only names the flags."""
     lines = [f"out of memory: {asked_for(error)}"]
     try:
-        from trainer.policy.memory import at_peak, cache_bytes, cached_tokens, sizes_for, work_of
-
         sizes = sizes_for(cfg)
         work = work_of(cfg, sizes)
         parts = at_peak(sizes, work) | {"cache": cache_bytes(sizes, work.compute, cached_tokens(cfg))}
@@ -591,8 +591,8 @@ def out_of_memory(error: BaseException, cfg: Any) -> str:
         given = advice(sizes, work, cfg)
         width = max(len(one.flag) for one in given)
         lines += [f"  {one.flag:<{width}}  saves about {one.saves / GIB:.3g} GiB{one.remark}" for one in given]
-    except Exception as why:  # whatever a strange model or config raises: the first line is the news
-        lines.append(f"  what would help cannot be estimated here ({type(why).__name__}); try")
+    except Exception as failure:  # the estimate must not hide the first line
+        lines.append(f"  what would help cannot be estimated here ({type(failure).__name__}); try")
         lines.append("  --max-tokens-per-micro-batch 4096 or less, --gradient-checkpointing, --lora.r 16")
     lines.append("  checkpoints are whole: --resume goes on from the last one, with these flags added")
     return "\n".join(lines)
@@ -612,8 +612,7 @@ def asked_for(error: BaseException) -> str:
 
 
 def advice(sizes: Any, work: Any, cfg: Any) -> list[Advice]:
-    """What can be lowered in this run, the most helpful first."""
-    from trainer.policy.memory import cache_bytes, cached_tokens, completions, longest, peak
+    """What can be lowered in this run, the largest saving first."""
 
     def saves(**changed: Any) -> float:
         return peak(sizes, work) - peak(sizes, replace(work, **changed))
@@ -622,7 +621,7 @@ def advice(sizes: Any, work: Any, cfg: Any) -> list[Advice]:
     length, half = longest(cfg), work.tokens // 2
     if length is None or half >= length:
         less = saves(tokens=half, accumulates=True)
-        while less <= 0 and half // 2 >= (length or 1):  # a second micro-batch finds the gradients of the first
+        while less <= 0 and half // 2 >= (length or 1):  # a second micro-batch keeps the gradients of the first
             half //= 2
             less = saves(tokens=half, accumulates=True)
         found.append(Advice(f"--max-tokens-per-micro-batch {half}", less, f", {work.tokens} tokens now"))

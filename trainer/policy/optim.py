@@ -1,20 +1,22 @@
 """AdamW, its schedule, and the one place that turns losses into an update.
 
-AdamW with small state: weights and moments in bfloat16 (kernels/adamw.py), or moments in 8 bit, by torchao.
+    optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
+    total_loss(out, denominators).backward()                                   # per micro-batch
+    grad_norm = clip_and_step(policy.model, optimizer, schedule, max_grad_norm, where, sums, bad_steps)
 
-In a checkpoint 8-bit moments are float32 numbers, so that any number of ranks can read them; beside them, where they
-are not in shards, the scales of their blocks, with which the same codes are found again.
+A step whose loss or gradient is not finite stops the run with an error that names it, or is skipped (--nan-policy). A
+skipped step changes neither weights nor moments; the schedule advances, and its metrics are logged.
 
-Steps whose loss or gradient is not finite: the run stops and names them, or leaves them out (--nan-policy).
-
-A skipped step changes neither weights nor moments; the schedule goes on, and its line of metrics is written as always.
+With --trained-dtype bfloat16 weights and moments are bfloat16 (kernels/adamw.py); with --optim adamw_8bit moments are
+8 bit (torchao). Checkpoints hold 8-bit moments as float32, so that any number of ranks can read them, and, if they are
+not sharded, the scales of their blocks, which restore the same codes.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,147 +30,13 @@ from trainer.config.blocks import OptimConfig
 from trainer.metrics.counters import Counters
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_sum
-from trainer.parallel.dtensor import is_dtensor
+from trainer.parallel.dtensor import is_dtensor, local
 from trainer.policy.sharding import clip_gradients, sum_gradients
-
-
-def not_finite(grad_norm: float, sums: MetricSums | None) -> str | None:
-    """What of this step is not finite, or None; the same answer on every rank, as gradient norm and loss are global.
-
-    A loss may be infinite with a gradient that is not (a target of probability 0 in float32): such a step is as
-    worthless. Its value is at hand after the gradient norm, for the device has just been waited for.
-    """
-    if not math.isfinite(grad_norm):
-        return f"gradient norm {grad_norm}"
-    if sums is None or "loss/total" not in sums.pairs:
-        return None
-    loss = float(all_sum(sums.pairs["loss/total"][0], "loss", everyone=True))
-    return None if math.isfinite(loss) else f"loss {loss}"
-
-
-class BadSteps:
-    """What is done about them; the counts are in the checkpoint, so a resumed run stops where an unbroken one would."""
-
-    def __init__(
-        self,
-        cfg: OptimConfig | None = None,
-        counters: Counters | None = None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.cfg, self.counters, self.note = cfg or OptimConfig(), counters or Counters(), note
-
-    def skip(self, problem: str, where: str) -> None:
-        """Count and tell; ValueError when the run is to stop instead."""
-        counters, limit = self.counters, self.cfg.nan_skip_limit
-        if self.cfg.nan_policy == "stop" or counters.skipped_in_a_row >= limit:
-            before = f", after {limit} skipped steps in a row" if self.cfg.nan_policy == "skip" else ""
-            raise ValueError(f"{where}: {problem} is not finite{before}; lower --learning-rate or mend these rows")
-        counters.skipped_steps += 1
-        counters.skipped_in_a_row += 1
-        self.note(f"skipped {where}: {problem} is not finite ({counters.skipped_in_a_row} in a row, at most {limit})")
-
-    def end(self) -> None:
-        """A step was good."""
-        self.counters.skipped_in_a_row = 0
-
 
 SCALE = "_scale"
 
 
-def small_adamw(groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
-    betas = (cfg.adam_beta1, cfg.adam_beta2)
-    if cfg.optim == "adamw":
-        return RoundedAdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon)
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise ValueError(
-            f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install -e '.[small]'"
-        ) from None
-    return AdamW8bit(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, bf16_stochastic_round=True)
-
-
-class RoundedAdamW(Optimizer):
-    """Weights and moments in bfloat16, rounded at random; parameters in float32 beside them are not rounded."""
-
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        number = 0  # of the parameter: each has random bits of its own
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                t = int(state["step"])
-                rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], t)
-                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                held = Held(*(_own(tensor) for tensor in tensors))
-                step_(held, rates, seed=(t << 16 ^ number) % 2**31)
-
-
-def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Optimizer state of one parameter, in tensors of plain numbers."""
-    saved: dict[str, Tensor] = {}
-    for key, slot in slots.items():
-        own = _own(slot)
-        if not _is_small(own):
-            saved[key] = slot
-        elif is_dtensor(slot):
-            saved[key] = _in_shards(own.dequantize(), slot)
-        else:
-            saved |= {key: own.dequantize(), key + SCALE: own.scale}
-    return saved
-
-
-@torch.no_grad()
-def as_held(optimizer: Optimizer, parameter: nn.Parameter, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state as this optimizer keeps it, from what as_saved gave, in shards or not as the parameter is."""
-    held = {}
-    for key, value in saved.items():
-        if key.endswith(SCALE):
-            continue
-        if key == "step":
-            held[key] = value
-            continue
-        if not hasattr(optimizer, "_new_buffer"):  # torchao's have it
-            held[key] = value.to(parameter.dtype)
-            continue
-        held[key] = optimizer._new_buffer(parameter, key == "exp_avg")
-        own, scale = _own(held[key]), saved.get(key + SCALE)
-        if _is_small(own) and scale is not None and scale.shape == own.scale.shape:
-            from torchao.optim.quant_utils import quantize_8bit_with_qmap
-
-            blocks = _own(value).view(len(scale), -1) / scale.to(own.device).unsqueeze(1)
-            own.codes.copy_(quantize_8bit_with_qmap(blocks, own.qmap).view(own.shape))
-            own.scale.copy_(scale)
-        else:
-            own.copy_(_own(value))
-    return held
-
-
-def _own(tensor: Tensor) -> Any:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return hasattr(tensor, "codes")
-
-
-def _in_shards(own: Tensor, like: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+# optimizer and schedule ------------------------------------------------------------------------------------------
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
@@ -181,7 +49,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
     if cfg.optim == "adamw_8bit" or any(p.dtype == torch.bfloat16 for p in trained):
         optimizer = small_adamw(groups, cfg)
     else:
-        # One kernel for all weights on a GPU: torch's other way makes a temporary as large as all of them.
+        # One kernel for all weights on a GPU: the unfused step allocates a temporary as large as all of them.
         fused = all(p.device.type == "cuda" for p in trained)
         betas = (cfg.adam_beta1, cfg.adam_beta2)
         optimizer = AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=fused)
@@ -189,7 +57,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
 
 
 def lr_factor(kind: str, warmup_ratio: float, total_steps: int) -> Callable[[int], float]:
-    """Multiplier of the peak rate for the update after `step` updates: up linearly, then constant, line or cosine."""
+    """Multiplier of the peak rate after `step` updates: linear warm-up, then constant, linear or cosine decay."""
     warmup = round(warmup_ratio * total_steps)
 
     def factor(step: int) -> float:
@@ -201,6 +69,9 @@ def lr_factor(kind: str, warmup_ratio: float, total_steps: int) -> Callable[[int
         return max(0.0, 1.0 - done) if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
     return factor
+
+
+# from losses to an update ----------------------------------------------------------------------------------------
 
 
 def total_loss(out: LossOut, denominators: dict[str, Tensor]) -> Tensor:
@@ -224,9 +95,9 @@ def clip_and_step(
     sums: MetricSums | None = None,
     bad_steps: BadSteps | None = None,
 ) -> float:
-    """Clip, check, step. What is not finite never touches the weights: it stops the run, or `bad_steps` lets it go on.
+    """Sum gradients over ranks, clip, check, step. A step that is not finite is never applied (`bad_steps`).
 
-    `sums` are those of the step; its loss is looked at too.
+    `sums` are the metrics of the step, whose loss is checked too.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     limit = max_grad_norm if max_grad_norm > 0 else math.inf
@@ -243,3 +114,191 @@ def clip_and_step(
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # the first step skipped
         schedule.step()
     return grad_norm
+
+
+# steps that are not finite ---------------------------------------------------------------------------------------
+
+
+def not_finite(grad_norm: float, sums: MetricSums | None) -> str | None:
+    """What of this step is not finite, or None; the same on every rank, as gradient norm and loss are global.
+
+    A loss may be infinite with a finite gradient (a target of probability 0 in float32). Reading it here costs no extra
+    wait: the gradient norm has just synchronised with the device.
+    """
+    if not math.isfinite(grad_norm):
+        return f"gradient norm {grad_norm}"
+    if sums is None or "loss/total" not in sums.pairs:
+        return None
+    loss = float(all_sum(sums.pairs["loss/total"][0], "loss", everyone=True))
+    return None if math.isfinite(loss) else f"loss {loss}"
+
+
+class BadSteps:
+    """Skips or stops; the counts are in the checkpoint, so a resumed run stops where an uninterrupted one would."""
+
+    def __init__(
+        self,
+        cfg: OptimConfig | None = None,
+        counters: Counters | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.cfg, self.counters, self.note = cfg or OptimConfig(), counters or Counters(), note
+
+    def skip(self, problem: str, where: str) -> None:
+        """Count and log a skipped step; ValueError if the run must stop instead."""
+        counters, limit = self.counters, self.cfg.nan_skip_limit
+        if self.cfg.nan_policy == "stop" or counters.skipped_in_a_row >= limit:
+            before = f", after {limit} skipped steps in a row" if self.cfg.nan_policy == "skip" else ""
+            raise ValueError(f"{where}: {problem} is not finite{before}; lower --learning-rate or mend these rows")
+        counters.skipped_steps += 1
+        counters.skipped_in_a_row += 1
+        self.note(f"skipped {where}: {problem} is not finite ({counters.skipped_in_a_row} in a row, at most {limit})")
+
+    def end(self) -> None:
+        """A step was finite."""
+        self.counters.skipped_in_a_row = 0
+
+
+# weights in bfloat16, moments in 8 bit ---------------------------------------------------------------------------
+
+
+def small_adamw(groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
+    betas = (cfg.adam_beta1, cfg.adam_beta2)
+    if cfg.optim == "adamw":
+        return RoundedAdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon)
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise ValueError(
+            f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install -e '.[small]'"
+        ) from None
+    return AdamW8bit(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, bf16_stochastic_round=True)
+
+
+class RoundedAdamW(Optimizer):
+    """Weights and moments in bfloat16, with stochastic rounding; float32 parameters are not rounded."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        number = 0  # of the parameter, which seeds its random bits
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                t = int(state["step"])
+                rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], t)
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                held = Held(*(local(tensor) for tensor in tensors))
+                step_(held, rates, seed=(t << 16 ^ number) % 2**31)
+
+
+def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Optimizer state of one parameter as plain tensors, for a checkpoint."""
+    saved: dict[str, Tensor] = {}
+    for key, slot in slots.items():
+        own = local(slot)
+        if not _is_small(own):
+            saved[key] = slot
+        elif is_dtensor(slot):
+            saved[key] = _in_shards(own.dequantize(), slot)
+        else:
+            saved |= {key: own.dequantize(), key + SCALE: own.scale}
+    return saved
+
+
+@torch.no_grad()
+def as_held(optimizer: Optimizer, parameter: nn.Parameter, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inverse of as_saved: the state as this optimizer holds it, sharded like the parameter."""
+    held = {}
+    for key, value in saved.items():
+        if key.endswith(SCALE):
+            continue
+        if key == "step":
+            held[key] = value
+            continue
+        if not hasattr(optimizer, "_new_buffer"):  # only torchao's optimizers have it
+            held[key] = value.to(parameter.dtype)
+            continue
+        held[key] = optimizer._new_buffer(parameter, key == "exp_avg")
+        own, scale = local(held[key]), saved.get(key + SCALE)
+        if _is_small(own) and scale is not None and scale.shape == own.scale.shape:
+            from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+            blocks = local(value).view(len(scale), -1) / scale.to(own.device).unsqueeze(1)
+            own.codes.copy_(quantize_8bit_with_qmap(blocks, own.qmap).view(own.shape))
+            own.scale.copy_(scale)
+        else:
+            own.copy_(local(value))
+    return held
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return hasattr(tensor, "codes")
+
+
+def _in_shards(own: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+# modules trained beside the policy -------------------------------------------------------------------------------
+
+
+class TrainedModule:
+    """A module trained beside the policy (a critic, a value head): its own optimizer, and its part of a checkpoint.
+
+    Every rank holds it whole; gradients are summed over ranks. Weights and optimizer state are tensors of the
+    checkpoint, so a resumed run goes on with the same numbers.
+    """
+
+    def __init__(self, name: str, module: nn.Module, cfg: OptimConfig, total_steps: int) -> None:
+        self.name, self.module = name, module
+        self.optimizer, self.schedule = build_optimizer(module, cfg, total_steps)
+
+    def step(self, max_grad_norm: float, where: str) -> float:
+        """Gradient norm before clipping."""
+        return clip_and_step(self.module, self.optimizer, self.schedule, max_grad_norm, f"{where}, {self.name}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.schedule.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.last_epoch = state["updates"]
+        self.schedule._step_count = state["updates"] + 1
+        for group, base, factor in zip(
+            self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(state["updates"])
+        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`NAME` of a parameter, and `NAME/exp_avg` and so on of its optimizer state."""
+        found = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        for name, parameter in self.module.named_parameters():
+            slots = as_saved(self.optimizer.state.get(parameter, {}))
+            found |= {f"{name}/{key}": value for key, value in slots.items()}
+        return found
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(tensors[name])
+            saved = {key.removeprefix(f"{name}/"): tensors[key] for key in tensors if key.startswith(f"{name}/")}
+            if saved:
+                held = as_held(self.optimizer, parameter, saved)
+                self.optimizer.state[parameter] = {
+                    key: value if key == "step" else value.to(parameter.device) for key, value in held.items()
+                }

@@ -16,12 +16,12 @@ from torch import Tensor
 from data.packing import Batch, Item, make_batches
 from rollout.servers.model_folder import resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
-from trainer.files.folders import sync
+from trainer.files.atomic_folder import sync
 from trainer.parallel.comm import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
-from trainer.parallel.dtensor import full, put, settle
+from trainer.parallel.dtensor import copy_into_shard, gather, reshard
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, causal_lm, reference_logps, token_logps
-from trainer.policy.sharding import place, spread
+from trainer.policy.sharding import parallelize, to_device_and_pad
 
 
 class Reference:
@@ -53,7 +53,7 @@ class MovingReference:
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         if step % self.every == 0:
-            settle(self.policy.model)
+            reshard(self.policy.model)
             ours = dict(self.policy.model.named_parameters())
             for name, parameter in self.tensors().items():
                 parameter.lerp_(ours[name].to(parameter.dtype), self.alpha)
@@ -65,13 +65,13 @@ class MovingReference:
         """Both numbers come from the config; nothing to restore but the tensors."""
 
     def tensors(self) -> dict[str, Tensor]:
-        settle(self.policy.reference)  # no backward pass has done so
+        reshard(self.policy.reference)  # no backward pass has done so
         return dict(self.policy.reference.named_parameters())
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self.tensors().items():
-            put(parameter, tensors[name])
+            copy_into_shard(parameter, tensors[name])
 
 
 def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
@@ -121,7 +121,7 @@ def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, par
     check_same_tokens(policy, source, f"{setting}={name}", model.model)
     source.model.requires_grad_(False)
     if policy.is_sharded:
-        source = spread(dataclasses.replace(parallel, mode="fsdp"), source)
+        source = parallelize(dataclasses.replace(parallel, mode="fsdp"), source)
     source.model.eval()  # check_logps leaves it in training
     return source
 
@@ -170,7 +170,7 @@ def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (
     batches = make_batches(
         items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, multiple=source.row_multiple
     )
-    for batch in place(source, batches):
+    for batch in to_device_and_pad(source, batches):
         logp = token_logps(source, batch).logp.cpu()  # ordered by rows, as all of a batch is
         parts |= zip(batch.rows, logp.split([sum(items[row].mask) for row in batch.rows]), strict=True)
     source.model.train(was_training)
@@ -191,7 +191,7 @@ def fingerprint(source: Policy, items: Sequence[Item]) -> str:
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, parameter in source.model.named_parameters():
         digest.update(name.encode())
-        digest.update(full(parameter.detach()).cpu().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(gather(parameter.detach()).cpu().flatten().view(torch.uint8).numpy().tobytes())
     for item in items:
         digest.update(key_of(item))
     return digest.hexdigest()[:32]

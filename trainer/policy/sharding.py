@@ -1,13 +1,14 @@
 """A model over several processes: a copy on each, or its weights in shards (FSDP2).
 
-    policy = spread(cfg.parallel, load_policy(...))     # before the optimizer is built
-    for mb in place(policy, micro_batches): ...         # as many on every rank
-    sum_gradients(policy.model)                         # after the last backward
+    policy = parallelize(cfg.parallel, load_policy(...))     # before the optimizer is built
+    for mb in to_device_and_pad(policy, micro_batches): ...  # as many on every rank
+    sum_gradients(policy.model)                              # after the last backward
 
 load_policy has left the numbers in their files: each rank reads what it holds of them here, once that is known.
 `replicate`: every rank holds everything, and gradients are added up after the backward pass. `fsdp`: each block's
 weights lie in shards, are gathered for its forward and its backward, and its gradients are added up and scattered. The
-output head is used outside of any module's forward, by the log-prob kernels, so it is gathered by hand (shards.whole).
+output head is used outside of any module's forward, by the log-prob kernels, so it is gathered by hand
+(dtensor.gather_with_grad).
 
 Gradients are added up, never averaged: losses are divided by counts over all ranks (losses/types.py). Ranks run the
 same number of forward passes, or a gather would wait for ever: who has fewer micro-batches adds empty ones.
@@ -29,8 +30,8 @@ from data.packing import Batch, empty_batch
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.comm import all_max, all_sum, context_size, is_main, of_all, passing, world_size
-from trainer.parallel.dtensor import full, is_dtensor, settle
-from trainer.parallel.watch import say
+from trainer.parallel.dtensor import gather, is_dtensor, reshard
+from trainer.parallel.watch import log
 from trainer.policy.load import blocks_of, fill, to_meta
 from trainer.policy.logps import Policy, causal_lm, check_logps
 
@@ -40,7 +41,7 @@ ROOM = 0.4  # of a GPU's memory, for the same
 BUCKET = 64 << 20  # bytes of gradients that copies add up at a time
 
 
-def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
+def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
     """The policy over all processes; with one, the policy as it is."""
     if world_size() == 1:
         return policy
@@ -67,7 +68,7 @@ def spread(cfg: ParallelConfig, policy: Policy) -> Policy:
         policy.is_sharded, policy.reshard_after_forward = True, cfg.reshard_after_forward
         policy.reduce_once = cfg.reduce_once
     if files is not None:  # load_policy could not
-        with whole_head(policy):
+        with gathered_head(policy):
             check_logps(policy)
     return policy
 
@@ -87,7 +88,7 @@ def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
         why = f" (a copy takes {needed / 2**30:.2f} GiB, and may take {room / 2**30:.2f})"
     if is_main():
         sharing = f", {cfg.context} of them share their rows" if cfg.context > 1 else ""
-        say(f"parallel: {mode} over {world_size()} processes{sharing}{why}")
+        log(f"parallel: {mode} over {world_size()} processes{sharing}{why}")
     return mode
 
 
@@ -115,20 +116,20 @@ def check_same_files(files: TensorFiles) -> None:
 
 
 @contextlib.contextmanager
-def whole_head(policy: Policy) -> Iterator[None]:
+def gathered_head(policy: Policy) -> Iterator[None]:
     """The output head whole on every rank, for the model's own forward: it is no block, so nothing else gathers it."""
     if not policy.is_sharded:
         yield
         return
-    settle(policy.model)
+    reshard(policy.model)
     head = causal_lm(policy.model).get_output_embeddings()
     kept = head.weight
-    head.weight = nn.Parameter(full(kept.detach()), requires_grad=False)
+    head.weight = nn.Parameter(gather(kept.detach()), requires_grad=False)
     try:
         yield
     finally:
         head.weight = kept
-        settle(policy.model)
+        reshard(policy.model)
 
 
 def make_mesh(cfg: ParallelConfig, device: torch.device) -> Any:
@@ -168,8 +169,8 @@ def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None
         head.weight = lm.get_input_embeddings().weight  # that is another object now
     elif head is not None:
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        spread_out = distribute_tensor(head.weight.detach(), mesh, placements)
-        head.weight = nn.Parameter(spread_out, requires_grad=head.weight.requires_grad)
+        sharded = distribute_tensor(head.weight.detach(), mesh, placements)
+        head.weight = nn.Parameter(sharded, requires_grad=head.weight.requires_grad)
 
 
 @contextlib.contextmanager
@@ -185,7 +186,7 @@ def gathered_weights(policy: Policy) -> Iterator[None]:
     for module in (lm.base_model, *blocks):
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
-    head.weight = nn.Parameter(full(kept.detach()), requires_grad=False)
+    head.weight = nn.Parameter(gather(kept.detach()), requires_grad=False)
     try:
         yield
     finally:
@@ -196,12 +197,12 @@ def gathered_weights(policy: Policy) -> Iterator[None]:
             block.set_reshard_after_forward(policy.reshard_after_forward, recurse=False)
 
 
-def place(policy: Policy, batches: Sequence[Batch]) -> list[Batch]:
+def to_device_and_pad(policy: Policy, batches: Sequence[Batch]) -> list[Batch]:
     """On the device, and as many as every other rank has, at least one: empty ones fill up."""
-    return fill_up(policy, [batch.to(policy.device) for batch in batches], empty_batch(policy.row_multiple))
+    return pad_to_equal_count(policy, [batch.to(policy.device) for batch in batches], empty_batch(policy.row_multiple))
 
 
-def fill_up(policy: Policy, rows: list[T], empty: T) -> list[T]:
+def pad_to_equal_count(policy: Policy, rows: list[T], empty: T) -> list[T]:
     """What this rank passes through the model, and as often `empty` as another rank has more; at least one."""
     if world_size() == 1:
         return rows
@@ -211,7 +212,7 @@ def fill_up(policy: Policy, rows: list[T], empty: T) -> list[T]:
 
 
 class Passes(list[T]):
-    """Micro-batches of a model in shards. Each is under the watch while a loop works on it (dist.passing)."""
+    """Micro-batches of a model in shards. Each is under the watch while a loop works on it (comm.passing)."""
 
     def __init__(self, policy: Policy, rows: Iterable[T]) -> None:
         super().__init__(rows)

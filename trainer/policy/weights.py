@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rollout.sync.base import TensorSpec, synchronize
 from trainer.parallel.comm import inside
-from trainer.parallel.dtensor import full, is_dtensor, settle
+from trainer.parallel.dtensor import gather, is_dtensor, reshard
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.load import same_layout
 from trainer.policy.logps import Policy, causal_lm
@@ -91,10 +91,11 @@ class PolicyWeights:
         for name, tensor in self._plain():
             layer = layers.get(name)
             if layer is None:
-                yield name, gather(tensor.to(self._serving(tensor)), self.policy, name)  # half the bytes in bfloat16
+                tensor = tensor.to(self._serving(tensor))  # half the bytes in bfloat16
+                yield name, gather_on_device(tensor, self.policy, name)
                 continue
             assert not layer.merged, f"{name}: an adapter is merged in place"
-            tensor = gather(tensor, self.policy, name).float()
+            tensor = gather_on_device(tensor, self.policy, name).float()
             with gathered_factors(layer, self.policy, name):
                 tensor = tensor + layer.get_delta_weight(ADAPTER).float()
             yield name, tensor
@@ -111,7 +112,7 @@ class AdapterFile:
     def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
         config = policy.model.peft_config[ADAPTER]
         refuse_unservable(config)
-        settle(policy.model)  # its parameters are the shards, which stay what they are
+        reshard(policy.model)  # its parameters are the shards, which stay what they are
         self.policy = policy
         named = policy.model.named_parameters()
         state = {name.replace(f".{ADAPTER}", ""): p for name, p in named if ".lora_" in name and f".{ADAPTER}" in name}
@@ -127,7 +128,8 @@ class AdapterFile:
     @torch.no_grad()
     def read(self) -> Tensor:  # (size,)
         """All values one after the other; of shards, every rank takes part."""
-        return torch.cat([gather(p.detach().to(self.dtype), self.policy, "adapter").flatten() for p in self.parameters])
+        parts = (gather_on_device(p.detach().to(self.dtype), self.policy, "adapter") for p in self.parameters)
+        return torch.cat([part.flatten() for part in parts])
 
     def write(self, folder: Path) -> None:
         # The server rounds to its own dtype in any case.
@@ -138,14 +140,14 @@ class AdapterFile:
         (folder / "adapter_config.json").write_text(self.config, encoding="utf-8")
 
 
-def gather(tensor: Tensor, policy: Policy, name: str) -> Tensor:
+def gather_on_device(tensor: Tensor, policy: Policy, name: str) -> Tensor:
     """All of a weight on this rank's device. Of shards, every rank takes part: it waits here for the slowest."""
     if not is_dtensor(tensor):
         return tensor
     with inside(f"weights for servers: {name}"):
-        whole = full(tensor.to(policy.device))  # shards that lie in main memory travel by way of the device
+        gathered = gather(tensor.to(policy.device))  # NCCL cannot send shards that are in main memory
         synchronize(policy.device)
-    return whole
+    return gathered
 
 
 @contextlib.contextmanager
@@ -155,7 +157,7 @@ def gathered_factors(layer: Any, policy: Policy, name: str) -> Iterator[None]:
     embedding = [(f, ADAPTER) for f in (layer.lora_embedding_A, layer.lora_embedding_B) if ADAPTER in f]
     kept = [(module, key, p) for module, key in linear + embedding if is_dtensor(p := getattr(module, key))]
     for module, key, p in kept:
-        setattr(module, key, nn.Parameter(gather(p.detach(), policy, name), requires_grad=False))
+        setattr(module, key, nn.Parameter(gather_on_device(p.detach(), policy, name), requires_grad=False))
     try:
         yield
     finally:

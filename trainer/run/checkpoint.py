@@ -1,35 +1,35 @@
-"""Checkpoints: everything a run needs to go on with the same numbers, as safetensors and JSON.
+"""Checkpoints: everything a run needs to resume with the same numbers, as safetensors and JSON.
 
     checkpoints/step-00000020/
         model.safetensors       trained parameters as transformers names them, or adapter_model.safetensors as peft does
-        config.json, ...        what makes the folder loadable by them (trainer/run/export.py writes these)
+        config.json, ...        make the folder loadable by them (written by trainer/run/export.py)
         optimizer.safetensors   per parameter: exp_avg, exp_avg_sq, step
         rng.safetensors         torch generators, CPU and CUDA
-        extra.safetensors       tensors of other parts of the run, where there are any (a moving reference)
+        extra.safetensors       tensors of other parts of the run, if any (a moving reference)
         state.json              step, schedule, Python and numpy generators, state of loader, rewards, counters
         manifest.json           size and sha256 of every other file
 
-Of a model in shards every rank writes what it has, in place of model, optimizer and extra.safetensors:
+With a sharded model every rank writes its shards, in place of model, optimizer and extra.safetensors:
 
         shard-00000-of-00002.safetensors    parts of weights/NAME, moments/NAME.exp_avg, extra/NAME
         shards.json                         shape of each tensor, and which file holds which part of it
 
-Either kind is read by any number of processes, whole or in shards, each reading the parts it needs. A checkpoint is
-written beside its place, brought to disk, and renamed (Saver): it is whole or it is not there. Reading checks every
-byte against the manifest first. Hyperparameters (rates, betas, schedule shape) are not in it: they come
-from the config, so a flag changed at --resume takes effect.
+Any number of processes can load either kind, sharded or not; each reads the parts it needs, after every byte has been
+checked against the manifest. Hyperparameters (rates, betas, schedule shape) are not saved: they come from the config,
+so a flag changed at --resume takes effect.
 
-Checkpoints written while training goes on: a copy of everything is taken in the step, a thread brings it to disk.
+Saving is asynchronous: the step takes a copy, and a thread (Saver) writes it.
 
     saver = Saver()
-    saver.begin(target, snapshot, describe, after, in_background=True)    # waits for the one before it
+    saver.begin(target, snapshot, describe, after, in_background=True)    # waits for the previous save
     saver.poll()                                                          # after each step: has it failed?
-    saver.wait()                                                          # until it is in place, or failed
+    saver.wait()                                                          # until it is complete, or failed
 
-Every rank writes its shards into one folder beside `target` (the file system is shared by all of them) and then a note
-of what it has written. The thread of rank 0 waits for the notes, writes the index and the manifest, and renames the
-folder: it is whole or it is not there. Threads issue no collectives. That a save is in place, or has failed on some
-rank, is agreed on by the main threads in poll() and wait(), which all ranks call at the same places.
+Every rank writes its shards into a temporary folder beside `target`, on a shared file system, then a note of what it
+has written. The thread of rank 0 waits for the notes, writes index and manifest, syncs, and renames the folder, so a
+checkpoint is complete or absent; if killed during a save, the run resumes from the previous one. Threads call no
+collectives: in poll() and wait(), which all ranks call at the same places, the main threads agree on whether a save is
+complete or has failed on some rank.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.files.folders import TMP, remove_folder, sync
+from trainer.files.atomic_folder import TMP, remove_folder, sync
 from trainer.files.tensor_files import (
     Part,
     Record,
@@ -68,24 +68,372 @@ from trainer.files.tensor_files import (
     write_tensors,
 )
 from trainer.parallel.comm import is_main, of_all, rank, world_size
-from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, settle
-from trainer.parallel.watch import say
+from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, reshard
+from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.optim import SCALE, as_held, as_saved
 from trainer.run import stop
 
+FORMAT = 1
 INDEX = "shards.json"  # which file holds which part of which tensor
 MANIFEST = "manifest.json"
+FILES = {"rng.safetensors", "state.json"}  # besides the tensors
+WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
+HASHERS = 8  # files verified at the same time
 POLL_S = 0.05
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+
+
+# save ------------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    checkpoints: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: LambdaLR,
+    state: dict[str, Any],
+    *,
+    keep: int,
+    describe: Callable[[Path], None] = lambda folder: None,
+    tensors: dict[str, Tensor] | None = None,
+    saver: Saver | None = None,
+) -> Path:
+    """Write checkpoints/step-NNNNNNNN, then remove all but the newest `keep`. `state` is JSON: loader, counters, ...
+
+    `describe` adds the files that make the folder loadable by transformers or peft. A `saver` writes from a copy, in
+    the background; without one the checkpoint is complete on return.
+    """
+    target = checkpoints / f"step-{step:08d}"
+    check_state(state)
+    reshard(model)
+    if saver is not None:
+        saver.wait()  # hold at most one copy at a time
+    record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
+    record["processes"] = world_size()
+    groups = {
+        "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},
+        "moments": {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()},
+        "extra": {name: value.detach() for name, value in (tensors or {}).items()},
+    }
+    snapshot = _snapshot(groups, WEIGHTS[_is_lora(model)], copy=saver is not None)
+    if is_main():
+        snapshot.files["rng.safetensors"] = _torch_rng()
+        snapshot.texts["state.json"] = json.dumps(record)
+
+    def remove_older() -> None:
+        older = [folder for at, folder in list_checkpoints(checkpoints) if at <= step]
+        for folder in older[:-keep]:
+            remove_folder(folder)
+
+    (saver or Saver()).begin(target, snapshot, describe, remove_older, in_background=saver is not None)
+    return target
+
+
+def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, *, copy: bool) -> Snapshot:
+    """What this rank writes: its shards, or, if nothing is sharded, everything on rank 0, as a model folder."""
+
+    def held(tensor: Tensor) -> Tensor:  # training continues and changes the tensor
+        return local(tensor).to("cpu", copy=True) if copy else local(tensor)
+
+    snapshot = Snapshot()
+    if not any(is_dtensor(tensor) for group in groups.values() for tensor in group.values()):
+        names = {"weights": weights_file, "moments": "optimizer.safetensors", "extra": "extra.safetensors"}
+        for group, tensors in groups.items():
+            if is_main() and (tensors or group != "extra"):
+                snapshot.files[names[group]] = {name: held(tensor) for name, tensor in tensors.items()}
+        return snapshot
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            if is_first_copy(tensor) if is_dtensor(tensor) else is_main():
+                start = tuple(piece.start for piece in local_slices(tensor))
+                snapshot.shards[f"{group}/{name}"] = Shard(held(tensor), start, tuple(tensor.shape))
+    return snapshot
+
+
+def check_state(state: dict[str, Any]) -> None:
+    """Refuse what does not survive JSON (tensors, tuples, keys that are not text)."""
+    for name, value in state.items():
+        problem = _json_problem(value)
+        if problem:
+            raise ValueError(
+                f"state_dict of {name}: holds {problem}, which a checkpoint cannot give back as it was; "
+                "return only dicts with text keys, lists, text, numbers, booleans and None"
+            )
+
+
+def _json_problem(value: Any) -> str | None:
+    if value is None or type(value) in (bool, int, float, str):
+        return None
+    if type(value) is list:
+        return next((problem for item in value if (problem := _json_problem(item))), None)
+    if type(value) is dict:
+        keys = [f"the key {key!r}" for key in value if type(key) is not str]
+        return keys[0] if keys else _json_problem(list(value.values()))
+    return f"a {type(value).__name__}"
+
+
+# find and load ---------------------------------------------------------------------------------------------------
+
+
+def latest_valid(checkpoints: Path, log: Callable[[str], None], *, at_most: int | None = None) -> Path | None:
+    """The newest undamaged checkpoint (not after step `at_most`), or None if there is none at all.
+
+    Damaged ones are skipped and logged; if all are damaged, that is an error.
+    """
+    found = [folder for at, folder in list_checkpoints(checkpoints) if at_most is None or at <= at_most]
+    for folder in reversed(found):
+        problem = find_problem(folder)
+        if problem is None:
+            return folder
+        log(f"checkpoint {folder} is damaged ({problem}); trying the one before it")
+    if found:
+        raise ValueError(
+            f"resume={checkpoints}: no undamaged checkpoint ({len(found)} tried); restore one from a backup, "
+            "or start again with --overwrite-output-dir"
+        )
+    return None
+
+
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every complete checkpoint, oldest first; not yet verified."""
+    if not checkpoints.is_dir():
+        return []
+    matches = [(_STEP_NAME.fullmatch(folder.name), folder) for folder in checkpoints.iterdir() if folder.is_dir()]
+    return sorted((int(match[1]), folder) for match, folder in matches if match)
+
+
+def find_problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint on disk, or None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            return f"manifest.json is not of format {FORMAT}"
+        sums = manifest.get("files")
+        if not isinstance(sums, dict) or not _lists_a_checkpoint(sums):
+            return "manifest.json does not list the files of a checkpoint"
+        for name in sums:
+            size = (folder / name).stat().st_size
+            if not isinstance(sums[name], dict) or size != sums[name].get("size"):
+                return f"{name} has {size} bytes, not what manifest.json says"
+        with ThreadPoolExecutor(HASHERS) as threads:
+            found = dict(zip(sums, threads.map(lambda name: sha256_of(folder / name), sums), strict=True))
+        for name, sha256 in found.items():
+            if sha256 != sums[name].get("sha256"):
+                return f"{name} has changed since it was written"
+        if INDEX in sums and {p.file for r in stored_tensors(folder).records.values() for p in r.parts} - sums.keys():
+            return "manifest.json does not list the files of a checkpoint"
+        return _state_problem(folder, json.loads((folder / "state.json").read_bytes()))
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
+        return "manifest.json or state.json is not JSON"
+
+
+def _state_problem(folder: Path, state: Any) -> str | None:
+    """What is wrong with the parts of state.json that every checkpoint has, or None if nothing."""
+    number = _STEP_NAME.fullmatch(folder.name)
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        return "state.json names no step"
+    if number and int(number[1]) != state["step"]:
+        return f"it is step {state['step']} under another number"
+    schedule = state.get("schedule")
+    counts = [schedule.get(name) for name in ("last_epoch", "step_count")] if isinstance(schedule, dict) else [None]
+    if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(state.get("run"), dict):
+        return "state.json lacks the schedule or the state of the run"
+    try:
+        python, numpy = _generator_states(state["rng"])
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy)
+    except (LookupError, TypeError, ValueError, ArithmeticError):
+        return "state.json holds no states of random generators"
+    return None
+
+
+def _lists_a_checkpoint(names: dict[str, Any]) -> bool:
+    whole = "optimizer.safetensors" in names and bool(names.keys() & set(WEIGHTS))
+    return names.keys() >= FILES and (whole or INDEX in names)
+
+
+def set_aside_after(checkpoints: Path, step: int, log: Callable[[str], None]) -> None:
+    """Rename checkpoints of later steps when a run resumes from `step`: the next resume would pick them."""
+    for at, folder in list_checkpoints(checkpoints):
+        if at > step:
+            aside = folder.with_name(f"{folder.name}.old")
+            remove_folder(aside)
+            folder.rename(aside)
+            log(f"checkpoint {folder.name} is later than step {step}, where this run resumes; kept as {aside}")
+    if checkpoints.is_dir():
+        sync(checkpoints)
+
+
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, *, verified: bool = False
+) -> dict[str, Any]:
+    """Load a checkpoint into the given objects and the global generators; returns {"step", "run": state, "tensors"}.
+
+    Changes nothing unless everything fits. verified: latest_valid has just checked every byte.
+    """
+    problem = None if verified else find_problem(folder)
+    if problem:
+        raise ValueError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
+    reshard(model)
+    trained = dict(_trained(model))
+    stored = stored_tensors(folder)
+    weights, moments = stored.below("weights/"), stored.below("moments/")
+    names = {_name_on_disk(model, name): name for name in trained}
+    _check_fit(folder, trained, {names.get(name, name): found for name, found in weights.records.items()})
+    record = json.loads((folder / "state.json").read_text())
+    assert {name.rpartition(".")[0] for name in moments} <= trained.keys(), f"{folder}: moments of unknown parameters"
+
+    with torch.no_grad():
+        for name, own in names.items():
+            local(trained[own]).copy_(weights.read(name, local_slices(trained[own])))
+    _restore_slots(optimizer, trained, moments)
+    _restore_schedule(schedule, record["schedule"])
+    restore_rng(folder)
+    return {"step": record["step"], "run": record["run"], "tensors": stored.below("extra/")}
+
+
+def stored_tensors(folder: Path) -> TensorFiles:
+    """The tensors of a checkpoint by group and name: weights/..., moments/..., extra/...; none is read yet."""
+    if (folder / INDEX).exists():
+        return TensorFiles(folder, records_from_json(json.loads((folder / INDEX).read_text())))
+    names = {name: "weights/" for name in WEIGHTS}
+    names |= {"optimizer.safetensors": "moments/", "extra.safetensors": "extra/"}
+    records: dict[str, Record] = {}
+    for name, group in names.items():
+        if (folder / name).exists():
+            records |= records_of_file(folder, name, group)
+    return TensorFiles(folder, records)
+
+
+def _check_fit(folder: Path, trained: dict[str, nn.Parameter], weights: dict[str, Record]) -> None:
+    differences = [f"it lacks {name}" for name in trained.keys() - weights.keys()]
+    differences += [f"{name} is not trained here" for name in weights.keys() - trained.keys()]
+    for name in trained.keys() & weights.keys():
+        ours, saved = _describe(trained[name]), _describe(weights[name])
+        differences += [f"{name} is {saved} there and {ours} here"] if ours != saved else []
+    if differences:
+        raise ValueError(
+            f"resume={folder}: its weights do not fit this model ({min(differences)}; {len(differences)} differences "
+            "in all); resume with the model, --lora and --dtype settings the run was started with"
+        )
+
+
+def _describe(tensor: Tensor | Record) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+# parameters, optimizer, schedule, generators ---------------------------------------------------------------------
+
+
+def _is_lora(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def _name_on_disk(model: nn.Module, name: str) -> str:
+    """peft omits the adapter's name in files."""
+    return name.replace(f".{ADAPTER}.", ".") if _is_lora(model) else name
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trained parameters; a tied one once, under its first name."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Tensor]]]:
+    """(parameter name, its optimizer state), for parameters that have been updated."""
+    names = {p: name for name, p in _trained(model)}
+    rows = []
+    for parameter, slots in optimizer.state.items():
+        assert parameter in names, f"the optimizer holds an untrained parameter of shape {tuple(parameter.shape)}"
+        assert all(isinstance(value, Tensor) for value in slots.values()), f"{names[parameter]}: {slots.keys()}"
+        rows.append((names[parameter], as_saved(slots)))
+    return rows
+
+
+def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], moments: TensorFiles) -> None:
+    on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+    optimizer.state.clear()
+    for name, record in moments.records.items():
+        owner, _, key = name.rpartition(".")
+        parameter = trained[owner]
+        if is_dtensor(parameter) and key != "step" and not key.endswith(SCALE):
+            slot = torch.zeros_like(parameter, dtype=record.dtype, requires_grad=False)
+            local(slot).copy_(moments.read(name, local_slices(parameter)))
+        else:  # AdamW counts steps on the CPU unless fused or capturable
+            slot = moments.read(name)
+            slot = slot.to(parameter.device) if key != "step" or parameter in on_device else slot
+        optimizer.state[parameter][key] = slot
+    for parameter, slots in optimizer.state.items():
+        optimizer.state[parameter] = as_held(optimizer, parameter, slots)
+
+
+def _schedule_state(schedule: LambdaLR) -> dict[str, int]:
+    return {"last_epoch": schedule.last_epoch, "step_count": schedule._step_count}
+
+
+def _restore_schedule(schedule: LambdaLR, state: dict[str, int]) -> None:
+    """Restore the count; the rate follows from it, as LambdaLR computes it."""
+    schedule.last_epoch = state["last_epoch"]
+    schedule._step_count = state["step_count"]
+    groups = schedule.optimizer.param_groups
+    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        rate = base * factor(schedule.last_epoch)
+        if isinstance(group["lr"], Tensor):  # torchao's optimizers keep a reference to it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    schedule._last_lr = [float(group["lr"]) for group in groups]
+
+
+def _python_rng() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    numpy_state = [kind, keys.tolist(), position, has_gauss, cached]
+    return {"python": [version, list(words), gauss], "numpy": numpy_state}
+
+
+def _torch_rng() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _generator_states(record: dict[str, Any]) -> tuple[Any, Any]:
+    """The states saved by _python_rng, as random and numpy take them."""
+    version, words, gauss = record["python"]
+    kind, keys, *rest = record["numpy"]
+    return (version, tuple(words), gauss), (kind, np.array(keys, dtype=np.uint32), *rest)
+
+
+def restore_rng(folder: Path) -> None:
+    """Restore Python's, numpy's and torch's global generators."""
+    python, numpy = _generator_states(json.loads((folder / "state.json").read_text())["rng"])
+    states = load_file(folder / "rng.safetensors")
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(states["cpu"].clone())
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda.{i}" in states:
+            torch.cuda.set_rng_state(states[f"cuda.{i}"].clone(), i)
+
+
+# write in the background -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Shard:
-    """What a rank holds of a tensor."""
+    """This rank's part of a tensor."""
 
     tensor: Tensor
     start: tuple[int, ...]
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full tensor
 
 
 @dataclass
@@ -98,7 +446,7 @@ class Snapshot:
 
 
 class Saver:
-    """At most one save at a time is under way."""
+    """Runs at most one save at a time."""
 
     def __init__(self) -> None:
         self._save: Save | None = None
@@ -112,53 +460,53 @@ class Saver:
         *,
         in_background: bool,
     ) -> None:
-        """Write `target`; on rank 0 `describe` adds files of its own, at once, and `after` follows once it is there."""
+        """Write `target`. On rank 0 `describe` adds its files at once, and `after` runs at the end."""
         self.wait()
         save = Save(target, snapshot, after)
         stop.save_begins()
         error = save.prepare(describe) if is_main() else None
-        told = of_all([error, bool(snapshot.shards)], "begin of a save")
-        problems = [(number, found) for number, (found, _) in enumerate(told) if found]
+        reports = of_all([error, bool(snapshot.shards)], "begin of a save")
+        problems = [(number, found) for number, (found, _) in enumerate(reports) if found]
         if problems:
             stop.save_ends()
             raise ValueError(could_not_write(target, problems))
-        save.start([number for number, (_, writes) in enumerate(told) if writes])
+        save.start([number for number, (_, writes) in enumerate(reports) if writes])
         self._save = save
         if not in_background:
             self.wait()
 
     def poll(self) -> None:
-        """Look after the save under way; an error when it has failed on any rank."""
+        """Check the running save; raises if it has failed on any rank."""
         save = self._save
         if save is None:
             return
         ended = not save.thread.is_alive()
-        told = of_all([ended, save.error and reason_of(save.error)], "state of a save")
-        problems = [(number, found) for number, (_, found) in enumerate(told) if found]
+        reports = of_all([ended, save.error and reason_of(save.error)], "state of a save")
+        problems = [(number, found) for number, (_, found) in enumerate(reports) if found]
         if problems:
             self._save = None
             save.cancelled.set()
             save.thread.join()
-            of_all(None, "end of a failed save")  # nobody writes there any more
+            of_all(None, "end of a failed save")  # no rank writes there any more
             if is_main():
                 shutil.rmtree(save.tmp, ignore_errors=True)
             if save.error is not None and not isinstance(save.error, OSError | SafetensorError):
                 raise save.error
             raise ValueError(could_not_write(save.target, problems))
-        if told[0][0]:  # rank 0 ends last, once it has the notes of all others
+        if reports[0][0]:  # rank 0 finishes last, once it has all notes
             save.thread.join()
             self._save = None
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no save is running."""
         while self._save is not None:
             self._save.thread.join(POLL_S if world_size() > 1 else None)
             self.poll()
 
     def end(self) -> None:
-        """Let the save under way come to its end when the run has failed: other ranks may not be there to agree.
+        """After the run has failed, let the running save finish without collectives: other ranks may be gone.
 
-        Rank 0 gives the others as long as SIGTERM would.
+        Rank 0 waits for the others as long as after SIGTERM.
         """
         save, self._save = self._save, None
         if save is None:
@@ -166,19 +514,19 @@ class Saver:
         save.thread.join(stop.STOP.grace_s if world_size() > 1 and is_main() else None)
         if save.thread.is_alive():
             save.cancelled.set()
-            say(f"checkpoint={save.target}: not written, as not all ranks have written their part")
+            log(f"checkpoint={save.target}: not written, as not all ranks have written their part")
         elif save.error is not None:
             if is_main():
                 shutil.rmtree(save.tmp, ignore_errors=True)
-            say(could_not_write(save.target, [(rank(), reason_of(save.error))]))
+            log(could_not_write(save.target, [(rank(), reason_of(save.error))]))
 
 
 class Cancelled(Exception):
-    """Some other rank has failed."""
+    """Another rank has failed."""
 
 
 class Save:
-    """One save: the folder it is written in, and the thread that writes."""
+    """One save: its temporary folder and the thread that writes."""
 
     def __init__(self, target: Path, snapshot: Snapshot, after: Callable[[], None]) -> None:
         self.target, self.snapshot, self.after = target, snapshot, after
@@ -189,7 +537,7 @@ class Save:
         self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def prepare(self, describe: Callable[[Path], None]) -> str | None:
-        """Make the folder and write what is small, in the main thread; why that failed, or None."""
+        """Make the folder and write the small files, in the main thread; returns why that failed, or None."""
         try:
             shutil.rmtree(self.tmp, ignore_errors=True)
             self.tmp.mkdir(parents=True)
@@ -214,10 +562,10 @@ class Save:
             self._write()
         except Cancelled:
             return
-        except Exception as error:  # told by the main thread, at the next poll
+        except Exception as error:  # raised by the main thread, at the next poll
             self.error = error
         finally:
-            self.snapshot = Snapshot()  # its memory is free from here on
+            self.snapshot = Snapshot()  # free its memory
             stop.save_ends()
 
     def _write(self) -> None:
@@ -258,16 +606,16 @@ class Save:
         return self.tmp / f".written-{writer:05d}.json"
 
     def _finish(self, sums: dict[str, Any], records: dict[str, Record]) -> None:
-        """On rank 0: everybody's files listed, everything on disk, and the folder in its place."""
+        """On rank 0: list the files of all ranks, sync everything, and rename the folder."""
         for note in [self._note(writer) for writer in self.writers if writer != rank()]:
             while not note.exists():
                 self.cancelled.wait(POLL_S)
                 self._go_on()
-            told = json.loads(note.read_text())
-            sums |= told["files"]
-            for name, record in records_from_json(told["tensors"]).items():
+            written = json.loads(note.read_text())
+            sums |= written["files"]
+            for name, record in records_from_json(written["tensors"]).items():
                 whole = records.setdefault(name, Record(record.shape, record.dtype))
-                # 8-bit moments are written in float32, and those of a shard that is too small for them as they are.
+                # 8-bit moments are saved as float32; shards too small for 8 bit keep their own dtype.
                 whole.dtype = torch.promote_types(whole.dtype, record.dtype)
                 whole.parts.extend(record.parts)
             note.unlink()
@@ -305,344 +653,3 @@ def could_not_write(target: Path, problems: list[tuple[int, str]]) -> str:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-FORMAT = 1
-FILES = {"rng.safetensors", "state.json"}  # beside the tensors
-WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
-HASHERS = 8  # files read at the same time when a checkpoint is checked
-_STEP_NAME = re.compile(r"step-(\d{8,})")
-
-
-def save_checkpoint(
-    checkpoints: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    schedule: LambdaLR,
-    state: dict[str, Any],
-    *,
-    keep: int,
-    describe: Callable[[Path], None] = lambda folder: None,
-    tensors: dict[str, Tensor] | None = None,
-    saver: Saver | None = None,
-) -> Path:
-    """Write checkpoints/step-NNNNNNNN, then remove all but the newest `keep`. `state` is JSON: loader, counters, ...
-
-    `describe` adds the files that make the folder loadable by transformers or peft. A `saver` writes it behind what
-    follows, from a copy; without one it is in place at the end.
-    """
-    target = checkpoints / f"step-{step:08d}"
-    check_state(state)
-    settle(model)
-    if saver is not None:
-        saver.wait()  # before there is a second copy beside that of the save under way
-    record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
-    record["processes"] = world_size()
-    groups = {
-        "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},
-        "moments": {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()},
-        "extra": {name: value.detach() for name, value in (tensors or {}).items()},
-    }
-    snapshot = _snapshot(groups, WEIGHTS[_is_lora(model)], copy=saver is not None)
-    if is_main():
-        snapshot.files["rng.safetensors"] = _torch_rng()
-        snapshot.texts["state.json"] = json.dumps(record)
-
-    def remove_older() -> None:
-        older = [folder for at, folder in list_checkpoints(checkpoints) if at <= step]
-        for folder in older[:-keep]:
-            remove_folder(folder)
-
-    (saver or Saver()).begin(target, snapshot, describe, remove_older, in_background=saver is not None)
-    return target
-
-
-def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, *, copy: bool) -> Snapshot:
-    """What this rank writes: its shards where there are any, else rank 0 everything, in the files of a model folder."""
-
-    def held(tensor: Tensor) -> Tensor:  # training goes on and changes the tensor itself
-        return local(tensor).to("cpu", copy=True) if copy else local(tensor)
-
-    snapshot = Snapshot()
-    if not any(is_dtensor(tensor) for group in groups.values() for tensor in group.values()):
-        names = {"weights": weights_file, "moments": "optimizer.safetensors", "extra": "extra.safetensors"}
-        for group, tensors in groups.items():
-            if is_main() and (tensors or group != "extra"):
-                snapshot.files[names[group]] = {name: held(tensor) for name, tensor in tensors.items()}
-        return snapshot
-    for group, tensors in groups.items():
-        for name, tensor in tensors.items():
-            if is_first_copy(tensor) if is_dtensor(tensor) else is_main():
-                start = tuple(piece.start for piece in local_slices(tensor))
-                snapshot.shards[f"{group}/{name}"] = Shard(held(tensor), start, tuple(tensor.shape))
-    return snapshot
-
-
-def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, *, verified: bool = False
-) -> dict[str, Any]:
-    """Put a checkpoint into the given objects and the global generators; returns {"step", "run": state, "tensors"}.
-
-    Nothing is touched unless everything fits. verified: latest_valid has just read every byte of it.
-    """
-    problem = None if verified else find_problem(folder)
-    if problem:
-        raise ValueError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
-    settle(model)
-    trained = dict(_trained(model))
-    stored = stored_tensors(folder)
-    weights, moments = stored.below("weights/"), stored.below("moments/")
-    names = {_name_on_disk(model, name): name for name in trained}
-    _check_fit(folder, trained, {names.get(name, name): found for name, found in weights.records.items()})
-    record = json.loads((folder / "state.json").read_text())
-    assert {name.rpartition(".")[0] for name in moments} <= trained.keys(), f"{folder}: moments of unknown parameters"
-
-    with torch.no_grad():
-        for name, own in names.items():
-            local(trained[own]).copy_(weights.read(name, local_slices(trained[own])))
-    _restore_slots(optimizer, trained, moments)
-    _restore_schedule(schedule, record["schedule"])
-    restore_rng(folder)
-    return {"step": record["step"], "run": record["run"], "tensors": stored.below("extra/")}
-
-
-def stored_tensors(folder: Path) -> TensorFiles:
-    """The tensors of a checkpoint by group and name: weights/..., moments/..., extra/...; none is read yet."""
-    if (folder / INDEX).exists():
-        return TensorFiles(folder, records_from_json(json.loads((folder / INDEX).read_text())))
-    names = {name: "weights/" for name in WEIGHTS}
-    names |= {"optimizer.safetensors": "moments/", "extra.safetensors": "extra/"}
-    records: dict[str, Record] = {}
-    for name, group in names.items():
-        if (folder / name).exists():
-            records |= records_of_file(folder, name, group)
-    return TensorFiles(folder, records)
-
-
-def latest_valid(checkpoints: Path, say: Callable[[str], None], *, at_most: int | None = None) -> Path | None:
-    """The newest undamaged checkpoint (not after step `at_most`), or None when there is none at all.
-
-    A damaged one is passed over with a word about it; when all are damaged that is an error.
-    """
-    found = [folder for at, folder in list_checkpoints(checkpoints) if at_most is None or at <= at_most]
-    for folder in reversed(found):
-        problem = find_problem(folder)
-        if problem is None:
-            return folder
-        say(f"checkpoint {folder} is damaged ({problem}); trying the one before it")
-    if found:
-        raise ValueError(
-            f"resume={checkpoints}: no undamaged checkpoint ({len(found)} tried); restore one from a backup, "
-            "or start again with --overwrite-output-dir"
-        )
-    return None
-
-
-def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every finished save, oldest first; not yet checked for damage."""
-    if not checkpoints.is_dir():
-        return []
-    matches = [(_STEP_NAME.fullmatch(folder.name), folder) for folder in checkpoints.iterdir() if folder.is_dir()]
-    return sorted((int(match[1]), folder) for match, folder in matches if match)
-
-
-def find_problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint on disk, or None."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            return f"manifest.json is not of format {FORMAT}"
-        sums = manifest.get("files")
-        if not isinstance(sums, dict) or not _lists_a_checkpoint(sums):
-            return "manifest.json does not list the files of a checkpoint"
-        for name in sums:
-            size = (folder / name).stat().st_size
-            if not isinstance(sums[name], dict) or size != sums[name].get("size"):
-                return f"{name} has {size} bytes, not what manifest.json says"
-        with ThreadPoolExecutor(HASHERS) as threads:
-            found = dict(zip(sums, threads.map(lambda name: sha256_of(folder / name), sums), strict=True))
-        for name, sha256 in found.items():
-            if sha256 != sums[name].get("sha256"):
-                return f"{name} has changed since it was written"
-        if INDEX in sums and {p.file for r in stored_tensors(folder).records.values() for p in r.parts} - sums.keys():
-            return "manifest.json does not list the files of a checkpoint"
-        return _state_problem(folder, json.loads((folder / "state.json").read_bytes()))
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    except (ValueError, RecursionError):  # not JSON, not even UTF-8, or nested without end
-        return "manifest.json or state.json is not JSON"
-
-
-def _state_problem(folder: Path, state: Any) -> str | None:
-    """What is wrong with the parts of state.json that every checkpoint has, or None."""
-    number = _STEP_NAME.fullmatch(folder.name)
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        return "state.json names no step"
-    if number and int(number[1]) != state["step"]:
-        return f"it is step {state['step']} under another number"
-    schedule = state.get("schedule")
-    counts = [schedule.get(name) for name in ("last_epoch", "step_count")] if isinstance(schedule, dict) else [None]
-    if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(state.get("run"), dict):
-        return "state.json lacks the schedule or the state of the run"
-    try:
-        python, numpy = _generator_states(state["rng"])
-        random.Random().setstate(python)
-        np.random.RandomState().set_state(numpy)
-    except (LookupError, TypeError, ValueError, ArithmeticError):
-        return "state.json holds no states of random generators"
-    return None
-
-
-def _lists_a_checkpoint(names: dict[str, Any]) -> bool:
-    whole = "optimizer.safetensors" in names and bool(names.keys() & set(WEIGHTS))
-    return names.keys() >= FILES and (whole or INDEX in names)
-
-
-def set_aside_after(checkpoints: Path, step: int, say: Callable[[str], None]) -> None:
-    """Take checkpoints of later steps out of the way of a run that goes back to `step`.
-
-    They belong to steps that will be done again: left in place, the next resume would pick them.
-    """
-    for at, folder in list_checkpoints(checkpoints):
-        if at > step:
-            aside = folder.with_name(f"{folder.name}.old")
-            remove_folder(aside)
-            folder.rename(aside)
-            say(f"checkpoint {folder.name} is later than step {step}, where this run goes on; kept as {aside}")
-    if checkpoints.is_dir():
-        sync(checkpoints)
-
-
-def _is_lora(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
-
-
-def _name_on_disk(model: nn.Module, name: str) -> str:
-    """peft leaves its name for the adapter out of the files."""
-    return name.replace(f".{ADAPTER}.", ".") if _is_lora(model) else name
-
-
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters under training; a tied one comes once, under its first name."""
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Tensor]]]:
-    """(parameter name, its optimizer state), for those that have been stepped."""
-    names = {p: name for name, p in _trained(model)}
-    rows = []
-    for parameter, slots in optimizer.state.items():
-        assert parameter in names, f"the optimizer holds an untrained parameter of shape {tuple(parameter.shape)}"
-        assert all(isinstance(value, Tensor) for value in slots.values()), f"{names[parameter]}: {slots.keys()}"
-        rows.append((names[parameter], as_saved(slots)))
-    return rows
-
-
-def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], moments: TensorFiles) -> None:
-    on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
-    optimizer.state.clear()
-    for name, record in moments.records.items():
-        owner, _, key = name.rpartition(".")
-        parameter = trained[owner]
-        if is_dtensor(parameter) and key != "step" and not key.endswith(SCALE):
-            slot = torch.zeros_like(parameter, dtype=record.dtype, requires_grad=False)
-            local(slot).copy_(moments.read(name, local_slices(parameter)))
-        else:  # AdamW counts steps on the CPU unless told otherwise
-            slot = moments.read(name)
-            slot = slot.to(parameter.device) if key != "step" or parameter in on_device else slot
-        optimizer.state[parameter][key] = slot
-    for parameter, slots in optimizer.state.items():
-        optimizer.state[parameter] = as_held(optimizer, parameter, slots)
-
-
-def _schedule_state(schedule: LambdaLR) -> dict[str, int]:
-    return {"last_epoch": schedule.last_epoch, "step_count": schedule._step_count}
-
-
-def _restore_schedule(schedule: LambdaLR, state: dict[str, int]) -> None:
-    """Count from where it was; the rate follows from the count, as LambdaLR itself computes it."""
-    schedule.last_epoch = state["last_epoch"]
-    schedule._step_count = state["step_count"]
-    groups = schedule.optimizer.param_groups
-    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        rate = base * factor(schedule.last_epoch)
-        if isinstance(group["lr"], Tensor):  # torchao's optimizers hold on to it
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    schedule._last_lr = [float(group["lr"]) for group in groups]
-
-
-def _python_rng() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    numpy_state = [kind, keys.tolist(), position, has_gauss, cached]
-    return {"python": [version, list(words), gauss], "numpy": numpy_state}
-
-
-def _torch_rng() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states |= {f"cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def _generator_states(record: dict[str, Any]) -> tuple[Any, Any]:
-    """What _python_rng gave, as random and numpy take it."""
-    version, words, gauss = record["python"]
-    kind, keys, *rest = record["numpy"]
-    return (version, tuple(words), gauss), (kind, np.array(keys, dtype=np.uint32), *rest)
-
-
-def restore_rng(folder: Path) -> None:
-    """Put Python's, numpy's and torch's global generators where they were when this checkpoint was saved."""
-    python, numpy = _generator_states(json.loads((folder / "state.json").read_text())["rng"])
-    states = load_file(folder / "rng.safetensors")
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(states["cpu"].clone())
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if f"cuda.{i}" in states:
-            torch.cuda.set_rng_state(states[f"cuda.{i}"].clone(), i)
-
-
-def check_state(state: dict[str, Any]) -> None:
-    """Refuse what JSON would not give back as it was (tensors, tuples, keys that are not text)."""
-    for name, value in state.items():
-        problem = _json_problem(value)
-        if problem:
-            raise ValueError(
-                f"state_dict of {name}: holds {problem}, which a checkpoint cannot give back as it was; "
-                "return only dicts with text keys, lists, text, numbers, booleans and None"
-            )
-
-
-def _json_problem(value: Any) -> str | None:
-    if value is None or type(value) in (bool, int, float, str):
-        return None
-    if type(value) is list:
-        return next((problem for item in value if (problem := _json_problem(item))), None)
-    if type(value) is dict:
-        keys = [f"the key {key!r}" for key in value if type(key) is not str]
-        return keys[0] if keys else _json_problem(list(value.values()))
-    return f"a {type(value).__name__}"
-
-
-def _check_fit(folder: Path, trained: dict[str, nn.Parameter], weights: dict[str, Record]) -> None:
-    differences = [f"it lacks {name}" for name in trained.keys() - weights.keys()]
-    differences += [f"{name} is not trained here" for name in weights.keys() - trained.keys()]
-    for name in trained.keys() & weights.keys():
-        ours, saved = _describe(trained[name]), _describe(weights[name])
-        differences += [f"{name} is {saved} there and {ours} here"] if ours != saved else []
-    if differences:
-        raise ValueError(
-            f"resume={folder}: its weights do not fit this model ({min(differences)}; {len(differences)} differences "
-            "in all); resume with the model, --lora and --dtype settings the run was started with"
-        )
-
-
-def _describe(tensor: Tensor | Record) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

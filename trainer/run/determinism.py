@@ -1,10 +1,10 @@
-"""Equal commands give equal numbers: which of torch's algorithms a run may use.
+"""Reproducibility: which of torch's algorithms a run may use, so that equal commands give equal numbers.
 
-On a CPU the backward of `x[index]` adds rows from several threads at once, in the order in which they come (index_put
-with accumulate=True, from 32,768 numbers on). Where an index repeats, as that of a shared prompt's last token does, the
-sum depends on what else the machine runs. So a run on a CPU always takes torch's deterministic algorithms. On a GPU
-they cost time, and --deterministic asks for them. Our own kernels need no switch: the only atomics in kernels/ count
-in integers (scaled_exp.py).
+On a CPU the backward of `x[index]` adds rows from several threads in no fixed order (index_put with accumulate=True,
+from 32,768 elements on). If an index repeats, as that of a shared prompt's last token does, the sum depends on thread
+timing. So a run on a CPU always uses torch's deterministic algorithms. On a GPU they cost time, and --deterministic
+turns them on. Our own kernels need no switch: the only atomics in kernels/ count in integers
+(linear_logprob_triton.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 
 import torch
 
-# Two of cuBLAS's settings repeat their sums; this is the faster one. It is read when the first product is made.
+# The faster of the two deterministic cuBLAS settings. cuBLAS reads it at the first product.
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ON_CPU = (
     "deterministic: on a CPU every run repeats bit for bit with the same number of threads; in this run an operation "
@@ -27,10 +27,10 @@ ON_GPU = (
 
 
 class Algorithms:
-    """Torch's deterministic algorithms, until close() puts back what was set before."""
+    """Turns on torch's deterministic algorithms; close() restores the previous settings."""
 
     def __init__(self, device: str, strict: bool) -> None:
-        """`strict`: --deterministic. An operation without such an algorithm is an error then, else a warning."""
+        """`strict` (--deterministic): an operation without such an algorithm is an error, else a warning."""
         fill = torch.utils.deterministic
         self._before = (
             torch.are_deterministic_algorithms_enabled(),
@@ -40,7 +40,7 @@ class Algorithms:
         )
         if device == "cpu" or strict:
             torch.use_deterministic_algorithms(True, warn_only=not strict)
-            fill.fill_uninitialized_memory = False  # it would write all new memory, to find reads that we do not make
+            fill.fill_uninitialized_memory = False  # it would fill all new memory, to detect uninitialised reads
         if device == "cuda" and strict:
             os.environ.setdefault(*CUBLAS)
             torch.backends.cudnn.benchmark = False

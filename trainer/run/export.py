@@ -1,12 +1,12 @@
-"""Write a trained model so that other tools can load it.
+"""Export a trained model for other tools.
 
-Full weights: a transformers folder, for `AutoModelForCausalLM.from_pretrained` and `pipeline("text-generation")`. They
-are stored in the dtype the base model has on disk: float32 stays exact, a bfloat16 base gives bfloat16 rounded once.
-LoRA: a peft adapter folder in the dtype it was trained in (float32) that names its base; a local base by absolute path,
-so that the adapter may be loaded from any folder, but its base may not move. Either way the folder holds the tokenizer,
-its chat template, and a generation_config.json with every stop id.
+    python -m trainer.export runs/dpo-20261115-093000 out          # the newest checkpoint of a run, sharded or not
 
-    python -m trainer.export runs/dpo-20261115-093000 out          # the newest checkpoint of a run, in shards or not
+Full weights: a transformers folder, for `AutoModelForCausalLM.from_pretrained` and `pipeline("text-generation")`, in
+the dtype the base model has on disk: float32 stays exact, a bfloat16 base gives bfloat16, rounded once. LoRA: a peft
+adapter folder in its training dtype (float32) that names its base; a local base by absolute path, so that the adapter
+loads from any working directory, but its base must not move. Both hold the tokenizer, its chat template, and a
+generation_config.json with every stop id.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from rollout.servers.model_folder import read_adapter, resolve_model
-from trainer.config.errors import why
+from trainer.config.errors import load_error
 from trainer.config.yaml import load_config
-from trainer.files.folders import atomic_folder
+from trainer.files.atomic_folder import atomic_folder
 from trainer.files.tensor_files import Spec, TensorFiles, aligned, write_tensors
 from trainer.parallel.comm import is_main
-from trainer.parallel.dtensor import full, is_dtensor, settle
-from trainer.parallel.watch import say
+from trainer.parallel.dtensor import gather, is_dtensor, reshard
+from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.load import model_tensors
 from trainer.policy.model_files import WholeModel, write_model
 from trainer.run.checkpoint import INDEX, MANIFEST, find_problem, latest_valid, stored_tensors
 
-SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's words for the models of trainer/policy/heads.py
-OF_TRAINING = ("state.json", INDEX, MANIFEST)  # of a checkpoint, no part of a model folder
+SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's names for the models of trainer/policy/heads.py
+OF_TRAINING = ("state.json", INDEX, MANIFEST)  # files of a checkpoint that are no part of a model folder
 
 
 def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: bool, base: str) -> None:
-    """Write `folder` (replacing an older one) from a live transformers or peft model, which stays as it is.
+    """Write `folder` (replacing an older one) from a live transformers or peft model, which is not changed.
 
     `base` is what the weights were loaded from: hub id, folder or builtin:NAME.
     """
     base = loadable_base(base)
     is_lora = hasattr(model, "peft_config")
-    # A scorer is merged always: an adapter folder has no place for what its head needs (labels, padding token).
+    # A scorer is always merged: an adapter folder cannot hold what its head needs (labels, padding token).
     is_scorer = is_lora and model.peft_config[ADAPTER].task_type in SCORER_TASKS
-    settle(model)
+    reshard(model)
     if any(is_dtensor(p) for p in model.parameters()):
         export_shards(model, tokenizer, folder, as_adapter=is_lora and not merge_lora and not is_scorer, base=base)
         return
@@ -74,12 +74,12 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
 
 
 def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool, base: str) -> None:
-    """The same from a model in shards: every rank takes part, one tensor at a time is whole, and rank 0 writes it."""
+    """The same for a sharded model: all ranks gather one tensor at a time, and rank 0 writes it."""
     lm = model.get_base_model() if hasattr(model, "peft_config") else model
     own = (model if as_adapter else lm).state_dict(keep_vars=True)
 
     def get(name: str) -> Tensor:
-        return full(own[name].detach()).cpu()
+        return gather(own[name].detach()).cpu()
 
     if as_adapter:
         names = {adapter_name(name): name for name in own if ".lora_" in name and f".{ADAPTER}." in name}
@@ -106,17 +106,17 @@ def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool,
 
 
 def adapter_name(name: str) -> str:
-    """peft leaves its name for the adapter out of the files."""
+    """peft omits the adapter's name in files."""
     return name.replace(f".{ADAPTER}.", ".")
 
 
 def finish_config(folder: Path, dtype: torch.dtype) -> None:
-    """What an export's config.json says otherwise than that of a model under training."""
+    """Settings of an export's config.json that differ during training."""
     change_json(folder / "config.json", dtype=str(dtype).removeprefix("torch."), use_cache=True)
 
 
 def change_json(path: Path, **changes: Any) -> None:
-    """Some settings of a file of transformers or peft, written as they write it."""
+    """Change settings in a JSON file, formatted as transformers and peft do."""
     settings = json.loads(path.read_text()) | changes
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
@@ -135,20 +135,20 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def loadable_base(base: str) -> str:
-    """A name that loads from any working directory: local folders become absolute, hub ids stay."""
+    """A name that loads from any working directory: local folders become absolute paths."""
     found = Path(resolve_model(base)).expanduser()
     return str(found.resolve()) if found.is_dir() else base
 
 
 def generation_config(model: nn.Module, tokenizer: Any) -> Any:
-    """The model's own, with all stop ids, so that `generate` ends where our rollouts end."""
+    """The model's generation config with all stop ids, so that `generate` stops where our rollouts stop."""
     from transformers import GenerationConfig
 
     own = getattr(model, "generation_config", None) or GenerationConfig()
     config = copy.deepcopy(own)
     try:
         config.validate(strict=True)
-    except ValueError:  # some published models contradict themselves (a temperature without sampling), unsavable as is
+    except ValueError:  # some published configs cannot be saved (a temperature without sampling)
         config = GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
     config._from_model_config = False  # else transformers may rebuild it from config.json and drop the stop ids
     eos = list(stop_ids(tokenizer, own.eos_token_id))
@@ -158,12 +158,12 @@ def generation_config(model: nn.Module, tokenizer: Any) -> Any:
 
 
 def dtype_on_disk(base: str) -> torch.dtype | None:
-    """The dtype named in the base model's config.json, or None when it names none or cannot be reached."""
+    """The dtype in the base model's config.json, or None if it has none or cannot be read."""
     from transformers import PretrainedConfig
 
     try:
         config, _ = PretrainedConfig.get_config_dict(base)
-    except OSError:  # gone from disk or hub: the trained dtype, which loses nothing, is used
+    except OSError:  # gone from disk or hub: use the trained dtype, which loses nothing
         return None
     name = config.get("dtype") or config.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
@@ -171,7 +171,7 @@ def dtype_on_disk(base: str) -> torch.dtype | None:
 
 
 def describe_model(model: Any, tokenizer: Any, folder: Path, *, base: str) -> None:
-    """Everything of an export but the weights: beside a checkpoint's weights it makes that folder loadable too."""
+    """Write everything of an export but the weights; makes a checkpoint folder loadable too."""
     if hasattr(model, "peft_config"):
         model.peft_config[ADAPTER].save_pretrained(folder)
         change_json(folder / "adapter_config.json", base_model_name_or_path=loadable_base(base))
@@ -183,28 +183,28 @@ def describe_model(model: Any, tokenizer: Any, folder: Path, *, base: str) -> No
 
 def _save_config(model: Any, folder: Path) -> None:
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]  # a scorer's config still names what its trunk was taken from
+    config.architectures = [type(model).__name__]  # a scorer's config still names the class of its trunk
     config.save_pretrained(folder)
 
 
 def _save_adapter(model: Any, folder: Path, base: str) -> None:
-    # No base embeddings in the adapter: we never resize them, and peft would ask the hub whether we did.
+    # No base embeddings in the adapter: we never resize them, and peft would query the hub to find out.
     model.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # peft's unfilled model card
     change_json(folder / "adapter_config.json", base_model_name_or_path=base)
 
 
 def _full_model(model: Any, dtype: torch.dtype | None) -> Any:
-    """A transformers model whose attributes may be set without touching the live one; weights may be shared."""
+    """A transformers model whose attributes may be set without changing the live one; weights may be shared."""
     if hasattr(model, "peft_config"):
-        # Merged in float32, then rounded once.
+        # Merge in float32, then round once.
         merged = _cpu_copy(model, torch.float32).merge_and_unload(safe_merge=True, adapter_names=[ADAPTER])
         return merged.to(dtype or model.dtype)
     return copy.copy(model) if dtype in (None, model.dtype) else _cpu_copy(model, dtype)
 
 
 def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose tensors lie in host memory, so that an accelerator filled by training is enough; ties stay ties."""
+    """A copy in main memory, as training may have filled the GPU; tied tensors stay tied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = parameter.detach().to("cpu", dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
@@ -216,7 +216,7 @@ def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write the model of a checkpoint, in shards or not, as a folder that other tools load. Needs no GPU."""
+    """Write the model of a checkpoint, sharded or not, as a folder that other tools load. Needs no GPU."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """A run folder, whose newest checkpoint is taken, or a checkpoint in one."""
@@ -229,7 +229,7 @@ class ExportConfig:
 
 
 def export_checkpoint(cfg: ExportConfig) -> Path:
-    """Tensor by tensor: neither a GPU nor memory for the whole model is needed."""
+    """Tensor by tensor: needs neither a GPU nor memory for the full model."""
     out = Path(cfg.out).expanduser()
     if out.exists():
         raise ValueError(f"out={cfg.out}: exists already; name a new folder")
@@ -269,14 +269,14 @@ def find_checkpoint(source: str) -> tuple[Path, Path]:
             raise ValueError(f"source={source}: damaged, {problem}; name another checkpoint")
         run, checkpoint = folder.parents[1], folder
     else:
-        run, checkpoint = folder, latest_valid(folder / "checkpoints", say)
+        run, checkpoint = folder, latest_valid(folder / "checkpoints", log)
     if checkpoint is None or not (run / "config.yaml").is_file():
         raise ValueError(f"source={source}: not a run folder with a checkpoint, nor a checkpoint in a run folder")
     return run, checkpoint
 
 
 def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
-    """The model of a checkpoint without its numbers, adapters in their places."""
+    """The model of a checkpoint on the meta device, adapters included."""
     import transformers
 
     adapter = checkpoint / "adapter_config.json"
@@ -289,8 +289,8 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
                 lm = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
             else:
                 lm = kind(config)
-    except Exception as error:  # damaged files and their own code make transformers raise anything
-        raise ValueError(f"model={source}: cannot be built: {why(error, str(source))}") from None
+    except Exception as error:  # damaged files and remote code make transformers raise anything
+        raise ValueError(f"model={source}: cannot be built: {load_error(error, str(source))}") from None
     with torch.device("meta"):
         if adapter.exists():
             from peft import PeftConfig, get_peft_model
@@ -300,7 +300,7 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
 
 
 def getter(lm: Any, weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
-    """Tensors of a skeleton: those that were trained from the checkpoint, what was not from the base model's files."""
+    """Reads tensors of a skeleton: trained ones from the checkpoint, others from the base model's files."""
     files: list[TensorFiles] = []
 
     def get(name: str) -> Tensor:

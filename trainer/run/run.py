@@ -1,6 +1,6 @@
 """A run is a folder: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, final/, report.html.
 
-    with open_run(cfg, "grpo") as run:                       # refuses or finds the folder; writes nothing yet
+    with open_run(cfg, "grpo") as run:                       # finds or refuses the folder; writes nothing yet
         ...load model and data...
         run.begin(total_steps, title)                        # the folder exists from here on
         state = {"loader": loader, "rewards": rewards, "counters": counters}
@@ -12,12 +12,11 @@
             run.maybe_save(step, policy, optimizer, schedule, state)
         run.finish(policy)
 
-Killed anywhere, a resumed run goes on from its last checkpoint: metrics and samples are on disk before the checkpoint
-that covers them, and what they hold beyond it is cut off at the resume, so each step is written once.
+A killed run resumes from its last checkpoint: metrics and samples are on disk before the checkpoint that covers them,
+and lines beyond it are cut off at the resume, so each step is written once. `state` names what a checkpoint keeps
+besides weights, optimizer and schedule.
 
-The folder of a run: its name, whether it may be used, and that one process has it.
-
-What a checkpoint keeps besides weights, optimizer and schedule: the state of whatever a method names.
+Sections: the run, the run folder (its name, whether it may be used, its lock), state in a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import math
 import random
 import re
 import secrets
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,18 +40,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from data.user_code import told, users_part
+from data.user_code import describe_error, users_part
 from trainer.config.blocks import RunConfig
 from trainer.config.errors import raised_on_purpose
 from trainer.config.flags import config_to_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
 from trainer.config.yaml import load_config, save_config
-from trainer.files.folders import remove_folder, remove_leftovers
+from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import Console, evaluation_lines
 from trainer.metrics.health import Watch, replay
 from trainer.metrics.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.parallel.comm import from_main, on_main, world_size
+from trainer.parallel.watch import log
 from trainer.policy.logps import Policy
 from trainer.policy.memory import device_type
 from trainer.run import determinism, stop
@@ -68,150 +67,16 @@ from trainer.run.checkpoint import (
 )
 from trainer.run.export import describe_model, export_model
 
-
-class Stateful(Protocol):
-    """Something whose state is part of a checkpoint; a plain dict will do as well.
-
-    What holds tensors has tensors() and load_tensors(mapping) besides: state_dict is JSON.
-    """
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
-State = Mapping[str, Stateful | dict[str, Any]]  # name -> what to keep under it, e.g. {"loader": loader}
-
-
-def states_of(state: State) -> dict[str, Any]:
-    return {name: dict(item) if isinstance(item, dict) else item.state_dict() for name, item in state.items()}
-
-
-def tensors_of(state: State) -> dict[str, Tensor]:
-    holders = {name: item for name, item in state.items() if hasattr(item, "tensors")}
-    return {f"{name}/{key}": value for name, item in holders.items() for key, value in item.tensors().items()}
-
-
-def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, checkpoint: Path) -> None:
-    if state.keys() != saved.keys():
-        raise ValueError(
-            f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
-            f"{', '.join(sorted(state))}; resume with the version of the method it was written by"
-        )
-    for name, item in state.items():
-        try:
-            if isinstance(item, dict):
-                item.clear()
-                item.update(saved[name])
-            else:
-                item.load_state_dict(saved[name])
-            if hasattr(item, "load_tensors"):
-                item.load_tensors(tensors.below(f"{name}/"))
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            if raised_on_purpose(error) or users_part(error):
-                raise
-            raise ValueError(
-                f"resume={checkpoint}: the state of {name} in its state.json cannot be used ({told(error)}); resume "
-                "from another checkpoint"
-            ) from error
-
-
-def expand(output_dir: str, method: str, now: time.struct_time | None = None) -> Path:
-    """runs/{method}-{time} -> runs/grpo-20261115-093000; the method by the last part of its dotted name."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
-    return Path(output_dir.replace("{method}", method.rpartition(".")[2]).replace("{time}", stamp)).expanduser()
-
-
-def is_new_each_time(settings: RunConfig) -> bool:
-    return "{time}" in settings.output_dir
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
-def resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
-    """(run folder, last step that may be resumed from). `latest` is that of output_dir; else a run or checkpoint."""
-    folder = Path(settings.output_dir if settings.resume == "latest" else str(settings.resume)).expanduser()
-    newest = None
-    if not folder.is_dir():
-        raise ValueError(f"resume={settings.resume}: no such folder {folder}; name a run folder or a checkpoint in it")
-    if re.fullmatch(r"step-\d+", folder.resolve().name):
-        newest = step_of(folder.resolve())
-        folder = folder.resolve().parents[1]
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"resume={settings.resume}: {folder} holds no run (no config.yaml); name a run folder")
-    return folder, newest
-
-
-def read_id(folder: Path) -> str | None:
-    """The random id of the run in this folder; None for one of before there were ids, or where it was damaged."""
-    try:
-        found = (folder / "run_id").read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return None
-    return found if re.fullmatch(r"[0-9a-f]{8,64}", found) else None
-
-
-def refuse_other_run(folder: Path, overwrite: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={folder}: is a file; name a folder")
-    if not overwrite and _holds_run(folder):
-        raise ValueError(
-            f"output_dir={folder}: already holds a run; continue it with --resume {folder}, delete it with "
-            "--overwrite-output-dir, or name another folder"
-        )
-
-
-def _holds_run(folder: Path) -> bool:
-    """Whether training left anything there; a start that failed before its first step did not."""
-    if any((folder / name).exists() for name in ("checkpoints", "final")):
-        return True
-    return (folder / "metrics.jsonl").exists() and any(row["step"] > 0 for row in read_jsonl(folder / "metrics.jsonl"))
-
-
-def make_folder(folder: Path, *, may_exist: bool) -> Path:
-    """The folder itself, or with -2, -3, ... added where two runs began in the same second."""
-    if may_exist:
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    for again in range(1, 1000):
-        tried = folder if again == 1 else folder.with_name(f"{folder.name}-{again}")
-        try:
-            tried.mkdir(parents=True)
-            return tried
-        except FileExistsError:
-            continue
-    raise ValueError(f"output_dir={folder}: exists a thousand times over; clear the folder above it")
-
-
-def lock_folder(folder: Path) -> IO[bytes]:
-    """Hold the folder against other processes; the system lets go when this one ends, however it ends."""
-    try:
-        file = (folder / ".lock").open("ab")
-    except OSError as error:
-        raise ValueError(f"output_dir={folder}: cannot be written ({error.strerror}); permit it") from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            return file  # a file system without locks
-        file.close()
-        raise ValueError(f"output_dir={folder}: another process is training in it; wait for it, or end it") from None
-    return file
-
-
-# Everything a run writes into its folder, so that overwriting deletes this and nothing else.
+# Everything a run writes into its folder: overwriting deletes this and nothing else.
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "run_id", "wandb_run_id")
 FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
 
 
 def open_run(cfg: Any, method: str = "") -> Run:
-    """Name the folder of a new run, or find the checkpoint to resume from. A folder with another run is refused.
+    """Name the folder of a new run, or find the checkpoint to resume from; refuses a folder that holds another run.
 
-    `method` is what the folder and the title say; config.yaml always keeps what --method takes.
-    Also seeds the global generators, because adapters are initialised and dropout is drawn from them, and chooses
-    torch's algorithms until the run is closed.
+    `method` is the name in folder and title; config.yaml keeps the value of --method. Also seeds the global generators,
+    which initialise adapters and draw dropout, and sets torch's deterministic algorithms until the run is closed.
     """
     settings: RunConfig = cfg.run
     method = method or method_of(cfg)
@@ -219,7 +84,7 @@ def open_run(cfg: Any, method: str = "") -> Run:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed % 2**64)
-    run = on_main(lambda: _open(cfg, method))  # which may read a large checkpoint, byte for byte
+    run = on_main(lambda: _open(cfg, method))  # verifying a large checkpoint takes long
     found = None if run is None else [str(run.dir), None if run.checkpoint is None else str(run.checkpoint)]
     folder, checkpoint = from_main(found, "run folder")
     run = run or OtherRank(cfg, method, Path(folder), Path(checkpoint) if checkpoint else None)
@@ -230,7 +95,7 @@ def open_run(cfg: Any, method: str = "") -> Run:
 
 
 def method_of(cfg: Any) -> str:
-    """What --method takes: as it was given, or for a config made in Python the module of its class."""
+    """The value of --method, or for a Config made in Python the module of its class."""
     return cfg.run.method or type(cfg).__module__.removeprefix("trainer.methods.")
 
 
@@ -245,11 +110,11 @@ def _open(cfg: Any, method: str) -> Run:
     lock = lock_folder(folder)
     remove_leftovers(folder)
     remove_leftovers(folder / "checkpoints")
-    checkpoint = latest_valid(folder / "checkpoints", _say, at_most=newest)
+    checkpoint = latest_valid(folder / "checkpoints", log, at_most=newest)
     if checkpoint is None and (folder / "final").is_dir():
         raise ValueError(
-            f"resume={folder}: this run has finished and kept no checkpoint to go on from; "
-            f"begin a new run with its result, --model {folder}"
+            f"resume={folder}: this run has finished and kept no checkpoint to resume from; "
+            f"start a new run from its result, --model {folder}"
         )
     return Run(cfg, method, folder, checkpoint, lock)
 
@@ -262,13 +127,13 @@ class Run:
     ) -> None:
         self.cfg, self.method, self.dir, self.checkpoint = cfg, method, folder, checkpoint
         self.start_step = step_of(checkpoint) if checkpoint else 0
-        # Random, the same for every resume: how servers tell this run from others. RUN/run_id.
+        # Random, and the same after a resume: servers tell runs apart by it. Stored in RUN/run_id.
         self.id = (read_id(folder) if lock is not None else None) or secrets.token_hex(8)
         self.total_steps = 0
         self._title = method
         self._lock = lock
         self._resumed = lock is not None
-        self._save_step = self.start_step  # of the last save, which may be under way
+        self._save_step = self.start_step  # of the last save, which may still be running
         self._saver = Saver()
         self._last_step = -1
         self._watch = Watch()
@@ -290,15 +155,15 @@ class Run:
             except OSError as error:
                 if kind is None:
                     raise ValueError(_no_space(self.dir, error)) from None
-                _say(_no_space(self.dir, error))  # what ended the run is told after this
+                log(_no_space(self.dir, error))  # the error that ended the run is reported after this
 
-    @stop.whole()
+    @stop.uninterrupted()
     def begin(self, total_steps: int, title: str) -> None:
-        """Make the folder and write config.yaml. Called when all input has been read, so bad input leaves no folder."""
+        """Make the folder and write config.yaml. Called once all input has been read, so bad input leaves no folder."""
         self.total_steps, self._title = total_steps, title
         settings = self.cfg.run
         try:
-            if self._resumed:  # the folder is there; its config is replaced once the checkpoint has proved to fit
+            if self._resumed:  # its config.yaml is replaced once the checkpoint has been loaded
                 (self.dir / "run_id").write_text(self.id)
                 return
             self.dir = make_folder(self.dir, may_exist=not is_new_each_time(settings))
@@ -312,8 +177,8 @@ class Run:
             (self.dir / "run_id").write_text(self.id)
             save_config(self.dir / "config.yaml", self._config_tree())
         except OSError as error:
-            why = f"cannot be written ({error.strerror}); choose another folder"
-            raise ValueError(f"output_dir={self.dir}: {why}") from None
+            reason = f"cannot be written ({error.strerror}); choose another folder"
+            raise ValueError(f"output_dir={self.dir}: {reason}") from None
 
     def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
         """Load the checkpoint, if any, and open the logs. Returns the number of steps already done."""
@@ -336,12 +201,12 @@ class Run:
         if sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL and (text := far_off(self.cfg)):
             self.note(text)
         if self.checkpoint is not None:
-            restore_rng(self.checkpoint)  # again and last: a user's load_state_dict or a sink may have drawn numbers
+            restore_rng(self.checkpoint)  # again, and last: a user's load_state_dict or a sink may have drawn numbers
         stop.work_begins()
         return self.start_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the one line of this step (health findings added) and show it."""
+        """Write the metrics of this step as one line, health findings added, and show it."""
         assert self._metrics is not None and self._console is not None, "restore() comes before log()"
         assert step > self._last_step, f"step {step} logged after step {self._last_step}: one line per step, in order"
         metrics = dict(metrics)
@@ -353,11 +218,11 @@ class Run:
         self._console.step(step, metrics)
         for finding in findings:
             self._console.warn(finding)
-        if step == 0 and stop.asked():  # an evaluation is not worth another step
+        if step == 0 and stop.asked():  # an evaluation alone is not worth another step
             raise stop.Stopped(f"stopped by SIGTERM before the first step; continue with --resume {self.dir}")
 
     def sample(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Keep rows of {"prompt", "completion", "rewards", "advantage", ...} and show one now and then."""
+        """Write rows of {"prompt", "completion", "rewards", "advantage", ...}, and show some of them."""
         assert self._samples is not None and self._console is not None, "restore() comes before sample()"
         rows = list(rows)
         self._write(self._samples, step, rows)
@@ -365,21 +230,21 @@ class Run:
             self._console.sample(row)
 
     def note(self, text: str) -> None:
-        """A line for whoever watches."""
+        """Log a line to the console."""
         if self._console is None:
-            _say(text)
+            log(text)
         else:
             self._console.note(text)
 
     def keep(self, thing: Any) -> Any:
-        """Close `thing` with the run, however the run ends."""
+        """Close `thing` when the run ends, also on an error."""
         self._kept.append(thing)
         return thing
 
     def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
-        """Save once a multiple of save_steps has been reached since the last save, and at the last step, so that a
-        finished run can be extended. A method with several steps per rollout calls this between rollouts only.
-        After SIGTERM it saves whatever save_steps says, and ends the run. A save that failed is an error here."""
+        """Save if a multiple of save_steps has been passed since the last save, and at the last step, so that a
+        finished run can be extended. A method with several steps per rollout calls this only between rollouts. After
+        SIGTERM it saves in any case and ends the run. Raises if the previous save failed."""
         self._saver.poll()
         every = self.cfg.run.save_steps
         if every and (step // every > self._save_step // every or step == self.total_steps):
@@ -391,8 +256,8 @@ class Run:
             raise stop.Stopped(f"stopped by SIGTERM after step {step}, saved; continue with --resume {self.dir}")
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
-        """Write checkpoints/step-N, in the background unless told otherwise. Log the step first: a resumed run does
-        not come back to it."""
+        """Write checkpoints/step-N, in the background by default. Log the step first: a resumed run does not repeat
+        it."""
         assert step == self._last_step, f"checkpoint of step {step}, but the last step logged is {self._last_step}"
         self._flush()
         settings = self.cfg.run
@@ -406,7 +271,7 @@ class Run:
         self._save_step = step
 
     def finish(self, policy: Policy) -> None:
-        """Export the model to final/, write the report, and say where things are and what the training did."""
+        """Export the model to final/, write the report, and log their paths and the evaluation."""
         from trainer.metrics.report import write_report  # matplotlib is slow to import
 
         assert self._console is not None, "restore() comes before finish()"
@@ -422,57 +287,57 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back, end what was kept, and close the files; may be called twice."""
+        """Release the terminal, close kept things and files; may be called twice."""
         if self._console is not None:
             self._console.stop()
         targets = (*reversed(self._kept), *self._sinks, self._metrics, self._samples, self._lock)
         self._sinks, self._kept = [], []
-        with contextlib.ExitStack() as stack:  # one that fails to close keeps no other open
+        with contextlib.ExitStack() as stack:  # one failure must not leave the others open
             for target in reversed(targets):
                 if target is not None:
                     stack.callback(target.close)
 
     def _load(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
-        assert policy.files is None, "spread() comes after load_policy(): the model has no numbers yet"
-        check_state(states_of(state))  # found out now, not at the first save
+        assert policy.files is None, "parallelize() comes after load_policy(): the weights are not loaded yet"
+        check_state(states_of(state))  # fail now, not at the first save
         if self.checkpoint is not None:
             loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)
             assert loaded["step"] == self.start_step, f"{self.checkpoint} holds step {loaded['step']}"
             load_states(state, loaded["run"], loaded["tensors"], self.checkpoint)
 
     def _continue_folder(self) -> None:
-        """Bring the folder back to the state it had at the checkpoint."""
+        """Restore the folder to its state at the checkpoint."""
         if self.start_step > self.total_steps:
             raise ValueError(
                 f"resume={self.dir}: step {self.start_step} is done, and the settings ask for {self.total_steps}; "
                 "raise --max-steps or --num-train-epochs, or leave them out"
             )
-        set_aside_after(self.dir / "checkpoints", self.start_step, _say)
+        set_aside_after(self.dir / "checkpoints", self.start_step, log)
         kept = self.start_step if self.checkpoint is not None else -1
         for name in ("metrics.jsonl", "samples.jsonl"):
             truncate_after(self.dir / name, kept)
         steps = {record["step"] for record in read_jsonl(self.dir / "metrics.jsonl")}
         lost = self.start_step - len(steps - {0})
         if lost:
-            _say(
+            log(
                 f"resume={self.dir}: metrics.jsonl lacks {lost} of the {self.start_step} steps done, as it was deleted "
                 "or shortened; curves and report will lack them too"
             )
         before = self._rows_before()
         save_config(self.dir / "config.yaml", self._config_tree())
         if before not in (None, self.cfg.run.sequences_per_step):
-            _say(f"resume={self.dir}: a step has {self.cfg.run.sequences_per_step} rows now, and had {before}")
+            log(f"resume={self.dir}: a step has {self.cfg.run.sequences_per_step} rows now, and had {before}")
         if self.checkpoint is None:
-            _say(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
+            log(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
         elif self.start_step >= self.total_steps:
             done = f"step {self.start_step} of {self.total_steps} is done, nothing is left to train"
-            _say(f"resume={self.dir}: {done}; raise --max-steps or --num-train-epochs to go on")
+            log(f"resume={self.dir}: {done}; raise --max-steps or --num-train-epochs to go on")
         else:
-            remove_folder(self.dir / "final")  # of an earlier end; until the next one it would be taken for the result
-            _say(f"resume={self.dir}: going on after step {self.start_step} of {self.total_steps}")
+            remove_folder(self.dir / "final")  # of an earlier finish, no longer the result
+            log(f"resume={self.dir}: going on after step {self.start_step} of {self.total_steps}")
 
     def _rows_before(self) -> int | None:
-        """Rows of a step when the checkpoint was saved, by its settings and the processes there were, if known."""
+        """Rows per step when the checkpoint was saved, from its settings and number of processes, if known."""
         state = {} if self.checkpoint is None else json.loads((self.checkpoint / "state.json").read_text())
         settings = load_config(self.dir / "config.yaml")
         factors = [settings.get("per_device_train_batch_size"), settings.get("gradient_accumulation_steps")]
@@ -482,31 +347,31 @@ class Run:
     def _config_tree(self) -> dict[str, Any]:
         tree = {**config_to_tree(self.cfg), "method": method_of(self.cfg)}
         if self._resumed:
-            # A resume names the folder itself; with the output_dir as first given, --config starts a new run elsewhere.
+            # Keep the original output_dir (a resume names the folder), so that --config starts a new run elsewhere.
             before = load_config(self.dir / "config.yaml")
             tree["output_dir"] = before.get("output_dir", tree["output_dir"])
-            if world_size() == 1 and "parallel" in before:  # of more processes, which may take the run up again
+            if world_size() == 1 and "parallel" in before:  # of a run with several processes, which may resume it
                 tree["parallel"] = before["parallel"]
         return tree
 
-    def _write(self, log: JsonlLog, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def _write(self, file: JsonlLog, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         try:
             for row in rows:
-                log.write(step, row)
+                file.write(step, row)
         except OSError as error:
-            raise ValueError(_no_space(log.path, error)) from None
+            raise ValueError(_no_space(file.path, error)) from None
 
     def _flush(self) -> None:
         assert self._metrics is not None and self._samples is not None, "restore() comes before save() and finish()"
-        for log in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples):
             try:
-                log.flush_to_disk()
+                file.flush_to_disk()
             except OSError as error:
-                raise ValueError(_no_space(log.path, error)) from None
+                raise ValueError(_no_space(file.path, error)) from None
 
 
 class OtherRank(Run):
-    """The run on a rank that writes nothing: it takes part in what all ranks must do together."""
+    """The run on ranks other than 0: takes part in collectives and writes nothing but its shards."""
 
     def begin(self, total_steps: int, title: str) -> None:
         self.total_steps = total_steps
@@ -544,5 +409,139 @@ def _no_space(path: Path, error: OSError) -> str:
     return f"{path}: could not be written ({error.strerror}); free space there, then continue with --resume"
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+# the run folder --------------------------------------------------------------------------------------------------
+
+
+def expand(output_dir: str, method: str, now: time.struct_time | None = None) -> Path:
+    """runs/{method}-{time} -> runs/grpo-20261115-093000; of a dotted method name, the last part."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
+    return Path(output_dir.replace("{method}", method.rpartition(".")[2]).replace("{time}", stamp)).expanduser()
+
+
+def is_new_each_time(settings: RunConfig) -> bool:
+    return "{time}" in settings.output_dir
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
+    """(run folder, last step to resume from, if any). resume is latest (of output_dir), a run or a checkpoint."""
+    folder = Path(settings.output_dir if settings.resume == "latest" else str(settings.resume)).expanduser()
+    newest = None
+    if not folder.is_dir():
+        raise ValueError(f"resume={settings.resume}: no such folder {folder}; name a run folder or a checkpoint in it")
+    if re.fullmatch(r"step-\d+", folder.resolve().name):
+        newest = step_of(folder.resolve())
+        folder = folder.resolve().parents[1]
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"resume={settings.resume}: {folder} holds no run (no config.yaml); name a run folder")
+    return folder, newest
+
+
+def read_id(folder: Path) -> str | None:
+    """The random id of the run in this folder; None for a run without one, or if it is damaged."""
+    try:
+        found = (folder / "run_id").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+    return found if re.fullmatch(r"[0-9a-f]{8,64}", found) else None
+
+
+def refuse_other_run(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir={folder}: is a file; name a folder")
+    if not overwrite and _holds_run(folder):
+        raise ValueError(
+            f"output_dir={folder}: already holds a run; continue it with --resume {folder}, delete it with "
+            "--overwrite-output-dir, or name another folder"
+        )
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether the folder holds training results; a start that failed before its first step left none."""
+    if any((folder / name).exists() for name in ("checkpoints", "final")):
+        return True
+    return (folder / "metrics.jsonl").exists() and any(row["step"] > 0 for row in read_jsonl(folder / "metrics.jsonl"))
+
+
+def make_folder(folder: Path, *, may_exist: bool) -> Path:
+    """Create the folder, with -2, -3, ... added if another run started in the same second."""
+    if may_exist:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    for again in range(1, 1000):
+        tried = folder if again == 1 else folder.with_name(f"{folder.name}-{again}")
+        try:
+            tried.mkdir(parents=True)
+            return tried
+        except FileExistsError:
+            continue
+    raise ValueError(f"output_dir={folder}: exists a thousand times over; clear the folder above it")
+
+
+def lock_folder(folder: Path) -> IO[bytes]:
+    """Lock the folder against other processes; the system releases it when this process ends."""
+    try:
+        file = (folder / ".lock").open("ab")
+    except OSError as error:
+        raise ValueError(f"output_dir={folder}: cannot be written ({error.strerror}); permit it") from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            return file  # the file system has no locks
+        file.close()
+        raise ValueError(f"output_dir={folder}: another process is training in it; wait for it, or end it") from None
+    return file
+
+
+# state in a checkpoint -------------------------------------------------------------------------------------------
+
+
+class Stateful(Protocol):
+    """Something whose state is saved in a checkpoint; a plain dict works too.
+
+    state_dict is JSON; an object that holds tensors also has tensors() and load_tensors(mapping).
+    """
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+State = Mapping[str, Stateful | dict[str, Any]]  # e.g. {"loader": loader}
+
+
+def states_of(state: State) -> dict[str, Any]:
+    return {name: dict(item) if isinstance(item, dict) else item.state_dict() for name, item in state.items()}
+
+
+def tensors_of(state: State) -> dict[str, Tensor]:
+    holders = {name: item for name, item in state.items() if hasattr(item, "tensors")}
+    return {f"{name}/{key}": value for name, item in holders.items() for key, value in item.tensors().items()}
+
+
+def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, checkpoint: Path) -> None:
+    if state.keys() != saved.keys():
+        raise ValueError(
+            f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
+            f"{', '.join(sorted(state))}; resume with the version of the method it was written by"
+        )
+    for name, item in state.items():
+        try:
+            if isinstance(item, dict):
+                item.clear()
+                item.update(saved[name])
+            else:
+                item.load_state_dict(saved[name])
+            if hasattr(item, "load_tensors"):
+                item.load_tensors(tensors.below(f"{name}/"))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            if raised_on_purpose(error) or users_part(error):
+                raise
+            raise ValueError(
+                f"resume={checkpoint}: the state of {name} in its state.json cannot be used ({describe_error(error)}); "
+                "resume from another checkpoint"
+            ) from error

@@ -1,15 +1,15 @@
-"""SIGTERM, as a scheduler sends it to make room: the run finishes its step, saves, and exits with a code of its own.
+"""SIGTERM, as schedulers send it before preemption: the run finishes its step, saves, and exits with its own code.
 
     with end_on_sigterm() as stop:                # trainer/__main__.py, around all of a run
         stop.grace_s = cfg.run.stop_grace_s
         module.train(cfg)
 
-While a run loads there is nothing to save: Stopped is raised wherever it stands, as Ctrl-C would be. From work_begins()
-on the signal is only noted, and the run asks after every step: asked() is the one decision that all ranks must share.
+While a run loads there is nothing to save: Stopped is raised at once, like KeyboardInterrupt. After work_begins() the
+signal only sets a flag, and the run calls asked() after every step, where all ranks agree on one answer.
 
-A thread sees to the bound. The signal itself wakes it, through a pipe, because a handler written in Python does not run
-while the main thread is inside one long call (a CUDA kernel that hangs, a collective). It ends the process without
-another word from the main thread; what the run has started (servers, workers) notices that its owner is gone and ends.
+A thread enforces the time limit. The signal wakes it through a pipe, because a Python handler does not run while the
+main thread is inside one long call (a CUDA kernel that hangs, a collective). It ends the process without the main
+thread; servers and workers of the run notice that their owner is gone and exit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-EXIT_CODE = 128 + signal.SIGTERM  # 143, what shells show for SIGTERM: stopped, and --resume goes on
+EXIT_CODE = 128 + signal.SIGTERM  # 143, what shells show for SIGTERM; --resume continues the run
 
 
 class Stopped(SystemExit):
-    """Ends a run that SIGTERM came to; not an Exception, so that no code which forgives errors forgives this."""
+    """Ends a run after SIGTERM; not an Exception, so that `except Exception` does not catch it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(EXIT_CODE)
@@ -36,7 +36,7 @@ class Stopped(SystemExit):
 
 
 class Stop:
-    """What SIGTERM has to do with this process; there is one, STOP."""
+    """State of SIGTERM handling in this process; one instance, STOP."""
 
     def __init__(self) -> None:
         self.grace_s = 60.0
@@ -47,15 +47,15 @@ class Stop:
         self.at_once = True  # nothing to save yet
         self.not_saving = threading.Event()
         self.not_saving.set()
-        self.pipe = -1  # write end; the signal arrives there as one byte
+        self.pipe = -1  # write end; a signal arrives as one byte
 
     def handle(self, *_: object) -> None:
         first, self.signalled = not self.signalled, True
-        if first and self.at_once:  # a second one must not break up the tidying that the first has begun
+        if first and self.at_once:  # a second signal must not interrupt the cleanup of the first
             raise Stopped("stopped by SIGTERM while loading; there was nothing to save")
 
     def watch(self, pipe: int) -> None:
-        """Until the end of the run; from SIGTERM on, until the bound. A save under way has as long again."""
+        """Wait for SIGTERM, then end the process after grace_s; a running save gets as long again."""
         with os.fdopen(pipe, "rb", buffering=0) as signals:
             while (got := signals.read(1)) and got != b"\0":
                 if got[0] == signal.SIGTERM:
@@ -71,7 +71,7 @@ STOP = Stop()
 
 @contextlib.contextmanager
 def end_on_sigterm() -> Iterator[Stop]:
-    """Take SIGTERM for the time of a run. In a thread signals cannot be taken, and nothing changes."""
+    """Handle SIGTERM during a run. Only the main thread can; in others nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield STOP
         return
@@ -84,7 +84,7 @@ def end_on_sigterm() -> Iterator[Stop]:
     try:
         yield STOP
     finally:
-        if not STOP.signalled:  # else the process is about to end, and the bound holds for that too
+        if not STOP.signalled:  # else the process is about to end, within the time limit
             signal.signal(signal.SIGTERM, before)
             signal.set_wakeup_fd(pipe_before)
             os.write(STOP.pipe, b"\0")
@@ -94,19 +94,19 @@ def end_on_sigterm() -> Iterator[Stop]:
 
 def asked() -> bool:
     """Whether to save and stop now; the same answer on every rank."""
-    from trainer.parallel.comm import any_rank  # torch is slow to import, and --help is not to wait for it
+    from trainer.parallel.comm import any_rank  # torch is slow to import, and --help should not wait for it
 
     return any_rank(STOP.signalled)
 
 
 def work_begins() -> None:
-    """From here on there is something to lose: SIGTERM waits for the end of the step."""
+    """From here on SIGTERM waits for the end of the step."""
     STOP.at_once = False
 
 
 @contextlib.contextmanager
-def whole() -> Iterator[None]:
-    """What must not be done by halves while a run loads; SIGTERM takes effect after it."""
+def uninterrupted() -> Iterator[None]:
+    """Delay SIGTERM until the enclosed work is done, while a run loads."""
     at_once, STOP.at_once = STOP.at_once, False
     try:
         yield
@@ -117,7 +117,7 @@ def whole() -> Iterator[None]:
 
 
 def save_begins() -> None:
-    """A save that has begun is let finish, in whatever thread."""
+    """A save that has started may finish, in any thread."""
     STOP.not_saving.clear()
 
 
@@ -126,7 +126,7 @@ def save_ends() -> None:
 
 
 def _leave_to_parent() -> None:
-    """A fork of ours, such as a worker of some library, is ended by SIGTERM as any process; the pipe is not its."""
+    """A forked child, such as a library's worker, gets the default SIGTERM handler back, and not the pipe."""
     if STOP.pipe >= 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

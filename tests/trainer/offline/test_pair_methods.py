@@ -22,8 +22,10 @@ from data.types import Labelled, Pair
 from losses.preference import PAIR_LOSSES
 from losses.reference_free import CPO_LOSSES
 from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, ReferenceConfig, ResponseConfig, RunConfig
+from trainer.config.preference import PairLossType
 from trainer.methods import cpo, dpo, ipo, kto, orpo, simpo
 from trainer.metrics.metrics import MetricSums
+from trainer.offline.labelled import mismatched_items, pack_labelled
 from trainer.offline.pairs import pack_pairs
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference
@@ -122,8 +124,8 @@ def step(
     accumulation = cfg.run.gradient_accumulation_steps
     if method is kto:
         rows = make_rows()
-        partner = kto.mismatches(cfg, policy, rows)
-        packed = kto.pack(cfg, policy, [rows[i] for i in order], partner, accumulation)
+        partner = mismatched_items(cfg, policy, rows)
+        packed = pack_labelled(cfg, policy, [rows[i] for i in order], partner, accumulation)
         sums, _ = kto.run_rows(cfg, policy, Reference(policy), packed, train=True)
         return gradient(policy.model), sums.means(), len(packed.batches)
     pairs = [make_pairs()[i] for i in order]
@@ -347,7 +349,7 @@ def kto_by_hand(settings: dict[str, Any]) -> tuple[Tensor, float]:
 
     z0 = 0.0
     if cfg.loss_type == "kto":
-        partner, ratios = kto.mismatches(cfg, policy, rows), []
+        partner, ratios = mismatched_items(cfg, policy, rows), []
         for row in rows:
             ids = partner[id(row)].ids
             assert ids[: len(row.prompt_ids)] == row.prompt_ids
@@ -402,7 +404,7 @@ def test_gradient_does_not_depend_on_the_order_of_rows(name):
 def test_the_cases_are_worth_testing():
     """Cuts that cut, every loss there is, and settings that change the gradient: else equality would say little."""
     named = {loss for case in CASES.values() for loss in case.settings.get("loss_type", ()) if case.method is dpo}
-    assert named == PAIR_LOSSES.keys() | {"sft"} == set(dpo.LossType.__args__)
+    assert named == PAIR_LOSSES.keys() | {"sft"} == set(PairLossType.__args__)
     assert {case.settings.get("loss_type", "sigmoid") for case in CASES.values() if case.method is cpo} == set(
         CPO_LOSSES
     )
@@ -426,8 +428,8 @@ def test_kto_reference_point_is_clamped_once_over_the_step():
     rows = make_rows()
     for cut in TWO_CUTS:
         cfg = make_config(kto, cut, **settings)
-        partner = kto.mismatches(cfg, policy, rows)
-        packed = kto.pack(cfg, policy, rows, partner, cfg.run.gradient_accumulation_steps)
+        partner = mismatched_items(cfg, policy, rows)
+        packed = pack_labelled(cfg, policy, rows, partner, cfg.run.gradient_accumulation_steps)
         assert kto.reference_point(policy, Reference(policy), packed) > 0.1
         assert kto.reference_point(exchanged, Reference(exchanged), packed) == 0
 
@@ -436,7 +438,7 @@ def test_kto_mismatches_have_another_prompt_and_fit_the_context():
     rows = make_rows() + make_rows()  # every prompt twice, as pairs turned into rows have them
     cfg = make_config(kto, response=ResponseConfig(max_length=9))
     policy = make_policy(torch.float32)
-    partner = kto.mismatches(cfg, policy, rows)
+    partner = mismatched_items(cfg, policy, rows)
     assert len(partner) == 2 * ROWS
     for row in rows:
         item, num_prompt = partner[id(row)], len(row.prompt_ids)
@@ -445,7 +447,7 @@ def test_kto_mismatches_have_another_prompt_and_fit_the_context():
         assert item.ids[num_prompt:] in others
         assert item.mask == [False] * num_prompt + [True] * (len(item.ids) - num_prompt)
     with pytest.raises(ValueError, match="all rows have the same prompt"):
-        kto.mismatches(cfg, policy, rows[:1] * 3)
+        mismatched_items(cfg, policy, rows[:1] * 3)
 
 
 def test_weight_zero_is_zero():
@@ -458,7 +460,7 @@ def test_weight_zero_is_zero():
         policy.model.zero_grad(set_to_none=True)
         cfg = make_config(kto, **settings)
         kept = [row for row in make_rows() if row.label is not label]
-        packed = kto.pack(cfg, policy, kept, {}, 1)
+        packed = pack_labelled(cfg, policy, kept, {}, 1)
         kto.run_rows(cfg, policy, Reference(policy), packed, train=True)
         assert (got - gradient(policy.model) * len(kept) / ROWS).norm() < 1e-9 * got.norm()
 

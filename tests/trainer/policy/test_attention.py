@@ -269,7 +269,7 @@ def test_what_neither_flex_nor_sdpa_can_run_is_refused(kind):
 @pytest.mark.parametrize(("kind", "changes", "why"), [("llama", {"head_dim": 8}, "size 8"), ("gpt2", {}, "interface")])
 def test_auto_falls_back_to_sdpa_in_the_open(kind, changes, why, capsys):
     model = make_model(kind, load_name("auto", CUDA), **changes)
-    attention._say_once.cache_clear()
+    attention._log_once.cache_clear()
     for _ in range(2):  # a policy and its reference
         choose_attention(model, "auto", CUDA)
     said = capsys.readouterr().err

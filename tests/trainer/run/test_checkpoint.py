@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.files.folders import remove_leftovers
+from trainer.files.atomic_folder import remove_leftovers
 from trainer.run import checkpoint
 from trainer.run import checkpoint as saver
 from trainer.run.checkpoint import (

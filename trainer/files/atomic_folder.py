@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: written beside their place, brought to disk, renamed."""
+"""Atomic folders: written beside their target, synced to disk, then renamed; complete or absent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-TMP = ".tmp-"  # what a crash may leave behind starts with this
+TMP = ".tmp-"  # prefix of what a crash may leave behind
 
 
 @contextmanager
 def atomic_folder(target: Path, what: str) -> Iterator[Path]:
-    """A folder to write into; on leaving, its files are brought to disk and it takes the place of `target`.
+    """A folder to write into; on exit its files are synced to disk and it replaces `target`.
 
-    When writing fails, `target` stays as it was and what was written is removed.
+    If writing fails, `target` is unchanged and what was written is removed.
     """
     tmp = target.with_name(f"{TMP}{target.name}-{os.getpid()}")
     try:
@@ -25,7 +25,7 @@ def atomic_folder(target: Path, what: str) -> Iterator[Path]:
         tmp.mkdir(parents=True)
         yield tmp
         for path in sorted(tmp.rglob("*"), reverse=True):  # files and inner folders before the folder they are in
-            if path.is_file():  # safetensors lets only the owner read; the folder was made as the user's umask wants
+            if path.is_file():  # safetensors lets only the owner read; the folder follows the umask
                 path.chmod(tmp.stat().st_mode & 0o666)
             sync(path)
         sync(tmp)
@@ -45,7 +45,7 @@ def atomic_folder(target: Path, what: str) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder if it is there; renamed first, so that a crash never leaves half of one under its name."""
+    """Delete a folder if it exists; renamed first, so that a crash never leaves half of it under its name."""
     if folder.exists():
         doomed = folder.with_name(f"{TMP}{folder.name}-{os.getpid()}-removed")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -60,7 +60,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to disk: a rename or a new file is safe only after this."""
+    """fsync a file, or a folder's list of names: a rename or a new file is safe only after this."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,0 +1,57 @@
+"""Options of the DPO family (trainer/methods/{dpo,ipo}.py): names of the pair losses, and which options go together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from losses.preference import DIVERGENCE_LOSSES, PAIR_LOSSES, options_of
+from trainer.config.blocks import ReferenceConfig
+
+PairLossType = Literal[
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
+]  # fmt: skip
+
+
+def check_pair_options(cfg: Any) -> None:
+    """Refuse contradictions and options without effect; `cfg` is the Config of trainer/methods/dpo.py or a subclass."""
+    names = cfg.loss_type
+    used = frozenset().union(*(options_of(PAIR_LOSSES[name]) for name in names if name != "sft"))
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"loss_type={' '.join(names)}: name at least one loss, each once")
+    if cfg.loss_weights and len(cfg.loss_weights) != len(names):
+        raise ValueError(f"loss_weights: {len(cfg.loss_weights)} weights for {len(names)} losses; give one each")
+    if not 0.0 <= cfg.label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={cfg.label_smoothing}: must be in [0, 0.5), 0.5 or more inverts the label")
+    if cfg.label_smoothing > 0 and "label_smoothing" not in used:
+        raise ValueError(f"label_smoothing={cfg.label_smoothing}: has no effect on {' '.join(names)}")
+    if "exo_pair" in names and cfg.label_smoothing == 0:
+        raise ValueError("label_smoothing=0.0: exo_pair needs it above 0; use 1e-3")
+    if cfg.f_divergence_type != "reverse_kl" and not set(names) <= DIVERGENCE_LOSSES:
+        raise ValueError(f"f_divergence_type={cfg.f_divergence_type}: not defined for loss_type={' '.join(names)}")
+    if cfg.use_weighting and {"aot", "aot_unpaired"} & set(names):
+        raise ValueError("use_weighting: aot sorts responses apart from their pairs; there is no pair to weigh")
+    if cfg.rpo_alpha is not None and "sft" in names:
+        raise ValueError(f"rpo_alpha={cfg.rpo_alpha}: loss_type holds sft already; weigh it with loss_weights")
+    if cfg.ld_alpha is not None and not 0.0 <= cfg.ld_alpha <= 1.0:
+        raise ValueError(f"ld_alpha={cfg.ld_alpha}: must be between 0 and 1")
+    if cfg.reference_free and cfg.reference != ReferenceConfig():
+        raise ValueError("reference_free: ref, ref_model and ref_cache have no effect with it; leave them out")
+    fixed = cfg.reference_free or cfg.reference.ref == "precomputed" or cfg.reference.ref_model
+    if cfg.sync_ref_model and (cfg.lora.r > 0 or fixed):
+        raise ValueError("sync_ref_model: no copy to move with LoRA, ref_model, ref=precomputed or reference_free")
+    if not 0.0 < cfg.ref_model_mixup_alpha <= 1.0:
+        raise ValueError(f"ref_model_mixup_alpha={cfg.ref_model_mixup_alpha}: must be above 0 and at most 1")
+    for name in ("beta", "ref_model_sync_steps", "discopop_tau"):
+        if not getattr(cfg, name) > 0:
+            raise ValueError(f"{name}={getattr(cfg, name)}: must be above 0")
+    for name, needs, given in (
+        ("f_alpha_divergence_coef", "f_divergence_type=alpha_divergence", cfg.f_divergence_type == "alpha_divergence"),
+        ("discopop_tau", "loss_type=discopop", "discopop" in names),
+        ("ref_model_mixup_alpha", "sync_ref_model", cfg.sync_ref_model),
+        ("ref_model_sync_steps", "sync_ref_model", cfg.sync_ref_model),
+    ):
+        if getattr(cfg, name) != getattr(type(cfg), name) and not given:  # the class holds the default
+            raise ValueError(f"{name}={getattr(cfg, name)}: has no effect without {needs}")
+    if {"aot", "aot_unpaired"} & set(names) and cfg.run.sequences_per_step < 2:
+        raise ValueError("per_device_train_batch_size=1: aot sorts over a step; use at least 2 pairs")

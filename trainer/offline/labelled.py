@@ -1,0 +1,82 @@
+"""What KTO does with labelled rows: load them, give each a mismatched partner, pack both.
+
+A partner is a row's prompt with the completion of another prompt; KTO's reference point is measured on partners.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.packing import Batch, Item
+from data.rows.unpaired import load_labelled
+from data.types import Labelled
+from trainer.offline.loop import pack_items
+from trainer.policy.logps import Policy
+
+
+@dataclass(frozen=True)
+class LabelledStep:
+    """The rows of one step, packed; items are the rows, then their partners."""
+
+    label: Tensor  # (B,) bool
+    items: list[Item]
+    batches: list[Batch]  # of the rows
+    mismatched: list[Batch]  # of the partners; empty for apo_zero_unpaired
+
+
+def load_rows(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Labelled]:
+    if not specs:
+        return []
+    return load_labelled(
+        specs,
+        policy.tokenizer,
+        data_format=cfg.data.data_format,
+        system_prompt=cfg.model.system_prompt,
+        chat_template_kwargs=cfg.model.chat_template_kwargs,
+        max_length=cfg.response.max_length,
+        max_prompt_length=cfg.response.max_prompt_length,
+        context_length=policy.context_length,
+        bad_rows=cfg.response.bad_rows,
+        options=cfg.format,
+        cfg=cfg,
+    )
+
+
+def item_of(row: Labelled, completion_ids: list[int] | None = None) -> Item:
+    ids = row.completion_ids if completion_ids is None else completion_ids
+    return Item(ids=[*row.prompt_ids, *ids], mask=[False] * len(row.prompt_ids) + [True] * len(ids))
+
+
+def mismatched_items(cfg: Any, policy: Policy, rows: list[Labelled]) -> dict[int, Item]:
+    """Partner of each row, by id(row); cut to the same length limit as the rows."""
+    if cfg.loss_type != "kto" or not rows:
+        return {}
+    limit = min(cfg.response.max_length, policy.context_length or cfg.response.max_length)
+    order = list(rows)
+    random.Random(cfg.run.seed).shuffle(order)
+    partner = {}
+    for i, row in enumerate(order):
+        others = (order[(i + j) % len(order)] for j in range(1, len(order)))
+        other = next((o for o in others if o.prompt_ids != row.prompt_ids), None)
+        if other is None:
+            raise ValueError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
+        partner[id(row)] = item_of(row, other.completion_ids[: limit - len(row.prompt_ids)])
+    return partner
+
+
+def pack_labelled(
+    cfg: Any, policy: Policy, rows: list[Labelled], partner: dict[int, Item], accumulation: int
+) -> LabelledStep:
+    matched = [item_of(row) for row in rows]
+    mismatched = [partner[id(row)] for row in rows] if partner else []
+    batches, of_partners = (
+        pack_items(cfg.run, policy, items, accumulation=accumulation) for items in (matched, mismatched)
+    )
+    label = torch.tensor([row.label for row in rows], dtype=torch.bool, device=policy.device)
+    return LabelledStep(label, [*matched, *mismatched], batches, of_partners)

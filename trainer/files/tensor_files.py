@@ -60,7 +60,7 @@ def write_tensors(
             digest.update(data)
             file.write(data)
 
-        write(_header(specs))
+        write(file_header(specs))
         for (name, spec), tensor in zip(specs.items(), tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == spec, f"{name}: {tensor.shape} {tensor.dtype}, not {spec}"
             flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -76,7 +76,7 @@ def aligned(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     return dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
-def _header(specs: Mapping[str, Spec]) -> bytes:
+def file_header(specs: Mapping[str, Spec]) -> bytes:
     """The start of a file: length, JSON, padding to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0

@@ -1,4 +1,4 @@
-"""Totals that survive a resume, and the clock of one step."""
+"""Totals that are kept across resumes, and the timer of one step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Timer:
         self.parts: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """The time since the last lap belongs to `name`."""
+        """Add the time since the last lap to `name`."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels run on after Python has returned
         now = time.perf_counter()
@@ -27,7 +27,7 @@ class Timer:
         self.last = now
 
     def move(self, from_name: str, to_name: str, seconds: float) -> None:
-        """Some of the time of one part belongs to another."""
+        """Move some of the time of one part to another."""
         self.parts[from_name] -= seconds
         self.parts[to_name] = self.parts.get(to_name, 0.0) + seconds
 

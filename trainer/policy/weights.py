@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.sync.base import TensorSpec, synchronize
+from trainer.files.tensor_files import Spec, file_header
 from trainer.parallel.comm import inside
 from trainer.parallel.dtensor import gather, is_dtensor, reshard
 from trainer.policy.adapters import ADAPTER
@@ -117,7 +117,7 @@ class AdapterFile:
         named = policy.model.named_parameters()
         state = {name.replace(f".{ADAPTER}", ""): p for name, p in named if ".lora_" in name and f".{ADAPTER}" in name}
         self.parameters, self.dtype = list(state.values()), dtype
-        self.header = safetensors_header({name: tuple(p.shape) for name, p in state.items()}, dtype)
+        self.header = file_header({name: Spec(tuple(p.shape), dtype) for name, p in state.items()})
         on_cuda = policy.device.type == "cuda"
         size = sum(p.numel() for p in self.parameters)
         self.values = torch.empty(size, dtype=dtype, pin_memory=on_cuda)  # (size,) pinned, for fast copies
@@ -163,20 +163,6 @@ def gathered_factors(layer: Any, policy: Policy, name: str) -> Iterator[None]:
     finally:
         for module, key, p in kept:
             setattr(module, key, p)
-
-
-def safetensors_header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    """The start of a file of these tensors: length, JSON, padding to a multiple of 8 bytes."""
-    kind = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, shape in shapes.items():
-        stop = start + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def block_by_block(lm: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -199,12 +199,13 @@ def asleep(scratch: Path) -> Fault:
 
 SLEEPY = """
 import os, signal, sys, time
-from trainer import __main__ as entry, dist
+from trainer import __main__ as entry
+from trainer.parallel import comm
 import trainer.methods.sft as sft
 backward, made = sft.backward, [0]
 def late(policy, batches):
     made[0] += 1
-    if made[0] == 4 and dist.rank() == 1 and not os.path.exists("slept"):
+    if made[0] == 4 and comm.rank() == 1 and not os.path.exists("slept"):
         open("slept", "w").write(max(os.listdir("sleepy/checkpoints")))
         time.sleep(600)
     return backward(policy, batches)

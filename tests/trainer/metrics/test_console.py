@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.metrics import console as console_module
 from trainer.metrics.console import Console, duration, eval_line, number, one_line, prompt_text, sparkline
 from trainer.metrics.health import Finding
-from trainer.metrics.metrics import console as console_module
 
 ROOT = Path(__file__).resolve().parents[3]
 STEP = {

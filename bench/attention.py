@@ -22,8 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
+from data.strided import Document, StridedPlan, make_strided
 from kernels import reference
-from kernels.attention import TILE, SpanMask, Spans, block_mask, dense_mask, flex_attend, strided_layout
+from kernels.attention import TILE, SpanMask, Spans, block_mask, dense_mask, flex_attend
 
 Section = Literal["shared", "strided", "masks"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -189,10 +190,12 @@ def strided(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
 
 def strided_spans(sizes: Sizes, device: torch.device) -> Spans:
     every = sizes.anchors_every
-    return strided_layout(
-        sizes.prompt, stride=every, context=every, generated=sizes.generated, samples=sizes.samples, multiple=TILE,
-        device=device,
-    ).spans  # fmt: skip
+    plan = StridedPlan(
+        stride=every, context_length=every, generate_max_len=sizes.generated, n_samples_per_prompt=sizes.samples
+    )
+    (batch,) = make_strided([Document(list(range(sizes.prompt)))], plan, max_tokens=1, multiple=TILE)
+    batch = batch.to(device)
+    return Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
 
 
 def masks(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:

@@ -1,21 +1,21 @@
-"""One optimizer step of strided energy-based fine-tuning: one shared row and a cache, against a row for every sample.
+"""One optimizer step of strided energy-based fine-tuning: one shared row with a cache, against one row per sample.
 
     python -m bench.ebft [--out rows.jsonl] [--layers 28] [--tokens 4096] [--stride 8] [--generated 8] [--samples 4]
 
-Both continue one document of random ids from all its anchors, take features of a frozen copy, and train; weights are
-random, a Qwen3-0.6B shape on a GPU, a tiny one elsewhere.
+Both continue one document of random ids from all its anchors, take features of a frozen copy, and train. Weights are
+random, with the shape of Qwen3-0.6B on a GPU and a tiny one elsewhere.
 
-    shared row, cached  what the trainer does: the document once, all samples behind it; a token costs one query
-    step-major, dense   what the authors' code does: the document again for every sample, the tokens of one step side by
-                        side, the whole sequence again for every token, dense masks through sdpa
+    shared row, cached  the trainer's layout: the document once, all samples after it; a token costs one query
+    step-major, dense   the authors' layout: the document repeated per sample, the tokens of one step adjacent, the
+                        whole sequence recomputed for every token, dense masks through sdpa
 
-Layout, cache and masks are all that differs. The second is spared what would only slow it down: its mask is made once,
-its rows run as one batch, it takes logits only where a token is drawn or scored, through the same head, sampler and
-fused log-probs as ours. It trains cross-entropy on every copy of the document, which is part of the layout.
+Only layout, cache and masks differ. The second avoids unrelated costs: its mask is built once, its rows run as one
+batch, and it computes logits only where a token is sampled or scored, with the same head, sampler and fused log-probs
+as ours. It trains cross-entropy on every copy of the document, which is part of the layout.
 
-The rate counts generated tokens over the whole step. AdamW runs with a learning rate of 0, so that all steps see the
-same weights. Errors are of the log-probs of one and the same tokens, and of the gradient for one and the same
-advantages, against the second way in the next wider float; gaps are between the two ways.
+The rate counts generated tokens over the whole step. AdamW runs with a learning rate of 0, so all steps see the same
+weights. Errors are those of the log-probs of the same tokens, and of the gradient for the same advantages, against the
+second layout in the next wider float; gaps are between the two layouts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rollout.engines.strided import continue_documents, draw
 from trainer.config.blocks import DataConfig, ModelConfig
 from trainer.config.ebft import EbftConfig, FeatureConfig, StridedConfig
 from trainer.ebft import strided
-from trainer.ebft.features import FeatureNetwork, Found, blocks_of, states_of
+from trainer.ebft.features import FeatureNetwork, Features, blocks_of, states_of
 from trainer.ebft.strided import StridedStep
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import span_masks
@@ -57,7 +57,7 @@ SHARED, STEP_MAJOR = "shared row, cached", "step-major, dense"
 
 @dataclass(frozen=True)
 class Work:
-    """What both ways are given."""
+    """The inputs of both layouts."""
 
     cfg: EbftConfig
     policy: Policy
@@ -108,7 +108,7 @@ class SharedRow:
 
 
 class StepMajor:
-    """n rows of F = L + G * A places; token s of anchor a lies at L + s * A + a of the row of its sample."""
+    """n rows of F = L + G * A places; token s of anchor a is at L + s * A + a in the row of its sample."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -119,15 +119,15 @@ class StepMajor:
         step = torch.arange(generated, device=device)
         self.place = length + step * num_anchors + torch.arange(num_anchors, device=device).unsqueeze(1)  # (A, G)
         self.predictor = torch.cat([self.anchor.unsqueeze(1) - 1, self.place[:, :-1]], dim=1)  # (A, G)
-        self.truth = self.anchor.unsqueeze(1) + step  # (A, G)
-        self.position_ids = torch.cat([torch.arange(length, device=device), self.truth.T.flatten()])  # (F,)
+        self.target_place = self.anchor.unsqueeze(1) + step  # (A, G)
+        self.position_ids = torch.cat([torch.arange(length, device=device), self.target_place.T.flatten()])  # (F,)
         self.mask = self._mask()
         self.num_computed = plan.n_samples_per_prompt * len(self.position_ids)
 
     def generate(self) -> Tensor:  # (A, n, G)
         work, policy = self.work, self.work.policy
         sampling = Sampling(temperature=work.cfg.temperature)
-        rows = self.text.expand(work.plan.n_samples_per_prompt, -1)  # (n, L), and A more with each step
+        rows = self.text.expand(work.plan.n_samples_per_prompt, -1)  # (n, L), growing by A per step
         drawn = []
         with evaluating(policy.model, policy.autocast_dtype):
             for number in range(work.plan.generate_max_len):
@@ -142,20 +142,22 @@ class StepMajor:
     def judge(self, ids: Tensor) -> Tensor:  # (A, n)
         network, frozen = self.work.network, self.work.policy.reference
         blocks, rows = blocks_of(frozen, "random"), self._rows(ids)
-        last = torch.cat([self.place[:, -1], self.truth[:, -1]])  # features are those of the last token
+        last = torch.cat([self.place[:, -1], self.target_place[:, -1]])  # features are taken at the last token
         places = (torch.arange(len(rows), device=last.device).unsqueeze(1) * rows.shape[1] + last).flatten()
         with states_of([blocks[number - 1] for number in network.layers], places) as states:
             self._hidden(frozen, rows)
         features = ebft.token_features(states, normalize=network.cfg.feature_norm).unflatten(0, (len(rows), -1))
-        rollout, truth = features.chunk(2, dim=1)  # (n, A, D) both
-        reward = network.measure(Found(rollout.transpose(0, 1), truth[0])).reward
+        rollout, target = features.chunk(2, dim=1)  # (n, A, D) both
+        reward = network.measure(Features(rollout.transpose(0, 1), target[0])).reward
         return ebft.advantage_of(reward, advantage_estimator=network.cfg.advantage_estimator)
 
     def train(self, ids: Tensor, advantage: Tensor) -> None:
         work, rows = self.work, self._rows(ids)
         features, lm, length = work.cfg.features, work.policy.model, len(self.text)
         hidden = as_head_takes(work.policy, self._hidden(lm, rows))  # (n, F, D)
-        of_token = advantage.T.unsqueeze(-1).expand(-1, -1, ids.shape[2]).flatten()  # as ids.transpose(0, 1) runs
+        of_token = (
+            advantage.T.unsqueeze(-1).expand(-1, -1, ids.shape[2]).flatten()
+        )  # in the order of ids.transpose(0, 1)
         counts = {"policy": len(of_token), "ce": len(rows) * (length - 1)}
         denominators = {name: torch.tensor(float(count), device=hidden.device) for name, count in counts.items()}
 
@@ -164,19 +166,19 @@ class StepMajor:
             out = ebft.rollout_loss(tokens.logp, of_token[chosen], all_of_them, rl_coef=features.rl_coef)
             return total_loss(out, denominators), None
 
-        def truth_loss(tokens: TokenLogps, chosen: Tensor) -> tuple[Tensor, None]:
-            out = ebft.truth_loss(tokens.logp, torch.ones_like(chosen, dtype=torch.bool), ce_coef=features.ce_coef)
+        def target_loss(tokens: TokenLogps, chosen: Tensor) -> tuple[Tensor, None]:
+            out = ebft.target_loss(tokens.logp, torch.ones_like(chosen, dtype=torch.bool), ce_coef=features.ce_coef)
             return total_loss(out, denominators), None
 
         policy, _ = linear_logprob_loss(
             hidden[:, self.predictor].flatten(0, 2), target=ids.transpose(0, 1).flatten(), loss_fn=policy_loss,
             temperature=work.cfg.temperature, ignore_index=None, **head_of(lm),
         )  # fmt: skip
-        truth, _ = linear_logprob_loss(
-            hidden[:, : length - 1].flatten(0, 1), target=rows[:, 1:length].flatten(), loss_fn=truth_loss,
+        ce, _ = linear_logprob_loss(
+            hidden[:, : length - 1].flatten(0, 1), target=rows[:, 1:length].flatten(), loss_fn=target_loss,
             ignore_index=None, **head_of(lm),
         )  # fmt: skip
-        (policy + truth).backward()
+        (policy + ce).backward()
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:  # (A, n, G)
@@ -188,7 +190,7 @@ class StepMajor:
         return torch.cat([text, ids.permute(1, 2, 0).flatten(1)], dim=1)
 
     def _hidden(self, lm: Any, rows: Tensor) -> Tensor:  # (n, F, D)
-        """The row may end early: nothing sees a later step."""
+        """Rows may be truncated: no token attends to a later step."""
         policy, width = self.work.policy, rows.shape[1]
         with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
             return lm.base_model(
@@ -207,7 +209,7 @@ class StepMajor:
 
 
 def score(work: Work, hidden: Tensor, ids: Tensor) -> Tensor:  # (A, n, G)
-    """Log-probs of all generated tokens from the states that predict them, (A * n * G, D) in the order of ids."""
+    """Log-probs of all generated tokens; hidden (A * n * G, D) are the predicting states, in the order of ids."""
     policy = work.policy
     return linear_logprob(
         as_head_takes(policy, hidden), target=ids.flatten(), temperature=work.cfg.temperature, ignore_index=None,
@@ -217,7 +219,7 @@ def score(work: Work, hidden: Tensor, ids: Tensor) -> Tensor:  # (A, n, G)
 
 @dataclass
 class Timed:
-    """One way's optimizer step, and the seconds of its parts in every call."""
+    """The optimizer step of one layout, and the seconds of its parts in every call."""
 
     way: SharedRow | StepMajor
     optimizer: torch.optim.Optimizer
@@ -240,19 +242,19 @@ class Timed:
         return made
 
     def medians(self) -> dict[str, float]:
-        """The first call compiled what there is to compile."""
+        """Median seconds per part, without the first call, which compiles."""
         return {f"{part}_s": torch.tensor(taken[1:]).median().item() for part, taken in self.seconds.items()}
 
 
 def clock() -> float:
-    """Three waits for the device in a step of many passes cost nothing that shows."""
+    """Synchronises first: three waits are negligible in a step of many passes."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def make_work(shape: dict[str, Any], num_tokens: int, plan: dict[str, int], device: torch.device) -> Work:
-    """Weights as the trainer holds them: trained ones in float32, frozen ones in the dtype of the matrix products."""
+    """Weights in the trainer's dtypes: trained ones in float32, frozen ones in the dtype of the matrix products."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     policy = make_policy(shape, device, torch.float32, attention="auto")
     frozen = copy.deepcopy(policy.model).to(dtype).eval().requires_grad_(False)
@@ -278,7 +280,7 @@ def gradient(way: SharedRow | StepMajor, ids: Tensor, advantage: Tensor) -> dict
 
 
 def widened(work: Work) -> Work:
-    """The same in the next wider float."""
+    """The same work in the next wider float."""
     dtype = WIDER[work.policy.compute_dtype]
     return replace(
         work, policy=replace(work.policy, model=copy.deepcopy(work.policy.model).to(dtype), compute_dtype=dtype)
@@ -342,7 +344,7 @@ def main(
         context: Tokens before the first anchor.
         generated: Tokens of a continuation.
         samples: Continuations of each anchor.
-        seconds: Time for the loop, more where 3 rounds take longer.
+        seconds: Time for the loop; longer if 3 rounds take longer.
     """
     require_commit()
     on_cuda = torch.cuda.is_available()

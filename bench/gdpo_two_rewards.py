@@ -27,7 +27,7 @@ from torch import Tensor
 from bench.common import ROOT
 from data.chat import stop_ids
 from data.rows.prompts import load_prompts
-from losses.advantage import gdpo_advantage, sum_then_normalize
+from losses.advantage import GroupRewards, gdpo, group
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.rewards.table import load_rewards
@@ -76,10 +76,10 @@ def effects() -> dict[str, list[float]]:
     completions = LocalEngine(policy.model, policy.tokenizer).generate(requests, sampling)
     table = load_rewards(recipe["reward_funcs"]).score(batch, completions)
     rewards = torch.tensor(table.values).view(NUM_PROMPTS, GROUP, 2)  # distance, brackets
-    return {"grpo": changes(rewards, sum_then_normalize), "gdpo": changes(rewards, gdpo_advantage)}
+    return {"grpo": changes(rewards, group), "gdpo": changes(rewards, gdpo)}
 
 
-def changes(rewards: Tensor, estimate: Callable[[Tensor, Tensor], Tensor]) -> list[float]:
+def changes(rewards: Tensor, estimate: Callable[[GroupRewards], Tensor]) -> list[float]:
     """Advantage with brackets minus advantage without, for one completion of every group after the other."""
     made = []
     for place in range(GROUP):
@@ -87,7 +87,7 @@ def changes(rewards: Tensor, estimate: Callable[[Tensor, Tensor], Tensor]) -> li
         for brackets in (1.0, 0.0):
             changed = rewards.clone()
             changed[:, place, 1] = brackets
-            both.append(estimate(changed, torch.ones(2))[:, place])
+            both.append(estimate(GroupRewards.of(changed, torch.ones(2)))[:, place])
         made += (both[0] - both[1]).tolist()
     return made
 

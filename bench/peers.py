@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
-from losses.policy import clipped_surrogate
+from losses.policy import Tokens, dapo, token_log_ratio
 
 TRL_VOCAB_CHUNK = 32768  # what its trainers pass
 FLOOR_ROWS = 4096  # rows of one matrix product of the floor: enough to fill any GPU
@@ -99,9 +99,8 @@ def plain_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:  # (N
 def surrogate(problem: Problem, logp: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
     """The clipped policy-gradient loss of these rows, as a share of the mean over all tokens of the problem."""
     mask = torch.ones_like(logp, dtype=torch.bool)
-    out = clipped_surrogate(
-        logp, problem.old_logp[rows], problem.advantage[rows], mask, epsilon_low=0.2, epsilon_high=0.2
-    )
+    log_ratio = token_log_ratio(logp, problem.old_logp[rows], mask)
+    out = dapo(Tokens(logp, log_ratio, problem.advantage[rows], mask, length=mask), epsilon=0.2)
     return out.terms["policy"].sum / len(problem.target)
 
 

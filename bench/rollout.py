@@ -71,7 +71,7 @@ def main(
 
 def logp_gap(engine: VllmEngine, completions: list[Completion]) -> float:
     """Mean absolute difference to the trainer's log-probs."""
-    own = engine.own.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    own = engine.local.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
     gaps = [abs(a - b) for c, row in zip(completions, own, strict=True) for a, b in zip(c.logps, row, strict=True)]
     return sum(gaps) / len(gaps)
 

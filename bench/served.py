@@ -51,7 +51,7 @@ def serving(
             sync,
             model=str(folder / "model"),
             source=PolicyWeights(policy, dtype),
-            own=LocalEngine(policy.model, policy.tokenizer, autocast_dtype=policy.autocast_dtype),
+            local=LocalEngine(policy.model, policy.tokenizer, autocast_dtype=policy.autocast_dtype),
             device=device,
             dtype=str(dtype).removeprefix("torch."),
             lora_rank=lora_rank,

@@ -23,7 +23,7 @@ from torch import Tensor
 from bench.common import Row, alternate, emit, make_row, require_commit
 from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
-from losses.policy import clipped_surrogate
+from losses.policy import Tokens, dapo, token_log_ratio
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import choose_attention
 from trainer.policy.logps import Policy, head_of, predictor_states
@@ -98,7 +98,8 @@ def step(
         def loss_fn(tokens: TokenLogps, rows: Tensor, advantage: Tensor = advantage) -> tuple[Tensor, None]:
             mask = torch.ones_like(rows, dtype=torch.bool)
             old_logp = tokens.logp.detach()  # the first step on a batch: the policy that sampled is this one
-            out = clipped_surrogate(tokens.logp, old_logp, advantage[rows], mask, epsilon_low=0.2, epsilon_high=0.2)
+            log_ratio = token_log_ratio(tokens.logp, old_logp, mask)
+            out = dapo(Tokens(tokens.logp, log_ratio, advantage[rows], mask, length=mask), epsilon=0.2)
             return out.terms["policy"].sum / work.num_trained, None
 
         hidden = states(policy, batch)

@@ -1,4 +1,4 @@
-"""Rows in, token ids and masks out."""
+"""Data: rows from files, hub datasets and built-in tasks become token ids, masks and micro-batches."""
 
 import strop_names
 

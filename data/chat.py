@@ -4,22 +4,15 @@
     ids = render_prompt(tokenizer, [{"role": "user", "content": "2+2="}], None)     # ends where the answer begins
     ids, mask = render_conversation(tokenizer, messages, None)                      # every assistant turn trained
 
-Masks are found by token ids: what the model would be given before a turn must be a prefix of the ids of the whole
-conversation, otherwise the row is refused. A completion is never tokenised on its own to find its place: many
-tokenizers open a text with a space, or join what stands on either side of a boundary (see render_completion).
+Masks are placed by token ids: the ids a model gets before a turn must be a prefix of the ids of the whole conversation,
+otherwise the row is refused. A completion is never tokenised on its own to find its position: many tokenizers open a
+text with a space, or merge characters across the boundary (see render_completion).
 
-Every renderer passes its messages through clean_messages first, so no template meets a null or a list of parts. It also
-refuses tool calls that the template does not write. `settings` is what a template is given besides the messages: tools
-and its own switches, such as enable_thinking (data/formats/template_settings.py).
+Every renderer passes its messages through clean_messages first, so no template gets a null or a list of parts, and
+refuses tool calls that the template does not write. `settings` is what a template gets besides the messages: tools, and
+its own switches such as enable_thinking (data/formats/template_settings.py).
 
-Chat templates are programs that come with models: they get a time limit.
-
-    text = apply_template(tokenizer, messages, add_generation_prompt=True)   # Endless, a ValueError, after SECONDS
-
-Jinja's sandbox bounds one range() but not loops within loops. A signal would reach the main thread only, and tools are
-rendered in others; a process for each rendering would cost more than the rendering. So one thread watches all
-renderings of this process and raises an exception in the thread of one that is late, which Python delivers between two
-operations of the template. A single operation that never ends (9**9**9**9) cannot be interrupted that way.
+Templates are programs that come with models, so each rendering has a time limit (apply_template).
 """
 
 from __future__ import annotations
@@ -37,76 +30,8 @@ from typing import Any, TypeVar
 
 from data.types import Messages
 
-SECONDS = 10.0  # a long conversation takes milliseconds
-LOOK_SECONDS = 0.25
-T = TypeVar("T")
-
-_running: dict[object, tuple[float, int]] = {}  # deadline and thread of what is being rendered
-_watchdog: threading.Thread | None = None
-_names: dict[str, str] = {}  # template -> how the user named it
-
-
-class Overdue(BaseException):
-    """Raised inside a template that takes too long; not an Exception, so that nothing in between handles it."""
-
-
-class Endless(ValueError):
-    """The sentence about such a template."""
-
-
-def name_template(template: str, name: str) -> None:
-    """Say how sentences about this template shall call it."""
-    _names[template] = name
-
-
-def apply_template(tokenizer: Any, messages: Any, **settings: Any) -> str:
-    """tokenizer.apply_chat_template as text, or Endless with the name of the template."""
-    try:
-        return within(SECONDS, lambda: tokenizer.apply_chat_template(messages, tokenize=False, **settings))
-    except TimeoutError:
-        own = f"tokenizer_default (of {tokenizer.name_or_path})"
-        name = _names.get(str(tokenizer.chat_template), own)
-        raise Endless(f"chat_template={name}: did not end within {SECONDS:g} s; use another template") from None
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """call(), or TimeoutError after so many seconds, in any thread."""
-    _watch()
-    key, arrived = object(), False
-    try:
-        _running[key] = (time.monotonic() + seconds, threading.get_ident())
-        try:
-            return call()
-        except Overdue:
-            arrived = True
-            raise
-        finally:
-            # Whoever takes the entry out decides: we are done in time, or the exception is on its way to us.
-            if _running.pop(key, None) is None:
-                while not arrived:
-                    time.sleep(0.01)
-    except Overdue:
-        raise TimeoutError(f"did not end within {seconds:g} s") from None
-
-
-def _watch() -> None:
-    global _watchdog
-    if _watchdog is None or not _watchdog.is_alive():  # none yet, or left behind by a fork
-        _watchdog = threading.Thread(target=_look, name="template-time", daemon=True)
-        _watchdog.start()
-
-
-def _look() -> None:
-    while True:
-        time.sleep(LOOK_SECONDS)
-        now = time.monotonic()
-        for key, (deadline, thread) in list(_running.items()):
-            if now > deadline and _running.pop(key, None) is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Overdue))
-
-
 TEMPLATES = Path(__file__).parent / "templates"
-# The tokens each built-in template is made of. A tokenizer that splits one of them has never seen this template.
+# The delimiters of each built-in template. A model whose tokenizer splits one was not trained with that template.
 DELIMITERS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -114,8 +39,14 @@ DELIMITERS = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment",
          "document")  # fmt: skip
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, for what was thought before its content
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that may hold its thoughts
 _PROBE = "strop"  # an answer that no template rewrites
+SECONDS = 10.0  # a long conversation takes milliseconds
+LOOK_SECONDS = 0.25
+T = TypeVar("T")
+
+
+# The tokenizer's template, and the ids that end a turn.
 
 
 def set_chat_template(tokenizer: Any, name: str) -> None:
@@ -138,7 +69,7 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
         raise ValueError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
     tokenizer.chat_template = template
     name_template(template, name)
-    try:  # refuse a broken one now, by its name
+    try:  # report a broken template now, by name
         _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
     except Endless:
         raise
@@ -147,7 +78,7 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
 
 
 def check_delimiters(tokenizer: Any, family: str, what: str, instead: str) -> None:
-    """Refuse a family of delimiters of which this tokenizer splits one: its model has never seen them as such."""
+    """Refuse a family of delimiters that this tokenizer splits: its model was not trained with them."""
     for token in DELIMITERS[family]:
         ids = _encode(tokenizer, token)
         if len(ids) != 1:
@@ -165,7 +96,7 @@ def stop_ids(tokenizer: Any, generation_config_eos: int | Iterable[int] | None =
 
 
 def end_of_turn_id(tokenizer: Any) -> int | None:
-    """The special token with which the template in use closes an assistant turn; None when it has none."""
+    """The special token that closes an assistant turn in the current template; None if there is none."""
     if not tokenizer.chat_template:
         return None
     return _end_of_turn_id(tokenizer, str(tokenizer.chat_template), len(tokenizer))
@@ -173,25 +104,21 @@ def end_of_turn_id(tokenizer: Any) -> int | None:
 
 @lru_cache(maxsize=8)
 def _end_of_turn_id(tokenizer: Any, template: str, num_tokens: int) -> int | None:
-    # template and num_tokens are here for the cache: either may change on the same tokenizer.
+    # template and num_tokens are cache keys: either may change on the same tokenizer.
     turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
     after_answer = _render_text(tokenizer, turns, generation_prompt=False).rpartition(_PROBE)[2]
     ids = _encode(tokenizer, after_answer.lstrip()) if after_answer.strip() else []
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
-def with_system(messages: Messages, system_prompt: str | None) -> Messages:
-    """The conversation with system_prompt before it, unless it opens with a system message of its own."""
-    if system_prompt is None or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system_prompt}, *messages]
+# Rendering: prompts, completions, conversations, responses.
 
 
 def render_prompt(
     tokenizer: Any, prompt: str | Messages, system_prompt: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
-    """Ids an engine completes. Plain text gets the tokenizer's BOS if it has that habit, and never a system prompt."""
+    """Ids for an engine to complete. Plain text gets BOS if the tokenizer adds one, and never a system prompt."""
     if not isinstance(prompt, str):
         prompt = clean_messages(prompt)
         _check_ids(tokenizer, prompt)
@@ -206,7 +133,7 @@ def render_prompt(
 
 
 def render_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text by itself, no special tokens around it; SentencePiece opens it with a space all the same."""
+    """Ids of a text on its own, without special tokens; SentencePiece still opens it with a space."""
     ids = _encode(tokenizer, text)
     if text and not ids:
         raise ValueError(_no_ids(text))
@@ -214,10 +141,10 @@ def render_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def render_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
-    """Ids of a plain-text prompt and its completion, tokenised as the one text they are, and where the latter begins.
+    """Ids of a plain-text prompt with its completion, tokenised as one text, and where the completion begins.
 
-    The prompt is what these ids have in common with its own. So a token that straddles the boundary is the
-    completion's: a model that is given the prompt without it has to produce it.
+    The prompt is the common prefix of these ids and its own. A token that straddles the boundary belongs to the
+    completion: a model that gets the prompt without it has to produce it.
     """
     ids = render_prompt(tokenizer, prompt + completion)
     start = common_prefix(render_prompt(tokenizer, prompt), ids)
@@ -232,12 +159,11 @@ def render_conversation(
 ) -> tuple[list[int], list[bool]]:  # fmt: skip
     """Ids of a whole conversation, and a mask that trains each assistant turn with its end-of-turn token.
 
-    A turn that the template closes only when it is the last one, or with another token, is trained up to where the
-    next turn begins: its own text, and no end-of-turn token where the template writes none. The mask never covers
-    another role's turn.
+    A turn that the template closes only when it is last, or closes with another token, is trained up to the start of
+    the next turn, without an end-of-turn token if the template writes none. The mask never covers another role's turn.
 
-    first_trained: number of the first message that may be trained; earlier assistant turns are context.
-    notes: what is worth telling about the row is added to it.
+    first_trained: index of the first message that may be trained; earlier assistant turns are context.
+    notes: remarks about the row are appended to it.
     """
     messages = clean_messages(messages)
     _check_ids(tokenizer, messages)
@@ -260,7 +186,7 @@ def render_conversation(
 
 
 class _Conversation:
-    """A rendered conversation, in which assistant turns are to be found."""
+    """A rendered conversation, and the positions of its assistant turns."""
 
     def __init__(self, tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None) -> None:
         self.tokenizer, self.messages, self.settings = tokenizer, messages, settings
@@ -272,10 +198,10 @@ class _Conversation:
         return _render_text(self.tokenizer, messages, generation_prompt=generation_prompt, settings=self.settings)
 
     def start_of_turn(self, number: int) -> int:
-        """Where the trained part of an assistant turn begins: behind the generation prompt.
+        """Where the trained part of an assistant turn begins: after the generation prompt.
 
-        Some templates end the generation prompt with more than they write before a turn, an opened <think> for one.
-        There the part begins behind what the two have in common, as it does in a preference pair.
+        Some templates end the generation prompt with more than they write before a turn, such as an opened <think>.
+        The trained part then begins after their common prefix, as in a preference pair.
         """
         before = self.messages[:number]
         opening = self.render(before, generation_prompt=True)
@@ -290,7 +216,7 @@ class _Conversation:
             return len(prefix)
         if not self.text.startswith(self.render(before)):
             raise ValueError(_rewritten(number))
-        # Found with an answer of our own: the real one may begin with letters of what is opened, such as "<".
+        # Found with a probe answer: the real one may begin with characters of the opened text, such as "<".
         answer = {key: value for key, value in self.messages[number].items() if key not in THOUGHT_KEYS}
         probe = self.render([*before, {**answer, "content": _PROBE}, *self.messages[number + 1 :]])
         head = commonprefix([opening, probe, self.text])
@@ -299,17 +225,17 @@ class _Conversation:
         return common_prefix(_ids_of(self.tokenizer, head), self.ids)
 
     def end_of_turn(self, number: int, start: int) -> int:
-        """Where it ends: after its end-of-turn token, and never behind the beginning of the next turn.
+        """Where the turn ends: after its end-of-turn token, and never past the start of the next turn.
 
-        Templates put more behind that token (a newline, say), which an engine that stops there never produces.
+        Templates write more after that token (a newline, say), which an engine that stops there never produces.
         """
         stop, is_last = end_of_turn_id(self.tokenizer), number + 1 == len(self.messages)
         if stop is not None:
             _check_content(self.tokenizer, self.messages[number], stop, f"messages[{number}]")
-            if not is_last and self.closes(number, stop):  # the usual case: nothing is tokenised again
+            if not is_last and self.closes(number, stop):  # the usual case, without tokenising again
                 return self.ids.index(stop, start) + 1
         alone = self.ids if is_last else _ids_of(self.tokenizer, self.render(self.messages[: number + 1]))
-        is_prefix = self.ids[: len(alone)] == alone  # else this turn is written differently once others follow it
+        is_prefix = self.ids[: len(alone)] == alone  # else the template rewrites this turn once others follow
         if stop is None and not is_prefix:
             raise ValueError(_rewritten(number))
         if stop is None:
@@ -328,20 +254,20 @@ class _Conversation:
         return end
 
     def closes(self, number: int, stop: int) -> bool:
-        """Whether the text of a turn, which others follow, has its end-of-turn token: one that is never cut in two."""
+        """Whether a turn that others follow contains its end-of-turn token, which is never split."""
         own, token = self.render(self.messages[: number + 1]), self.tokenizer.added_tokens_decoder.get(stop)
         return token is not None and self.text.startswith(own) and str(token) in own[self.opened :]
 
     def start_of_next(self, number: int) -> int:
-        """Where the text of a later message begins, at the latest: all before it stays when that text is another."""
+        """Upper bound for the start of the next message: everything before it stays if its text changes."""
         later = [{**message, "content": _PROBE + message["content"]} for message in self.messages[number + 1 :]]
         return common_prefix(_ids_of(self.tokenizer, self.render(self.messages[: number + 1] + later)), self.ids)
 
 
 def _rewritten(number: int) -> str:
     return (
-        f"messages[{number}]: the chat template writes what is before this assistant turn differently once the turn "
-        "follows, so its loss mask cannot be placed; use a template that adds turn by turn"
+        f"messages[{number}]: the chat template changes the text before this assistant turn once the turn follows, "
+        "so its loss mask cannot be placed; use a template that only appends turns"
     )
 
 
@@ -351,10 +277,10 @@ def render_responses(
 ) -> tuple[list[int], list[list[int]]]:  # fmt: skip
     """Ids of a prompt, and of the prompt with each response, closed by its end-of-turn token.
 
-    The prompt is what an engine gets, as far as the responses follow it: the template may write its end differently
-    before a response (a thinking stub, say). What comes before the assistant's turn must be the same. Where letters at
-    the end of the prompt and at the beginning of a response make one token, the ids of the prompt are no prefix.
-    notes: what is worth telling about the row is added to it.
+    The prompt is what an engine gets, up to where the responses diverge from it: the template may write its end
+    differently before a response (a thinking stub, say). The text before the assistant's turn must be the same. If a
+    token spans the end of the prompt and the start of a response, the prompt's ids are no prefix of the whole.
+    notes: remarks about the row are appended to it.
     """
     prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
@@ -372,8 +298,8 @@ def render_responses(
         text = _render_text(tokenizer, context + response, generation_prompt=False, settings=settings)
         if not text.startswith(before):
             raise ValueError(
-                "chat_template: writes the prompt differently once a response follows it, so the response has no place "
-                "of its own; use a template that adds turn by turn"
+                "chat_template: writes the prompt differently once a response follows it, so the start of the response "
+                "cannot be found; use a template that only appends turns"
             )
         texts.append(text)
     if not all(text.startswith(opening) for text in texts):
@@ -390,15 +316,42 @@ def render_responses(
     return head, wholes
 
 
+def _end_of_response(tokenizer: Any, ids: list[int], response: dict[str, Any], start: int) -> int:
+    """Where the last turn ends: after its end-of-turn token, or at the end if the template has none."""
+    stop = end_of_turn_id(tokenizer)
+    if stop is None:
+        return len(ids)
+    _check_content(tokenizer, response, stop, "the response")
+    if stop not in ids[start:]:
+        raise ValueError("the chat template does not close the response's turn; use another one")
+    return len(ids) - ids[::-1].index(stop)
+
+
 def _not_begun(lost: str) -> str:
     return f"whose answer does not begin with {lost!r}, which the chat template puts before what a model writes"
 
 
-def clean_messages(messages: Any) -> Messages:
-    """The messages as every template can take them; what none could render is refused.
+def with_system(messages: Messages, system_prompt: str | None) -> Messages:
+    """The conversation with system_prompt prepended, unless it starts with its own system message."""
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
 
-    The content of each is text: parts of the type text are joined, and null beside tool_calls is empty text. Keys
-    without a value are left out, as templates ask whether a key is there. All other keys stay.
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+# Messages: what templates can take, and what they leave out.
+
+
+def clean_messages(messages: Any) -> Messages:
+    """The messages in a form that every template accepts; refuses those that none could render.
+
+    Every content becomes text: text parts are joined, and null next to tool_calls becomes "". Keys with a null value
+    are removed, since templates test whether a key is present. All other keys stay.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages={messages!r}: must be a list of at least one message")
@@ -408,7 +361,7 @@ def clean_messages(messages: Any) -> Messages:
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         if not isinstance(message, dict) or "role" not in message or ("content" not in message and not calls):
             raise ValueError(f"{where}={message!r}: a message has the keys 'role' and 'content'")
-        if message["role"] not in ROLES:  # most templates would write it down unseen
+        if message["role"] not in ROLES:  # most templates would write it unchecked
             raise ValueError(
                 f"{where}: role={message['role']!r} is unknown; use system, user or assistant (all: {', '.join(ROLES)})"
             )
@@ -435,7 +388,7 @@ def _text_of(content: Any, where: str) -> str:
 
 
 def _calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(calls, str):  # tables whose rows differ in shape hold them as JSON
+    if isinstance(calls, str):  # tables whose rows differ in shape store them as JSON
         try:
             calls = json.loads(calls)
         except json.JSONDecodeError as error:
@@ -446,14 +399,14 @@ def _calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _function(call: Any) -> dict[str, Any]:
-    """The part of a call that has the name and the arguments."""
+    """The part of a call that holds the name and the arguments."""
     inner = call.get("function", call) if isinstance(call, dict) else None
     return inner if isinstance(inner, dict) else {}
 
 
 def _check_calls(tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None) -> None:
-    """Refuse tool calls that the template does not write: the model would see, or learn, a turn that says nothing."""
-    marks: dict[str, int] = {}  # name that we give to a call -> number of its message
+    """Refuse tool calls that the template does not write: the model would see, or learn, an empty turn."""
+    marks: dict[str, int] = {}  # probe name of a call -> index of its message
 
     def marked(call: dict[str, Any], number: int) -> dict[str, Any]:
         mark = f"{_PROBE}_call_{len(marks)}_"
@@ -479,10 +432,10 @@ def _check_calls(tokenizer: Any, messages: Messages, settings: Mapping[str, Any]
 def unwritten(
     tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None, *, first_trained: int = 0
 ) -> list[str]:
-    """What of a row the template passes over, or may not be meant to be trained; for a count.
+    """Notes on parts of a row that the template drops, or that may not be meant to be trained.
 
-    That is its tools, the thoughts in its trained turns, and nulls in the arguments of their tool calls: those were
-    written by the user, or by a program that filled the gaps of a table, and nothing tells one from the other.
+    These are tools, thoughts in trained turns, and nulls in the arguments of their tool calls: nothing shows whether
+    the user wrote a null or a program filled a gap in a table.
     """
     messages = clean_messages(messages)
     settings = settings or {}
@@ -492,7 +445,7 @@ def unwritten(
         texts = [_render_text(tokenizer, messages, generation_prompt=False, settings=s) for s in (settings, bare)]
         if texts[0] == texts[1]:
             found.append("with tools that the chat template does not write")
-    marks: dict[str, str] = {}  # what we put into a thought -> what to say if it is not written
+    marks: dict[str, str] = {}  # probe put into a thought -> note if the template does not write it
     changed = list(messages)
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or number < first_trained:
@@ -520,27 +473,10 @@ def _has_null(value: Any) -> bool:
 
 
 def _check_ids(tokenizer: Any, messages: Messages) -> None:
-    """The template's own tokens would hide that the tokenizer has none for the text."""
+    """Refuse text for which the tokenizer gives no ids; the template's own tokens would hide that."""
     last = messages[-1]["content"]
     if last.strip() and not _encode(tokenizer, last):
         raise ValueError(_no_ids(last))
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids both begin with."""
-    differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
-
-
-def _end_of_response(tokenizer: Any, ids: list[int], response: dict[str, Any], start: int) -> int:
-    """Where the last turn ends: after its end-of-turn token, or at the end where the template has none."""
-    stop = end_of_turn_id(tokenizer)
-    if stop is None:
-        return len(ids)
-    _check_content(tokenizer, response, stop, "the response")
-    if stop not in ids[start:]:
-        raise ValueError("the chat template does not close the response's turn; use another one")
-    return len(ids) - ids[::-1].index(stop)
 
 
 def _check_content(tokenizer: Any, message: dict[str, Any], stop: int, where: str) -> None:
@@ -549,6 +485,9 @@ def _check_content(tokenizer: Any, message: dict[str, Any], stop: int, where: st
             f"{where}: the assistant's text holds the template's own end-of-turn token "
             f"{tokenizer.convert_ids_to_tokens(stop)!r}; remove it from the data"
         )
+
+
+# Text to ids.
 
 
 def _ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -561,14 +500,14 @@ def _ids_of(tokenizer: Any, text: str) -> list[int]:
 def _render_text(
     tokenizer: Any, messages: Messages, *, generation_prompt: bool, settings: Mapping[str, Any] | None = None
 ) -> str:
-    """Text of messages that clean_messages has seen."""
+    """Rendered text of messages that went through clean_messages."""
     if not tokenizer.chat_template:
         raise ValueError(
             "chat_template=tokenizer_default: the rows are conversations but this tokenizer has no chat template; "
             f"choose one of {', '.join(DELIMITERS)}, or give a FILE.jinja"
         )
     text = _apply_template(tokenizer, messages, generation_prompt, settings)
-    # Some templates (DeepSeek's) write the calls of a turn only if its content is null, and ask for that.
+    # Some templates (DeepSeek's) write the calls of a turn only if its content is null.
     if not re.search(r"content\W+is\s+(not\s+)?none", str(tokenizer.chat_template)):
         return text
     nulls = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
@@ -592,7 +531,7 @@ def _apply_template(
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     try:
-        # verbose: what is too long is our loaders' business, and they say so
+        # not verbose: our loaders report texts that are too long
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     except TypeError:
         if any("\ud800" <= character <= "\udfff" for character in text):
@@ -601,7 +540,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer opens plain text with BOS; asked of the tokenizer, whose flags are not always true."""
+    """Whether the tokenizer opens plain text with BOS; tested, since its flags are not always right."""
     bos = tokenizer.bos_token_id
     return bos is not None and list(tokenizer(_PROBE)["input_ids"])[:1] == [bos] != _encode(tokenizer, _PROBE)[:1]
 
@@ -612,3 +551,72 @@ def _no_ids(text: str) -> str:
         f"tokenizer: gives no ids for the non-empty text {shown!r}; its files do not belong together (a model_type "
         "whose tokenizer class ignores tokenizer.json does this), so use the model's own tokenizer"
     )
+
+
+# The time limit of templates. Jinja's sandbox bounds a single range() but not nested loops. A signal would only reach
+# the main thread, and tool episodes render in others; a process per rendering would cost more than the rendering. So
+# one thread watches all renderings of this process and raises an exception in the thread of a late one, which Python
+# delivers between two operations of the template. A single endless operation (9**9**9**9) cannot be interrupted.
+
+_running: dict[object, tuple[float, int]] = {}  # deadline and thread of each rendering
+_watchdog: threading.Thread | None = None
+_names: dict[str, str] = {}  # template -> how the user named it
+
+
+class Overdue(BaseException):
+    """Raised inside a template that takes too long; not an Exception, so no handler in between catches it."""
+
+
+class Endless(ValueError):
+    """A chat template did not finish in time."""
+
+
+def name_template(template: str, name: str) -> None:
+    """Set the name that error messages use for this template."""
+    _names[template] = name
+
+
+def apply_template(tokenizer: Any, messages: Any, **settings: Any) -> str:
+    """tokenizer.apply_chat_template as text; raises Endless, naming the template, after SECONDS."""
+    try:
+        return within(SECONDS, lambda: tokenizer.apply_chat_template(messages, tokenize=False, **settings))
+    except TimeoutError:
+        own = f"tokenizer_default (of {tokenizer.name_or_path})"
+        name = _names.get(str(tokenizer.chat_template), own)
+        raise Endless(f"chat_template={name}: did not end within {SECONDS:g} s; use another template") from None
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """call(), or TimeoutError after that many seconds; works in any thread."""
+    _watch()
+    key, arrived = object(), False
+    try:
+        _running[key] = (time.monotonic() + seconds, threading.get_ident())
+        try:
+            return call()
+        except Overdue:
+            arrived = True
+            raise
+        finally:
+            # Whoever removes the entry decides: we finished in time, or the exception is on its way to us.
+            if _running.pop(key, None) is None:
+                while not arrived:
+                    time.sleep(0.01)
+    except Overdue:
+        raise TimeoutError(f"did not end within {seconds:g} s") from None
+
+
+def _watch() -> None:
+    global _watchdog
+    if _watchdog is None or not _watchdog.is_alive():  # not started, or lost in a fork
+        _watchdog = threading.Thread(target=_look, name="template-time", daemon=True)
+        _watchdog.start()
+
+
+def _look() -> None:
+    while True:
+        time.sleep(LOOK_SECONDS)
+        now = time.monotonic()
+        for key, (deadline, thread) in list(_running.items()):
+            if now > deadline and _running.pop(key, None) is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Overdue))

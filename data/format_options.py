@@ -1,6 +1,6 @@
-"""Names and format strings with which a user tells user_defined and chat_template.* what their rows look like.
+"""Options that describe the user's rows to user_defined and chat_template.*: column names and format strings.
 
-A name of a column may be nested: a.b is key b of the object in column a. Every --data entry can set them for itself.
+Column names may be nested: a.b is key b of the object in column a. Every --data entry can set its own options.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from data.hints import suggest
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions:
-    """Names of columns and keys, and format strings, for user_defined and chat_template.*"""
+    """Names of columns and keys, and format strings, for user_defined and chat_template.*."""
 
     field_prompt: str = "prompt"
     """Column of the prompt (user_defined)."""
     field_system: str = "system"
-    """Column of the system text, for a prompt_format that holds {system} (user_defined)."""
+    """Column of the system text, for a prompt_format with {system} (user_defined)."""
     field_chosen: str = "chosen"
     """Column of the preferred response (user_defined, chat_template.*)."""
     field_rejected: str = "rejected"
@@ -27,23 +27,23 @@ class FormatOptions:
     field_completion: str = "completion"
     """Column of the response of an unpaired row (user_defined)."""
     field_label: str = "label"
-    """Column that says whether an unpaired response is desirable (user_defined)."""
+    """Column with the label of an unpaired response: desirable or not (user_defined)."""
     prompt_format: str = "{prompt}"
-    """How the prompt is written, from {prompt} and {system}; other braces are doubled (user_defined)."""
+    """Format of the prompt, with {prompt} and {system}; double all other braces (user_defined)."""
     chosen_format: str = "{chosen}"
-    """How the preferred response is written (user_defined)."""
+    """Format of the preferred response (user_defined)."""
     rejected_format: str = "{rejected}"
-    """How the dispreferred response is written (user_defined)."""
+    """Format of the dispreferred response (user_defined)."""
     completion_format: str = "{completion}"
-    """How the response of an unpaired row is written (user_defined)."""
+    """Format of the response of an unpaired row (user_defined)."""
     field_messages: str = "messages"
-    """Column of the conversation, for pairs of the turns before the responses (chat_template, sharegpt)."""
+    """Column of the conversation; in pairs, of the turns before the responses (chat_template, sharegpt)."""
     role_key: str = "role"
     """Key of a message that holds its role (chat_template.*, sharegpt)."""
     content_key: str = "content"
     """Key of a message that holds its text (chat_template.*, sharegpt)."""
     roles: str = ""
-    """What the data calls the roles, e.g. user=human|person,assistant=gpt (chat_template.*, sharegpt)."""
+    """Names of the roles in the data, e.g. user=human|person,assistant=gpt (chat_template.*, sharegpt)."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "chosen", "rejected", "completion"):
@@ -72,7 +72,7 @@ class FormatOptions:
 
     @property
     def role_names(self) -> dict[str, str]:
-        """What the data calls a role -> the role."""
+        """Name in the data -> role."""
         names: dict[str, str] = {}
         for part in filter(None, (piece.strip() for piece in self.roles.split(","))):
             role, equals, sources = (piece.strip() for piece in part.partition("="))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """Say what could have been meant: "did you mean 'split'? (format, name, split, weight)"."""
+    """A hint: "did you mean 'split'? (format, name, split, weight)"."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return f"did you mean {close[0]!r}? ({', '.join(names)})"

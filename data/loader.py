@@ -1,10 +1,10 @@
-"""Rows in a seeded order, epoch after epoch, with a position that a checkpoint can hold.
+"""Rows in a seeded order, epoch after epoch, with a position that a checkpoint can save.
 
     loader = Loader(prompts, batch_size=8, seed=0)
-    batch = loader.next()                      # 8 rows; a batch continues into the next epoch where one ends
+    batch = loader.next()                      # 8 rows; a batch may continue into the next epoch
     state = loader.state_dict()                # JSON
 
-A new Loader of the same rows continues exactly there after load_state_dict(state).
+A new Loader over the same rows resumes there after load_state_dict(state).
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+# Fields that had another name when older checkpoints were saved; fingerprints keep that name.
+HASHED_AS = {"target_ids": "truth_ids", "target_mask": "truth_mask"}
 
 
 class Loader(Generic[T]):
-    """The order of an epoch depends on (seed, epoch) alone, so a position is two numbers."""
+    """The order of an epoch depends only on (seed, epoch), so a position is two numbers."""
 
     def __init__(self, rows: Sequence[T], *, batch_size: int, seed: int, shuffle: bool = True) -> None:
         if batch_size < 1:
@@ -41,17 +43,17 @@ class Loader(Generic[T]):
             )
         self._fingerprint = _fingerprint(rows, self._weights)
         self._epoch = 0
-        self._position = 0  # rows of the current epoch already handed out
+        self._position = 0  # rows of the current epoch already returned
         self._order = self._epoch_order(0)
 
     @property
     def epoch(self) -> float:
-        """Epochs handed out so far, the current one as a fraction."""
+        """Epochs returned so far, the current one as a fraction."""
         return self._epoch + (self._position / len(self._order) if self._order else 0.0)
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of one epoch; with fractional weights the expected number, rounded."""
+        """Rows per epoch; with fractional weights the expected number, rounded."""
         return round(sum(self._weights))
 
     def next(self, count: int | None = None) -> list[T]:
@@ -74,7 +76,7 @@ class Loader(Generic[T]):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position; refuses one taken over other rows or in another order."""
+        """Resume from a saved position; refuses one of other rows or another order."""
         if (state["num_rows"], state["fingerprint"]) != (len(self.rows), self._fingerprint):
             raise ValueError(
                 f"data: the checkpoint was made with other data ({state['num_rows']} rows, now {len(self.rows)}, or "
@@ -105,13 +107,13 @@ class Loader(Generic[T]):
 
 
 def _fingerprint(rows: Sequence[Any], weights: Sequence[float]) -> str:
-    """Hash of what decides the batches: every list of integers a row holds (ids, masks), and its weight."""
+    """Hash of what determines the batches: every list of integers in a row (ids, masks), and its weight."""
     digest = hashlib.sha256()
     for row, weight in zip(rows, weights, strict=True):
         digest.update(repr(weight).encode())
         for item in fields(row):
             value = getattr(row, item.name)
             if isinstance(value, list) and all(isinstance(entry, int) for entry in value):
-                digest.update(f"{item.name}:{len(value)}".encode())
+                digest.update(f"{HASHED_AS.get(item.name, item.name)}:{len(value)}".encode())
                 digest.update(array.array("q", value).tobytes())
     return digest.hexdigest()

@@ -1,20 +1,20 @@
 """Sequences to micro-batches under a token budget, packed end to end or padded to a rectangle.
 
     batches = make_batches([Item([5, 6, 7, 8], [False, False, True, True])], max_tokens=1024)
-    hidden = ...                                   # (R, T, D) from batch.input_ids, position_ids, and what each sees
+    hidden = ...                                   # (R, T, D) from batch.input_ids, position_ids and attention spans
     hidden.flatten(0, 1)[batch.index]              # (N, D) the states that predict batch.target, never padding
 
 A trained token at position p of its sequence is predicted by the state at p - 1 of the same sequence, so the index
 never crosses from one packed sequence into the next, and the first token of a sequence cannot be trained.
 
-With share_prompt, neighbours that begin with the same prompt are laid as one prompt and their completions behind it:
+With share_prompt, adjacent items that begin with the same prompt become one prompt followed by their completions:
 
     place     0  1  2  3  4  5  6        prompt a b c, completions d e and f g
     token     a  b  c  d  e  f  g
-    position  0  1  2  3  4  3  4        as if each stood alone
-    sees      its own run [own_start, own_stop), and the prompt [prefix_start, prefix_stop)
+    position  0  1  2  3  4  3  4        as in separate sequences
+    attends   to its own run [own_start, own_stop), and to the prompt [prefix_start, prefix_stop)
 
-The last token of the prompt predicts the first one of every completion: its place stands in the index once for each.
+The last token of the prompt predicts the first token of every completion: its place is in the index once for each.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Item:
 
     ids: list[int]
     mask: list[bool]  # True = trained token; the first is never trained
-    prompt_length: int = 0  # how many of the ids, from the first on, other items may have in common with this one
+    prompt_length: int = 0  # leading ids that this item may share with others
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One forward pass: R rows of T positions that hold whole sequences.
+    """One forward pass: R rows of T positions with whole sequences.
 
-    A position sees the places [prefix_start, prefix_stop) and [own_start, own_stop) of its row: the prompt it shares
-    with others (none: 0 and 0), and its own sequence up to itself. Padding sees the padding before it.
+    A position attends to the places [prefix_start, prefix_stop) and [own_start, own_stop) of its row: the prompt it
+    shares with others (none: 0 and 0), and its own sequence up to itself. Padding attends to the padding before it.
     """
 
     input_ids: torch.Tensor  # (R, T) int64 token ids
@@ -53,14 +53,14 @@ class Batch:
     index: torch.Tensor  # (N,) int64 flat positions in R*T whose hidden state predicts each trained token
     target: torch.Tensor  # (N,) int64 the trained tokens, ordered by `rows`, then position
     sequence: torch.Tensor  # (N,) int64 which of the items given to make_batches each trained token belongs to
-    slot: torch.Tensor  # (N,) int64 the place of that item in `rows`, for sums over sequences
+    slot: torch.Tensor  # (N,) int64 index of that item in `rows`, for sums over sequences
     rows: list[int]  # the items in this batch, in order
     lengths: list[int]  # their lengths, in the same order
-    num_computed: int  # positions that hold a token: num_tokens, less the copies that a shared prompt saves
+    num_computed: int  # positions with a token: num_tokens minus the prompt copies saved by sharing
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences, a shared prompt counted in each; padding not counted."""
+        """Tokens of all sequences, without padding; a shared prompt counts in each."""
         return sum(self.lengths)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -69,7 +69,7 @@ class Batch:
 
 
 def empty_batch(multiple: int = 1) -> Batch:
-    """One row that holds nothing but padding: a forward pass for a rank that has nothing to compute."""
+    """One row of padding: a forward pass for a rank without data."""
     zeros = torch.zeros(1, multiple, dtype=torch.int64)
     places = torch.arange(1, multiple + 1).unsqueeze(0)
     none = torch.zeros(0, dtype=torch.int64)
@@ -80,10 +80,10 @@ def empty_batch(multiple: int = 1) -> Batch:
 
 
 class _Unit(NamedTuple):
-    """Items laid one after the other, never parted."""
+    """Items that are laid out consecutively and never separated."""
 
     rows: tuple[int, ...]
-    prompt: int  # tokens that all of them begin with, laid once before the rest of each; 0: every item whole
+    prompt: int  # length of the shared prompt, laid out once before the rest of each item; 0: nothing shared
     size: int  # positions it takes in a packed row
     longest: int  # length of the longest item
 
@@ -102,13 +102,13 @@ def make_batches(
     """Split items in order into `accumulation` chunks, and each chunk into micro-batches of at most max_tokens.
 
     Each run of `together` items (the two responses of a pair) stays in one micro-batch. A run longer than max_tokens
-    gets a micro-batch of its own. Chunks left without items give no micro-batch. `share_prompt` lays equal prompts of
-    neighbours once, where they are packed; a group over max_tokens is cut into parts with a prompt each. Rows are
-    filled up to a `multiple` of positions, which attention kernels ask for.
+    gets its own micro-batch. Empty chunks give no micro-batch. With packing, `share_prompt` lays out equal prompts of
+    adjacent items once; a group over max_tokens is split into parts with one prompt each. Row lengths are padded to a
+    multiple of `multiple`, which attention kernels require.
     """
     assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)
-    assert together == 1 or not share_prompt, "runs of items and shared prompts at once are not laid out"
+    assert together == 1 or not share_prompt, "together and share_prompt cannot be combined"
     for number, item in enumerate(items):
         assert item.ids and len(item.ids) == len(item.mask), (number, len(item.ids), len(item.mask))
         assert not item.mask[0], f"item {number}: nothing precedes the first token, so it cannot be trained"
@@ -139,7 +139,7 @@ def _unit(items: Sequence[Item], rows: Sequence[int], prompt: int = 0) -> _Unit:
 
 
 def _shared_units(items: Sequence[Item], members: range, max_tokens: int) -> list[_Unit]:
-    """Neighbours with equal prompts as one unit, or as several that keep to max_tokens, each with its prompt."""
+    """Adjacent items with equal prompts as one unit, or as several within max_tokens, each with its prompt."""
     units = []
     for prompt, run in itertools.groupby(members, key=lambda row: items[row].ids[: items[row].prompt_length]):
         completions = [_unit(items, [row]) for row in run]
@@ -155,7 +155,7 @@ def _shared_units(items: Sequence[Item], members: range, max_tokens: int) -> lis
 
 
 def _first_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    """Largest first: each unit goes to the first group with room for it."""
+    """First-fit decreasing: each unit goes to the first group with room for it, largest first."""
     groups: list[list[_Unit]] = []
     room: list[int] = []
     for unit in sorted(units, key=lambda unit: -unit.size):  # stable
@@ -170,7 +170,7 @@ def _first_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
 
 
 def _group_padded(units: list[_Unit], max_tokens: int, multiple: int) -> list[list[_Unit]]:
-    """Longest first, so the first of a group sets its width and neighbours need little padding."""
+    """Longest first, so the first unit of a group sets its width and the others need little padding."""
     groups: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda unit: -unit.longest):  # stable
         width = _round_up(groups[-1][0].longest, multiple) if groups else 0
@@ -186,7 +186,7 @@ def _round_up(length: int, multiple: int) -> int:
 
 
 def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, multiple: int) -> Batch:
-    """One forward pass out of rows of units."""
+    """The batch of these rows of units."""
     used = [sum(unit.size for unit in units) for units in rectangle]
     shape = (len(rectangle), _round_up(max(used), multiple))
     input_ids = torch.full(shape, pad_id, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""How far a long reading of rows has come, on stderr; nothing is said of a short one."""
+"""Progress of reading rows, on stderr; silent if it is quick."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TextIO, TypeVar
 
 T = TypeVar("T")
 
-QUIET_S = 3.0  # most data is read within this
-EVERY_S = {True: 0.5, False: 15.0}  # on a terminal a line that changes, elsewhere lines that stay
+QUIET_S = 3.0  # most data is read in less
+EVERY_S = {True: 0.5, False: 15.0}  # on a terminal one line is updated, elsewhere lines are appended
 
 
 def shown(
     rows: Sequence[T], what: str, *, out: TextIO | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[T]:
-    """The rows; `what` names where they come from."""
+    """Yield the rows and report progress; `what` names their source."""
     out = out or sys.stderr
     is_terminal = out.isatty()
     started = said = clock()

@@ -4,9 +4,9 @@
     -> [{"prompt": [{"role": "user", "content": "... 4 - 1 ="}], "answer": "3", "metadata": {...},
          "reasoning_gym": {"task": "chain_sum", "options": {"max_terms": 2}}}]
 
-Rows are made by a process of their own with a fixed hash seed: several tasks walk over sets of strings, so that their
-rows differ from one Python process to the next, and a resumed run would train on other prompts. A row whose own answer
-does not score 1 is left out, and counted. A question is in `train` or in `eval` by a stable hash, whatever the seed.
+Rows are made in a separate process with a fixed hash seed: several tasks iterate over sets of strings, so their rows
+differ between Python processes, and a resumed run would train on other prompts. A row whose own answer does not score 1
+is left out, and counted. A stable hash assigns a question to `train` or `eval`, whatever the seed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ from data.tasks import bucket
 PREFIX = "reasoning_gym:"
 SPLITS = {"train": range(0, 90), "eval": range(90, 100)}  # percent of the questions
 DEFAULT_SIZE = {"train": 1000, "eval": 100}
-# Numbers looked at for one row wanted: an eval row is one of ten, and eval takes no question twice.
+# Problems tried per row wanted: one in ten is an eval row, and eval takes no question twice.
 TRIES = {"train": 4, "eval": 40}
-# Their verifiers compare a board with tuples, which JSON gives back as lists: the right answer would score 0.05.
+# Verifiers that compare boards with tuples, which JSON returns as lists: the right answer would score 0.05.
 TUPLES = ("arc_agi", "rearc")
 NONSENSE = "strop strop"
+USAGE = """usage: python -m data.reasoning_gym REQUEST FILE
+
+Makes the rows described by REQUEST (JSON) and writes them to FILE: the process that make_rows starts.
+To look at rows: python -m data.show --data reasoning_gym:chain_sum"""
 
 
 def check_installed(what: str) -> None:
@@ -46,7 +50,7 @@ def check_installed(what: str) -> None:
 def make_rows(
     task: str, *, split: str = "train", size: int | None = None, seed: int = 0, options: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of a task; options are settings of its own as text, a list as a|b."""
+    """Rows of a task; options are the task's settings as text, lists as a|b."""
     label = f"data={PREFIX}{task}"
     check_installed(label)
     if split not in SPLITS:
@@ -58,7 +62,7 @@ def make_rows(
         place = Path(scratch) / "rows.json"
         done = subprocess.run(
             [sys.executable, "-m", "data.reasoning_gym", json.dumps(request), str(place)],
-            cwd=Path(__file__).resolve().parents[1],  # so that `data` is this one, whatever the user's folder holds
+            cwd=Path(__file__).resolve().parents[1],  # imports this `data`, whatever is in the user's folder
             env={**os.environ, "PYTHONHASHSEED": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -76,30 +80,32 @@ def make_rows(
 
 
 def score_answer(task: str, options: dict[str, Any], answer: str, entry: dict[str, Any]) -> float:
-    """What the task's verifier gives an answer to the entry {"answer", "metadata"}: 0 where it fails on the answer.
+    """The verifier's score of an answer to the entry {"answer", "metadata"}; 0 if it raises on the answer.
 
-    Scores are the verifier's own: not only 0 and 1, many give some credit to a wrong answer.
+    Scores are not only 0 and 1: many verifiers give partial credit for a wrong answer.
     """
     if task in TUPLES:
         entry = {**entry, "metadata": _tuples(entry["metadata"])}
     verifier = _dataset(task, json.dumps(options, sort_keys=True))
     try:
         return float(verifier.score_answer(answer=answer, entry=entry))
-    except Exception:  # some verifiers parse what they are given without a check: text that fails is a wrong answer
+    except Exception:  # some verifiers parse without checks: text they raise on is a wrong answer
         return 0.0
 
 
 def known_tasks() -> list[str]:
     from reasoning_gym.factory import DATASETS
 
-    return sorted(name for name in DATASETS if name != "composite")  # which holds others: give --data once for each
+    return sorted(
+        name for name in DATASETS if name != "composite"
+    )  # composite holds other tasks: give --data once for each instead
 
 
 @lru_cache(maxsize=32)
 def _dataset(task: str, options: str) -> Any:
     import reasoning_gym
 
-    # A verifier reads the settings its rows were made with (how many decimals count, say), never the size.
+    # A verifier reads the settings of its rows (how many decimals count, say), never the size.
     return reasoning_gym.create_dataset(task, **{"seed": 0, **json.loads(options)})
 
 
@@ -109,16 +115,16 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-# in the process that makes rows ----------------------------------------------------------------------------------
+# In the process that makes rows.
 
 
 class _Refused(Exception):
-    """A sentence for the user."""
+    """An error message for the user."""
 
 
 def _make(task: str, split: str, size: int | None, seed: int, options: dict[str, str]) -> dict[str, Any]:
     if task not in known_tasks():
-        near = suggest(task, known_tasks()).partition(" (")[0]  # without all hundred names
+        near = suggest(task, known_tasks()).partition(" (")[0]  # without the list of all names
         raise _Refused(f"no such task of reasoning-gym; {near} (its README lists them)")
     typed = _typed(task, options)
     wanted = size or DEFAULT_SIZE[split]
@@ -130,7 +136,7 @@ def _make(task: str, split: str, size: int | None, seed: int, options: dict[str,
     for index in range(limit):
         if len(rows) == wanted:
             break
-        random.seed(f"{seed}/{index}")  # some tasks draw from the module's own generator
+        random.seed(f"{seed}/{index}")  # some tasks use the global generator
         item = json.loads(json.dumps(dataset[index], default=str))
         question = item["question"]
         if bucket(PREFIX + task, question) not in SPLITS[split] or (split == "eval" and question in seen):
@@ -158,7 +164,7 @@ def _notes(task: str, options: dict[str, Any], rows: list[dict[str, Any]], wrong
 
 
 def _typed(task: str, options: dict[str, str]) -> dict[str, Any]:
-    """Settings as the task's config class has them."""
+    """Settings with the types of the task's config class."""
     from reasoning_gym.factory import DATASETS
 
     fields = {field.name: field for field in dataclasses.fields(DATASETS[task][1])}
@@ -186,7 +192,7 @@ def _create(task: str, settings: dict[str, Any]) -> Any:
 
     try:
         return reasoning_gym.create_dataset(task, **settings)
-    except Exception as error:  # its own checks are assertions
+    except Exception as error:  # its checks are assertions
         raise _Refused(f"refuses these settings ({error or type(error).__name__}); change them") from None
 
 
@@ -199,4 +205,7 @@ def main(request: str, place: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print(USAGE)
+        sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
     main(*sys.argv[1:])

@@ -1,9 +1,9 @@
-"""python -m data.show: what rows become. Rendered text with trained tokens marked, token counts, and length quantiles.
+"""python -m data.show: how training sees rows: rendered text with trained tokens marked, and token counts.
 
 python -m data.show --data pairs.jsonl --data-format chatml.intel --model Qwen/Qwen2.5-0.5B-Instruct
 python -m data.show --config runs/my_run/config.yaml
 
-A transform of yours gets the config that training would give it: that of --config, else the defaults of a method that
+Your own transform gets the config that training would pass to it: that of --config, else the defaults of a method that
 reads such rows.
 """
 
@@ -23,21 +23,21 @@ from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.fields import with_nested
 from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import SFT_FORMATS, parse_specs
-from data.formats.template_settings import TemplateKwargs, check_kwargs
+from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.bad_rows import BadRows
 from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.stepwise import STEP_FORMATS, UNLABELLED, load_steps
-from data.rows.targets import load_truths
+from data.rows.targets import load_targets
 from data.rows.unpaired import load_labelled
 from data.sources import load_rows
 from data.training_config import config_for, config_from, uses_transform
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
-STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # by mark: not trained, trained, trained as wrong
-# Flags that only some kinds of rows have a use for.
+STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # by mark: not trained, trained, labelled wrong
+# Flags that only apply to some kinds of rows.
 USED_BY = {
     "max_length": ("pairs", "unpaired", "sft", "stepwise", "documents"),
     "max_prompt_length": ("pairs", "unpaired", "prompts", "truths"),
@@ -50,7 +50,7 @@ Kind = Literal["auto", "pairs", "unpaired", "prompts", "sft", "stepwise", "truth
 
 @dataclass(frozen=True, kw_only=True)
 class ShowConfig:
-    """Show what rows become: rendered text, trained tokens, token counts and length quantiles. Trains nothing."""
+    """Show how training sees rows: rendered text, trained tokens, token counts and length quantiles."""
 
     data: tuple[str, ...] = ()
     """Rows to show, in the form of the trainer's --data."""
@@ -59,32 +59,32 @@ class ShowConfig:
     data_format: str = "auto"
     """How rows are read: auto, a format name, or my_module.my_transform."""
     kind: Kind = "auto"
-    """What the rows are for; auto tells it from the format and the columns."""
+    """What the rows are for; auto infers it from the format and the columns."""
     model: str = "builtin:tiny"
-    """Whose tokenizer: hub id, local folder, run folder, or builtin:tiny."""
+    """Model whose tokenizer is used: hub id, local folder, run folder, or builtin:tiny."""
     rows: int = 3
-    """Rows printed, from the first on; the quantiles are of all rows."""
+    """Number of rows printed; the quantiles are of all rows."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
-    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
-    """Settings that the chat template reads, as a JSON object; a row's own column of that name wins over them."""
+    chat_template_kwargs: JsonObject = field(default_factory=dict)
+    """Settings for the chat template, as a JSON object; a row's chat_template_kwargs override them."""
     system_prompt: str | None = None
     """System message put before every conversation that has none."""
     max_length: int | None = None
-    """As in training, what is longer is cut or left out; unset shows rows whole."""
+    """As in training, longer rows are cut or left out; unset shows whole rows."""
     max_prompt_length: int | None = None
     """As in training, rows with longer prompts are left out (pairs, unpaired, prompts, truths)."""
     step_separator: str = "\n"
     """What ends a step (stepwise)."""
     bad_rows: BadRows = "error"
-    """Stop at a row that cannot be used, or skip and count it (pairs, unpaired, stepwise)."""
+    """Stop at an unusable row, or skip and count it (pairs, unpaired, stepwise)."""
     trust_remote_code: bool = False
-    """Let Python code run that comes with the tokenizer."""
+    """Allow running Python code that comes with the tokenizer."""
     format: FormatOptions = field(default_factory=FormatOptions)
 
 
 class Part(NamedTuple):
-    """A sequence that would be trained on."""
+    """One sequence of a row."""
 
     title: str
     ids: list[int]
@@ -94,11 +94,11 @@ class Part(NamedTuple):
 class Shown(NamedTuple):
     source: str
     parts: list[Part]
-    lengths: dict[str, int]  # what -> tokens
+    lengths: dict[str, int]  # name of a part -> tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after one sentence about what is wrong."""
+    """Exit status: 0, or 1 after an error message of one line."""
     import tyro
 
     try:
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
-    """The settings of --config where no flag sets them, and the config that a transform gets."""
+    """The settings of --config, overridden by flags, and the config that a transform gets."""
     default = ShowConfig()
     given = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
     names = ("data", "data_format", "model", "chat_template", "system_prompt", "chat_template_kwargs")
@@ -130,13 +130,13 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
         kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
         return replace(cfg, kind=kind), config_for(kind, {"model": cfg.model, **passed})
     training, kind, tree = config_from(cfg.config, passed)
-    # Whether a model's own code may run is for the caller to say, not for a file.
+    # Only a flag may allow a model's own code to run, not a file.
     copied = [f.name for f in fields(cfg) if f.name in tree and f.name not in (*given, "trust_remote_code")]
     values = {name: tree[name] for name in copied}
     values |= {"format": training.format} if "format" in values else {}
     values |= {"data": tuple(values["data"])} if "data" in values else {}
     cfg = replace(cfg, **({} if "kind" in given else {"kind": kind}), **values)
-    # What a method has that this kind of rows has no use for was said to the method, not to us.
+    # Settings of the method that do not apply to this kind of rows are ignored, not refused.
     unused = {
         name: getattr(default, name) for name, kinds in USED_BY.items() if cfg.kind not in kinds and name in values
     }
@@ -153,7 +153,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(
             str(place) if place.is_dir() else name, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:  # what transformers raises for a missing or unreadable one
+    except (OSError, ValueError) as error:  # what transformers raises if it is missing or unreadable
         reason = str(error).strip().split("\n")[0]
         needs_code = "trust_remote_code" in str(error)
         remedy = "if you trust its code, pass --trust-remote-code" if needs_code else "check the path or hub id"
@@ -161,7 +161,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
-    """All rows, as the loader of their kind gives them."""
+    """All rows, as returned by the loader of their kind."""
     kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
     for name, kinds in USED_BY.items():
         if kind not in kinds and getattr(cfg, name) != getattr(ShowConfig(), name):
@@ -174,11 +174,11 @@ def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
     if kind == "truths":
         common |= {"max_prompt_length": cfg.max_prompt_length, "options": cfg.format}
         return [
-            _shown_truth(row) for row in load_truths(cfg.data, tokenizer, max_completion_length=sys.maxsize, **common)
+            _shown_target(row) for row in load_targets(cfg.data, tokenizer, max_completion_length=sys.maxsize, **common)
         ]
     longest = sys.maxsize if cfg.max_length is None else cfg.max_length
     if kind == "documents":
-        from data.rows.documents import load_documents  # brings torch
+        from data.rows.documents import load_documents  # imports torch
 
         return [_shown_document(row) for row in load_documents(cfg.data, tokenizer, max_length=longest, **common)]
     if kind == "sft":
@@ -194,7 +194,7 @@ def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
 
 
 def kind_of(cfg: ShowConfig) -> Kind:
-    """What rows are for, from the name of their format, or else from the columns of the first row."""
+    """What rows are for, inferred from the name of their format, else from the columns of the first row."""
     spec = parse_specs(cfg.data)[0]
     name = spec.format or cfg.data_format
     options = replace(cfg.format, **spec.format_options)
@@ -225,8 +225,8 @@ def kind_of(cfg: ShowConfig) -> Kind:
         if needed <= columns and "." not in name:
             return kind
     if any(known.startswith(name.partition(".")[0] + ".") for known in PAIR_FORMATS):
-        return "pairs"  # a misspelt name, which the loader knows how to correct
-    raise ValueError(f"kind=auto: cannot be told from data_format={name} and the columns of the data; give --kind")
+        return "pairs"  # a misspelt name, for which the loader suggests the right one
+    raise ValueError(f"kind=auto: cannot be inferred from data_format={name} and the columns of the data; give --kind")
 
 
 def _part(title: str, context: list[int], trained: list[int]) -> Part:
@@ -238,9 +238,9 @@ def _shown_example(row: Any) -> Shown:
     return Shown(row.source, [part], {"whole": len(row.ids), "trained": sum(row.mask)})
 
 
-def _shown_truth(row: Any) -> Shown:
-    mask = row.truth_mask or [True] * len(row.truth_ids)
-    part = Part("truth", row.ids + row.truth_ids, [0] * len(row.ids) + [int(trained) for trained in mask])
+def _shown_target(row: Any) -> Shown:
+    mask = row.target_mask or [True] * len(row.target_ids)
+    part = Part("truth", row.ids + row.target_ids, [0] * len(row.ids) + [int(trained) for trained in mask])
     return Shown(row.source, [part], {"prompt": len(row.ids), "truth": len(mask), "whole": len(part.ids)})
 
 
@@ -301,7 +301,7 @@ def show(rows: Sequence[Shown], tokenizer: Any, num_rows: int) -> None:
 
 
 def quantile_of(values: Sequence[int], quantile: float) -> int:
-    """The smallest of the values that at least this part of them does not exceed."""
+    """The smallest value that at least this fraction of the values does not exceed."""
     return sorted(values)[max(math.ceil(quantile * len(values)) - 1, 0)]
 
 

@@ -1,4 +1,4 @@
-"""Rows from local files, hub datasets and built-in tasks, each with where it came from.
+"""Rows from local files, hub datasets and built-in tasks, each with its source.
 
     load_rows(parse_spec("sums.jsonl:split=train[:500],weight=0.5"))
     load_rows(parse_spec("chats.ndjson:format=chat_template,field_messages=request.input,roles=user=human|person"))
@@ -6,7 +6,7 @@
     load_rows(parse_spec("task:addition:difficulty=3,split=eval"))
     load_rows(parse_spec("reasoning_gym:chain_sum:size=500,max_terms=2"))
 
-A row's source ("sums.jsonl:17") names the line of the file, so that every later message can point at it.
+A row's source ("sums.jsonl:17") names the line of the file, for later error messages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from data.hints import suggest
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
 KEYS = ("format", "split", "name", "weight")
-FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # what a format reads: field_messages, roles, ...
+FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # options of a format: field_messages, roles, ...
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES))
 _FIRST_OPTION = re.compile(r":(?=[A-Za-z_]+=)")
-_COMMA = re.compile(r"(?<!\\),")  # between options; one that is written \, belongs to a value
+_COMMA = re.compile(r"(?<!\\),")  # separates options; \, is a comma within a value
 # The split syntax of the datasets library: train, train[:500], train[10%:20%], train[-5:]
 _SLICE = re.compile(
     r"(?P<split>\w+(?:\.\w+)*)(?:\[(?:(?P<start>-?\d+)(?P<pct1>%)?)?:(?:(?P<stop>-?\d+)(?P<pct2>%)?)?\])?"
@@ -52,7 +52,7 @@ class DataSpec:
     name: str | None = None  # configuration of a hub dataset
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)  # of a task: size, seed, difficulty, sloppy, boxed, its own
-    format_options: dict[str, str] = field(default_factory=dict)  # FormatOptions that this entry sets for itself
+    format_options: dict[str, str] = field(default_factory=dict)  # FormatOptions set by this entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def parse_spec(text: str) -> DataSpec:
         elif key in KEYS:
             values[key] = _number(text, key, value, float) if key == "weight" else value
         elif path.startswith(reasoning_gym.PREFIX) and key not in ("size", "seed"):
-            options[key] = value  # the task's own setting, which it alone can judge
+            options[key] = value  # a setting of the task, which validates it
         elif key in TASK_OPTIONS:
             options[key] = _number(text, key, value, TASK_OPTIONS[key])
         else:
@@ -102,7 +102,7 @@ def parse_spec(text: str) -> DataSpec:
 
 
 def load_rows(spec: DataSpec) -> list[Row]:
-    """All rows of the split that the spec names, in their order."""
+    """All rows of the spec's split, in order."""
     if spec.path.startswith(("task:", reasoning_gym.PREFIX)):
         rows = _task_rows(spec)
     elif _is_hub(spec.path):
@@ -116,7 +116,7 @@ def load_rows(spec: DataSpec) -> list[Row]:
 
 
 def slice_rows(split: str, num_rows: int) -> tuple[set[str], list[int]]:
-    """Names and row numbers a split asks for, by the rules of the datasets library.
+    """Split names and row numbers of a split expression, by the rules of the datasets library.
 
     >>> slice_rows("train[:2]+train[90%:]", 10)
     ({'train'}, [0, 1, 9])
@@ -129,7 +129,7 @@ def slice_rows(split: str, num_rows: int) -> tuple[set[str], list[int]]:
         start, stop = (None if match[end] is None else int(match[end]) for end in ("start", "stop"))
         if match["pct1"] or match["pct2"]:
             if any(bound is not None and abs(bound) > 100 for bound in (start, stop)):
-                raise ValueError(f"split={split}: a percentage lies between -100 and 100")
+                raise ValueError(f"split={split}: a percentage must be between -100 and 100")
             start, stop = (None if bound is None else round(bound * num_rows / 100) for bound in (start, stop))
         names.add(match["split"])
         chosen += range(num_rows)[start:stop]
@@ -145,7 +145,7 @@ def _number(text: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
 
 
 def _is_hub(path: str) -> bool:
-    """Not a task and nothing that looks like a file. A folder goes the way of a hub id: datasets reads both."""
+    """Whether it is neither a task nor a file name. A folder counts as a hub id: datasets reads both."""
     if path.startswith(("task:", reasoning_gym.PREFIX)) or path.lower().endswith(SUFFIXES):
         return False
     place = Path(path).expanduser()
@@ -153,7 +153,7 @@ def _is_hub(path: str) -> bool:
 
 
 def _take(spec: DataSpec, rows: list[Row], base: str) -> list[Row]:
-    """Apply the split to rows that are all of `base`."""
+    """Apply the split to rows that all belong to the split `base`."""
     if spec.split is None:
         return rows
     names, chosen = slice_rows(spec.split, len(rows))
@@ -182,10 +182,10 @@ def _task_rows(spec: DataSpec) -> list[Row]:
 
 
 def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
-    """A row of a table without the nulls that its schema put into tool calls, tools and settings of the template.
+    """A table row without the nulls that its schema added to tool calls, tools and template settings.
 
-    A table gives every struct in a column the same keys, so there a null and a key that is not given are the same. The
-    nulls in a file of JSON were written by someone, and stay.
+    A table gives every struct in a column the same keys, so a null there may be an absent key. Nulls in a JSON file
+    were written by someone, and stay.
     """
 
     def clean(name: str, value: Any) -> Any:
@@ -198,7 +198,9 @@ def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
             return message
         if "tool_calls" in message:
             return {**message, "tool_calls": _without_nulls(message["tool_calls"])}
-        return {name: clean(name, value) for name, value in message.items()}  # a conversation may lie in an object
+        return {
+            name: clean(name, value) for name, value in message.items()
+        }  # a conversation may be nested in an object
 
     return {name: clean(name, value) for name, value in columns.items()}
 
@@ -218,7 +220,7 @@ def _hub_rows(spec: DataSpec) -> list[Row]:
             Row(source=f"{spec.path}:{number}", columns=without_fillers(columns))
             for number, columns in enumerate(table, 1)
         ]
-    except Exception as error:  # network, hub, unknown split or configuration, broken file: all for the user to mend
+    except Exception as error:  # network, hub, unknown split or configuration, broken file: all for the user to fix
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"data={spec.path}: is no local file and could not be loaded as a hub dataset ({reason}); check the path, "
@@ -236,7 +238,9 @@ def _file_rows(path: str) -> list[Row]:
             raise ValueError(
                 f'data={path}: plain text has no rows; write it as .jsonl, a line {{"text": ...}} for each document'
             )
-        raise ValueError(f"data={path}: its kind is not known from its name; rename it to one of {', '.join(SUFFIXES)}")
+        raise ValueError(
+            f"data={path}: the file type is not known from its name; rename it to one of {', '.join(SUFFIXES)}"
+        )
     try:
         if kind == "parquet":
             return _read_parquet(path, place)
@@ -253,7 +257,7 @@ def _file_rows(path: str) -> list[Row]:
 
 def _read_jsonl(path: str, text: str) -> list[Row]:
     rows = []
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: U+2028 may stand inside a JSON string
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a JSON string may contain U+2028
         if not line.strip():
             continue
         try:
@@ -262,14 +266,14 @@ def _read_jsonl(path: str, text: str) -> list[Row]:
             raise ValueError(
                 f"{path}:{number}: is not valid JSON ({error.msg}, column {error.colno}); fix it"
             ) from None
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets nested too deep
             raise ValueError(f"{path}:{number}: cannot be read as JSON ({error}); fix it") from None
         rows.append(_object_row(path, number, columns))
     return rows
 
 
 def _read_json(path: str, text: str) -> list[Row]:
-    """A list of objects, {"data": that list}, or (as many tools write) one object a line."""
+    """A list of objects, {"data": that list}, or (as many tools write) one object per line."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -295,7 +299,7 @@ def _object_row(path: str, number: int, columns: Any) -> Row:
 
 
 def _read_csv(path: str, text: str, delimiter: str) -> list[Row]:
-    csv.field_size_limit(2**31 - 1)  # the default cuts off at 128 KiB, which a long prompt exceeds
+    csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too low for long prompts
     rows = []
     try:
         table = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)

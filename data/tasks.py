@@ -1,15 +1,15 @@
-"""Built-in procedural tasks: endless rows with an exact answer, so that a run needs no download.
+"""Built-in procedural tasks: rows with exact answers, so that a run needs no download.
 
     make_rows("addition", split="train", size=2, seed=0)
     -> [{"prompt": [{"role": "user", "content": "37+58="}], "answer": "95", "completion": "95",
          "chosen": "95", "rejected": "85"}, ...]
 
-The answers of the task `lookup` stand in a `table` that only the tool `lookup` sees, so that a model has to call it.
-A rejected answer is wrong and has as many characters as the chosen one, so that length tells them apart nowhere. The
-task `steps` adds a solution in steps, `completions`, with `labels` that are True up to the first wrong step.
+The answers of the task `lookup` are in a `table` that only the tool `lookup` can read, so the model has to call it. A
+rejected answer is wrong and as long as the chosen one, so that length does not distinguish them. The task `steps` adds
+a solution in steps, `completions`, with `labels` that are True up to the first wrong step.
 
-A task numbers all its problems (0 .. space - 1). A problem belongs to exactly one split by a stable hash of its key, so
-`sft`, `train` and `eval` share no key whatever the seed and size; the seed only picks and orders the problems.
+A task numbers its problems 0 .. space - 1. A stable hash of a problem's key assigns it to exactly one split, so `sft`,
+`train` and `eval` share no key whatever the seed and size; the seed only selects and orders the problems.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from data.hints import suggest
 
 SPLITS = {"sft": range(0, 50), "train": range(50, 90), "eval": range(90, 100)}  # percent of the keys
 DEFAULT_SIZE = {"train": 4096, "sft": 8192, "eval": 500}
-# Spaces up to this size are listed in full; larger ones are sampled, where repeats are rare and simply redrawn.
+# Spaces up to this size are enumerated; larger ones are sampled, where repeats are rare and redrawn.
 LIST_LIMIT = 200_000
 
-GIVES_UP = "?"  # what the sloppy teacher of lookup says
+GIVES_UP = "?"  # the answer of the sloppy teacher of lookup
 
 Problem = tuple[str, str, str]  # content, answer, key; problems with the same key are always in the same split
 
 
 @dataclass(frozen=True)
 class Task:
-    """One family of problems, numbered so that any of them can be made from its number."""
+    """One family of problems, each determined by its number."""
 
     about: str
     difficulty: int  # the default
     space: Callable[[int], int]  # difficulty -> number of problems
     problem: Callable[[int, int], Problem]  # number, difficulty -> problem
     reject: Callable[[str, str], str]  # content, answer -> a wrong answer of the same length
-    tool: bool = False  # the answer cannot be known, only looked up in the row's table
+    tool: bool = False  # the answer can only be looked up in the row's table
     solve: Callable[[str], list[str]] | None = None  # content -> the steps to the answer
 
 
@@ -51,7 +51,7 @@ def _pairs(difficulty: int) -> int:
 
 def _operands(number: int, difficulty: int) -> tuple[int, int, str]:
     a, b = divmod(number, 10**difficulty)
-    return a, b, f"{min(a, b)},{max(a, b)}"  # unordered: 37+58 and 58+37 must not be in different splits
+    return a, b, f"{min(a, b)},{max(a, b)}"  # unordered: 37+58 and 58+37 must be in the same split
 
 
 def _addition(number: int, difficulty: int) -> Problem:
@@ -91,12 +91,12 @@ def _chain(number: int, difficulty: int) -> Problem:
 
 def _lookup(number: int, difficulty: int) -> Problem:
     key = f"{number:0{difficulty}d}"
-    # The sign tells a small model where in the tool's result to look: with bare digits it rarely learns to repeat them.
+    # The = marks where in the tool's result to look: a small model rarely learns to copy bare digits.
     return f"{key}?", f"={10 + _stable(f'lookup/{key}') % 90}", key
 
 
 def add_up(content: str, slip: int | None = None) -> list[str]:
-    """The additions that solve "a+b+c=", one a step. The one numbered `slip` goes wrong; later ones build on it.
+    """The additions that solve "a+b+c=", one per step. Step `slip` is wrong, and later steps build on it.
 
     >>> add_up("3+8+5="), add_up("3+8+5=", slip=0)
     (['3+8=11', '11+5=16'], ['3+8=17', '17+5=22'])
@@ -113,7 +113,7 @@ def add_up(content: str, slip: int | None = None) -> list[str]:
 
 
 def change_digit(content: str, answer: str) -> str:
-    """The answer with one digit changed, which one and to what decided by the content; never to a leading zero."""
+    """The answer with one digit changed, chosen by a hash of the content; never to a leading zero."""
     draw = _stable(f"{content}{answer}")
     places = [place for place, character in enumerate(answer) if character.isdigit()]
     place = places[draw % len(places)]
@@ -123,13 +123,13 @@ def change_digit(content: str, answer: str) -> str:
 
 
 def _without_carries(content: str, answer: str) -> str:
-    """The slip that a sloppy teacher makes, where it is one and as long as the answer; else another digit."""
+    """The sum without carries if it is wrong and as long as the answer; else one digit changed."""
     slip = forget_carries(content)
     return slip if slip != answer and len(slip) == len(answer) else change_digit(content, answer)
 
 
 def _swap(content: str, answer: str) -> str:
-    """The answer with two neighbours swapped; where all are equal, one is changed."""
+    """The answer with two adjacent characters swapped; if all are equal, one is changed."""
     places = [place for place in range(len(answer) - 1) if answer[place] != answer[place + 1]]
     if not places:
         return chr(ord(answer[0]) + (-1 if answer[0] in "z9" else 1)) + answer[1:]
@@ -166,10 +166,10 @@ def make_rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of a built-in task: `prompt`, `answer`, the `completion` to imitate, and a `chosen` and `rejected` one.
 
-    Rows repeat when size exceeds the problems there are, except in `eval`, where that is an error. Two options make the
-    completions of a `sft` split an imperfect teacher, so that RL has something to improve: `sloppy` is the chance that
-    one of addition forgets its carries (37+58= 85), and that one of lookup gives up without calling the tool ("?");
-    `boxed` (addition only) is the chance that one is written in brackets ([95]).
+    Rows repeat if size exceeds the number of problems, except in `eval`, where that is an error. Two options make the
+    completions of a `sft` split an imperfect teacher, so that RL has something to improve: `sloppy` is the probability
+    that addition forgets its carries (37+58= 85), or that lookup gives up without calling the tool ("?"); `boxed`
+    (addition only) is the probability that the answer is in brackets ([95]).
     """
     if name not in TASKS:
         raise ValueError(f"task:{name}: no such built-in task; {suggest(name, TASKS)}")
@@ -192,7 +192,7 @@ def make_rows(
     rows = [_row(task, content, answer) for content, answer, _ in problems]
     if task.solve:
         _add_steps(rows, random.Random(f"{name}/{split}/{difficulty}/{seed}/steps"))
-    # Streams of their own: the same problems come in the same order whatever the teacher is like.
+    # Separate random streams: problems and their order do not depend on the teacher.
     slips, boxes = (random.Random(f"{name}/{split}/{difficulty}/{seed}/{what}") for what in ("sloppy", "boxed"))
     for row in rows:
         if slips.random() < sloppy:
@@ -203,7 +203,7 @@ def make_rows(
 
 
 def bucket(name: str, key: str) -> int:
-    """0..99, the same on every machine and in every Python."""
+    """0..99, the same on every machine and Python version."""
     return _stable(f"{name}/{key}") % 100
 
 
@@ -212,7 +212,7 @@ def _stable(text: str) -> int:
 
 
 def forget_carries(content: str) -> str:
-    """What "a+b=" gives when no digit ever carries into the next: 37+58 -> 85.
+    """The result of "a+b=" without carries: 37+58 -> 85.
 
     >>> forget_carries("37+58="), forget_carries("9+1=")
     ('85', '0')
@@ -233,7 +233,7 @@ def _row(task: Task, content: str, answer: str) -> dict[str, Any]:
 
 
 def _tool_row(content: str, answer: str) -> dict[str, Any]:
-    """The call in the format that tool_format=pythonic reads: a few tokens, even for a tokenizer of bytes."""
+    """The call in the format of tool_format=pythonic: a few tokens, even for a byte tokenizer."""
     key = content.rstrip("?")
     turns = (("assistant", f"[lookup('{key}')]"), ("tool", answer), ("assistant", answer))
     completion = [{"role": role, "content": text} for role, text in turns]
@@ -242,7 +242,7 @@ def _tool_row(content: str, answer: str) -> dict[str, Any]:
 
 
 def _add_steps(rows: list[dict[str, Any]], rng: random.Random) -> None:
-    """Half of the solutions are right; the others go wrong at some step, and from there on every label is False."""
+    """Half of the solutions are right; the others fail at some step, and from there on every label is False."""
     for row in rows:
         content = row["prompt"][0]["content"]
         num_steps = content.count("+")
@@ -267,14 +267,14 @@ def _choose(name: str, task: Task, split: str, size: int | None, difficulty: int
             )
         wanted = len(pool)
     chosen: list[Problem] = []
-    while len(chosen) < wanted:  # whole passes over the pool, each in another order
+    while len(chosen) < wanted:  # whole passes over the pool, each shuffled anew
         rng.shuffle(pool)
         chosen += pool[: wanted - len(chosen)]
     return chosen
 
 
 def _sample(name: str, task: Task, split: str, size: int, difficulty: int, rng: random.Random) -> list[Problem]:
-    """Distinct problems of a space too large to list; the split holds at least twice as many as are wanted."""
+    """Distinct problems of a space too large to enumerate; the split has at least twice as many as wanted."""
     space = task.space(difficulty)
     chosen: dict[int, Problem] = {}
     while len(chosen) < size:

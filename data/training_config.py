@@ -1,6 +1,6 @@
-"""The config that training hands to a user's transform, for commands that only look at rows.
+"""The config that training passes to a user's transform, for commands that only read rows.
 
-Its classes are the trainer's, which lies above this folder: they are looked up by name, and only when they are needed.
+Its classes belong to trainer/, which imports this folder, so they are looked up by name and only when needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from data.rows.stepwise import STEP_FORMATS
 
 BUILT_IN = {*PROMPT_FORMATS, *SFT_FORMATS, *PAIR_FORMATS, *UNPAIRED_FORMATS, *STEP_FORMATS, *EBFT_FORMATS,
             *EBFT_STRIDED_FORMATS}  # fmt: skip
-# What a method reads; the first of a kind is the one whose config a transform gets when no method is named.
+# What each method reads. A transform gets the config of the first method of its kind if no method is named.
 KINDS = {"sft": "sft", "dpo": "pairs", "ipo": "pairs", "cpo": "pairs", "simpo": "pairs", "orpo": "pairs", "rm": "pairs",
          "kto": "unpaired", "prm": "stepwise", "grpo": "prompts", "rloo": "prompts", "gdpo": "prompts",
          "ebft": "truths"}  # fmt: skip
@@ -30,14 +30,14 @@ def uses_transform(specs: Sequence[str], data_format: str) -> bool:
 
 
 def config_for(kind: str, flags: Mapping[str, Any]) -> Any:
-    """The config of a method that reads rows of this kind, with these flags and defaults otherwise."""
+    """The config of a method that reads rows of this kind: these flags, and defaults for the rest."""
     kind, mode = ("truths", ["--mode", "strided"]) if kind == "documents" else (kind, [])
     method = next(method for method, read in KINDS.items() if read == kind)
     return _parsed(["--method", method, *mode, *_words(flags)])
 
 
 def config_from(path: str, flags: Mapping[str, Any]) -> tuple[Any, str, dict[str, Any]]:
-    """The config of a YAML file as training reads it, with these flags over it; the kind of its rows; it as a tree."""
+    """The config of a YAML file as training reads it, overridden by flags; the kind of its rows; the config tree."""
     cfg = _parsed(["--config", path, *_words(flags)])
     tree = importlib.import_module("trainer.config.flags").config_to_tree(cfg)
     kind = KINDS.get(tree["method"], "auto")

@@ -1,4 +1,4 @@
-"""Records that data/ hands to the rest: plain Python, no tensors."""
+"""Records that the loaders return: plain Python, no tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}], as chat
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One thing to complete.
+    """One prompt to complete.
 
     >>> Prompt(source="sums.jsonl:3", prompt="2+2=", ids=[50, 43, 50, 61], columns={"answer": "4"})
     """
 
     source: str  # where the row came from, for messages: "sums.jsonl:3", "task:addition:17"
-    prompt: str | Messages  # as rewards see it; a list of messages when the row is conversational
-    ids: list[int]  # what the engine is given, generation prompt included
+    prompt: str | Messages  # as rewards get it; a list of messages if the row is conversational
+    ids: list[int]  # what the engine gets, generation prompt included
     columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row, for the rewards
     settings: dict[str, Any] = field(default_factory=dict)  # what the chat template gets besides the messages
     weight: float = 1.0  # how often the row appears in one epoch
@@ -28,15 +28,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruthPrompt(Prompt):
-    """A prompt with what follows it in the data, to which completions are compared.
+class TargetPrompt(Prompt):
+    """A prompt with its target, the true completion that completions are compared with.
 
-    columns["ground_truth"] is that as text; columns["remaining_turns"] are the messages after the first true turn,
-    where the conversation goes on.
+    columns["ground_truth"] is the target as text; columns["remaining_turns"] are the messages after its first turn, if
+    the conversation goes on.
     """
 
-    truth_ids: list[int]  # behind `ids`, with the token that ends the turn
-    truth_mask: list[bool] | None = None  # which of truth_ids a model would have written; None: all
+    target_ids: list[int]  # follow `ids`; include the end-of-turn token
+    target_mask: list[bool] | None = None  # True = written by the assistant; None: all of target_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Pair:
     prompt_ids: list[int]
     chosen_ids: list[int]
     rejected_ids: list[int]
-    margin: float | None = None  # how much better the chosen one is, where the data says so (reward models)
+    margin: float | None = None  # how much better the chosen response is, if the data has it (reward models)
     weight: float = 1.0
 
 
@@ -74,7 +74,7 @@ class Labelled:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """A solution in steps, each judged at the token that ends it."""
+    """A solution in steps, each labelled at its last token."""
 
     source: str
     ids: list[int]

@@ -1,15 +1,14 @@
-"""A user's own code: modules beside them and files, imported once and shared by everything that names them.
+"""The user's own code: modules and files that flags name, imported once and shared by everything that names them.
 
     module = load_module("my_code", "data_format=my_code.shorten")  # my_code.py in the working folder, else installed
     factory = attribute_of(module, "shorten", "data_format=my_code.shorten")
+    name, function = find_callable("my_rewards.py:short", "reward_funcs=my_rewards.py:short")
 
-The second argument is what the user typed, as the sentences about it begin.
+`label` is what the user typed; every error message begins with it.
 
-A user's project may have a package `data` or a file trainer.py: in this process those names are ours (strop_names.py).
-Import statements in the user's files get the user's module all the same, if there is one of the name they ask for, and
-ours otherwise. Theirs is then loaded under another name, `_user_folder_0.data.x` for data/x.py.
-
-A function or class of the user's by the name that was typed: my_module.fn in the working folder, or FILE.py:fn.
+A user's project may have a package `data` or a file trainer.py, but in this process those names are ours
+(strop_names.py). Import statements in the user's files still get the user's module if it has the name they ask for, and
+ours otherwise. The user's module is then loaded under another name, `_user_folder_0.data.x` for data/x.py.
 """
 
 from __future__ import annotations
@@ -29,11 +28,27 @@ from data.hints import suggest
 from strop_names import NAMES, ROOT, is_ours, module_file
 
 LIBRARY = str(Path(importlib.__file__).parent)
-PYTHON = "python"  # of a callable that no name leads to
+PYTHON = "python"  # prefix of callables that cannot be imported by name
+
+
+def find_callable(spec: str, label: str) -> tuple[str, Any]:
+    """(name, function or class) for my_module.fn in the working folder or installed, or FILE.py:fn."""
+    path, colon, attribute = spec.rpartition(":")
+    if colon and path.endswith(".py"):
+        module = load_file(Path(path).expanduser().resolve(), label)
+    else:
+        name, dot, attribute = spec.rpartition(".")
+        if not dot or colon:
+            raise ValueError(f"{label}: names no function; give my_module.function or path/to/file.py:function")
+        module = load_module(name, label)
+    found = attribute_of(module, attribute, label)
+    if not callable(found):
+        raise ValueError(f"{label}: is a {type(found).__name__}, not a function; name something callable")
+    return attribute, found
 
 
 def load_module(name: str, label: str) -> ModuleType:
-    """import_beside, or a sentence with the cause."""
+    """import_beside; raises ValueError with the cause."""
     try:
         return import_beside(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code, a script's sys.exit() included
@@ -41,18 +56,18 @@ def load_module(name: str, label: str) -> ModuleType:
             raise ValueError(
                 f"{label}: there is no module {name!r}, neither in {Path.cwd()} nor installed; check the name"
             ) from None
-        raise ValueError(f"{label}: cannot be imported ({told(error)}{place(error)})") from None
+        raise ValueError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
 def load_file(path: Path, label: str) -> ModuleType:
-    """The file as a module, or a sentence with the cause."""
+    """The file as a module; raises ValueError with the cause."""
     if not path.is_file():
         raise ValueError(f"{label}: the file {path} does not exist; check the path")
     _search(Path.cwd())
     try:
         return _run_file(path)
     except (Exception, SystemExit) as error:  # as above
-        raise ValueError(f"{label}: cannot be imported ({told(error)}{place(error)})") from None
+        raise ValueError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
 def attribute_of(module: ModuleType, attribute: str, label: str) -> Any:
@@ -64,50 +79,37 @@ def attribute_of(module: ModuleType, attribute: str, label: str) -> Any:
     return getattr(module, attribute)
 
 
-def import_beside(name: str) -> ModuleType:
-    """The module of that name in the working folder if there is one, else an installed one; errors are its own.
-
-    It is imported as any module is, so whoever names it gets the same one. Only where the name is in use by something
-    outside the folder (a library, or a package of ours) is the file loaded under another name, and that one left alone.
-    """
-    folder = Path.cwd()
-    _search(folder)
-    beside = module_file(folder, name)
-    importlib.invalidate_caches()  # the file may be younger than the last look into the folder
-    if _hides(folder, name):
-        return importlib.import_module(f"{_alias(folder)}.{name}")
-    if beside is not None and _in_use_elsewhere(name.partition(".")[0], folder):
-        return _run_file(beside)
-    module = importlib.import_module(name)
-    if beside is None or Path(getattr(module, "__file__", None) or "").resolve() == beside.resolve():
-        return module
-    return _run_file(beside)  # an earlier working folder had one of that name
-
-
-def is_missing(name: str, error: BaseException) -> bool:
-    """Whether the import failed for want of that very module, not of something it imports."""
-    return isinstance(error, ModuleNotFoundError) and bool(error.name) and f"{name}.".startswith(f"{error.name}.")
-
-
-def told(error: BaseException) -> str:
-    return printable(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-def printable(text: str) -> str:
-    """Control characters as \\x1b and the like: text of others must not steer the user's terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
-
-
 def import_name(call: Callable[..., Any]) -> str:
-    """module.function, if that is how it can be found again; else python:module.function, which find_reward refuses."""
+    """module.function if it can be imported that way; else python:module.function, which find_reward refuses."""
     named = call if hasattr(call, "__qualname__") else type(call)
     module, name = named.__module__, named.__qualname__
     found = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
     return f"{module}.{name}" if found is call else f"{PYTHON}:{module}.{name}"
 
 
+# Errors in the user's code.
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message in one printable line."""
+    return printable(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def printable(text: str) -> str:
+    """Escape control characters (\\x1b): foreign text must not control the user's terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
+def where_raised(error: BaseException, call: Callable[..., Any] | None = None) -> str:
+    """Where in the user's code it was raised, as "(FILE, line N)" after a space; empty if nowhere there."""
+    frames = users_part(error)
+    home = getattr(sys.modules.get(getattr(call, "__module__", "")), "__file__", None)
+    frames = [frame for frame in frames if frame.filename == home] or frames
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
 def users_part(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of its traceback that are not ours."""
+    """The frames of its traceback in the user's code."""
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -115,12 +117,32 @@ def users_part(error: BaseException) -> list[traceback.FrameSummary]:
     ]
 
 
-def place(error: BaseException, call: Callable[..., Any] | None = None) -> str:
-    """Where in the user's file it happened, in place of a traceback."""
-    frames = users_part(error)
-    home = getattr(sys.modules.get(getattr(call, "__module__", "")), "__file__", None)
-    frames = [frame for frame in frames if frame.filename == home] or frames
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+def is_missing(name: str, error: BaseException) -> bool:
+    """Whether the import failed because this module is missing, not one that it imports."""
+    return isinstance(error, ModuleNotFoundError) and bool(error.name) and f"{name}.".startswith(f"{error.name}.")
+
+
+# Importing.
+
+
+def import_beside(name: str) -> ModuleType:
+    """The module of that name in the working folder, else an installed one; errors of the import propagate.
+
+    The import is an ordinary one, so every caller gets the same module. Only if the name is already taken by a module
+    outside the folder (a library, or a package of ours) is the file loaded under another name.
+    """
+    folder = Path.cwd()
+    _search(folder)
+    beside = module_file(folder, name)
+    importlib.invalidate_caches()  # the file may be newer than the cached directory listing
+    if _hides(folder, name):
+        return importlib.import_module(f"{_alias(folder)}.{name}")
+    if beside is not None and _in_use_elsewhere(name.partition(".")[0], folder):
+        return _run_file(beside)
+    module = importlib.import_module(name)
+    if beside is None or Path(getattr(module, "__file__", None) or "").resolve() == beside.resolve():
+        return module
+    return _run_file(beside)  # an earlier working folder had a module of that name
 
 
 def _in_use_elsewhere(package: str, folder: Path) -> bool:
@@ -139,7 +161,7 @@ def _run_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path, loader=_UserLoader(name, path, path.parent))
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look a class's module up there
+    sys.modules[name] = module  # dataclasses and pickle look up the module of a class there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -148,22 +170,22 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-# a user's modules of the same names as ours -----------------------------------------------------------------------
+# User modules with the same names as ours.
 
-_folders: dict[Path, str] = {}  # of the user's -> the package under which modules with names of ours are loaded
+_folders: dict[Path, str] = {}  # user's folder -> package under which its modules with our names are loaded
 
 
 def _search(folder: Path) -> None:
-    """Find modules in the user's folder from now on."""
+    """Make modules in the user's folder importable."""
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # stays: the user's module may import its neighbours later
+        sys.path.insert(0, str(folder))  # not removed: the user's module may import its neighbours later
     _alias(folder)
     if _UserModules not in sys.meta_path:
         sys.meta_path.insert(sys.meta_path.index(PathFinder), _UserModules)
 
 
 def _alias(folder: Path) -> str:
-    """A package that has no file and looks into the folder."""
+    """Name of a package without a file whose submodules are those of the folder."""
     if folder not in _folders:
         package = ModuleType(f"_user_folder_{len(_folders)}")
         package.__path__ = [str(folder)]
@@ -173,12 +195,12 @@ def _alias(folder: Path) -> str:
 
 
 def _hides(folder: Path, name: str) -> bool:
-    """Whether the folder has this module and our package of the same name would hide it."""
+    """Whether the folder has this module but our package of the same name would hide it."""
     return name.partition(".")[0] in NAMES and folder != ROOT and module_file(folder, name) is not None
 
 
 class _UserModules:
-    """A finder of modules in the user's folders, for the sake of their loader."""
+    """Finder for modules in the user's folders, which gives them _UserLoader."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -194,7 +216,7 @@ class _UserModules:
 
 
 class _UserLoader(SourceFileLoader):
-    """Runs a file of the user's with an __import__ that knows the user's modules of the same names as ours."""
+    """Runs a user's file with an __import__ that prefers the user's modules over ours of the same name."""
 
     def __init__(self, name: str, file: Path, home: Path) -> None:
         super().__init__(name, str(file))
@@ -208,7 +230,7 @@ class _UserLoader(SourceFileLoader):
 
 
 class _Builtins(dict):
-    """Python's own names with another __import__; what is added to them later is found too."""
+    """Python's builtins with another __import__; builtins added later are found too."""
 
     def __missing__(self, name: str) -> Any:
         return vars(builtins)[name]
@@ -241,19 +263,3 @@ def _importer(folders: Sequence[Path]) -> Callable[..., ModuleType]:
         return sys.modules[f"{alias}.{name.partition('.')[0]}"]
 
     return import_theirs
-
-
-def find_callable(spec: str, label: str) -> tuple[str, Any]:
-    """(its own name, what it names); `label` is what the user typed, as the sentences about it begin."""
-    path, colon, attribute = spec.rpartition(":")
-    if colon and path.endswith(".py"):
-        module = load_file(Path(path).expanduser().resolve(), label)
-    else:
-        name, dot, attribute = spec.rpartition(".")
-        if not dot or colon:
-            raise ValueError(f"{label}: names no function; give my_module.function or path/to/file.py:function")
-        module = load_module(name, label)
-    found = attribute_of(module, attribute, label)
-    if not callable(found):
-        raise ValueError(f"{label}: is a {type(found).__name__}, not a function; name something callable")
-    return attribute, found

@@ -1,10 +1,10 @@
-"""Fast paths and their slow twins. Import the modules by name: importing this package imports nothing else.
+"""Fast kernels and their plain-torch references. Importing this package imports none of its modules.
 
-Hugging Face distributes a package of the same name, and transformers imports names from it whenever its metadata is
-found. Since this folder comes first on sys.path, such a name would be looked for here. So when that distribution is
-installed, its folder is searched after ours and its public names are handed out on request: transformers gets the real
-package, hub kernels keep working, and nothing of transformers is patched. None of our files may carry the name of one
-of theirs (tests/test_kernels_name.py).
+Hugging Face distributes a package of the same name, and transformers imports names from it if its metadata is found.
+This folder comes first on sys.path, so Python looks for those names here. If that distribution is installed, its folder
+is appended to our __path__ and __getattr__ forwards its public names: transformers gets the real package, hub kernels
+work, and transformers is not patched. None of our files may have the name of one of theirs
+(tests/test_kernels_name.py).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if _folder is not None:
 
 
 def __getattr__(name: str) -> Any:
-    """A name this package lacks: ask Hugging Face's, whose __init__ runs once, the first time this happens."""
+    """Look up a name this package lacks in Hugging Face's, whose __init__ runs once, on the first such lookup."""
     global _neighbour
     if _folder is None or name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if f"{__name__}.{name}" in sys.modules:  # a submodule that was imported before this package took its place
+    if f"{__name__}.{name}" in sys.modules:  # a submodule imported before this package replaced theirs
         return sys.modules[f"{__name__}.{name}"]
     if _neighbour is None:
         spec = importlib.util.spec_from_file_location(__name__, _folder / "__init__.py")
-        assert spec is not None and spec.loader is not None, f"{_folder} holds no Python package"
+        assert spec is not None and spec.loader is not None, f"{_folder} is not a Python package"
         _neighbour = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(_neighbour)
         except BaseException:
-            _neighbour = None  # a half-made module must not answer the next request
+            _neighbour = None  # do not keep a partly executed module for the next lookup
             raise
     return getattr(_neighbour, name)

@@ -1,16 +1,16 @@
-"""AdamW on bfloat16 weights and moments, rounded up or down at random so that small updates are not lost.
+"""AdamW on bfloat16 weights and moments with stochastic rounding, so that small updates are not lost.
 
 In float32, from the bfloat16 values w, m, v and the gradient g, with t the number of this step:
 
     m' = beta1 m + (1 - beta1) g        v' = beta2 v + (1 - beta2) g^2
     w' = (1 - lr decay) w - lr (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)
 
-and each of the three is stored as one of its two neighbours in bfloat16, with odds that make it right on average. To
-the nearest, an update under 2^-9 of a weight is lost every time, and so is a change of v with beta2 = 0.999, which is
-never more than 1e-3 of it: v would stay where it was.
+and each of the three is rounded to one of its two bfloat16 neighbours, with probabilities that make it exact on
+average. Rounding to nearest would always lose an update under 2^-9 of a weight. It would also lose every decrease of v
+with beta2 = 0.999, which is at most 1e-3 of v: v would never shrink.
 
-`step_` is one kernel on CUDA, `reference_step` its slow twin, which also runs elsewhere. The random bits depend on seed
-and place alone: a step done again gives the same weights, and so do copies of them on several ranks.
+`step_` is one kernel on CUDA; elsewhere it is `reference_step`, in plain torch. The random bits depend only on the seed
+and the position in the tensor: a repeated step gives the same weights, and so do replicas on several ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a CPU build of torch brings none; there the twin runs
+except ImportError:  # CPU builds of torch come without Triton; reference_step runs there
     triton = None
 
 BLOCK = 1024
 
 
 class Held(NamedTuple):
-    """What belongs to one parameter, all of its shape."""
+    """Tensors of one parameter, all of the same shape."""
 
     weight: Tensor
     grad: Tensor
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of one step; t counts from 1."""
+    """Hyperparameters of one step; t counts from 1."""
 
     lr: float
     beta1: float
@@ -54,15 +54,15 @@ class Rates(NamedTuple):
 
 
 def step_(held: Held, rates: Rates, seed: int) -> None:
-    """Update weight and moments in place. bfloat16, or float32, which is not rounded."""
+    """Update weight and moments in place. bfloat16 is rounded stochastically, float32 not at all."""
     fits = all(x.is_cuda and x.dtype == torch.bfloat16 and x.is_contiguous() for x in held)
     (kernel_step if fits and triton is not None else reference_step)(held, rates, seed)
 
 
 def kernel_step(held: Held, rates: Rates, seed: int) -> None:
-    """bfloat16, contiguous."""
+    """The Triton kernel; bfloat16 and contiguous tensors only."""
     num = held.weight.numel()
-    if num == 0:  # a rank without a part of it
+    if num == 0:  # this rank holds no shard of the parameter
         return
     correction1, correction2 = rates.corrections
     _step[triton.cdiv(num, BLOCK),](
@@ -73,15 +73,15 @@ def kernel_step(held: Held, rates: Rates, seed: int) -> None:
 
 @torch.no_grad()
 def reference_step(held: Held, rates: Rates, seed: int) -> None:
-    """The same in plain torch; its random bits are others."""
+    """The same in plain torch, with other random bits."""
     generator = torch.Generator(held.weight.device).manual_seed(seed)
     exact = exact_step(held, rates)
     for target, value in zip((held.weight, held.exp_avg, held.exp_avg_sq), exact, strict=True):
-        target.copy_(round_at_random(value, generator) if target.dtype == torch.bfloat16 else value)
+        target.copy_(stochastic_round(value, generator) if target.dtype == torch.bfloat16 else value)
 
 
 def exact_step(held: Held, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and moments after the step in float32 or wider, before they are rounded."""
+    """Weight and moments after the step in float32 or wider, before rounding."""
     wide = torch.promote_types(held.weight.dtype, torch.float32)
     weight, grad, exp_avg, exp_avg_sq = (x.to(wide) for x in held)
     correction1, correction2 = rates.corrections
@@ -92,13 +92,13 @@ def exact_step(held: Held, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
     return weight, exp_avg, exp_avg_sq
 
 
-def round_at_random(
+def stochastic_round(
     x: Tensor,  # (...) float32
     generator: torch.Generator,
 ) -> Tensor:  # (...) bfloat16
-    """The neighbour towards zero or the one away from it, by the distance to both."""
+    """Stochastic rounding to the bfloat16 neighbour towards zero or away from it."""
     noise = torch.randint(1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
-    bits = x.float().view(torch.int32) + noise  # carries into the upper half as often as the lower half is large
+    bits = x.float().view(torch.int32) + noise  # carries into the upper half with probability lower half / 2^16
     return (bits & -65536).view(torch.float32).to(torch.bfloat16)  # exact
 
 

@@ -1,20 +1,19 @@
-"""Attention over packed rows: who sees whom, as two runs of keys per query.
+"""Attention over packed rows, with the mask given as two runs of keys per query.
 
-Packed documents, a prompt shared by many completions and the strided layout of energy-based fine-tuning have one form:
-a query sees a run of keys before its own sequence (the shared prompt; may be empty) and a run of its own,
+Packed documents, a prompt shared by many completions, and the strided layout of energy-based fine-tuning have the same
+form: a query sees a run of keys before its own sequence (the shared prompt; may be empty) and a run within it,
 
     visible(q, k) = prefix_start[q] <= k < prefix_stop[q]  or  own_start[q] <= k < own_stop[q]
 
-so a mask is four integers per query. Two ways to run it:
-- `dense_mask`: (R, 1, Q, K) booleans for scaled_dot_product_attention. Right on every device, with a backward
-  everywhere; O(Q K) memory.
-- `block_mask` and `flex_attend`: flex_attention, CUDA only. Tile lists come from the runs by difference arrays in
-  O(R (Q + Q K / 128^2)); memory stays O(Q). One compiled graph serves every length and every mask.
+so a mask is four integers per query. There are two ways to run it:
+- `dense_mask`: (R, 1, Q, K) booleans for scaled_dot_product_attention. Works on every device, with a backward; O(Q K)
+  memory.
+- `block_mask` and `flex_attend`: flex_attention, CUDA only. Difference arrays turn the runs into tile lists in
+  O(R (Q + Q K / 128^2)) time; memory stays O(Q). One compiled graph serves every length and every mask.
 
-Two runs rather than a mask function of each layout: one kernel for all, and a sliding window keeps the form.
+Two runs instead of one mask function per layout: one kernel serves all layouts, and a sliding window keeps the form.
 
-Shapes: R = packed rows, T = positions of a row, Q = queries, K = keys, A = anchors; in `flex_attend` H = heads and
-K = head size, as everywhere else.
+Shapes: R = packed rows, Q = queries, K = keys; in `flex_attend` H = heads and K = head size, as everywhere else.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +31,10 @@ TILE = 128  # flex_attention's default sparse block, and what its kernels are tu
 
 
 class Spans(NamedTuple):
-    """The keys each query sees: two half-open runs of the key row that never overlap, not both empty.
+    """The keys each query sees: two half-open runs that never overlap and are not both empty.
 
-    Self-attention over a row has own_stop = q + 1. Padding sees padding: a softmax over nothing would be NaN.
+    Causal self-attention over a row has own_stop = q + 1. Padding attends to padding, since a softmax over no keys is
+    NaN.
     """
 
     prefix_start: Tensor  # (R, Q) int64
@@ -47,18 +46,18 @@ class Spans(NamedTuple):
 def with_window(spans: Spans, window: int) -> Spans:
     """Spans of a sliding-window layer: each query keeps the last `window` keys it sees, itself included.
 
-    Position ids run on from the prefix into the own run, so those are exactly the keys less than `window` back.
+    Position ids continue from the prefix into the own run, so these are exactly the keys less than `window` back.
     """
     if window < 1:
-        raise ValueError(f"window={window}: a query sees at least itself; use a window of 1 or more")
+        raise ValueError(f"window={window}: a query sees at least itself; use 1 or more")
     own_start = torch.maximum(spans.own_start, spans.own_stop - window)
-    left = (window - (spans.own_stop - spans.own_start)).clamp(min=0)  # how many keys of the prefix still fit
+    left = (window - (spans.own_stop - spans.own_start)).clamp(min=0)  # how many prefix keys still fit
     prefix_start = torch.maximum(spans.prefix_start, spans.prefix_stop - left)
     return spans._replace(prefix_start=prefix_start, own_start=own_start)
 
 
-def dense_mask(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q, K) bool, True = may look
-    """The mask as scaled_dot_product_attention takes it."""
+def dense_mask(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q, K) bool, True = visible
+    """The mask for scaled_dot_product_attention."""
     key = torch.arange(num_keys, device=spans.own_start.device)
     start, stop = spans.prefix_start.unsqueeze(-1), spans.prefix_stop.unsqueeze(-1)  # (R, Q, 1)
     prefix = (start <= key) & (key < stop)  # (R, Q, K)
@@ -69,7 +68,7 @@ def dense_mask(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q, K) bool, Tru
 class SpanMask:
     """`spans` as a flex_attention mask_mod. int32 halves what the kernel loads.
 
-    A plain object, not a closure: compared by identity and taken apart by `flex_attend`.
+    An object rather than a closure: it is compared by identity, and `flex_attend` reads its spans.
     """
 
     def __init__(self, spans: Spans) -> None:
@@ -85,12 +84,12 @@ def _visible(spans: Spans, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # of shape (R, 1, Q, K)
-    """The mask as `flex_attend` takes it, with exact lists of full and partial 128 x 128 tiles; no host sync.
+    """The mask for `flex_attend`, with exact lists of full and partial 128 x 128 tiles; no host sync.
 
     Build it once per micro-batch, outside inference mode, and share it between layers and passes.
     """
     assert not torch.is_inference_mode_enabled(), "a mask built in inference mode cannot be saved for backward"
-    # Runs that meet are one: a tile across the seam is full though neither run covers it.
+    # Merge runs that touch: a tile across the boundary is full although neither run covers it.
     meet = spans.prefix_stop == spans.own_start
     first_stop = torch.where(meet, spans.own_stop, spans.prefix_stop)
     second_start = torch.where(meet, spans.own_stop, spans.own_start)
@@ -101,7 +100,7 @@ def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # of shape (R, 1, Q, 
     seen = torch.zeros(tiles, dtype=torch.int32, device=spans.own_start.device)  # queries of the tile that see some key
     covered = torch.zeros_like(seen)  # queries of the tile that see all of its 128 keys
     for start, stop in runs:
-        # A run sees into tiles from that of its first key to that of its last, and covers those between its ends.
+        # A run sees the tiles from its first key to its last, and covers those that lie within it entirely.
         seen += _count(start // TILE, torch.where(start < stop, (stop + TILE - 1) // TILE, 0), tiles)
         covered += _count((start + TILE - 1) // TILE, stop // TILE, tiles)
     full = covered == TILE
@@ -113,11 +112,11 @@ def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # of shape (R, 1, Q, 
 
 
 def _count(first: Tensor, stop: Tensor, tiles: tuple[int, int, int]) -> Tensor:  # (R, Q/128, K/128) int32
-    """For each tile, how many of its queries have it in their run of key tiles [first, stop)."""
+    """For each tile, how many of its queries have this key tile in their run [first, stop) of key tiles."""
     rows, tall, wide = tiles
     device = first.device
     row = torch.arange(rows, device=device).unsqueeze(1) * tall
-    tile_row = (row + torch.arange(first.shape[1], device=device) // TILE) * (wide + 1)  # (R, Q) where it begins, flat
+    tile_row = (row + torch.arange(first.shape[1], device=device) // TILE) * (wide + 1)  # (R, Q) its start, flat
     some = (first < stop).to(torch.int32).flatten()
     steps = torch.zeros(rows * tall * (wide + 1), dtype=torch.int32, device=device)
     steps.scatter_add_(0, (tile_row + first.clamp(max=wide)).flatten(), some)
@@ -126,7 +125,7 @@ def _count(first: Tensor, stop: Tensor, tiles: tuple[int, int, int]) -> Tensor: 
 
 
 def _tile_list(chosen: Tensor) -> tuple[Tensor, Tensor]:  # (R, 1, Q/128), (R, 1, Q/128, K/128) int32
-    """How many tiles are chosen in each row of tiles, and which: those come first, in order."""
+    """Per row of tiles: how many are chosen, and the tile indices with the chosen ones first, in order."""
     chosen = chosen.unsqueeze(1).to(torch.int32)
     order = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
@@ -142,14 +141,14 @@ def flex_attend(
     query: Tensor,  # (R, H, Q, K)
     key: Tensor,  # (R, H_kv, keys, K); H a multiple of H_kv
     value: Tensor,  # (R, H_kv, keys, K)
-    block_mask: BlockMask,  # of shape (R, 1, Q, keys), made by `block_mask`
+    block_mask: BlockMask,  # of shape (R, 1, Q, keys), from `block_mask`
     *,
     scale: float,
 ) -> Tensor:  # (R, H, Q, K)
     """softmax(scale * query @ key.T where visible) @ value, forward and backward, without the (Q, keys) scores.
 
-    Compiled at the first call; lengths and masks do not recompile, head sizes, dtypes and grad modes do. If
-    compilation is off or gives up, this raises: flex_attention uncompiled would quietly run dense.
+    Compiled at the first call; new head sizes, dtypes and grad modes recompile, lengths and masks do not. Raises if
+    compilation is off or fails, because uncompiled flex_attention silently runs dense.
     """
     if query.device.type != "cuda":
         raise ValueError(f"query.device={query.device}: flex_attend runs on CUDA; elsewhere use dense_mask with sdpa")
@@ -159,7 +158,7 @@ def flex_attend(
         raise ValueError(f"lengths={num_queries, num_keys}: not multiples of {TILE}; pad queries and keys")
     if tuple(block_mask.shape) != (rows, 1, num_queries, num_keys):
         shape = tuple(block_mask.shape)
-        raise ValueError(f"block_mask.shape={shape}: made for other rows than {(rows, 1, num_queries, num_keys)}")
+        raise ValueError(f"block_mask.shape={shape}: the inputs need {(rows, 1, num_queries, num_keys)}")
     lists = [getattr(block_mask, name) for name in _LISTS]
     arguments = (query, key, value, block_mask.mask_mod.spans, lists, scale)
     if torch.compiler.is_compiling():  # inside a compiled model: part of its graph
@@ -170,13 +169,13 @@ def flex_attend(
 
 @contextmanager
 def _one_graph_for_all_lengths() -> Iterator[None]:
-    """Dynamo's settings while it may be compiling.
+    """Dynamo settings for a call that may compile.
 
-    Sizes that are equal by chance (8 heads, 8 tiles) stay apart, or else the next length would be a new graph; the
-    scale is a constant. What is left (head size, dtype, grad mode, one row or several, which inputs need gradients) may
-    well be more than the 8 graphs that Dynamo allows before it gives up.
+    Without duck shapes, sizes that are equal by chance (8 heads, 8 tiles) are not tied together, so a new length needs
+    no new graph. The scale is a constant. The remaining variants (head size, dtype, grad mode, one row or several,
+    which inputs need gradients) may exceed Dynamo's default limit of 8 graphs.
     """
-    import torch._dynamo as dynamo  # here, since it takes two seconds that a run without flex attention can save
+    import torch._dynamo as dynamo  # imported here: it takes two seconds, which runs without flex attention save
     import torch.fx.experimental._config as symbolic_shapes
 
     with dynamo.config.patch(recompile_limit=64, specialize_float=True), symbolic_shapes.patch(use_duck_shape=False):
@@ -189,11 +188,11 @@ def _compiled() -> Any:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list[Tensor], scale: float) -> Tensor:
-    """The mask comes in as plain tensors and is put together here: a BlockMask would be guarded on, mask by mask."""
+    """Takes the mask as plain tensors: Dynamo would guard on a BlockMask and recompile for every mask."""
     if not torch.compiler.is_dynamo_compiling():
-        raise RuntimeError("flex_attend: torch.compile is off or gave up; turn it on, or use dense_mask with sdpa")
+        raise RuntimeError("flex_attend: torch.compile is off or failed; turn it on, or use dense_mask with sdpa")
 
-    # Symbolic lengths that are multiples of the tile for all to see save the kernels their bounds checks.
+    # Tells the compiler that the symbolic lengths are multiples of the tile, so the kernels need no bounds checks.
     torch._check(query.shape[2] == TILE * lists[1].shape[2])
     torch._check(key.shape[2] == TILE * lists[1].shape[3])
 
@@ -207,78 +206,3 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list
         mask_mod=mask_mod,
     )
     return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
-
-
-@dataclass(frozen=True)
-class StridedLayout:
-    """One document's prompt and everything generated from its anchors, in one row; see `strided_layout`."""
-
-    spans: Spans  # each (1, T)
-    position_ids: Tensor  # (1, T) int64
-    context_end: Tensor  # (A,) int64 prompt tokens that anchor a sees
-    predictor: Tensor  # (A * samples * generated,) int64 place whose state predicts each generated token, in order
-    prompt_length: int
-    generated: int
-
-    def places(self, step: int) -> Tensor:  # (A * samples,) int64
-        """Where the tokens of generation step `step` (from 0) lie in the row, anchors first, then samples."""
-        if not 0 <= step < self.generated:
-            raise ValueError(f"step={step}: outside the {self.generated} steps of this layout; count from 0")
-        first, count = self.prompt_length, len(self.predictor)
-        return torch.arange(first + step, first + count, self.generated, device=self.predictor.device)
-
-    def step_spans(self, step: int) -> Spans:  # each (1, A * samples)
-        """What the queries of one generation step see, over keys cached at their places in the whole row.
-
-        Rows of the training mask: keys not yet written are of later steps or other samples, which nobody here sees.
-        """
-        places = self.places(step)
-        return Spans(*(bound[:, places] for bound in self.spans))
-
-
-def strided_layout(
-    prompt_length: int,
-    *,
-    stride: int,
-    context: int,
-    generated: int,
-    samples: int,
-    multiple: int = 1,
-    device: torch.device | str | None = None,
-) -> StridedLayout:
-    """Energy-based fine-tuning: continue the prompt from an anchor every `stride` tokens, `samples` times each.
-
-    Anchor a sees the first c(a) = a * stride + context prompt tokens and generates `generated` more, so that the prompt
-    has the true continuation of each: a runs while c(a) <= prompt_length - generated. Token s of sample i lies at
-    prompt_length + (a * samples + i) * generated + s with position id c(a) + s, and sees prompt[:c(a)], the earlier
-    tokens of its own sample, and itself. Anchor-major, since neighbours then see almost the same keys: whole tiles stay
-    empty or full. The row is padded to a `multiple` (`TILE` for `flex_attend`). Expand for several rows of one shape.
-    """
-    sizes = {"stride": stride, "context": context, "generated": generated, "samples": samples, "multiple": multiple}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}={size}: too small; use 1 or more")
-    if prompt_length < context + generated:
-        raise ValueError(
-            f"prompt_length={prompt_length}: shorter than context + generated = {context + generated}, "
-            "so there is no anchor; use longer prompts or a smaller context"
-        )
-    num_anchors = (prompt_length - generated - context) // stride + 1
-    context_end = torch.arange(num_anchors, device=device) * stride + context  # (A,)
-    count = num_anchors * samples * generated
-    used = prompt_length + count
-    place = torch.arange(used + -used % multiple, device=device)  # (T,)
-    # Prompt and padding are sequences without a prefix; a sample's prefix is the prompt up to its anchor.
-    own_start = torch.where(place < used, 0, used)
-    prefix_stop = own_start.clone()
-    prefix_start = own_start.clone()
-    begin = prompt_length + torch.arange(num_anchors * samples, device=device) * generated  # (A * samples,)
-    region = slice(prompt_length, used)
-    own_start[region] = begin.repeat_interleave(generated)
-    prefix_stop[region] = context_end.repeat_interleave(samples * generated)
-    # Positions run on from the prefix into the own run.
-    position_ids = prefix_stop - prefix_start + place - own_start
-    predictor = place[region] - 1
-    predictor[::generated] = context_end.repeat_interleave(samples) - 1
-    spans = Spans(*(bound.unsqueeze(0) for bound in (prefix_start, prefix_stop, own_start, place + 1)))
-    return StridedLayout(spans, position_ids.unsqueeze(0), context_end, predictor, prompt_length, generated)

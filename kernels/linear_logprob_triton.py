@@ -1,27 +1,30 @@
-"""Triton path of linear_logprob: exponentials in the epilogue of the product, and no pass over the logits after it.
+"""Triton path of linear_logprob: the matrix product's epilogue exponentiates, so no later pass reads the logits.
 
-Notation as in linear_logprob.py. Each row has a reference c_n: its own target logit, computed beforehand by a plain dot
-product. The epilogue of the first product forms, in fp32,
+Notation as in linear_logprob.py. Each token has a reference c_n: its target logit, computed beforehand by a plain dot
+product. The epilogue of the first product computes, in fp32,
 
     E_nv = exp(z_nv - c_n), 0 at the target        S_n = sum_v E_nv        Q_n = sum_v (z_nv - c_n) E_nv
     logp_n = -log(1 + S_n)                         H_n = log(1 + S_n) - Q_n / (1 + S_n)
 
-so log-probs never see a rounded logit, and a confident target keeps its digits. When gradients follow, E is stored in
-the input dtype, whose relative rounding does not depend on the size of the logits. It is never turned into d loss /
-d logits: what is missing is one factor per row and the target column, and both fit elsewhere. With k = scale /
-temperature and g_n = d loss / d logp_n,
+so log-probs never use a rounded logit, and a confident target keeps its precision. For a backward, E is stored in the
+input dtype; its relative rounding error does not depend on the size of the logits. E is not converted to d loss /
+d logits: that differs from E by one factor per token and by the target column, and both are applied elsewhere. With
+k = scale / temperature and g_n = d loss / d logp_n,
 
-    rest_n = -k g_n / (1 + S_n)        d hidden = rest * (E @ weight) + goal * weight[target]
-    goal_n = k g_n S_n / (1 + S_n)     d weight = E.T @ (rest * hidden) + (goal * hidden added at row target)
+    other_coef_n  = -k g_n / (1 + S_n)
+    target_coef_n = k g_n S_n / (1 + S_n)
+    d hidden = other_coef * (E @ weight) + target_coef * weight[target]
+    d weight = E.T @ (other_coef * hidden) + (target_coef * hidden added at row target)
 
-where the terms with `goal` are exact fp32 sums beside the products. Only a softcap or a gradient of the entropy needs
-the elementwise form; then one kernel rewrites E in place first.
+where the target_coef terms are exact fp32 sums beside the products. Only a softcap or an entropy gradient needs the
+elementwise form; then one kernel rewrites E in place first.
 
-Two ways to cut the work. In one pass with the loss, by rows: E of a chunk lives until its loss is known. In a backward
-that comes later, by columns: c, S and g are known then, so each slice of d weight is made whole, once.
+The work is split in one of two ways. In one pass with the loss, by tokens: E of a chunk lives until its loss is known.
+In a later backward, by vocabulary columns: c, S and g are known by then, so each slice of d weight is computed once.
 
-A target so unlikely that E would overflow (log-prob under -68) is found by its S_n, and the row is done again with c_n
-the largest logit. But for such rows, row order, chunking and N never change a log-prob: it depends on its row alone.
+If the target is so unlikely that E would overflow (log-prob below -68), S_n shows it, and the token is recomputed with
+c_n the largest logit. Except for such tokens, a log-prob depends only on its own token: order, chunking and N never
+change it.
 """
 
 from __future__ import annotations
@@ -37,21 +40,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))
-NOTHING = tl.constexpr(-1000.0)  # exp2 of it is 0, and 0 times it is 0, which -inf would not give
-TOO_LARGE = 2.0**99  # a sum of exponentials beyond this may be infinite, or about to be
-CHUNK = 4096  # rows of E held at a time
-PART = 512  # rows of the fp32 product E @ weight held at a time, for each 1024 of width: fast, and small beside E
-SCORED = 1 << 16  # rows scored at a time; each has a partial sum for every 256 words
-SLICE = 1 << 28  # elements of E held at a time when the work is cut by columns
+EXCLUDED = tl.constexpr(-1000.0)  # exp2 of it is 0 and 0 times it is 0; -inf would give NaN
+OVERFLOW_LIMIT = 2.0**99  # a sum of exponentials beyond this may have overflowed, or be about to
+CHUNK = 4096  # tokens whose E is held at a time
+PART = 512  # rows of the fp32 product E @ weight held at a time, per 1024 of width: fast, and small beside E
+SCORED = 1 << 16  # tokens scored at a time; each has a partial sum for every 256 vocabulary entries
+SLICE = 1 << 28  # elements of E held at a time when the work is split by columns
 
 
-# Numbers of rows and words change from call to call, so no kernel is compiled anew for those that happen to be 1 or a
-# multiple of 16, or for a slice that is not aligned.
+# The numbers of tokens and columns vary between calls: do_not_specialize keeps Triton from recompiling a kernel when
+# one of them is 1 or a multiple of 16, or when a slice is not aligned.
 
 
 @triton.jit
 def _capped(y, scale, softcap, factor, SOFTCAP: tl.constexpr):
-    """Logits in log2 units. tanh is written with exp2 so that it runs everywhere; its error is absolute, 1e-7."""
+    """Logits in log2 units. tanh is built from exp2 so that it runs everywhere; its absolute error is 1e-7."""
     if SOFTCAP:
         a = tl.exp2(tl.abs(y * scale / softcap) * (-2.0 / LN2))
         t = (1.0 - a) / (1.0 + a)
@@ -63,26 +66,26 @@ def _capped(y, scale, softcap, factor, SOFTCAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["target"])
 def _target_logit(
-    hidden, weight, bias, target, own, reference, vocab, width, hidden_stride, weight_stride, scale, softcap, factor,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, weight, bias, target, target_logit, reference, vocab, width, hidden_stride, weight_stride, scale, softcap,
+    factor, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    word = tl.load(target + row)
-    is_word = (word >= 0) & (word < vocab)
-    word = tl.where(is_word, word, 0)
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    target_id = tl.load(target + token)
+    is_valid = (target_id >= 0) & (target_id < vocab)
+    target_id = tl.where(is_valid, target_id, 0)
     total = tl.zeros((1, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(hidden + row[:, None] * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
-        w = tl.load(weight + word[:, None] * weight_stride + at, mask=at < width, other=0.0).to(tl.float32)
+        x = tl.load(hidden + token[:, None] * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
+        w = tl.load(weight + target_id[:, None] * weight_stride + at, mask=at < width, other=0.0).to(tl.float32)
         total += x * w
     y = tl.sum(total, 1)
     if BIAS:
-        y += tl.load(bias + word).to(tl.float32)
-    # An id outside the vocabulary must not be read from memory, and must not pass for a number either.
-    z = tl.where(is_word, _capped(y, scale, softcap, factor, SOFTCAP), float("nan"))
-    tl.store(own + row, z)
-    tl.store(reference + row, z)
+        y += tl.load(bias + target_id).to(tl.float32)
+    # An id outside the vocabulary must not be read from memory, and its logit must not look valid either.
+    z = tl.where(is_valid, _capped(y, scale, softcap, factor, SOFTCAP), float("nan"))
+    tl.store(target_logit + token, z)
+    tl.store(reference + token, z)
 
 
 @triton.jit
@@ -91,18 +94,19 @@ def _add_both(a, b, c, d):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "vocab", "first_word"],
+    do_not_specialize=["num_tokens", "vocab", "vocab_start"],
     do_not_specialize_on_alignment=["bias", "target", "reference", "sums", "moments"],
 )
 def _exp_product(
-    hidden, weight, out, bias, target, reference, sums, moments, rows, vocab, width, scale, softcap, factor, first_word,
+    hidden, weight, out, bias, target, reference, sums, moments, num_tokens, vocab, width, scale, softcap, factor,
+    vocab_start,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, STORE: tl.constexpr, SUMS: tl.constexpr, ENTROPY: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """hidden, weight, out are tensor descriptors. Tiles run down GROUP row blocks before the next vocabulary block, so
-    that a block of weights is read from memory once per group and the rows stay in L2."""
-    num_m = tl.cdiv(rows, BLOCK_M)
+    """hidden, weight and out are tensor descriptors. Tiles cover GROUP row blocks before the next vocabulary block, so
+    a block of weights is read from memory once per group and the hidden states stay in L2."""
+    num_m = tl.cdiv(num_tokens, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=True):
         first = tile // (GROUP * num_n) * GROUP
@@ -118,104 +122,108 @@ def _exp_product(
             if UPCAST:
                 x, w = x.to(tl.float32), w.to(tl.float32)
             y = tl.dot(x, w.T, y, input_precision="ieee")
-        row = m + tl.arange(0, BLOCK_M)
+        token = m + tl.arange(0, BLOCK_M)
         column = n + tl.arange(0, BLOCK_N)
         if BIAS:
             y += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
-        word = tl.load(target + row, mask=row < rows, other=-1) - first_word
-        c = tl.load(reference + row, mask=row < rows, other=float("inf"))  # rows past the end are 0, not bias alone
+        target_column = tl.load(target + token, mask=token < num_tokens, other=-1) - vocab_start
+        # Rows past the last token become 0 in E; without inf they would be exp(bias).
+        c = tl.load(reference + token, mask=token < num_tokens, other=float("inf"))
         d = _capped(y, scale, softcap, factor, SOFTCAP) - c[:, None]
-        # Few tiles hold a target, and one the end of the vocabulary, past which there are zeros, not nothing. A row of
-        # NaN becomes zeros here, lest it spread through the products, and NaN again in _finish_rows.
+        # Few tiles hold a target, and one holds the end of the vocabulary, beyond which y is 0 rather than excluded. A
+        # token whose reference is NaN is zeroed here so that it does not spread through the products; _reduce_sums
+        # makes its results NaN again.
         is_bad = c != c
-        is_special = tl.max((((word >= n) & (word < n + BLOCK_N)) | is_bad).to(tl.int32), 0)
+        is_special = tl.max((((target_column >= n) & (target_column < n + BLOCK_N)) | is_bad).to(tl.int32), 0)
         if (is_special > 0) | (n + BLOCK_N > vocab):
-            out_of = (column[None, :] == word[:, None]) | (column[None, :] >= vocab) | is_bad[:, None]
-            d = tl.where(out_of, NOTHING, d)
+            excluded = (column[None, :] == target_column[:, None]) | (column[None, :] >= vocab) | is_bad[:, None]
+            d = tl.where(excluded, EXCLUDED, d)
         e = tl.exp2(d)
         if SUMS:
-            at = block.to(tl.int64) * rows + row
-            if ENTROPY and not UPCAST:  # both sums at once need fewer registers; the interpreter is slow at it
+            at = block.to(tl.int64) * num_tokens + token
+            if ENTROPY and not UPCAST:  # reducing both at once needs fewer registers; the interpreter is slow at it
                 s, q = tl.reduce((e, d * e), 1, _add_both)
-                tl.store(sums + at, s, mask=row < rows)
-                tl.store(moments + at, q, mask=row < rows)
+                tl.store(sums + at, s, mask=token < num_tokens)
+                tl.store(moments + at, q, mask=token < num_tokens)
             else:
-                tl.store(sums + at, tl.sum(e, 1), mask=row < rows)
+                tl.store(sums + at, tl.sum(e, 1), mask=token < num_tokens)
                 if ENTROPY:
-                    tl.store(moments + at, tl.sum(d * e, 1), mask=row < rows)
+                    tl.store(moments + at, tl.sum(d * e, 1), mask=token < num_tokens)
         if STORE:
             out.store([m, n], e.to(out.dtype))
 
 
-@triton.jit(do_not_specialize=["rows", "num_blocks"], do_not_specialize_on_alignment=["sums", "moments"])
-def _finish_rows(
-    sums, moments, own, total, total_1, logp, entropy, rows, num_blocks,
-    ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=["sums", "moments"])
+def _reduce_sums(
+    sums, moments, target_logit, other_sum, total, logp, entropy, num_tokens, num_blocks,
+    ENTROPY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """S, 1 + S, log-prob and entropy of each row from its partial sums."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    s = tl.zeros((BLOCK, ROWS), tl.float32)
-    q = tl.zeros((BLOCK, ROWS), tl.float32)
+    """S, 1 + S, log-prob and entropy of each token from its partial sums."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    s = tl.zeros((BLOCK, TOKENS), tl.float32)
+    q = tl.zeros((BLOCK, TOKENS), tl.float32)
     for start in range(0, num_blocks, BLOCK):
         block = start + tl.arange(0, BLOCK)
-        at = block.to(tl.int64)[:, None] * rows + row[None, :]
-        there = (block < num_blocks)[:, None] & (row < rows)[None, :]
-        s += tl.load(sums + at, mask=there, other=0.0)
+        at = block.to(tl.int64)[:, None] * num_tokens + token[None, :]
+        mask = (block < num_blocks)[:, None] & (token < num_tokens)[None, :]
+        s += tl.load(sums + at, mask=mask, other=0.0)
         if ENTROPY:
-            q += tl.load(moments + at, mask=there, other=0.0)
-    z = tl.load(own + row, mask=row < rows, other=0.0)
+            q += tl.load(moments + at, mask=mask, other=0.0)
+    z = tl.load(target_logit + token, mask=token < num_tokens, other=0.0)
     s1 = tl.where(z == z, tl.sum(s, 0), z)
     u = 1.0 + s1
-    # log(1 + s) with the digits of a small s: log1p by Kahan's correction.
+    # log1p by Kahan's correction: log(1 + s) accurate for a small s.
     log_total = tl.where(u == 1.0, s1, tl.log(u) * (s1 / tl.where(u == 1.0, 1.0, u - 1.0)))
-    tl.store(total + row, s1, mask=row < rows)
-    tl.store(total_1 + row, u, mask=row < rows)
-    tl.store(logp + row, -log_total, mask=row < rows)
+    tl.store(other_sum + token, s1, mask=token < num_tokens)
+    tl.store(total + token, u, mask=token < num_tokens)
+    tl.store(logp + token, -log_total, mask=token < num_tokens)
     if ENTROPY:
-        tl.store(entropy + row, log_total - tl.sum(q, 0) * LN2 / u, mask=row < rows)
+        tl.store(entropy + token, log_total - tl.sum(q, 0) * LN2 / u, mask=token < num_tokens)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["grad_logp", "grad_entropy", "goal"])
-def _plan_rows(
-    grad_logp, grad_entropy, logp, entropy, sums, total, own, reference, goal, rest, active, counts, rows, k, factor,
-    limit, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["grad_logp", "grad_entropy", "target_coef"]
+)
+def _gradient_coefs(
+    grad_logp, grad_entropy, logp, entropy, other_sum, total, target_logit, reference, target_coef, other_coef, active,
+    counts, num_tokens, k, factor, limit, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """goal and rest of each row; whether it has a gradient; how many have, and how many must be done again."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = row < rows
-    g = tl.load(grad_logp + row, mask=there, other=0.0)
-    s = tl.load(sums + row, mask=there, other=0.0)
-    t = tl.load(total + row, mask=there, other=1.0)
-    z = tl.load(own + row, mask=there, other=0.0)
+    """Each token's target_coef, other_coef and whether it has a gradient; counts of active and of overflowed tokens."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < num_tokens
+    g = tl.load(grad_logp + token, mask=mask, other=0.0)
+    s = tl.load(other_sum + token, mask=mask, other=0.0)
+    t = tl.load(total + token, mask=mask, other=1.0)
+    z = tl.load(target_logit + token, mask=mask, other=0.0)
     is_active = g != 0
     to_target = g * (s / t) * k
     if ENTROPY:
-        h = tl.load(grad_entropy + row, mask=there, other=0.0)
-        log_p = tl.load(logp + row, mask=there, other=0.0)
+        h = tl.load(grad_entropy + token, mask=mask, other=0.0)
+        log_p = tl.load(logp + token, mask=mask, other=0.0)
         is_active |= h != 0
-        to_target -= tl.exp(log_p) * (log_p + tl.load(entropy + row, mask=there, other=0.0)) * h * k
+        to_target -= tl.exp(log_p) * (log_p + tl.load(entropy + token, mask=mask, other=0.0)) * h * k
     if SOFTCAP:
         to_target *= 1.0 - (z / factor) * (z / factor)
-    # A row done again has another reference than its target; one that is not a number stays as it is.
-    again = there & (s >= limit) & (z == tl.load(reference + row, mask=there, other=0.0))
-    # Zeros, whatever the row holds: one that takes no part may be anything, even NaN.
-    tl.store(goal + row, tl.where(is_active, to_target, 0.0), mask=there)
-    tl.store(rest + row, tl.where(is_active, -k * g / t, 0.0), mask=there)
-    tl.store(active + row, is_active, mask=there)
+    # A recomputed token has a reference other than its target logit. A NaN token compares unequal and is not redone.
+    overflowed = mask & (s >= limit) & (z == tl.load(reference + token, mask=mask, other=0.0))
+    # Inactive tokens get exact zeros: they may hold anything, even NaN.
+    tl.store(target_coef + token, tl.where(is_active, to_target, 0.0), mask=mask)
+    tl.store(other_coef + token, tl.where(is_active, -k * g / t, 0.0), mask=mask)
+    tl.store(active + token, is_active, mask=mask)
     tl.atomic_add(counts, tl.sum(is_active.to(tl.int32), 0))
-    tl.atomic_add(counts + 1, tl.sum(again.to(tl.int32), 0))
+    tl.atomic_add(counts + 1, tl.sum(overflowed.to(tl.int32), 0))
 
 
 @triton.jit
-def _scale_rows(hidden, factor, active, out, width, hidden_stride, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = factor * hidden, and 0 where the row takes no part: it may be anything, even NaN."""
-    row = tl.program_id(0).to(tl.int64)
+def _scale_hidden(hidden, factor, active, out, width, hidden_stride, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """out = factor * hidden, and 0 for inactive tokens, whose hidden state may hold anything, even NaN."""
+    token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(hidden + row * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
+    x = tl.load(hidden + token * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
     if SCALE:
-        x *= tl.load(factor + row)
-    x = tl.where(tl.load(active + row) != 0, x, 0.0)
-    tl.store(out + row * width + at, x.to(out.dtype.element_ty), mask=at < width)
+        x *= tl.load(factor + token)
+    x = tl.where(tl.load(active + token) != 0, x, 0.0)
+    tl.store(out + token * width + at, x.to(out.dtype.element_ty), mask=at < width)
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -223,7 +231,7 @@ def _rewrite(
     e, stride, vocab, total, reference, entropy, grad_logp, grad_entropy, factor, k,
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """E to d loss / d (hidden @ weight.T) in place, but for the target column, which stays 0."""
+    """Turn E into d loss / d (hidden @ weight.T) in place, except in the target column, which stays 0."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = e + row * stride + column
@@ -235,7 +243,7 @@ def _rewrite(
         log_p = log2_value * LN2 - tl.log(t)
         dz -= value / t * (log_p + tl.load(entropy + row)) * tl.load(grad_entropy + row)
     if SOFTCAP:
-        tanh = (log2_value + tl.load(reference + row)) / factor  # the capped logit over its largest
+        tanh = (log2_value + tl.load(reference + row)) / factor  # the capped logit over its maximum
         dz *= 1.0 - tanh * tanh
     dz = tl.where(value > 0, dz * k, 0.0)
     tl.store(at, dz.to(e.dtype.element_ty), mask=column < vocab)
@@ -243,7 +251,7 @@ def _rewrite(
 
 @triton.jit(do_not_specialize=["vocab"])
 def _move_rows(e, stride, vocab, source, BLOCK: tl.constexpr):
-    """Row i becomes row source[i]. Sources that differ from their place are never places themselves."""
+    """Copy row source[i] of E to row i. A source other than i itself is never also a destination."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(source + i)
     if row != i:
@@ -252,47 +260,49 @@ def _move_rows(e, stride, vocab, source, BLOCK: tl.constexpr):
         tl.store(e + i * stride + column, value, mask=column < vocab)
 
 
-@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["target", "rest", "goal", "source"])
+@triton.jit(
+    do_not_specialize=["vocab"], do_not_specialize_on_alignment=["target", "other_coef", "target_coef", "source"]
+)
 def _finish_hidden(
-    product, weight, target, rest, goal, source, out, vocab, width, weight_stride,
-    MOVED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
+    product, weight, target, other_coef, target_coef, source, out, vocab, width, weight_stride,
+    MOVED: tl.constexpr, APPLY_COEF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = rest[row] product[i] + goal[row] weight[target[row]]; row is source[i] if rows were moved, else i."""
+    """out[n] = other_coef[n] product[i] + target_coef[n] weight[target[n]]; n = source[i] if rows moved, else i."""
     i = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = i
+    token = i
     if MOVED:
-        row = tl.load(source + i)
-    word = tl.minimum(tl.maximum(tl.load(target + row), 0), vocab - 1)  # of an id outside, `goal` is not a number
+        token = tl.load(source + i)
+    target_id = tl.minimum(tl.maximum(tl.load(target + token), 0), vocab - 1)  # if clamped, target_coef is NaN
     x = tl.load(product + i * width + at, mask=at < width, other=0.0)
-    if REST:
-        x *= tl.load(rest + row)
-    w = tl.load(weight + word * weight_stride + at, mask=at < width, other=0.0).to(tl.float32)
-    x += w * tl.load(goal + row)
-    tl.store(out + row * width + at, x.to(out.dtype.element_ty), mask=at < width)
+    if APPLY_COEF:
+        x *= tl.load(other_coef + token)
+    w = tl.load(weight + target_id * weight_stride + at, mask=at < width, other=0.0).to(tl.float32)
+    x += w * tl.load(target_coef + token)
+    tl.store(out + token * width + at, x.to(out.dtype.element_ty), mask=at < width)
 
 
-@triton.jit(do_not_specialize=["first_word"])
+@triton.jit(do_not_specialize=["vocab_start"])
 def _finish_weight(
-    product, out, hidden, goal, order, begin, first_word, width, hidden_stride,
+    product, out, hidden, target_coef, order, begin, vocab_start, width, hidden_stride,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[w] = product[w] + sum over rows n with target w of goal[n] hidden[n].
+    """out[v] = product[v] + sum over tokens n with target v of target_coef[n] hidden[n].
 
-    `order` holds the rows sorted by target, and begin[w] where those of word w begin: each word's rows are added by one
-    program in that order, without atomics, so the sum is always the same.
+    `order` lists the tokens sorted by target, and begin[v] is where those with target v begin. One program adds all of
+    them in that order, without atomics, so the sum is deterministic.
     """
     i = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    start = tl.load(begin + first_word + i)
-    stop = tl.load(begin + first_word + i + 1)
+    start = tl.load(begin + vocab_start + i)
+    stop = tl.load(begin + vocab_start + i + 1)
     if not IN_PLACE or stop > start:
         total = tl.load(product + i * width + at, mask=at < width, other=0.0).to(tl.float32)
         for j in range(start, stop):
-            row = tl.load(order + j)
-            x = tl.load(hidden + row * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
-            by = tl.load(goal + row)
-            total += tl.where(by == 0.0, 0.0, x * by)
+            token = tl.load(order + j)
+            x = tl.load(hidden + token * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
+            coef = tl.load(target_coef + token)
+            total += tl.where(coef == 0.0, 0.0, x * coef)
         tl.store(out + i * width + at, total.to(out.dtype.element_ty), mask=at < width)
 
 
@@ -309,37 +319,37 @@ def scale_unless_one(
     x: Tensor,  # (...) contiguous
     factor: Tensor,  # () on the same device
 ) -> Tensor:  # (...)
-    """x *= factor, without reading x when the factor is 1 and without asking the device which it is."""
+    """x *= factor, without reading x if the factor is 1 and without a host sync to find out."""
     if x.numel():
         _scale_unless_one[(triton.cdiv(x.numel(), 16384),)](x, x.numel(), factor, BLOCK=16384, num_warps=16)
     return x
 
 
 class Stats(NamedTuple):
-    """What the gradient of some rows needs of each, all (n,) fp32."""
+    """Per-token values that the gradient needs, all (n,) fp32."""
 
     logp: Tensor
     entropy: Tensor | None
-    sum: Tensor  # S: exponentials of all columns but the target's
-    total: Tensor  # S plus the target's own, which is 1 unless the row was done again
-    own: Tensor  # the target's logit, in log2 units
+    other_sum: Tensor  # S: exponentials of all columns but the target's
+    total: Tensor  # S plus the target's exponential, which is 1 unless the token was recomputed
+    target_logit: Tensor  # in log2 units
     reference: Tensor  # c, in log2 units
 
 
 class Plan(NamedTuple):
-    """How the gradient of some rows will be taken."""
+    """How to compute the gradient of a chunk of tokens."""
 
-    count: int  # rows that have one
-    source: Tensor | None  # (count,) which rows; None: all
-    scaled: Tensor | None  # (n, D) rest * hidden
-    rest: Tensor  # (n,) factor of the row's exponentials
-    goal: Tensor  # (n,) factor of the target's column
+    count: int  # tokens with a gradient
+    source: Tensor | None  # (count,) which tokens; None = all
+    scaled: Tensor | None  # (n, D) other_coef * hidden
+    other_coef: Tensor  # (n,) factor of the token's exponentials
+    target_coef: Tensor  # (n,) factor of the target's column
     grad_logp: Tensor  # (n,)
     grad_entropy: Tensor | None  # (n,)
 
 
 class TritonHead:
-    """The rows of one call against one head. linear_logprob.TorchHead has the same methods and says what they do."""
+    """The tokens of one call against one head. Same methods as linear_logprob.TorchHead, which documents them."""
 
     def __init__(
         self,
@@ -358,39 +368,40 @@ class TritonHead:
         self.softcap, self.scale, self.entropy = softcap, scale, entropy
         self.k = scale / temperature
         self.factor = LOG2E / temperature * (scale if softcap is None else softcap)
-        (self.num_rows, self.width), self.vocab = hidden.shape, weight.shape[0]
-        self.chunk = _even(self.num_rows, CHUNK)
+        (self.num_tokens, self.width), self.vocab = hidden.shape, weight.shape[0]
+        self.chunk = _even_chunk(self.num_tokens, CHUNK)
         self.careful = self.overflowed = False
-        self.last: tuple[int, _Later] | None = None  # rows of the last chunk, and its counts
-        self.exponentials = self.grad_hidden = self.grad_weight = self.grad_bias = self.goal = self.order = None
+        self.last: tuple[int, _AsyncCounts] | None = None  # size of the last chunk, and its counts
+        self.exponentials = self.grad_hidden = self.grad_weight = self.grad_bias = self.target_coef = self.order = None
 
     def score(self) -> Stats:
-        parts = [self._stats(i, min(i + SCORED, self.num_rows), None) for i in range(0, max(1, self.num_rows), SCORED)]
+        starts = range(0, max(1, self.num_tokens), SCORED)
+        parts = [self._stats(i, min(i + SCORED, self.num_tokens), None) for i in starts]
         stats = parts[0]
         if len(parts) > 1:
             stats = Stats(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))
-        again = stats.sum >= TOO_LARGE
-        if again.any():
-            self._again(0, again.nonzero().squeeze(1), stats, None)
+        overflowed = stats.other_sum >= OVERFLOW_LIMIT
+        if overflowed.any():
+            self._recompute(0, overflowed.nonzero().squeeze(1), stats, None)
         return stats
 
-    def want(self, *, hidden: bool, weight: bool, bias: bool) -> None:
+    def allocate_grads(self, *, hidden: bool, weight: bool, bias: bool) -> None:
         device = self.hidden.device
-        if weight and self.weight_dtype != torch.float32 and self.num_rows <= 2 * self.width:
-            # All rows at once: the exponentials take no more memory than the fp32 sum over chunks that they spare.
-            self.chunk = max(1, self.num_rows)
+        if weight and self.weight_dtype != torch.float32 and self.num_tokens <= 2 * self.width:
+            # One chunk: the exponentials take no more memory than the fp32 sum over chunks that this avoids.
+            self.chunk = max(1, self.num_tokens)
         if hidden:
-            # Up to 31 rows more: until a chunk's gradient is written, its place serves other ends, in whole blocks.
-            last = self.num_rows % self.chunk or self.chunk
-            shape = (self.num_rows + max(-last % 32, -self.num_rows % 32), self.width)
+            # Up to 31 extra rows: until a chunk's gradient is written, its memory is scratch space in blocks of 32.
+            last = self.num_tokens % self.chunk or self.chunk
+            shape = (self.num_tokens + max(-last % 32, -self.num_tokens % 32), self.width)
             self.scratch = torch.empty(shape, dtype=self.hidden.dtype, device=device)
-            self.grad_hidden = self.scratch[: self.num_rows]
-        self.want_weight = weight
+            self.grad_hidden = self.scratch[: self.num_tokens]
+        self.needs_weight = weight
         if bias:
             self.grad_bias = torch.zeros(self.vocab, device=device)
-        self.goal = torch.zeros(self.num_rows, device=device)
+        self.target_coef = torch.zeros(self.num_tokens, device=device)
 
-    def open(self, start: int, stop: int) -> Stats:
+    def forward_chunk(self, start: int, stop: int) -> Stats:
         if self.exponentials is None:
             self.exponentials = self._buffer(self.chunk, self.vocab)
         return self._stats(start, stop, self.exponentials)
@@ -399,70 +410,71 @@ class TritonHead:
         self,
         start: int,
         stats: Stats,
-        grad_logp: Tensor,  # (N,) of these rows
+        grad_logp: Tensor,  # (N,) of the chunk
         grad_entropy: Tensor | None,  # (N,)
     ) -> Plan | None:
         plan, active, counts = self._plan(start, stats, grad_logp, grad_entropy)
-        counts = _Later(counts)
-        # To know how many rows there are the host must wait for the device, which then waits for the host. After one
-        # whose rows all had a gradient a chunk is taken to be like it, and its counts are read while its products run.
+        counts = _AsyncCounts(counts)
+        # Reading the counts makes the host wait for the device, and then the device for the host. If every token of the
+        # last chunk had a gradient, assume the same of this one and read its counts while its products run.
         if self._last_was_full() and not self.careful:
             self.last = (len(active), counts)
             return plan
-        source = _front(active)  # queued before the wait, in case it is needed after
-        count, num_again = counts.read()
-        if num_again:
-            again = (stats.sum >= TOO_LARGE) & (stats.own == stats.reference)
-            self._again(start, again.nonzero().squeeze(1), stats, self.exponentials)
+        source = _pack_active(active)  # queued before the wait, in case it is needed
+        count, num_overflowed = counts.read()
+        if num_overflowed:
+            overflowed = (stats.other_sum >= OVERFLOW_LIMIT) & (stats.target_logit == stats.reference)
+            self._recompute(start, overflowed.nonzero().squeeze(1), stats, self.exponentials)
             return None
         self.last = (len(active), counts)
         return plan._replace(count=count, source=None if count == len(active) else source[:count])
 
-    def close(self, start: int, stats: Stats, plan: Plan) -> None:
-        count, rows, num_rows = plan.count, plan.source, len(plan.goal)
+    def backward_chunk(self, start: int, stats: Stats, plan: Plan) -> None:
+        count, source, chunk_size = plan.count, plan.source, len(plan.target_coef)
         e, scaled = self.exponentials, plan.scaled
-        if rows is not None:
+        if source is not None:
             if count:
-                _move_rows[(count, triton.cdiv(self.vocab, 8192))](e, e.stride(0), self.vocab, rows, BLOCK=8192)
+                _move_rows[(count, triton.cdiv(self.vocab, 8192))](e, e.stride(0), self.vocab, source, BLOCK=8192)
             if scaled is not None:
-                scaled = scaled[torch.nn.functional.pad(rows, (0, -count % 32))]  # the padding is zeroed below
+                scaled = scaled[torch.nn.functional.pad(source, (0, -count % 32))]  # the padding is zeroed below
             if self.grad_hidden is not None:
-                self.grad_hidden[start : start + num_rows] = 0
+                self.grad_hidden[start : start + chunk_size] = 0
         if count == 0:
             return
         rewritten = plan.grad_entropy is not None or self.softcap is not None
         if rewritten:
             self._rewrite(e, self.vocab, stats, plan)
-        # Sums over rows: pad their number, with zeros on one side, but not past the rows that were written.
+        # Sums over tokens: pad their number to 32, with zeros in the other factor; E has been written that far.
         left = e[: -(-count // 32) * 32, : self.vocab].T
         if self.grad_bias is not None:
-            rest = torch.ones_like(plan.rest) if rewritten else plan.rest
-            rest = rest[:count] if rows is None else rest[rows]
-            rest = torch.nn.functional.pad(rest, (0, -count % 32)).unsqueeze(1)
-            self.grad_bias += _product(left, rest.to(e.dtype)).squeeze(1)
+            coef = torch.ones_like(plan.other_coef) if rewritten else plan.other_coef
+            coef = coef[:count] if source is None else coef[source]
+            coef = torch.nn.functional.pad(coef, (0, -count % 32)).unsqueeze(1)
+            self.grad_bias += _product(left, coef.to(e.dtype)).squeeze(1)
         if scaled is not None:
             scaled[count:] = 0
-            if num_rows < self.num_rows or self.weight_dtype == torch.float32:
+            if chunk_size < self.num_tokens or self.weight_dtype == torch.float32:
                 self.grad_weight = _add_product(self.grad_weight, left, scaled)
-            else:  # nothing to add up over chunks: rounded once here, and once more where a target is added
+            else:  # a single chunk: rounded once here, and once more where a target is added
                 self.grad_weight = torch.mm(left, scaled).to(self.weight_dtype)
         if self.grad_hidden is None:
             return
         step = PART * max(1, self.width // 1024)
         for i in range(0, count, step):
             part = slice(i, min(i + step, count))
-            self._finish_hidden(_product(e[part, : self.vocab], self.weight), start, plan, part, rest=not rewritten)
+            product = _product(e[part, : self.vocab], self.weight)
+            self._finish_hidden(product, start, plan, part, apply_coef=not rewritten)
 
     def finish(self) -> bool:
         self._last_was_full()
         if self.overflowed:
             return False
-        self.exponentials = None  # before anything else is allocated
-        if self.grad_bias is not None and self.num_rows:
-            self.grad_bias.index_put_((self.target,), self.goal, accumulate=True)
-        if self.want_weight and self.grad_weight is None:  # no row had a gradient
+        self.exponentials = None  # freed before anything else is allocated
+        if self.grad_bias is not None and self.num_tokens:
+            self.grad_bias.index_put_((self.target,), self.target_coef, accumulate=True)
+        if self.needs_weight and self.grad_weight is None:  # no token had a gradient
             self.grad_weight = torch.zeros_like(self.weight, dtype=self.weight_dtype)
-        elif self.want_weight:
+        elif self.needs_weight:
             total, self.grad_weight = self.grad_weight, None
             out = None if total.dtype == self.weight_dtype else torch.empty_like(self.weight, dtype=self.weight_dtype)
             self.grad_weight = total if out is None else out
@@ -472,149 +484,150 @@ class TritonHead:
     def backward(
         self,
         stats: Stats,
-        grad_logp: Tensor,  # (N,) of these rows
+        grad_logp: Tensor,  # (N,)
         grad_entropy: Tensor | None,  # (N,)
     ) -> None:
-        if self.num_rows == 0:
+        if self.num_tokens == 0:
             self.finish()
             return
         plan, _, _ = self._plan(0, stats, grad_logp, grad_entropy)
-        columns = max(256, SLICE // self.num_rows // 256 * 256)
-        e = self._buffer(self.num_rows, min(columns, self.vocab))
-        num_rows = -(-self.num_rows // 32) * 32
+        columns = max(256, SLICE // self.num_tokens // 256 * 256)
+        e = self._buffer(self.num_tokens, min(columns, self.vocab))
+        padded = -(-self.num_tokens // 32) * 32
         rewritten = plan.grad_entropy is not None or self.softcap is not None
         if plan.scaled is not None:
-            plan.scaled[self.num_rows :] = 0
+            plan.scaled[self.num_tokens :] = 0
             self.grad_weight = torch.empty_like(self.weight, dtype=self.weight_dtype)
         if self.grad_bias is not None:
-            rest = torch.ones_like(plan.rest) if rewritten else plan.rest
-            rest = torch.nn.functional.pad(rest, (0, num_rows - self.num_rows)).unsqueeze(1).to(e.dtype)
+            coef = torch.ones_like(plan.other_coef) if rewritten else plan.other_coef
+            coef = torch.nn.functional.pad(coef, (0, padded - self.num_tokens)).unsqueeze(1).to(e.dtype)
         product = None
         for low in range(0, self.vocab, columns):
             part = slice(low, min(low + columns, self.vocab))
             width = part.stop - part.start
-            self._exponentials(0, self.num_rows, stats.reference, e, words=part)
+            self._exponentials(0, self.num_tokens, stats.reference, e, columns=part)
             if rewritten:
                 self._rewrite(e, width, stats, plan)
             if self.grad_bias is not None:
-                self.grad_bias[part] = _product(e[:num_rows, :width].T, rest).squeeze(1)
+                self.grad_bias[part] = _product(e[:padded, :width].T, coef).squeeze(1)
             if plan.scaled is not None:
-                self._finish_weight(_product(e[:num_rows, :width].T, plan.scaled), self.grad_weight[part], low)
+                self._finish_weight(_product(e[:padded, :width].T, plan.scaled), self.grad_weight[part], low)
             if self.grad_hidden is not None:
-                product = _add_product(product, e[: self.num_rows, :width], self.weight[part])
+                product = _add_product(product, e[: self.num_tokens, :width], self.weight[part])
         if self.grad_hidden is not None:
-            self._finish_hidden(product, 0, plan, slice(0, self.num_rows), rest=not rewritten)
+            self._finish_hidden(product, 0, plan, slice(0, self.num_tokens), apply_coef=not rewritten)
         if self.grad_bias is not None:
-            self.grad_bias.index_put_((self.target,), self.goal, accumulate=True)
+            self.grad_bias.index_put_((self.target,), self.target_coef, accumulate=True)
 
     def _stats(self, start: int, stop: int, store: Tensor | None) -> Stats:
-        rows, device = stop - start, self.hidden.device
-        logp, entropy = torch.empty(rows, device=device), torch.empty(rows, device=device)
-        total, total_1, own, reference = torch.empty(4, rows, device=device).unbind()
-        stats = Stats(logp, entropy if self.entropy else None, total, total_1, own, reference)
-        if rows == 0:
+        num_tokens, device = stop - start, self.hidden.device
+        logp, entropy = torch.empty(num_tokens, device=device), torch.empty(num_tokens, device=device)
+        other_sum, total, target_logit, reference = torch.empty(4, num_tokens, device=device).unbind()
+        stats = Stats(logp, entropy if self.entropy else None, other_sum, total, target_logit, reference)
+        if num_tokens == 0:
             return stats
         hidden, target = self.hidden[start:stop], self.target[start:stop]
         softcap = 1.0 if self.softcap is None else self.softcap
-        _target_logit[(rows,)](
-            hidden, self.weight, self.bias, target, own, reference, self.vocab, self.width, hidden.stride(0),
+        _target_logit[(num_tokens,)](
+            hidden, self.weight, self.bias, target, target_logit, reference, self.vocab, self.width, hidden.stride(0),
             self.weight.stride(0), self.scale, softcap, self.factor, BIAS=self.bias is not None,
             SOFTCAP=self.softcap is not None, BLOCK=1024,
         )  # fmt: skip
         sums, moments = self._exponentials(start, stop, reference, store)
-        _finish_rows[(triton.cdiv(rows, 16),)](
-            sums, moments, own, total, total_1, logp, entropy, rows, len(sums), ENTROPY=self.entropy, ROWS=16, BLOCK=64
-        )
+        _reduce_sums[(triton.cdiv(num_tokens, 16),)](
+            sums, moments, target_logit, other_sum, total, logp, entropy, num_tokens, len(sums), ENTROPY=self.entropy,
+            TOKENS=16, BLOCK=64,
+        )  # fmt: skip
         return stats
 
     def _exponentials(
-        self, start: int, stop: int, reference: Tensor, store: Tensor | None, words: slice | None = None
+        self, start: int, stop: int, reference: Tensor, store: Tensor | None, columns: slice | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The product and its epilogue. Partial sums of each block of columns, or, for some `words` only, none."""
+        """Run the product and its epilogue. Returns the partial sums per block of columns; none for a column slice."""
         hidden, weight, bias = self.hidden[start:stop], self.weight, self.bias
-        if words is not None:
-            weight, bias = weight[words], None if bias is None else bias[words]
-        rows, vocab, device = stop - start, weight.shape[0], hidden.device
+        if columns is not None:
+            weight, bias = weight[columns], None if bias is None else bias[columns]
+        num_tokens, vocab, device = stop - start, weight.shape[0], hidden.device
         m, n, k = (128, 256, 64) if hidden.dtype == torch.bfloat16 else (32, 64, 32)
         num_blocks = triton.cdiv(vocab, n)
         sums = moments = None
-        if words is None:
-            sums = self._borrow(start, num_blocks, rows)
-            moments = torch.empty(num_blocks, rows, device=device) if self.entropy else None
+        if columns is None:
+            sums = self._sums_buffer(start, num_blocks, num_tokens)
+            moments = torch.empty(num_blocks, num_tokens, device=device) if self.entropy else None
         programs = _num_programs(device)
-        # Without STORE nothing is written there, but a descriptor needs a tensor.
+        # Without STORE nothing is written to `out`, but a descriptor needs a tensor.
         out = hidden if store is None else store[:, :vocab]
-        _exp_product[(min(programs, triton.cdiv(rows, m) * num_blocks),)](
+        _exp_product[(min(programs, triton.cdiv(num_tokens, m) * num_blocks),)](
             TensorDescriptor.from_tensor(hidden, [m, k]), TensorDescriptor.from_tensor(weight, [n, k]),
-            TensorDescriptor.from_tensor(out, [m, n]), bias, self.target[start:stop], reference, sums, moments, rows,
-            vocab, self.width, self.scale, 1.0 if self.softcap is None else self.softcap, self.factor,
-            0 if words is None else words.start, BIAS=bias is not None, SOFTCAP=self.softcap is not None,
-            STORE=store is not None, SUMS=words is None, ENTROPY=self.entropy,
-            UPCAST=device.type == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 as integers
+            TensorDescriptor.from_tensor(out, [m, n]), bias, self.target[start:stop], reference, sums, moments,
+            num_tokens, vocab, self.width, self.scale, 1.0 if self.softcap is None else self.softcap, self.factor,
+            0 if columns is None else columns.start, BIAS=bias is not None, SOFTCAP=self.softcap is not None,
+            STORE=store is not None, SUMS=columns is None, ENTROPY=self.entropy,
+            UPCAST=device.type == "cpu",  # Triton's interpreter would multiply bfloat16 bit patterns as integers
             BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8, PROGRAMS=programs,
-            num_warps=8, num_stages=3 if store is not None else 4,  # what fits 227 KiB of shared memory
+            num_warps=8, num_stages=3 if store is not None else 4,  # as many as fit 227 KiB of shared memory
         )  # fmt: skip
         return sums, moments
 
-    def _again(self, start: int, rows: Tensor, stats: Stats, store: Tensor | None) -> None:
-        """Rows whose target is too unlikely to be the reference, in plain torch: there are few, if any."""
-        for part in rows.split(256):
+    def _recompute(self, start: int, index: Tensor, stats: Stats, store: Tensor | None) -> None:
+        """Recompute in plain torch the (few, if any) tokens whose target is too unlikely to be the reference."""
+        for part in index.split(256):
             y = _product(self.hidden[start + part], self.weight.T)
             y = (y if self.bias is None else y + self.bias.float()) * self.scale
             y = y if self.softcap is None else self.softcap * torch.tanh(y / self.softcap)
             z = y * (self.k / self.scale)
             at = self.target[start + part].unsqueeze(1)
-            own = z.gather(1, at)
+            target_logit = z.gather(1, at)
             z.scatter_(1, at, -torch.inf)
             reference = z.amax(1, keepdim=True)
-            d, own = z - reference, (own - reference).squeeze(1)
+            d, target_logit = z - reference, (target_logit - reference).squeeze(1)
             e = d.exp()
-            stats.sum[part] = e.sum(1)
-            stats.total[part] = stats.sum[part] + own.exp()
-            stats.logp[part] = own - stats.total[part].log()
+            stats.other_sum[part] = e.sum(1)
+            stats.total[part] = stats.other_sum[part] + target_logit.exp()
+            stats.logp[part] = target_logit - stats.total[part].log()
             stats.reference[part] = reference.squeeze(1) * LOG2E
             if stats.entropy is not None:
                 d.scatter_(1, at, 0.0)
-                moment = (d * e).sum(1) + own * own.exp()
+                moment = (d * e).sum(1) + target_logit * target_logit.exp()
                 stats.entropy[part] = stats.total[part].log() - moment / stats.total[part]
             if store is not None:
                 store[part, : self.vocab] = e.to(store.dtype)
 
     def _plan(
         self, start: int, stats: Stats, grad_logp: Tensor, grad_entropy: Tensor | None
-    ) -> tuple[Plan, Tensor, Tensor]:  # the plan but for its count, (n,) which rows have a gradient, (2,) counts
-        # autograd may hand out one number for many rows, which a kernel cannot see
+    ) -> tuple[Plan, Tensor, Tensor]:  # a plan that takes every token, (n,) which have a gradient, (2,) counts
+        # autograd may pass one number expanded with stride 0; the kernels assume stride 1
         grad_logp = grad_logp.contiguous()
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-        rows = len(grad_logp)
-        rest, goal = torch.empty_like(stats.sum), self.goal[start : start + rows]
-        active = torch.empty(rows, dtype=torch.bool, device=rest.device)
-        counts = torch.zeros(2, dtype=torch.int32, device=rest.device)
-        _plan_rows[(triton.cdiv(rows, 256),)](
-            grad_logp, grad_entropy, stats.logp, stats.entropy, stats.sum, stats.total, stats.own, stats.reference,
-            goal, rest, active, counts, rows, self.k, self.factor, TOO_LARGE, SOFTCAP=self.softcap is not None,
-            ENTROPY=grad_entropy is not None, BLOCK=256,
+        num_tokens = len(grad_logp)
+        other_coef, target_coef = torch.empty_like(stats.other_sum), self.target_coef[start : start + num_tokens]
+        active = torch.empty(num_tokens, dtype=torch.bool, device=other_coef.device)
+        counts = torch.zeros(2, dtype=torch.int32, device=other_coef.device)
+        _gradient_coefs[(triton.cdiv(num_tokens, 256),)](
+            grad_logp, grad_entropy, stats.logp, stats.entropy, stats.other_sum, stats.total, stats.target_logit,
+            stats.reference, target_coef, other_coef, active, counts, num_tokens, self.k, self.factor, OVERFLOW_LIMIT,
+            SOFTCAP=self.softcap is not None, ENTROPY=grad_entropy is not None, BLOCK=256,
         )  # fmt: skip
         scaled = None
-        if self.want_weight:
-            padded = -(-rows // 32) * 32
+        if self.needs_weight:
+            padded = -(-num_tokens // 32) * 32
             scaled = self.scratch[start : start + padded] if self.grad_hidden is not None else None
             if scaled is None:
-                scaled = torch.empty(padded, self.width, dtype=self.hidden.dtype, device=rest.device)
-            _scale_rows[(rows, triton.cdiv(self.width, 1024))](
-                self.hidden[start:], rest, active, scaled, self.width, self.hidden.stride(0),
+                scaled = torch.empty(padded, self.width, dtype=self.hidden.dtype, device=other_coef.device)
+            _scale_hidden[(num_tokens, triton.cdiv(self.width, 1024))](
+                self.hidden[start:], other_coef, active, scaled, self.width, self.hidden.stride(0),
                 SCALE=grad_entropy is None and self.softcap is None, BLOCK=1024,
             )  # fmt: skip
-        return Plan(rows, None, scaled, rest, goal, grad_logp, grad_entropy), active, counts
+        return Plan(num_tokens, None, scaled, other_coef, target_coef, grad_logp, grad_entropy), active, counts
 
     def _last_was_full(self) -> bool:
-        """Whether all rows of the last chunk had a gradient. Also where it comes out that it had overflowed unseen."""
+        """Whether every token of the last chunk had a gradient. Also records an overflow that went unnoticed there."""
         if self.last is None:
             return False
-        rows, counts = self.last
-        count, num_again = counts.read()
-        self.overflowed |= num_again > 0
-        return count == rows
+        num_tokens, counts = self.last
+        count, num_overflowed = counts.read()
+        self.overflowed |= num_overflowed > 0
+        return count == num_tokens
 
     def _rewrite(self, e: Tensor, vocab: int, stats: Stats, plan: Plan) -> None:
         columns = (stats.total, stats.reference, stats.entropy, plan.grad_logp, plan.grad_entropy)
@@ -625,41 +638,42 @@ class TritonHead:
             ENTROPY=plan.grad_entropy is not None, BLOCK=4096,
         )  # fmt: skip
 
-    def _finish_hidden(self, product: Tensor, start: int, plan: Plan, part: slice, *, rest: bool) -> None:
-        """Rows `part` of the chunk at `start`; where rows were moved, plan.source says which they were."""
+    def _finish_hidden(self, product: Tensor, start: int, plan: Plan, part: slice, *, apply_coef: bool) -> None:
+        """Write grad_hidden for rows `part` of E in the chunk at `start`; if rows moved, plan.source maps them back."""
         moved = plan.source is not None
         first = 0 if moved else part.start
         _finish_hidden[(part.stop - part.start, triton.cdiv(self.width, 1024))](
-            product, self.weight, self.target[start + first :], plan.rest[first:], plan.goal[first:],
+            product, self.weight, self.target[start + first :], plan.other_coef[first:], plan.target_coef[first:],
             plan.source[part] if moved else None, self.grad_hidden[start + first :], self.vocab, self.width,
-            self.weight.stride(0), MOVED=moved, REST=rest, BLOCK=1024,
+            self.weight.stride(0), MOVED=moved, APPLY_COEF=apply_coef, BLOCK=1024,
         )  # fmt: skip
 
-    def _finish_weight(self, product: Tensor, out: Tensor, first_word: int) -> None:
+    def _finish_weight(self, product: Tensor, out: Tensor, vocab_start: int) -> None:
         if self.order is None:
-            word, self.order = self.target.sort(stable=True)
-            self.begin = torch.searchsorted(word, torch.arange(self.vocab + 1, device=word.device))
+            sorted_target, self.order = self.target.sort(stable=True)
+            ids = torch.arange(self.vocab + 1, device=sorted_target.device)
+            self.begin = torch.searchsorted(sorted_target, ids)
         _finish_weight[(out.shape[0], triton.cdiv(self.width, 2048))](
-            product, out, self.hidden, self.goal, self.order, self.begin, first_word, self.width, self.hidden.stride(0),
-            IN_PLACE=product.data_ptr() == out.data_ptr(), BLOCK=2048,
+            product, out, self.hidden, self.target_coef, self.order, self.begin, vocab_start, self.width,
+            self.hidden.stride(0), IN_PLACE=product.data_ptr() == out.data_ptr(), BLOCK=2048,
         )  # fmt: skip
 
-    def _borrow(self, start: int, blocks: int, rows: int) -> Tensor:  # (blocks, rows) fp32
-        """Memory for partial sums: where the gradient of these rows will be, if that is large enough."""
+    def _sums_buffer(self, start: int, num_blocks: int, num_tokens: int) -> Tensor:  # (num_blocks, num_tokens) fp32
+        """Memory for partial sums: that of these tokens' gradient, not yet written, if it is large enough."""
         if self.grad_hidden is not None:
-            place = self.scratch[start : start + rows].view(-1).view(torch.float32)
-            if place.numel() >= blocks * rows:
-                return place[: blocks * rows].view(blocks, rows)
-        return torch.empty(blocks, rows, device=self.hidden.device)
+            place = self.scratch[start : start + num_tokens].view(-1).view(torch.float32)
+            if place.numel() >= num_blocks * num_tokens:
+                return place[: num_blocks * num_tokens].view(num_blocks, num_tokens)
+        return torch.empty(num_blocks, num_tokens, device=self.hidden.device)
 
-    def _buffer(self, rows: int, columns: int) -> Tensor:
-        # Whole blocks of rows, so that a product may run over the next multiple; 16-byte aligned rows for TMA.
-        shape = (-(-rows // 128) * 128, -(-columns // 8) * 8)
+    def _buffer(self, num_tokens: int, columns: int) -> Tensor:
+        # Rows in whole blocks of 128, so that a product may read up to the next multiple; rows 16-byte aligned for TMA.
+        shape = (-(-num_tokens // 128) * 128, -(-columns // 8) * 8)
         return torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device)
 
 
-class _Later:
-    """A few numbers on their way to the host, which waits for them only when it reads them."""
+class _AsyncCounts:
+    """Copies a few integers to the host asynchronously; only read() waits for them."""
 
     def __init__(self, x: Tensor) -> None:
         self.host, self.event = x, None
@@ -677,9 +691,9 @@ class _Later:
 def obstacle(
     hidden: Tensor,  # (N, D)
 ) -> str | None:
-    """Why this path cannot take such rows; None when it can."""
+    """Why this path cannot run on such hidden states; None if it can."""
     if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device)[0] not in (9, 10):
-        return "this GPU has not the shared memory and copy engine of Hopper, which the kernel is made for"
+        return "the kernel needs the shared memory and copy engine of Hopper or Blackwell, which this GPU lacks"
     if not hidden.is_cuda and not triton.knobs.runtime.interpret:
         return f"device {hidden.device}: Triton runs on CUDA, elsewhere only under TRITON_INTERPRET=1"
     if hidden.dtype not in (torch.bfloat16, torch.float32):
@@ -689,23 +703,26 @@ def obstacle(
     return None
 
 
-def _even(rows: int, limit: int) -> int:
-    """Rows of each chunk when they are cut into as few as fit the limit, all about the same."""
-    return -(-rows // max(1, -(-rows // limit))) or 1
+def _even_chunk(num_tokens: int, limit: int) -> int:
+    """Chunk size when tokens are split evenly into as few chunks as the limit allows."""
+    return -(-num_tokens // max(1, -(-num_tokens // limit))) or 1
 
 
-def _front(active: Tensor) -> Tensor:  # (n,) which row comes to each place, for as many as are active
-    """How to move active rows to the front, touching few: those past the front go into the gaps within it."""
+def _pack_active(active: Tensor) -> Tensor:  # (n,) source of each row; valid for the first active.sum()
+    """Where each leading row comes from when active rows are packed to the front, moving as few as possible.
+
+    Only gaps in the front are filled, with the active rows from behind it.
+    """
     place = torch.arange(len(active), device=active.device)
     count = active.sum()
     gap = ~active & (place < count)
-    order = (~active).argsort(stable=True)  # active rows, ascending, then the others
+    order = (~active).argsort(stable=True)  # active rows in ascending order, then the others
     mover = count - gap.sum() + gap.cumsum(0) - 1  # the last active rows fill the gaps, in order
     return torch.where(gap, order[mover.clamp(min=0)], place)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Rows that a tensor descriptor can read: dense, each 16-byte aligned."""
+    """x with rows that a tensor descriptor can read: contiguous and 16-byte aligned. Copies only if needed."""
     ok = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if ok else x.clone(memory_format=torch.contiguous_format)
 
@@ -722,7 +739,7 @@ def _product(
 
 
 def _add_product(
-    total: Tensor | None,  # (M, N) fp32, or nothing yet
+    total: Tensor | None,  # (M, N) fp32; None = zero
     a: Tensor,  # (M, K)
     b: Tensor,  # (K, N)
 ) -> Tensor:  # (M, N)

@@ -1,4 +1,4 @@
-"""The specification of every kernel: plain torch, no tricks, any float dtype. Tests compare the fast ones to these."""
+"""The specification of every kernel in plain torch, for any float dtype. Tests compare the kernels with these."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def linear_log_collision(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> Tensor:  # (N,)
-    """log of the sum of squared probabilities."""
+    """Log of the sum of squared probabilities."""
     z = hidden @ weight.T
     z = (z if bias is None else z + bias) * scale
     if softcap is not None:
@@ -45,12 +45,12 @@ def linear_log_collision(
 
 def attention_mask(
     document: Tensor,  # (R, T) which document a position belongs to
-    branch: Tensor,  # (R, T) which continuation of it, -1 = the trunk (a prompt, or a document without continuations)
+    branch: Tensor,  # (R, T) which continuation of it; -1 = its prompt, or a document without continuations
     position_ids: Tensor,  # (R, T) position in prompt + continuation
     *,
     window: int | None = None,
-) -> Tensor:  # (R, 1, T, T) bool, True = may look
-    """Who sees whom when prompts and their continuations lie in one row: what each would see on its own."""
+) -> Tensor:  # (R, 1, T, T) bool, True = visible
+    """Mask of prompts and continuations packed in one row: each position sees what it would see on its own."""
     rows, length = document.shape
     mask = torch.zeros(rows, 1, length, length, dtype=torch.bool)
     for r in range(rows):
@@ -68,7 +68,7 @@ def attention(
     query: Tensor,  # (R, H, Q, K)
     key: Tensor,  # (R, H_kv, keys, K); H a multiple of H_kv
     value: Tensor,  # (R, H_kv, keys, K)
-    mask: Tensor,  # (R, 1, Q, keys) bool, True = may look
+    mask: Tensor,  # (R, 1, Q, keys) bool, True = visible
     *,
     scale: float,
 ) -> Tensor:  # (R, H, Q, K)

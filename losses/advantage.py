@@ -1,48 +1,33 @@
-"""Advantages from groups of completions of the same prompt (GRPO, Shao et al. 2024, arXiv:2402.03300).
+"""Advantages from groups of completions of the same prompt, one record per estimator.
 
-    A_pg = (r_pg - mean_g r_p) / (std_g r_p + 1e-4)
+    group               A = (r - mean_g r) / (std_g r + 1e-4)                           (GRPO, arXiv:2402.03300)
+    leave_one_out       A = r - mean of the other rewards of the group                  (RLOO, arXiv:2402.14740)
+    normalize_then_sum  z_k = (R_k - mean_g R_k) / (std_g R_k + 1e-4),  a = sum_k w_k z_k
+                        A = (a - mean a) / (std a + 1e-4) over the whole batch          (GDPO, arXiv:2601.05242)
 
-The mean and the sample standard deviation (ddof = 1) leave out completions without a reward (NaN); those get
-advantage 0, as does a group in which fewer than two completions have one, or all have the same.
+r is the weighted sum of the rewards R_k. Adding first makes different mixtures of rewards with the same sum the same;
+GDPO normalises each first. With one reward GDPO is not GRPO: its last line enlarges the advantages that are left as
+more and more groups become all equal. Means and sample standard deviations (ddof = 1) leave out completions without a
+reward (NaN); those get advantage 0, as does a group in which fewer than two completions have one, or all have the same.
 
-Several rewards R_pgk with weights w_k become one advantage in one of two orders:
+An estimator is a function of GroupRewards that returns (P, G), or for advantages per token a list with one tensor of
+len(completion.ids) for each completion. Its keyword-only parameters are flags of the same name. To add one, enter it in
+ADVANTAGE_ESTIMATORS; `--advantage-estimator my_module.my_estimator` takes one from outside. The trainer calls the same
+function to train, to judge which groups teach nothing (dynamic sampling, replay) and to rank groups for replay.
 
-    sum_then_normalize   r = sum_k w_k R_k, then A as above; rewards of equal sum cannot be told apart
-    normalize_then_sum   z_k = (R_k - mean_g R_k) / (std_g R_k + 1e-4),   a = sum_k w_k z_k
-                         A = (a - mean a) / (std a + 1e-4) over the whole batch, all groups and ranks
-                         (GDPO, Liu et al. 2026, arXiv:2601.05242)
+A statistic over a whole optimizer step is taken in two moves: each rank sums what it has into one (3,) tensor of
+float64, `moments(x) = [sum w, sum w x, sum w x^2]`, the sums are added over ranks (GroupRewards.all_sum), and mean_of,
+std_of and effective_sample_frac read the statistic off the total.
 
-A reward that does not apply (NaN) adds nothing to the sum; a completion to which none applies has total NaN.
-Statistics of the batch come in as sums (losses.advantage), added over ranks by the caller: with groups scored one at a
-time the batch is still the batch. With one reward GDPO is not GRPO: the last line enlarges the advantages that are left
-as more and more groups become all equal.
-
-REINFORCE++ with a baseline is group_advantage of scale "none", then normalize_batch with sums weighted by length.
-
-Shapes: P prompts, G completions per prompt, K rewards (not head size here).
-
-Mean, deviation and effective sample size from sums that ranks can add.
-
-A statistic over a whole optimizer step is taken in two moves: each rank sums what it has into one (3,) tensor,
-
-    moments(x) = [sum w, sum w x, sum w x^2]        w = 1 unless given
-
-the caller adds those tensors over micro-batches, groups and ranks, and the functions below read the statistic off the
-total. The sums are float64, where a mean a million times the deviation still leaves half of the digits.
-
-Shapes: B = any number of values.
-
-Completions that ran out of room: leave them out of the loss, or make length cost something before they do.
-
-    soft overlong penalty (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13), L = max_length, C = margin, n = length:
-        0 up to L - C,  (L - C - n) / C between,  -1 from L on
-
-Shapes: N = packed tokens, B = completions.
+Shapes: P prompts, G completions per prompt, K rewards (not head size here), B = P G.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +68,7 @@ def effective_sample_frac(
     return total.square() / (count * squares)
 
 
+NOTHING = 1e-6  # advantages below this are rounding
 EPSILON = 1e-4  # keeps a group of nearly equal rewards from blowing noise up to unit size
 
 
@@ -122,16 +108,6 @@ def weighted_sum(
     return torch.where(rewards.isnan().all(dim=-1), torch.nan, total)
 
 
-def sum_then_normalize(
-    rewards: Tensor,  # (P, G, K) NaN = this reward does not apply
-    weights: Tensor,  # (K,)
-    *,
-    scale: Literal["group", "batch", "none"] = "group",
-    batch: Tensor | None = None,  # (3,) moments of the sums of all ranks, for scale "batch"; None: these are all
-) -> Tensor:  # (P, G)
-    return group_advantage(weighted_sum(rewards, weights), scale=scale, batch=batch)
-
-
 def normalize_then_sum(
     rewards: Tensor,  # (P, G, K) NaN = this reward does not apply
     weights: Tensor,  # (K,)
@@ -154,13 +130,77 @@ def normalize_batch(
     return ((advantage.double() - mean) / (deviation + EPSILON)).nan_to_num(nan=0.0).to(advantage.dtype)
 
 
-def gdpo_advantage(
-    rewards: Tensor,  # (P, G, K) the whole batch; NaN = this reward does not apply
-    weights: Tensor,  # (K,)
-) -> Tensor:  # (P, G)
-    """All three stages, where one process holds the whole batch."""
-    advantage = normalize_then_sum(rewards, weights)
-    return normalize_batch(advantage, moments(advantage))
+# The registry.
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+class GroupRewards(NamedTuple):
+    """What an advantage estimator may use of some groups."""
+
+    rewards: Tensor  # (P, G, K) each reward of each completion; NaN = it does not apply
+    weights: Tensor  # (K,)
+    total: Tensor  # (P, G) weighted sum, less beta times the KL with kl_in_reward; NaN = no reward applies
+    completions: Sequence[Any] = ()  # B of them, group after group: ids, mask, text, columns of each
+    all_sum: Callable[[Tensor], Tensor] = _itself  # adds a tensor over all ranks that hold groups of the batch
+
+    @classmethod
+    def of(
+        cls,
+        rewards: Tensor,  # (P, G, K) NaN = the reward does not apply
+        weights: Tensor,  # (K,)
+    ) -> GroupRewards:
+        """Where one process holds the whole batch."""
+        return cls(rewards, weights, weighted_sum(rewards, weights))
+
+
+Advantage = Tensor | Sequence[Any]  # (P, G), or for each of the B completions one number per id
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """One estimator, and what follows from it."""
+
+    estimate: Callable[..., Advantage]
+    """(GroupRewards, *, options) -> (P, G), or one tensor per completion with a number for each of its ids."""
+    reads_total: bool = True
+    """False: it reads each reward apart, so a KL penalty cannot be taken off their sum (kl_in_reward)."""
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Keyword-only parameters of the function: flags, or keys of --advantage-kwargs."""
+        parameters = inspect.signature(self.estimate).parameters
+        return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+    def __call__(self, r: GroupRewards, **options: Any) -> Advantage:
+        return self.estimate(r, **options)
+
+
+def group(r: GroupRewards, *, scale_rewards: Literal["group", "batch", "none"] = "group") -> Tensor:  # (P, G)
+    batch = r.all_sum(moments(r.total)) if scale_rewards == "batch" else None
+    return group_advantage(r.total, scale=scale_rewards, batch=batch)
+
+
+def leave_one_out(r: GroupRewards) -> Tensor:  # (P, G)
+    return leave_one_out_advantage(r.total)
+
+
+def gdpo(r: GroupRewards) -> Tensor:  # (P, G)
+    summed = normalize_then_sum(r.rewards, r.weights)
+    advantage = normalize_batch(summed, r.all_sum(moments(summed)))
+    return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # the mean of a batch is 0 up to rounding only
+
+
+ADVANTAGE_ESTIMATORS = {
+    "group": AdvantageEstimator(group),
+    "leave_one_out": AdvantageEstimator(leave_one_out),
+    "normalize_then_sum": AdvantageEstimator(gdpo, reads_total=False),
+}
+
+
+# Statistics.
 
 
 def nan_std(
@@ -190,14 +230,6 @@ def zero_std_frac(
     """Fraction of groups that teach nothing: all rewards equal, or fewer than two of them."""
     std = nan_std(reward, dim=1)
     return (std.isnan() | (std < 1e-8)).to(reward.dtype).mean()
-
-
-def drop_truncated(
-    mask: Tensor,  # (N,) bool, True = trained
-    truncated: Tensor,  # (N,) bool, True = the token's completion did not end by itself
-) -> Tensor:  # (N,) bool
-    """Apply it before anything is counted: a dropped token is in no denominator, statistic or length."""
-    return mask & ~truncated
 
 
 def overlong_penalty(

@@ -1,22 +1,23 @@
 """Energy-based fine-tuning: rewards from the features of a frozen network (Jelassi et al. 2026, arXiv:2603.12248).
 
-phi_j are the features of rollout j of a prompt, n of them, and phi_* those of the true completion. What is to fall is
-the distance of conditional feature matching, and the paper's reward (eq. 7) has minus its gradient as expectation:
+phi_j are the features of rollout j of a prompt (n rollouts), and phi_* those of the target, the true completion. The
+objective is the conditional feature matching distance; the policy gradient of the paper's reward (eq. 7) is, in
+expectation, minus its gradient:
 
     cfm = || E phi - phi_* ||^2
     r_j = 2 phi_j . phi_*  -  2 / (n - 1) sum_{k != j} phi_j . phi_k          alignment - diversity
 
-In practice (eq. 49) alignment is the cosine, 2 cos(phi_j, phi_*), from -2 to 2; `dot_alignment` is that of eq. 7.
+In practice (eq. 49) alignment is the cosine, 2 cos(phi_j, phi_*), from -2 to 2; `dot_alignment` is eq. 7.
 
-Whitening, for each prompt on its own, X = U S V^T the (n, D) features of its rollouts, not centred, without those S_k
-that are nothing but noise:
+Whitening is per prompt, with X = U S V^T the (n, D) features of its rollouts, not centred, and S_k at noise level
+dropped:
 
-    X~ = X V S^-1 V^T = U V^T         phi_*~ = phi_* V S^-1 V^T               truth "feature", the paper's text
-                                      phi_*~_j = (U S^-1 U^T 1)_j phi_*       truth "sample", the authors' code
+    X~ = X V S^-1 V^T = U V^T         phi_*~ = phi_* V S^-1 V^T               target "feature", the paper's text
+                                      phi_*~_j = (U S^-1 U^T 1)_j phi_*       target "sample", the authors' code
 
-Rows of X~ are orthonormal when the rollouts are linearly independent: diversity is then 0 and its coefficient without
-effect. What is left of it is a penalty on duplicates: 1/3 for each of two equal ones among four, 1/2 if all four are.
-The paper's own numbers are n times those, for a covariance with 1 / n.
+If the rollouts are linearly independent, the rows of X~ are orthonormal: diversity is 0 and its coefficient has no
+effect. Diversity then only penalizes duplicates: 1/3 for each of two equal rollouts among four, 1/2 if all four are
+equal. The paper's numbers are n times these, because its covariance has a factor 1 / n.
 
 Advantages of a group, with a = alignment_coef alignment, d = diversity_coef diversity, r = a - d:
 
@@ -25,11 +26,11 @@ Advantages of a group, with a = alignment_coef alignment, d = diversity_coef div
     rloo_split  a_j - mean_{k != j} a_k - (d_j - b_j),   b_j = (sum_k d_k - 2 d_j) / (n - 2), or 0 for n = 2
     grpo        (r_j - mean r) / (std r + 1e-8),   std with ddof = 1
 
-rloo_split is the authors': b_j is the diversity among the others alone. The r_k of rloo hold phi_k . phi_j, so its
-baseline knows the rollout it is for: in expectation the diversity gradient shrinks to (n - 2) / (n - 1) of itself,
-which for n = 2 is nothing at all.
+rloo_split is the authors' estimator: b_j is the diversity among the other rollouts alone. The r_k of rloo contain
+phi_k . phi_j, so its baseline depends on the rollout it is for: in expectation this scales the diversity gradient by
+(n - 2) / (n - 1), which is 0 for n = 2.
 
-Shapes: P prompts, or anchors of documents in strided mode; G = n rollouts of each; T positions; D width of a feature.
+Shapes: P prompts, or anchors of documents in strided mode; G = n rollouts of each; T positions; D feature width.
 """
 
 from __future__ import annotations
@@ -44,25 +45,24 @@ from torch import Tensor
 from losses.advantage import leave_one_out_advantage, nan_std
 from losses.types import LossOut, Term, wide
 
-RANK_TOLERANCE = 1e-5  # singular values below this part of the largest count as 0
-EPSILON = 1e-8  # of grpo
+RANK_TOLERANCE = 1e-5  # singular values below this fraction of the largest count as 0
+EPSILON = 1e-8  # in the denominator of grpo
 
 
 # Features.
 
 
 def layer_indices(fractions: Sequence[float], num_layers: int) -> list[int]:
-    """Which hidden states of a network of num_layers blocks: k is the output of block k, floor(fraction * num_layers).
+    """Indices of the hidden states to use: k = floor(fraction * num_layers) is the output of block k.
 
-    Never 0, the embeddings, which know nothing of the context. Two fractions of a shallow network that come to one
-    block give it once.
+    Never 0, the embeddings, which carry no context. Fractions that select the same block count once.
     """
     if not fractions:
         raise ValueError("feature_layers=[]: there is nothing to take features from; name a fraction of the depth")
     for fraction in fractions:
         if not 0 <= fraction <= 1:  # NaN too
             raise ValueError(f"feature_layers={fraction}: outside the network; use fractions of its depth, from 0 to 1")
-    # A little more than the product, or 0.29 of 100 layers would be 28.
+    # The 1e-9 guards against rounding: 0.29 * 100 is just below 29.
     return list(dict.fromkeys(max(1, math.floor(fraction * num_layers + 1e-9)) for fraction in fractions))
 
 
@@ -79,7 +79,7 @@ def token_features(
     *,
     normalize: Literal["token", "layer", "none"] = "token",
 ) -> Tensor:  # (..., layers * D)
-    """Layers side by side, each token's whole vector of length 1 (token), or each layer's part of it (layer)."""
+    """Concatenate the layers; normalize each token's whole vector (token), or each layer's part (layer)."""
     if normalize == "layer":
         return torch.cat([unit(layer) for layer in layers], dim=-1)
     assert normalize in ("token", "none"), normalize
@@ -91,7 +91,7 @@ def last_token(
     features: Tensor,  # (..., T, D) masked positions may hold anything
     mask: Tensor,  # (..., T) bool, True = a token of the sequence
 ) -> Tensor:  # (..., D)
-    """At the last token of the mask, wherever the padding is; 0 for a sequence without one."""
+    """Features of the last token in the mask, wherever the padding is; 0 for an empty mask."""
     position = torch.arange(mask.shape[-1], device=mask.device)
     return _at(features, torch.where(mask, position, -1).amax(dim=-1))
 
@@ -100,7 +100,7 @@ def mean_pooling(
     features: Tensor,  # (..., T, D) masked positions may hold anything
     mask: Tensor,  # (..., T) bool, True = a token to average over
 ) -> Tensor:  # (..., D)
-    """Mean over the tokens of the mask; 0 where there is none."""
+    """Mean over the tokens of the mask; 0 for an empty mask."""
     total = torch.where(mask.unsqueeze(-1), wide(features), 0.0).sum(dim=-2)
     return total / mask.sum(dim=-1, keepdim=True).clamp(min=1)
 
@@ -109,9 +109,9 @@ def quarter_points(
     features: Tensor,  # (..., T, D) masked positions may hold anything
     mask: Tensor,  # (..., T) bool, True = a token of the sequence
 ) -> Tensor:  # (..., 3 * D)
-    """Tokens number L // 4, L // 2 and 3 L // 4 of the L in the mask, counted from 0, side by side."""
+    """Features of tokens L // 4, L // 2 and 3 L // 4, from 0, of the L tokens in the mask, concatenated."""
     length = mask.sum(dim=-1)
-    order = mask.long().argsort(dim=-1, descending=True, stable=True)  # positions of the tokens first, in order
+    order = mask.long().argsort(dim=-1, descending=True, stable=True)  # positions of the mask's tokens first, in order
     picked = []
     for quarter in (1, 2, 3):
         place = order.gather(-1, (length * quarter // 4).unsqueeze(-1)).squeeze(-1)
@@ -126,7 +126,7 @@ def pool(
     *,
     embed_method: str,
 ) -> Tensor:  # (..., D), and 3 * D for concat
-    """One vector per sequence. In strided mode both masks are the block's tokens, and the two means are one."""
+    """One vector per sequence. In strided mode both masks are the block's tokens, so the two means are equal."""
     if embed_method == "completion_mean":
         return mean_pooling(features, completion)
     methods = {"last_token": last_token, "mean_pooling": mean_pooling, "concat": quarter_points}
@@ -137,7 +137,7 @@ def pool(
 
 
 def _at(features: Tensor, position: Tensor) -> Tensor:
-    """Features (..., D) at one position (...) of each sequence, 0 where it is -1. NaN at others stays there."""
+    """Features (..., D) at one position (...) of each sequence, 0 for position -1. NaN elsewhere does not leak."""
     index = position.clamp(min=0)[..., None, None].expand(*position.shape, 1, features.shape[-1])
     return torch.where(position.unsqueeze(-1) < 0, 0.0, wide(features).gather(-2, index).squeeze(-2))
 
@@ -145,124 +145,125 @@ def _at(features: Tensor, position: Tensor) -> Tensor:
 # Whitening.
 
 
-class Features(NamedTuple):
-    """What rewards are made of. The true completion once for each rollout, since whitening may tell them apart."""
+class PairedFeatures(NamedTuple):
+    """Each rollout's features with those of its target, which whitening may make different for each rollout."""
 
     rollout: Tensor  # (P, G, D)
-    truth: Tensor  # (P, G, D)
+    target: Tensor  # (P, G, D)
 
 
 def plain(
     rollout: Tensor,  # (P, G, D)
-    truth: Tensor,  # (P, D) of the true completion
-) -> Features:
-    _check(rollout, truth)
-    return Features(wide(rollout), wide(truth).unsqueeze(1).expand_as(rollout))
+    target: Tensor,  # (P, D) of the true completion
+) -> PairedFeatures:
+    """Without whitening."""
+    _check(rollout, target)
+    return PairedFeatures(wide(rollout), wide(target).unsqueeze(1).expand_as(rollout))
 
 
 def whiten(
     rollout: Tensor,  # (P, G, D)
-    truth: Tensor,  # (P, D) of the true completion
+    target: Tensor,  # (P, D) of the true completion
     *,
-    whiten_truth: Literal["feature", "sample"] = "feature",
+    whiten_target: Literal["feature", "sample"] = "feature",
     tolerance: float = RANK_TOLERANCE,
-) -> Features:
-    """Both by the rollouts of their prompt. Rollouts as near to each other as tolerance are one and the same direction.
+) -> PairedFeatures:
+    """Whiten both by the rollouts of their prompt. Rollouts closer than tolerance count as one direction.
 
-    U and S come from the (G, G) products of the rollouts, X X^T = U S^2 U^T, in float64: a batch of these is quick on
-    any device, where one of (G, D) is not, and small S keep more digits than a float32 decomposition of X leaves them.
+    U and S come from the Gram matrix of the rollouts, X X^T = U S^2 U^T, in float64: a batch of (G, G) problems is fast
+    on any device, unlike one of (G, D), and small S keep more digits than in a float32 decomposition of X.
     """
-    _check(rollout, truth)
+    _check(rollout, target)
     if rollout.shape[1] < 2:
         raise ValueError(
             f"rollouts={rollout.shape[1]}: whitening scales by how the rollouts of a prompt differ; "
             "draw 2 or more, or leave use_whitening off"
         )
-    if whiten_truth not in ("feature", "sample"):
-        raise ValueError(f"whiten_truth={whiten_truth}: no such way to whiten the true completion; feature or sample")
-    x, g = rollout.double(), truth.double()
+    if whiten_target not in ("feature", "sample"):
+        raise ValueError(f"whiten_target={whiten_target}: no such way to whiten the true completion; feature or sample")
+    x, g = rollout.double(), target.double()
     square, u = torch.linalg.eigh(x @ x.transpose(1, 2))  # (P, G), (P, G, G)
     s = square.clamp(min=0).sqrt()
     kept = s > tolerance * s.amax(dim=1, keepdim=True)
     inverse = torch.where(kept, 1 / torch.where(kept, s, 1.0), 0.0)  # (P, G)
     v = inverse.unsqueeze(2) * (u.transpose(1, 2) @ x)  # (P, G, D) rows are the directions V, 0 where not kept
     white = u @ v
-    if whiten_truth == "feature":
-        white_truth = ((g.unsqueeze(1) @ v.transpose(1, 2)) * inverse.unsqueeze(1)) @ v  # (P, 1, D)
+    if whiten_target == "feature":
+        white_target = ((g.unsqueeze(1) @ v.transpose(1, 2)) * inverse.unsqueeze(1)) @ v  # (P, 1, D)
     else:
         factor = u @ (inverse * u.sum(dim=1)).unsqueeze(2)  # (P, G, 1)
-        white_truth = factor * g.unsqueeze(1)
+        white_target = factor * g.unsqueeze(1)
     dtype = wide(rollout).dtype
-    return Features(white.to(dtype), white_truth.expand_as(white).to(dtype))
+    return PairedFeatures(white.to(dtype), white_target.expand_as(white).to(dtype))
 
 
-def _check(rollout: Tensor, truth: Tensor) -> None:
+def _check(rollout: Tensor, target: Tensor) -> None:
     assert rollout.dim() == 3, f"rollout {tuple(rollout.shape)} is not (P, G, D)"
-    assert truth.shape == (rollout.shape[0], rollout.shape[2]), f"{tuple(truth.shape)} vs {tuple(rollout.shape)}"
+    assert target.shape == (rollout.shape[0], rollout.shape[2]), f"{tuple(target.shape)} vs {tuple(rollout.shape)}"
 
 
 # Rewards.
 
 
 class Reward(NamedTuple):
-    """Its two parts, apart for the advantages that need them so; the reward is their difference."""
+    """The two parts of the reward, alignment - diversity; some advantages use them separately."""
 
     alignment: Tensor  # (P, G)
     diversity: Tensor  # (P, G)
 
 
-def cosine_alignment(features: Features) -> Tensor:  # (P, G)
+def cosine_alignment(features: PairedFeatures) -> Tensor:  # (P, G)
     """2 cos(phi_j, phi_*), paper eq. 49."""
-    return 2 * (unit(features.rollout) * unit(features.truth)).sum(dim=-1)
+    return 2 * (unit(features.rollout) * unit(features.target)).sum(dim=-1)
 
 
-def dot_alignment(features: Features) -> Tensor:  # (P, G)
+def dot_alignment(features: PairedFeatures) -> Tensor:  # (P, G)
     """2 phi_j . phi_*, paper eq. 7."""
-    return 2 * (wide(features.rollout) * wide(features.truth)).sum(dim=-1)
+    return 2 * (wide(features.rollout) * wide(features.target)).sum(dim=-1)
 
 
 def diversity(
     rollout: Tensor,  # (P, G, D)
 ) -> Tensor:  # (P, G)
-    """2 / (n - 1) sum_{k != j} phi_j . phi_k; 0 for a rollout alone."""
+    """2 / (n - 1) sum_{k != j} phi_j . phi_k; 0 for a single rollout."""
     products = wide(rollout) @ wide(rollout).transpose(1, 2)  # (P, G, G)
-    # The diagonal is left out, not taken off the sum: it is by far the largest part.
+    # The diagonal is masked, not subtracted from the sum: it is by far the largest term.
     diagonal = torch.eye(rollout.shape[1], dtype=torch.bool, device=rollout.device)
     return 2 * products.masked_fill(diagonal, 0.0).sum(dim=-1) / max(1, rollout.shape[1] - 1)
 
 
 def feature_reward(
-    features: Features,
+    features: PairedFeatures,
     *,
     alignment_coef: float = 1.0,
     diversity_coef: float = 1.0,
     alignment: Literal["cosine", "dot"] = "cosine",
 ) -> Reward:
-    """Both parts with their coefficients."""
+    """Both parts, scaled by their coefficients."""
     aligned = {"cosine": cosine_alignment, "dot": dot_alignment}[alignment](features)
     return Reward(alignment_coef * aligned, diversity_coef * diversity(features.rollout))
 
 
 def cfm_distance(
     rollout: Tensor,  # (P, G, D) not whitened
-    truth: Tensor,  # (P, D) not whitened
+    target: Tensor,  # (P, D) not whitened
 ) -> Tensor:  # (P,)
-    """|| mean_j phi_j - phi_* ||^2, what is reported. Too large by the variance of phi over n, so compare equal n."""
-    _check(rollout, truth)
-    return (wide(rollout).mean(dim=1) - wide(truth)).square().sum(dim=-1)
+    """|| mean_j phi_j - phi_* ||^2. Biased upwards by the variance of phi / n, so compare only equal n."""
+    _check(rollout, target)
+    return (wide(rollout).mean(dim=1) - wide(target)).square().sum(dim=-1)
 
 
 def cfm_unbiased(
     rollout: Tensor,  # (P, G, D) not whitened, G at least 2
-    truth: Tensor,  # (P, D) not whitened
+    target: Tensor,  # (P, D) not whitened
 ) -> Tensor:  # (P,) may be below 0
-    """cfm_distance less its bias: the expectation is || E phi - phi_* ||^2 for any number of rollouts."""
+    """cfm_distance minus its bias: the expectation is || E phi - phi_* ||^2 for any number of rollouts."""
     num_rollouts = rollout.shape[1]
     if num_rollouts < 2:
         raise ValueError(f"rollouts={num_rollouts}: a variance takes 2 or more; draw more, or use cfm_distance")
     centred = wide(rollout) - wide(rollout).mean(dim=1, keepdim=True)
-    variance = centred.square().sum(dim=(1, 2)) / (num_rollouts - 1)  # (P,) of all features together
-    return cfm_distance(rollout, truth) - variance / num_rollouts
+    variance = centred.square().sum(dim=(1, 2)) / (num_rollouts - 1)  # (P,) summed over features
+    return cfm_distance(rollout, target) - variance / num_rollouts
 
 
 # Advantages.
@@ -277,7 +278,7 @@ def rloo(reward: Reward) -> Tensor:  # (P, G)
 
 
 def rloo_split(reward: Reward) -> Tensor:  # (P, G)
-    """A baseline of each part that does not depend on the rollout it is for: unbiased, as rloo is not."""
+    """A baseline per part that does not depend on the rollout it is for: unbiased, unlike rloo."""
     apart, num_rollouts = reward.diversity, reward.diversity.shape[1]
     if num_rollouts > 2:
         others = (apart.sum(dim=1, keepdim=True) - 2 * apart) / (num_rollouts - 2)
@@ -287,7 +288,7 @@ def rloo_split(reward: Reward) -> Tensor:  # (P, G)
 
 
 def grpo(reward: Reward) -> Tensor:  # (P, G)
-    """Rewards that differ by rounding alone, as those of equal rollouts do, give 0 and not noise of unit size."""
+    """Rewards that differ only by rounding, as those of equal rollouts do, give 0 instead of unit-size noise."""
     total = reward.alignment - reward.diversity
     deviation = nan_std(total, dim=1).unsqueeze(1)  # (P, 1)
     return torch.where(
@@ -296,7 +297,7 @@ def grpo(reward: Reward) -> Tensor:  # (P, G)
 
 
 def _noise(reward: Reward) -> Tensor:  # (P, 1)
-    """Differences of this size are rounding: a sum over other rollouts depends on their order."""
+    """Differences up to this size are rounding: sums over the other rollouts depend on their order."""
     largest = (reward.alignment.abs() + reward.diversity.abs()).amax(dim=1, keepdim=True)
     return 16 * torch.finfo(largest.dtype).eps * largest
 
@@ -305,7 +306,7 @@ def _without_noise(
     advantage: Tensor,  # (P, G)
     reward: Reward,
 ) -> Tensor:  # (P, G)
-    """Groups of which nothing but rounding is left get 0: an optimizer would make a step of full size of it."""
+    """Set groups whose advantages are only rounding to 0: the optimizer would take a full-size step on them."""
     return torch.where(advantage.abs().amax(dim=1, keepdim=True) > _noise(reward), advantage, 0.0)
 
 
@@ -318,7 +319,7 @@ ADVANTAGES: dict[str, Callable[[Reward], Tensor]] = {
 
 
 def advantage_of(reward: Reward, *, advantage_estimator: str) -> Tensor:  # (P, G)
-    """Every rollout has features, so rewards are all there: no NaN here."""
+    """Every rollout has features, so no reward is missing (NaN)."""
     if advantage_estimator not in ADVANTAGES:
         names = ", ".join(sorted(ADVANTAGES))
         raise ValueError(f"advantage_estimator={advantage_estimator}: no such estimator; use one of {names}")
@@ -330,26 +331,26 @@ def advantage_of(reward: Reward, *, advantage_estimator: str) -> Tensor:  # (P, 
     return ADVANTAGES[advantage_estimator](reward)
 
 
-# Losses of the strided mode, one optimizer step on the policy that sampled: no ratio, no clip.
+# Losses of the strided mode. The policy that sampled is the one trained, so there is no ratio and no clipping.
 
 
 def rollout_loss(
-    logp: Tensor,  # (N,) policy, with gradient, at the temperature the tokens were drawn with
-    advantage: Tensor,  # (N,) of the rollout each token is of
+    logp: Tensor,  # (N,) policy, with gradient, at the sampling temperature
+    advantage: Tensor,  # (N,) of the rollout that the token belongs to
     mask: Tensor,  # (N,) bool, True = a generated token
     *,
     rl_coef: float = 1.0,
 ) -> LossOut:
-    """-sum A logp, to be divided by the generated tokens of the step."""
+    """-sum A logp; divide by the generated tokens of the step."""
     total = -torch.where(mask, wide(logp), 0.0) * torch.where(mask, wide(advantage.detach()), 0.0)
     return LossOut({"policy": Term(rl_coef, total.sum(), mask.sum())}, {})
 
 
-def truth_loss(
-    logp: Tensor,  # (N,) policy, with gradient, of the document's own tokens, at temperature 1
+def target_loss(
+    logp: Tensor,  # (N,) policy, with gradient, of the target tokens, at temperature 1
     mask: Tensor,  # (N,) bool, True = trained
     *,
     ce_coef: float,
 ) -> LossOut:
-    """-sum logp, to be divided by the document tokens of the step: a mean of its own beside that of rollout_loss."""
+    """-sum logp; divide by the document tokens of the step: a separate mean from that of rollout_loss."""
     return LossOut({"ce": Term(ce_coef, -torch.where(mask, wide(logp), 0.0).sum(), mask.sum())}, {})

@@ -3,12 +3,12 @@
     bonus     -coef * mean of H over the tokens that count
     top mask  keep a token when H >= threshold, the (1 - top) quantile of H over all trained tokens of the step
 
-The threshold belongs to the step: it is computed once, over all micro-batches and ranks, before the loss runs. Tokens
-that are not kept weigh 0 in the policy loss but still count in its denominator; the bonus counts kept tokens only.
+The threshold is computed once per step, over all micro-batches and ranks, before the loss runs. Tokens that are not
+kept have weight 0 in the policy loss but still count in its denominator; the bonus counts kept tokens only.
 
-A quantile lies on a value of the data or between two. A completion that was sampled twice has equal tokens there, whose
-entropies differ by rounding, so an exact comparison would keep some copies and drop others, depending on the layout.
-trainer/parallel/quantile.py therefore lowers the threshold by a small part of itself, more than rounding comes to.
+A quantile equals a value of the data or lies between two. A completion that was sampled twice has equal tokens there
+whose entropies differ by rounding, so an exact comparison would keep some copies and drop others, depending on the
+layout. trainer/parallel/quantile.py therefore lowers the threshold by a small fraction, larger than the rounding error.
 
 Shapes: N = packed tokens.
 """
@@ -30,7 +30,7 @@ def entropy_bonus(
     coef: float,
     keep: Tensor | None = None,  # (N,) bool from keep_top_entropy; None keeps all
 ) -> LossOut:
-    """Means the same for every loss type: the mean is over tokens, whatever the policy term divides by."""
+    """Averages over tokens for every loss type, whatever the policy term divides by."""
     mask = mask if keep is None else mask & keep
     return LossOut({"entropy": Term(-coef, torch.where(mask, wide(entropy), 0.0).sum(), mask.sum())}, {})
 
@@ -41,7 +41,7 @@ def entropy_threshold(
     *,
     top: float,
 ) -> Tensor:  # ()
-    """The (1 - top) quantile, interpolated linearly; -inf of nothing. Unlike torch.quantile it takes any number."""
+    """The (1 - top) quantile, interpolated linearly; -inf for no tokens. torch.quantile limits the input size."""
     if not 0 < top <= 1:
         raise ValueError(f"top_entropy_quantile={top}: must be above 0 and at most 1; 1 trains on every token")
     if len(entropy) == 0:

@@ -1,26 +1,19 @@
-"""Importance corrections between the engine that sampled and the trainer, and masks for samples grown stale.
+"""Importance corrections between the engine that sampled and the trainer, and masks for off-policy samples.
 
-Engine and trainer run the same weights in different code, or the engine an older version of them; a sample is then not
-quite from the policy the loss takes it for. With d_n = old_logp_n - behaviour_logp_n over the tokens of a completion
+The engine runs the trainer's weights in different code, or an older version of them, so a sample is not exactly from
+the policy that the loss assumes. With d_n = old_logp_n - behaviour_logp_n over the trained tokens of a completion,
 
-    token ratio      exp(d_n)            low variance, right for each token given its prefix
-    sequence ratio   exp(sum_n d_n)      unbiased for the whole completion; its spread grows with length
+    token ratio      exp(d_n)            low variance, exact for each token given its prefix
+    sequence ratio   exp(sum_n d_n)      unbiased for the whole completion; its variance grows with length
     geometric ratio  exp(mean_n d_n)     for filters: does not depend on length
 
 A correction is a weight per token, without gradient, for the policy loss (Tokens.weight). Weights and 0/1 masks
-multiply; the KL and entropy terms take none of them, and denominators do not change. `low` and `high` bound a ratio;
-None leaves that side open. truncate = bring back to the bound; mask = weight 0 beyond it, and what stays is unchanged.
+multiply; the KL and entropy terms use none of them, and denominators do not change. `low` and `high` bound a ratio;
+None leaves that side open. truncate = clamp to the bound; mask = weight 0 beyond it, unchanged within.
 
-Everything here that concerns completions wants whole ones: compute it before the loss pass, over a micro-batch in which
-no completion is cut, then index it by token like the advantage.
-
-Shapes: N = packed tokens, B = completions.
-
-Numbers of whole completions, for losses that see only some tokens at a time.
-
-The head hands a loss a slice of trained tokens, cut anywhere (kernels.linear_logprob_loss). Whatever the loss must know
-of a completion as a whole is therefore computed before the pass, over whole completions and without gradient, and given
-to it once per token: `sequence_sum(x, mask, sequence, num_sequences=B)[sequence]`.
+The loss sees trained tokens in slices cut anywhere (kernels.linear_logprob_loss). So anything it needs about a whole
+completion is computed before the loss pass, over a micro-batch of whole completions and without gradient, and indexed
+by token: `sequence_sum(x, mask, sequence, num_sequences=B)[sequence]`.
 
 Shapes: N = packed tokens, B = completions.
 """
@@ -36,12 +29,14 @@ from torch import Tensor
 from losses.kl import MAX_LOG_RATIO
 from losses.types import wide
 
+# Sums over completions
+
 
 @torch.no_grad()
 def sequence_sum(
     x: Tensor,  # (N,) per token; masked positions may hold anything
     mask: Tensor,  # (N,) bool, True = trained
-    sequence: Tensor,  # (N,) int64, which completion a token is of
+    sequence: Tensor,  # (N,) int64 completion of each token
     *,
     num_sequences: int,
 ) -> Tensor:  # (B,)
@@ -52,7 +47,7 @@ def sequence_sum(
 @torch.no_grad()
 def sequence_length(
     mask: Tensor,  # (N,) bool, True = trained
-    sequence: Tensor,  # (N,) int64, which completion a token is of
+    sequence: Tensor,  # (N,) int64 completion of each token
     *,
     num_sequences: int,
 ) -> Tensor:  # (B,) int64 trained tokens of each completion
@@ -62,37 +57,15 @@ def sequence_length(
 def sequence_mean(
     x: Tensor,  # (N,) per token; masked positions may hold anything
     mask: Tensor,  # (N,) bool, True = trained
-    sequence: Tensor,  # (N,) int64, which completion a token is of
+    sequence: Tensor,  # (N,) int64 completion of each token
     *,
     num_sequences: int,
-) -> Tensor:  # (B,) 0 where a completion has no trained token
+) -> Tensor:  # (B,) 0 for a completion without trained tokens
     total = sequence_sum(x, mask, sequence, num_sequences=num_sequences)
     return total / sequence_length(mask, sequence, num_sequences=num_sequences).clamp(min=1)
 
 
-class Mismatch(NamedTuple):
-    """Log-ratios between trainer and engine, for each token; no gradient, within +-20."""
-
-    token: Tensor  # (N,) d of the token; 0 where masked
-    total: Tensor  # (N,) sum of d over the token's completion
-    mean: Tensor  # (N,) mean of d over the token's completion
-    length: Tensor  # (N,) trained tokens of the token's completion
-
-
-@torch.no_grad()
-def mismatch(
-    old_logp: Tensor,  # (N,) trainer; the proximal policy where the two are decoupled
-    behaviour_logp: Tensor,  # (N,) engine; NaN = it gave none, which counts as no difference
-    mask: Tensor,  # (N,) bool, True = trained
-    sequence: Tensor,  # (N,) int64, which completion a token is of; whole completions
-    *,
-    num_sequences: int,
-) -> Mismatch:
-    token = log_difference(old_logp, behaviour_logp, mask)
-    total = sequence_sum(token, mask, sequence, num_sequences=num_sequences)  # (B,)
-    length = sequence_length(mask, sequence, num_sequences=num_sequences)  # (B,)
-    mean = total / length.clamp(min=1)
-    return Mismatch(token, total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence], mean[sequence], length[sequence])
+# Log-ratios between trainer and engine
 
 
 @torch.no_grad()
@@ -105,13 +78,80 @@ def log_difference(
     return d.nan_to_num(nan=0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+class Mismatch(NamedTuple):
+    """Log-ratios between trainer and engine, per token; no gradient, within +-20."""
+
+    token: Tensor  # (N,) d of the token; 0 where masked
+    total: Tensor  # (N,) sum of d over the token's completion
+    mean: Tensor  # (N,) mean of d over the token's completion
+    length: Tensor  # (N,) trained tokens of the token's completion
+
+
+@torch.no_grad()
+def mismatch(
+    old_logp: Tensor,  # (N,) trainer; the proximal policy if the two are decoupled
+    behaviour_logp: Tensor,  # (N,) engine; NaN = not reported, which counts as no difference
+    mask: Tensor,  # (N,) bool, True = trained
+    sequence: Tensor,  # (N,) int64 completion of each token; whole completions
+    *,
+    num_sequences: int,
+) -> Mismatch:
+    token = log_difference(old_logp, behaviour_logp, mask)
+    total = sequence_sum(token, mask, sequence, num_sequences=num_sequences)  # (B,)
+    length = sequence_length(mask, sequence, num_sequences=num_sequences)  # (B,)
+    mean = total / length.clamp(min=1)
+    return Mismatch(token, total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence], mean[sequence], length[sequence])
+
+
+@torch.no_grad()
+def mismatch_metrics(
+    m: Mismatch,
+    mask: Tensor,  # (N,) bool, True = trained
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Raw ratios before any bound, independent of the correction in use."""
+    count, ratio = mask.sum(), m.token.exp()
+    one = torch.where(mask, 1 / m.length.clamp(min=1).to(ratio.dtype), 0.0)  # adds up to 1 over each completion
+    return {
+        "policy/behaviour_ratio": (torch.where(mask, ratio, 0.0).sum(), count),
+        "policy/behaviour_chi2": (torch.where(mask, ratio.square() - 1, 0.0).sum(), count),
+        "policy/behaviour_sequence_ratio": ((one * m.total.exp()).sum(), one.sum()),
+        "policy/behaviour_geometric_ratio": ((one * m.mean.exp()).sum(), one.sum()),
+    }
+
+
+# Corrections
+
+
+def _truncate(log_weight: Tensor, low: float | None, high: float | None) -> Tensor:
+    _check_bounds(low, high)
+    return log_weight.exp().clamp(low, high)
+
+
+def _mask(log_weight: Tensor, low: float | None, high: float | None) -> Tensor:
+    _check_bounds(low, high)
+    ratio = log_weight.exp()
+    kept = torch.ones_like(ratio, dtype=torch.bool)
+    if low is not None:
+        kept = kept & (ratio >= low)
+    if high is not None:
+        kept = kept & (ratio <= high)
+    return torch.where(kept, ratio, 0.0)
+
+
+def _check_bounds(low: float | None, high: float | None) -> None:
+    if low is None and high is None:
+        raise ValueError("low=None, high=None: a correction needs at least one bound")
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"low={low}, high={high}: low must be below high")
+
+
 def token_truncate(
     m: Mismatch,
     *,
     low: float | None = None,
     high: float | None = 2.0,
 ) -> Tensor:  # (N,)
-    """Truncated importance sampling, token by token."""
+    """Truncated importance sampling per token."""
     return _truncate(m.token, low, high)
 
 
@@ -139,7 +179,7 @@ def sequence_mask(
     low: float | None = None,
     high: float | None = 3.0,
 ) -> Tensor:  # (N,)
-    """TRL's default. A hundred tokens that differ by 0.012 one way are beyond 3 already: log how much it masks."""
+    """TRL's default. A hundred tokens that all differ by +0.012 already exceed 3: log how much it masks."""
     return _mask(m.total, low, high)
 
 
@@ -165,22 +205,42 @@ CORRECTIONS: dict[str, Callable[..., Tensor]] = {
 SEQUENCE_CORRECTIONS = frozenset({"sequence_truncate", "sequence_mask"})  # their raw log-weight is Mismatch.total
 
 
+@torch.no_grad()
+def correction_metrics(
+    weight: Tensor,  # (N,) from a correction
+    log_weight: Tensor,  # (N,) what it was computed from: Mismatch.token or Mismatch.total
+    mask: Tensor,  # (N,) bool, True = trained
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What the correction did: mean weight, fraction of tokens masked, fraction clamped to a bound."""
+    count = mask.sum()
+    zero = mask & (weight == 0)
+    bounded = mask & (weight != 0) & (weight != log_weight.exp())
+    return {
+        "policy/correction": (torch.where(mask, weight, 0.0).sum(), count),
+        "policy/correction_zero_frac": (zero.to(weight.dtype).sum(), count),
+        "policy/correction_bound_frac": (bounded.to(weight.dtype).sum(), count),
+    }
+
+
+# Filters of whole completions
+
+
 def keep_geometric(
     m: Mismatch,
     *,
     low: float | None,
     high: float | None,
 ) -> Tensor:  # (N,) bool
-    """True for completions whose geometric ratio is within bounds; multiply a token correction with it."""
+    """True for completions whose geometric ratio is within bounds; multiplies with a token correction."""
     return _mask(m.mean, low, high) > 0
 
 
 @torch.no_grad()
 def sequence_drift(
-    logp: Tensor,  # (N,) policy now
+    logp: Tensor,  # (N,) current policy
     behaviour_logp: Tensor,  # (N,) engine, or old_logp where there is none; NaN counts as no difference
     mask: Tensor,  # (N,) bool, True = trained
-    sequence: Tensor,  # (N,) int64, which completion a token is of; whole completions
+    sequence: Tensor,  # (N,) int64 completion of each token; whole completions
     *,
     num_sequences: int,
 ) -> Tensor:  # (B,) mean of behaviour_logp - logp: how far the policy has moved away from each completion, in nats
@@ -193,75 +253,9 @@ def keep_on_policy(
     *,
     threshold: float,
 ) -> Tensor:  # (N,) bool
-    """Off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556): drop bad completions the policy has left behind.
+    """Off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556): drop bad completions that became unlikely.
 
-    Drops where A < 0 and drift > threshold. What is good stays, however old; the KL term of a dropped one stays too.
+    Drops a completion if A < 0 and drift > threshold. Good completions are kept at any drift, and so is the KL term of
+    a dropped one.
     """
     return (advantage >= 0) | (drift <= threshold)
-
-
-@torch.no_grad()
-def mismatch_metrics(
-    m: Mismatch,
-    mask: Tensor,  # (N,) bool, True = trained
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Raw ratios, before any bound: what the correction has to deal with, not what it made of it."""
-    count, ratio = mask.sum(), m.token.exp()
-    one = torch.where(mask, 1 / m.length.clamp(min=1).to(ratio.dtype), 0.0)  # adds up to 1 for each completion
-    return {
-        "policy/behaviour_ratio": (torch.where(mask, ratio, 0.0).sum(), count),
-        "policy/behaviour_chi2": (torch.where(mask, ratio.square() - 1, 0.0).sum(), count),
-        "policy/behaviour_sequence_ratio": ((one * m.total.exp()).sum(), one.sum()),
-        "policy/behaviour_geometric_ratio": ((one * m.mean.exp()).sum(), one.sum()),
-    }
-
-
-@torch.no_grad()
-def correction_metrics(
-    weight: Tensor,  # (N,) from a correction
-    log_weight: Tensor,  # (N,) what it was made of: Mismatch.token or Mismatch.total
-    mask: Tensor,  # (N,) bool, True = trained
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """What the correction did: mean weight, tokens left out, tokens brought back to a bound."""
-    count = mask.sum()
-    zero = mask & (weight == 0)
-    bounded = mask & (weight != 0) & (weight != log_weight.exp())
-    return {
-        "policy/correction": (torch.where(mask, weight, 0.0).sum(), count),
-        "policy/correction_zero_frac": (zero.to(weight.dtype).sum(), count),
-        "policy/correction_bound_frac": (bounded.to(weight.dtype).sum(), count),
-    }
-
-
-@torch.no_grad()
-def ratio_range(
-    log_weight: Tensor,  # (N,) Mismatch.token or Mismatch.total
-    mask: Tensor,  # (N,) bool, True = trained
-) -> tuple[Tensor, Tensor]:  # (), () smallest and largest ratio; inf and -inf of nothing, so that ranks can compare
-    ratio = log_weight.exp()
-    inf = ratio.new_full((1,), torch.inf)
-    low = torch.cat([torch.where(mask, ratio, torch.inf), inf]).amin()
-    return low, torch.cat([torch.where(mask, ratio, -torch.inf), -inf]).amax()
-
-
-def _truncate(log_weight: Tensor, low: float | None, high: float | None) -> Tensor:
-    _check(low, high)
-    return log_weight.exp().clamp(low, high)
-
-
-def _mask(log_weight: Tensor, low: float | None, high: float | None) -> Tensor:
-    _check(low, high)
-    ratio = log_weight.exp()
-    kept = torch.ones_like(ratio, dtype=torch.bool)
-    if low is not None:
-        kept = kept & (ratio >= low)
-    if high is not None:
-        kept = kept & (ratio <= high)
-    return torch.where(kept, ratio, 0.0)
-
-
-def _check(low: float | None, high: float | None) -> None:
-    if low is None and high is None:
-        raise ValueError("low=None, high=None: a correction needs at least one bound")
-    if low is not None and high is not None and low >= high:
-        raise ValueError(f"low={low}, high={high}: low must be below high")

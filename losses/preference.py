@@ -1,13 +1,13 @@
-"""Losses of preference pairs against a reference: DPO and its relatives, one small function each.
+"""Losses on preference pairs with a reference: DPO and its relatives, one small function each.
 
     c   = logp_w - ref_w      log-ratio of the chosen response (w)
     r   = logp_l - ref_l      log-ratio of the rejected response (l)
     s   = f(log-ratio)        f-divergence transform; the log-ratio itself by default
     delta = s_w - s_l,   ls = log sigmoid,   eps = label_smoothing
 
-A pair's margin is beta * delta. Inputs are sequence log-probs, summed over response tokens; without a reference pass
-zeros for ref_w and ref_l. Where two forms are equal the code takes the one that neither overflows nor cancels:
-1 - sigmoid(x) is written sigmoid(-x).
+A pair's margin is beta * delta. Inputs are sequence log-probs, summed over response tokens; without a reference, pass
+zeros for ref_w and ref_l. Of two equal forms the code uses the one that neither overflows nor cancels: 1 - sigmoid(x)
+is written sigmoid(-x).
 
 Shapes: B = preference pairs, N = packed tokens.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from losses.types import LossOut, Term, wide
 
-MAX_EXPONENT = 40.0  # exp(40) is 2e17, its square 6e34: with larger ones squared losses would overflow fp32
+MAX_EXPONENT = 40.0  # exp(40) is 2e17 and its square 6e34: beyond it, squared losses would overflow fp32
 
 
 def capped_expm1(
@@ -33,14 +33,14 @@ def capped_expm1(
 ) -> Tensor:  # (...)
     """exp(x) - 1, exact up to 40 nats. Beyond, value and slope stay those at 40: finite, and the slope keeps its sign.
 
-    A plain clamp would have slope 0 there, and drop the very pairs that are furthest off.
+    A plain clamp would have slope 0 there and ignore exactly the worst pairs.
     """
     low = x.clamp(max=MAX_EXPONENT)
     slope = math.exp(MAX_EXPONENT) * F.relu(x - MAX_EXPONENT)  # 0 up to the cap
     return torch.expm1(low) + (slope - slope.detach())
 
 
-# f-divergences (f-DPO, Wang et al. 2023, arXiv:2309.16240), in the sign convention of TRL 1.x: all grow with x.
+# f-divergences (f-DPO, Wang et al. 2023, arXiv:2309.16240), in the sign convention of TRL 1.x: all increase with x.
 
 
 def reverse_kl(
@@ -81,12 +81,12 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "js_divergence": js_divergence,
     "alpha_divergence": alpha_divergence,
 }
-# The others use c and r alone, where the partition function does not cancel for a divergence other than reverse KL.
+# The other losses use c and r separately; there the partition function cancels only for reverse KL.
 DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
 
 
 class PairScores(NamedTuple):
-    """What a pair loss may use. Everything derived is fp32 or wider, whatever the inputs."""
+    """Inputs of a pair loss. Everything derived is fp32 or wider, whatever the input dtype."""
 
     logp_w: Tensor  # (B,) policy, chosen response, with gradient
     logp_l: Tensor  # (B,) policy, rejected response, with gradient
@@ -118,15 +118,15 @@ class PairScores(NamedTuple):
 
     @property
     def mean_delta(self) -> Tensor:  # (B,)
-        """delta of the scores per token; a response without tokens scores 0."""
+        """delta of scores per token; a response without tokens scores 0."""
         return self.s_w / self.len_w.clamp(min=1) - self.s_l / self.len_l.clamp(min=1)
 
 
 def logistic(
-    margin: Tensor,  # (B,) preferred minus other
+    margin: Tensor,  # (B,) preferred minus other response
     label_smoothing: float = 0.0,
 ) -> Tensor:  # (B,)
-    """-(1 - eps) ls(margin) - eps ls(-margin): log-loss when a fraction eps of the labels is flipped."""
+    """-(1 - eps) ls(margin) - eps ls(-margin): log-loss if a fraction eps of the labels is flipped."""
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
@@ -154,7 +154,7 @@ def hinge(s: PairScores, *, beta: float) -> Tensor:  # (B,)
 def ipo(s: PairScores, *, beta: float) -> Tensor:  # (B,)
     """(s_w / len_w - s_l / len_l - 1 / (2 beta))^2 (IPO, Azar et al. 2023, arXiv:2310.12036, whose tau is beta).
 
-    The scores are per token, as its authors confirmed: a target margin for sums would mean less the longer the pair.
+    Scores are per token, as its authors confirmed: with sums, the target margin would mean less for longer pairs.
     """
     return (s.mean_delta - 1 / (2 * beta)).square()
 
@@ -162,7 +162,7 @@ def ipo(s: PairScores, *, beta: float) -> Tensor:  # (B,)
 def exo_pair(s: PairScores, *, beta: float, label_smoothing: float) -> Tensor:  # (B,)
     """KL((q, 1 - q) || (1 - eps, eps)) with q = sigmoid(beta delta) (EXO, Ji et al. 2024, arXiv:2402.00856)."""
     if not 0 < label_smoothing < 1:
-        raise ValueError(f"label_smoothing={label_smoothing}: exo_pair takes its logarithm; set it above 0, e.g. 0.001")
+        raise ValueError(f"label_smoothing={label_smoothing}: exo_pair uses its logarithm; set it above 0, e.g. 0.001")
     u = beta * s.delta
     chosen = torch.sigmoid(u) * (F.logsigmoid(u) - math.log1p(-label_smoothing))
     rejected = torch.sigmoid(-u) * (F.logsigmoid(-u) - math.log(label_smoothing))
@@ -178,7 +178,7 @@ def nca_pair(s: PairScores, *, beta: float) -> Tensor:  # (B,)
 def robust(s: PairScores, *, beta: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
     """[-(1 - eps) ls(beta delta) + eps ls(-beta delta)] / (1 - 2 eps) (Chowdhury et al. 2024, arXiv:2403.00409).
 
-    Unbiased when a fraction eps of the labels is flipped; may be negative.
+    Unbiased if a fraction eps of the labels is flipped; may be negative.
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing={label_smoothing}: robust divides by 1 - 2 eps; set it in [0, 0.5)")
@@ -203,7 +203,7 @@ def apo_zero(s: PairScores, *, beta: float) -> Tensor:  # (B,)
 
 
 def apo_down(s: PairScores, *, beta: float) -> Tensor:  # (B,)
-    """sigmoid(beta c) + 1 - sigmoid(beta (c - r)): both down, rejected more; for a policy above its data (APO)."""
+    """sigmoid(beta c) + 1 - sigmoid(beta (c - r)): both down, rejected more; for a policy better than its data."""
     return torch.sigmoid(beta * s.c) + torch.sigmoid(-beta * (s.c - s.r))
 
 
@@ -213,20 +213,20 @@ def discopop(s: PairScores, *, beta: float, discopop_tau: float = 0.05) -> Tenso
     DiscoPOP (Lu et al. 2024, arXiv:2406.08414), a blend of logistic and exponential loss found by a language model.
     """
     u = beta * s.delta
-    # One exponent: alone exp(-u) overflows where g has gone to 0. Only tau > 1 ever reaches the clamp.
+    # A single exponent: exp(-u) alone would overflow where g is near 0. Only tau > 1 reaches the clamp.
     exponential = (F.logsigmoid(u / discopop_tau) - u).clamp(max=MAX_EXPONENT).exp()
     return torch.sigmoid(-u / discopop_tau) * -F.logsigmoid(u) + exponential
 
 
 # AOT (Melnyk et al. 2024, arXiv:2406.05882) compares sorted scores of the whole step. Sorting is a permutation, so each
-# score has one partner, the other side's score of the same rank. The partners are found once, without gradient, before
-# the micro-batches; the gradients of the micro-batches then add up to that of the sorted formula.
+# score has one partner: the score of the same rank on the other side. Partners are computed once, without gradient,
+# before the micro-batches, whose gradients then add up to that of the sorted formula.
 
 
 class AotTargets(NamedTuple):
-    """The partner of each pair's scores within the whole step."""
+    """Partners of each pair's scores within the whole step."""
 
-    margin: Tensor  # (B,) partner of logp_w - logp_l among the reference's margins
+    margin: Tensor  # (B,) partner of logp_w - logp_l among the reference margins
     r: Tensor  # (B,) partner of c among the rejected log-ratios
     c: Tensor  # (B,) partner of r among the chosen log-ratios
 
@@ -239,7 +239,7 @@ class AotTargets(NamedTuple):
 
 @torch.no_grad()
 def aot_targets(s: PairScores) -> AotTargets:
-    """Partners of all pairs of one optimizer step (all ranks), which `s` must hold."""
+    """Partners for all pairs of one optimizer step; `s` must hold the pairs of all ranks."""
     policy, reference = wide(s.logp_w) - wide(s.logp_l), wide(s.ref_w) - wide(s.ref_l)
     return AotTargets(margin=same_rank(policy, reference), r=same_rank(s.c, s.r), c=same_rank(s.r, s.c))
 
@@ -248,7 +248,7 @@ def same_rank(
     x: Tensor,  # (B,) values
     y: Tensor,  # (B,) values on the other side
 ) -> Tensor:  # (B,)
-    """For each x the y of the same rank."""
+    """For each x, the y of the same rank."""
     rank = x.argsort(stable=True).argsort()
     return y.sort().values[rank]
 
@@ -262,8 +262,8 @@ def aot(s: PairScores, *, beta: float, label_smoothing: float = 0.0, targets: Ao
 def aot_unpaired(s: PairScores, *, beta: float, label_smoothing: float = 0.0, targets: AotTargets) -> Tensor:  # (B,)
     """cDPO of sort(c) - sort(r): the rewards of chosen responses dominate those of rejected ones.
 
-    c and its partner among r may lie in different micro-batches, so each side is differentiated against a constant.
-    Over the step both sides have the value of the loss: half of each is kept as value, the whole as gradient.
+    c and its partner among r may be in different micro-batches, so each side is differentiated against a constant. Over
+    the step each side sums to the value of the loss: keep half of both values, and both gradients in full.
     """
     chosen = logistic(beta * (s.c - targets.r), label_smoothing)  # gradient to c alone
     rejected = logistic(beta * (targets.c - s.r), label_smoothing)  # gradient to r alone
@@ -290,7 +290,7 @@ PAIR_LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 def options_of(loss: Callable[..., Any]) -> frozenset[str]:
-    """Names of the keyword options a loss takes: any other setting has no effect on it."""
+    """Names of the keyword options a loss takes; other settings have no effect on it."""
     parameters = inspect.signature(loss).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
@@ -302,9 +302,9 @@ def wpo_weight(
     *,
     clamp: bool = True,
 ) -> Tensor:  # (B,)
-    """Weight of a pair by how likely the policy is to write it: min(1, exp(adjusted_w + adjusted_l)), a constant.
+    """Weight of a pair by its likelihood under the policy: min(1, exp(adjusted_w + adjusted_l)), without gradient.
 
-    WPO (Zhou et al. 2024, arXiv:2406.11827). TRL 1.x has no min (`clamp=False`).
+    WPO (Zhou et al. 2024, arXiv:2406.11827). TRL 1.x omits the min (`clamp=False`).
     """
     exponent = wide(adjusted_w) + wide(adjusted_l)
     return exponent.clamp(max=0.0 if clamp else MAX_EXPONENT).exp()
@@ -316,11 +316,31 @@ def ld_weights(
     *,
     alpha: float,
 ) -> Tensor:  # (N,) fp32
-    """Weights of token log-probs in a sequence score: 1 up to the shorter response's length, then alpha.
+    """Weight of each token log-prob in a sequence score: 1 up to the shorter response's length, then alpha.
 
-    LD-DPO (Liu et al. 2024, arXiv:2409.06411). Policy and reference are weighted alike.
+    LD-DPO (Liu et al. 2024, arXiv:2409.06411). Use the same weights for policy and reference.
     """
     return torch.where(position < shared_length, 1.0, alpha)
+
+
+@torch.no_grad()
+def pair_metrics(
+    reward_w: Tensor,  # (B,) implicit reward of the chosen response
+    reward_l: Tensor,  # (B,) implicit reward of the rejected response
+    logp_w: Tensor,  # (B,) sequence log-prob of the chosen response
+    logp_l: Tensor,  # (B,) sequence log-prob of the rejected response
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Metrics common to all pair methods, per pair. A tie counts as inaccurate."""
+    sums = {
+        "reward/chosen": wide(reward_w),
+        "reward/rejected": wide(reward_l),
+        "reward/margin": wide(reward_w) - wide(reward_l),
+        "reward/accuracy": wide((reward_w > reward_l).to(reward_w.dtype)),
+        "policy/logp_chosen": wide(logp_w),
+        "policy/logp_rejected": wide(logp_l),
+    }
+    count = wide(reward_w).new_tensor(len(reward_w))
+    return {name: (value.sum(), count) for name, value in sums.items()}
 
 
 def dpo_loss(
@@ -331,14 +351,14 @@ def dpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
     discopop_tau: float = 0.05,
-    pair_weight: Tensor | None = None,  # (B,) WPO weights; not for aot, whose terms have no pair
-    targets: AotTargets | None = None,  # of these pairs; for aot and aot_unpaired
+    pair_weight: Tensor | None = None,  # (B,) WPO weights; not for aot, whose terms are not pairs
+    targets: AotTargets | None = None,  # partners of these pairs; for aot and aot_unpaired
     nll_sum: Tensor | None = None,  # () -logp summed over chosen response tokens; for sft
     nll_count: Tensor | None = None,  # () number of those tokens
 ) -> LossOut:
     """Weighted mixture of pair losses (MPO, Wang et al. 2024, arXiv:2411.10442), one term per name.
 
-    `sft` adds the negative log-likelihood of the chosen response per token; with sigmoid it is RPO.
+    `sft` adds the negative log-likelihood per token of the chosen response; with sigmoid that is RPO.
     """
     assert len(names) == len(weights) == len(set(names)) > 0, f"losses {names}, weights {weights}"
     assert {x.shape for x in s[:6]} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s[:6]]}"
@@ -353,29 +373,10 @@ def dpo_loss(
             continue
         function = PAIR_LOSSES[name]
         used = options_of(function)
-        assert "targets" not in used or (targets is not None and pair_weight is None), f"{name}: targets, no weights"
+        if "targets" in used:
+            assert targets is not None and pair_weight is None, f"{name}: needs targets, takes no pair_weight"
         loss = function(s, **{key: options[key] for key in used})  # (B,)
         if pair_weight is not None:
             loss = loss * pair_weight
         terms[name] = Term(weight, loss.sum(), loss.new_tensor(len(loss)))
     return LossOut(terms, pair_metrics(beta * s.c, beta * s.r, s.logp_w, s.logp_l))
-
-
-@torch.no_grad()
-def pair_metrics(
-    reward_w: Tensor,  # (B,) implicit reward of the chosen response
-    reward_l: Tensor,  # (B,) implicit reward of the rejected response
-    logp_w: Tensor,  # (B,) sequence log-prob of the chosen response
-    logp_l: Tensor,  # (B,) sequence log-prob of the rejected response
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Metrics of every pair method, per pair. A tie is not accurate."""
-    sums = {
-        "reward/chosen": wide(reward_w),
-        "reward/rejected": wide(reward_l),
-        "reward/margin": wide(reward_w) - wide(reward_l),
-        "reward/accuracy": wide((reward_w > reward_l).to(reward_w.dtype)),
-        "policy/logp_chosen": wide(logp_w),
-        "policy/logp_rejected": wide(logp_l),
-    }
-    count = wide(reward_w).new_tensor(len(reward_w))
-    return {name: (value.sum(), count) for name, value in sums.items()}

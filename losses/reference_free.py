@@ -1,21 +1,21 @@
-"""Losses of preference pairs without a reference: CPO (Xu et al. 2024, arXiv:2401.08417) and SimPO.
+"""Losses on preference pairs without a reference: CPO with SimPO and AlphaPO (cpo_loss), and ORPO (orpo_loss).
 
     sum_w, sum_l     sequence log-probs of the chosen and the rejected response
     mean_w, mean_l   the same per token
-    ls = log sigmoid,   eps = label_smoothing
-    loss = mean over pairs of l + cpo_alpha * NLL of the chosen response per token
 
-cpo_alpha 0 with `simpo` is SimPO as published; with cpo_alpha > 0 it is known as CPO-SimPO.
+CPO (Xu et al. 2024, arXiv:2401.08417), with one of CPO_LOSSES as l:
 
-Shapes: B = preference pairs.
+    loss = mean over pairs of l + cpo_alpha * NLL per token of the chosen response
 
-Odds ratio preference optimization (ORPO, Hong, Lee and Thorne 2024, arXiv:2403.07691).
+`simpo` with cpo_alpha 0 is SimPO as published; with cpo_alpha > 0 it is known as CPO-SimPO.
 
-    a        = mean log-prob per response token,   odds(a) = exp(a) / (1 - exp(a))
-    log_odds = log odds(a_w) - log odds(a_l) = (a_w - a_l) - (log1mexp(a_w) - log1mexp(a_l))
-    loss     = NLL of the chosen row per token - alpha * mean over pairs of log sigmoid(log_odds)
+Odds ratio preference optimization (ORPO, Hong, Lee and Thorne 2024, arXiv:2403.07691):
 
-No reference. The authors take the NLL over prompt and chosen response, so its sum and count come from the caller.
+    odds(a)  = exp(a) / (1 - exp(a))
+    log_odds = log odds(mean_w) - log odds(mean_l) = (mean_w - mean_l) - (log1mexp(mean_w) - log1mexp(mean_l))
+    loss     = NLL per token - alpha * mean over pairs of log sigmoid(log_odds)
+
+Its authors take the NLL over prompt and chosen response, so the caller passes the sum and count of those tokens.
 
 Shapes: B = preference pairs.
 """
@@ -35,7 +35,7 @@ from losses.types import LossOut, Term, wide
 
 
 class FreeScores(NamedTuple):
-    """What a reference-free pair loss may use. Everything derived is fp32 or wider, whatever the inputs."""
+    """Inputs of a reference-free pair loss. Everything derived is fp32 or wider, whatever the input dtype."""
 
     logp_w: Tensor  # (B,) policy, chosen response, summed over its tokens, with gradient
     logp_l: Tensor  # (B,) policy, rejected response
@@ -59,29 +59,7 @@ class FreeScores(NamedTuple):
         return self.sum_l / self.len_l.clamp(min=1)
 
 
-def simpo(s: FreeScores, *, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
-    """cDPO of beta (mean_w - mean_l) - gamma (SimPO, Meng, Xia and Chen 2024, arXiv:2405.14734).
-
-    Published settings have beta 2 to 10 and gamma / beta about 0.5.
-    """
-    return logistic(beta * (s.mean_w - s.mean_l) - gamma, label_smoothing)
-
-
-def alphapo(s: FreeScores, *, beta: float, gamma: float, alpha: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
-    """SimPO of the reshaped reward (1 - exp(-alpha mean)) / alpha (AlphaPO, Gupta et al. 2025, arXiv:2501.03884)."""
-    difference = alpha_reward(s.mean_w, alpha=alpha) - alpha_reward(s.mean_l, alpha=alpha)
-    return logistic(beta * difference - gamma, label_smoothing)
-
-
-def alpha_reward(
-    mean: Tensor,  # (B,) log-prob per token
-    *,
-    alpha: float,
-) -> Tensor:  # (B,)
-    """(1 - exp(-alpha mean)) / alpha; its limit at alpha 0 is the log-prob itself."""
-    if abs(alpha) < 1e-6:
-        return mean
-    return -capped_expm1(-alpha * mean) / alpha
+# CPO: a loss per pair
 
 
 def sigmoid(s: FreeScores, *, beta: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
@@ -99,6 +77,31 @@ def ipo(s: FreeScores, *, beta: float) -> Tensor:  # (B,)
     return (s.mean_w - s.mean_l - 1 / (2 * beta)).square()
 
 
+def simpo(s: FreeScores, *, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
+    """cDPO of beta (mean_w - mean_l) - gamma (SimPO, Meng, Xia and Chen 2024, arXiv:2405.14734).
+
+    Published settings use beta 2 to 10 and gamma / beta about 0.5.
+    """
+    return logistic(beta * (s.mean_w - s.mean_l) - gamma, label_smoothing)
+
+
+def alpha_reward(
+    mean: Tensor,  # (B,) log-prob per token
+    *,
+    alpha: float,
+) -> Tensor:  # (B,)
+    """(1 - exp(-alpha mean)) / alpha; its limit at alpha 0 is the log-prob itself."""
+    if abs(alpha) < 1e-6:
+        return mean
+    return -capped_expm1(-alpha * mean) / alpha
+
+
+def alphapo(s: FreeScores, *, beta: float, gamma: float, alpha: float, label_smoothing: float = 0.0) -> Tensor:  # (B,)
+    """SimPO of the reshaped reward (1 - exp(-alpha mean)) / alpha (AlphaPO, Gupta et al. 2025, arXiv:2501.03884)."""
+    difference = alpha_reward(s.mean_w, alpha=alpha) - alpha_reward(s.mean_l, alpha=alpha)
+    return logistic(beta * difference - gamma, label_smoothing)
+
+
 CPO_LOSSES: dict[str, Callable[..., Tensor]] = {
     "sigmoid": sigmoid,
     "hinge": hinge,
@@ -106,7 +109,7 @@ CPO_LOSSES: dict[str, Callable[..., Tensor]] = {
     "simpo": simpo,
     "alphapo": alphapo,
 }
-MEAN_LOSSES = frozenset({"ipo", "simpo", "alphapo"})  # these compare log-probs per token, the others sums
+MEAN_LOSSES = frozenset({"ipo", "simpo", "alphapo"})  # these compare log-probs per token, the others use sums
 
 
 def cpo_loss(
@@ -119,9 +122,9 @@ def cpo_loss(
     alpha: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> LossOut:
-    """One of CPO_LOSSES per pair, and cpo_alpha times the NLL of the chosen response's tokens.
+    """One of CPO_LOSSES per pair, plus cpo_alpha times the NLL of the chosen response's tokens.
 
-    The rewards that are logged are those the loss compares: beta times the sum of log-probs, their mean, or alphapo's
+    The logged rewards are the ones the loss compares: beta times the sum of log-probs, their mean, or alphapo's
     reshaped mean.
     """
     assert {x.shape for x in s} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s]}"
@@ -138,7 +141,9 @@ def cpo_loss(
     return LossOut(terms, pair_metrics(beta * reward_w, beta * reward_l, s.logp_w, s.logp_l))
 
 
-CLOSEST_TO_ZERO = -1e-6  # a mean log-prob above this is held there: log(1 - exp(a)) is -inf at 0, its slope 1/a
+# ORPO
+
+CLOSEST_TO_ZERO = -1e-6  # mean log-probs are clamped to it: log(1 - exp(a)) is -inf at 0, its slope 1/a
 
 
 def log1mexp(
@@ -146,20 +151,20 @@ def log1mexp(
 ) -> Tensor:  # (...)
     """log(1 - exp(a)), accurate on both sides of -log 2; constant, without gradient, above CLOSEST_TO_ZERO.
 
-    Clamped before the branches: `where` alone would pass the discarded branch's inf * 0 on to the gradient.
+    Clamped before `where`, which alone would let the discarded branch put inf * 0 into the gradient.
     """
     a = a.clamp(max=CLOSEST_TO_ZERO)
     return torch.where(a < -math.log(2), torch.log1p(-a.exp()), torch.log(-torch.expm1(a)))
 
 
 def log_odds_ratio(s: FreeScores) -> Tensor:  # (B,)
-    """How much likelier than not the chosen response is, over the same of the rejected one, in nats."""
+    """Log of the chosen response's odds over the rejected one's, in nats."""
     return (s.mean_w - s.mean_l) - (log1mexp(s.mean_w) - log1mexp(s.mean_l))
 
 
 def orpo_loss(
     s: FreeScores,
-    nll_sum: Tensor,  # () -logp summed over the tokens the NLL is over: chosen rows, prompt included as published
+    nll_sum: Tensor,  # () -logp summed over the tokens of the NLL: prompt and chosen response, as published
     nll_count: Tensor,  # () number of those tokens
     *,
     alpha: float,

@@ -1,19 +1,21 @@
-"""Outcome reward model: scores that put the chosen response above the rejected one (Bradley and Terry 1952).
+"""Losses that train reward models: of whole responses (bradley_terry) and of solution steps (stepwise_loss).
+
+Outcome reward model: scores the chosen response above the rejected one (Bradley and Terry 1952).
 
     loss = -log sigmoid(score_w - score_l - margin) + center_coefficient * (score_w + score_l)^2
 
-margin (Llama 2, Touvron et al. 2023, arXiv:2307.09288) asks for more distance where annotators were surer; the second
-part (Eisenstein et al. 2023, arXiv:2312.09244) fixes the free constant so that scores centre on zero.
+`margin` (Llama 2, Touvron et al. 2023, arXiv:2307.09288) requires a larger distance where annotators were surer. The
+second part (Eisenstein et al. 2023, arXiv:2312.09244) fixes the free constant, so that scores centre on zero.
 
-Shapes: B = preference pairs.
-
-Process reward model: is each step of a solution right (Uesato et al. 2022, arXiv:2211.14275; Lightman et al. 2023).
+Process reward model: classifies each step of a solution as right or wrong (Uesato et al. 2022, arXiv:2211.14275;
+Lightman et al. 2023).
 
     loss = mean over labelled positions of -log softmax(logits_n)[label_n]
 
-A step's label stands on its last token; the logits are those of that position itself, not shifted.
+A step's label is on its last token, and the logits are those of that position, not shifted. Classes: 0 = wrong,
+1 = right.
 
-Shapes: N = packed tokens. Classes: 0 = wrong, 1 = right.
+Shapes: B = preference pairs, N = packed tokens.
 """
 
 from __future__ import annotations
@@ -24,21 +26,23 @@ from torch import Tensor
 
 from losses.types import LossOut, Term, wide
 
+UNLABELLED = -100
+
 
 def bradley_terry(
     score_w: Tensor,  # (B,) score of the chosen response, with gradient
     score_l: Tensor,  # (B,) score of the rejected response
-    margin: Tensor | None = None,  # (B,) distance asked for; None = 0
+    margin: Tensor | None = None,  # (B,) required distance; None = 0
     *,
     center_coefficient: float | None = None,
 ) -> LossOut:
     assert score_w.shape == score_l.shape == (len(score_w),), f"{tuple(score_w.shape)} vs {tuple(score_l.shape)}"
     score_w, score_l = wide(score_w), wide(score_l)
     distance = score_w - score_l  # (B,)
-    wanted = torch.zeros_like(distance) if margin is None else wide(margin)  # (B,)
-    assert wanted.shape == distance.shape, f"margin {tuple(wanted.shape)} vs scores {tuple(distance.shape)}"
+    required = torch.zeros_like(distance) if margin is None else wide(margin)  # (B,)
+    assert required.shape == distance.shape, f"margin {tuple(required.shape)} vs scores {tuple(distance.shape)}"
     count = distance.new_tensor(len(distance))
-    terms = {"bradley_terry": Term(1.0, -F.logsigmoid(distance - wanted).sum(), count)}
+    terms = {"bradley_terry": Term(1.0, -F.logsigmoid(distance - required).sum(), count)}
     if center_coefficient is not None:
         terms["center"] = Term(center_coefficient, (score_w + score_l).square().sum(), count)
     with torch.no_grad():
@@ -52,7 +56,15 @@ def bradley_terry(
     return LossOut(terms, metrics)
 
 
-UNLABELLED = -100
+@torch.no_grad()
+def confusion(
+    logits: Tensor,  # (N, 2) classifier outputs
+    label: Tensor,  # (N,) int64: 0, 1, or -100 = no label here
+) -> Tensor:  # (2, 2) int64
+    """Count labelled steps by [label, predicted class]; a tie predicts wrong. Sums over micro-batches and ranks."""
+    predicted = (logits[:, 1] > logits[:, 0]).long()  # (N,)
+    true = F.one_hot(label.clamp(min=0), 2) * (label != UNLABELLED).unsqueeze(1)  # (N, 2)
+    return (true.unsqueeze(2) * F.one_hot(predicted, 2).unsqueeze(1)).sum(dim=0)  # CUDA has no integer matmul
 
 
 def stepwise_loss(
@@ -61,23 +73,12 @@ def stepwise_loss(
 ) -> LossOut:
     assert logits.shape == (len(label), 2), f"logits {tuple(logits.shape)} vs labels {tuple(label.shape)}"
     labelled = label != UNLABELLED  # (N,)
-    # where() rather than a product: a position without label may hold anything, even NaN.
+    # where() and not a product: an unlabelled position may hold anything, even NaN.
     logits = torch.where(labelled.unsqueeze(1), wide(logits), 0.0)  # (N, 2)
     loss = F.cross_entropy(logits, label, ignore_index=UNLABELLED, reduction="sum")  # ()
     count = labelled.sum()
     right = confusion(logits, label).diagonal().sum()
     return LossOut({"steps": Term(1.0, loss, count)}, {"reward/step_accuracy": (right, count)})
-
-
-@torch.no_grad()
-def confusion(
-    logits: Tensor,  # (N, 2) classifier outputs
-    label: Tensor,  # (N,) int64: 0, 1, or -100 = no label here
-) -> Tensor:  # (2, 2) int64
-    """Labelled steps by [label, predicted class]. Matrices of micro-batches and ranks add up. A tie predicts wrong."""
-    predicted = (logits[:, 1] > logits[:, 0]).long()  # (N,)
-    true = F.one_hot(label.clamp(min=0), 2) * (label != UNLABELLED).unsqueeze(1)  # (N, 2)
-    return (true.unsqueeze(2) * F.one_hot(predicted, 2).unsqueeze(1)).sum(dim=0)  # CUDA has no integer matmul
 
 
 @torch.no_grad()
@@ -92,5 +93,5 @@ def f1_scores(
 def macro_f1(
     matrix: Tensor,  # (2, 2) steps by [label, predicted class]
 ) -> Tensor:  # () float64
-    """Mean F1 of the classes that occur; 0 when nothing is labelled."""
+    """Mean F1 of the classes that occur; 0 if nothing is labelled."""
     return f1_scores(matrix).nanmean().nan_to_num(nan=0.0)

@@ -1,4 +1,4 @@
-"""What every loss returns. Sums, never means: only the trainer divides, once, by a global count."""
+"""What every loss returns: sums, never means. The trainer divides once, by a count over the whole step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Term(NamedTuple):
-    """One part of a loss. The gradient taken is that of `weight * sum / (count over the whole optimizer step)`."""
+    """One part of a loss. It adds `weight * sum / (count over the whole optimizer step)` to the objective."""
 
     weight: float
     sum: Tensor  # () differentiable fp32 sum
-    count: Tensor  # () how many tokens, sequences or pairs this sum is over
+    count: Tensor  # () number of tokens, sequences or pairs in the sum
 
 
 class LossOut(NamedTuple):
@@ -24,10 +24,10 @@ class LossOut(NamedTuple):
 
 
 def merge(*outs: LossOut) -> LossOut:
-    """Several losses of the same tokens as one."""
+    """Combine several losses over the same tokens."""
     terms, metrics = {}, {}
     for out in outs:
-        assert not terms.keys() & out.terms.keys(), f"two terms of one name: {sorted(terms)} and {sorted(out.terms)}"
+        assert not terms.keys() & out.terms.keys(), f"duplicate term: {sorted(terms)} and {sorted(out.terms)}"
         terms |= out.terms
         metrics |= out.metrics
     return LossOut(terms, metrics)
@@ -36,5 +36,5 @@ def merge(*outs: LossOut) -> LossOut:
 def wide(
     x: Tensor,  # (...) any float dtype
 ) -> Tensor:  # (...)
-    """At least fp32: sums and differences of log-probs lose their digits below."""
+    """Promote to at least fp32: in lower precision, sums and differences of log-probs lose digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Completions of prompts, and their rewards."""
+"""Sampling completions for prompts, and rewarding them."""
 
 import strop_names
 

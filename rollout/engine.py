@@ -1,39 +1,56 @@
-"""The protocol every rollout engine speaks; `local.py` is the in-process one, `vllm_engine.py` that of servers.
-
-What an engine takes and gives: plain Python lists, no tensors.
+"""The Engine protocol and the types that cross it: plain Python lists, no tensors.
 
     sampling = Sampling(temperature=1.0, max_tokens=8, stop_ids=(2,))
     request  = Request(prompt_ids=[5, 6, 7], seed=11)
     -> Completion(prompt_ids=[5, 6, 7], ids=[9, 8, 2], logps=[-0.1, -1.2, -0.3], finish_reason="stop", text="98")
 
-`ids` ends with the stop token when finish_reason is "stop" by an id, so that a trainer teaches when to stop.
+The training loop asks a Source, never an engine, so every kind of rollout can run ahead of training in the same way:
+
+    futures = EngineSource(engine, sampling).start([[Request.of(prompt, seed=1), Request.of(prompt, seed=2)]])
+    futures[0].result() -> [Completion, Completion]              # one group of two
+
+A Group is a prompt with the completions and rewards it has got so far. When a stop id ended a completion, `ids` ends
+with it, so that the model is trained to stop.
+
+Engines: engines/local.py samples in this process, engines/vllm.py on vLLM servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from data.types import Prompt
+
+LOOK_S = 0.5  # how often a thread that waits for completions calls tend()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample; the same for every request of one call."""
+    """How to sample; shared by all requests of one call."""
 
     temperature: float = 1.0  # 0 = greedy (evaluation only)
     max_tokens: int = 256
-    stop_ids: tuple[int, ...] = ()  # end-of-turn and end-of-text ids; the completion keeps the one that ended it
-    stop: tuple[str, ...] = ()  # strings that end a completion; it ends with the token that completed the string
-    top_p: float = 1.0  # evaluation only: a training sample's log-probs must be those of the full distribution
+    stop_ids: tuple[int, ...] = ()  # end-of-turn and end-of-text ids; the completion keeps the id that ended it
+    stop: tuple[str, ...] = ()  # strings that end a completion, with the token that completes the string
+    top_p: float = 1.0  # evaluation only: training needs log-probs of the full distribution
     top_k: int = 0  # 0 = all; evaluation only
-    for_training: bool = False  # gradients will be taken: anything but the full distribution is refused
+    for_training: bool = False  # the samples will be trained on: refuse anything but the full distribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
+    """One completion to sample."""
+
     prompt_ids: list[int]
-    seed: int  # the same seed, prompt and weights give the same completion, whatever else is in the batch
+    seed: int  # same seed, prompt and weights: same completion, whatever else is in the batch
+    prompt: Prompt | None = None  # the row it came from, for sources that need more than ids
+
+    @classmethod
+    def of(cls, prompt: Prompt, seed: int) -> Request:
+        return cls(prompt_ids=prompt.ids, seed=seed, prompt=prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +60,33 @@ class Completion:
     logps: list[float]  # log-prob of each id under the distribution it was sampled from (temperature included)
     finish_reason: Literal["stop", "length"]
     text: str  # decoded ids without special tokens and without the stop string
-    versions: list[tuple[int, int]]  # (weight version, number of tokens it made), in order
-    mask: list[bool] | None = None  # True = made by the model; what an environment wrote is False and has logp 0
-    messages: list[dict[str, Any]] | None = None  # all that followed the prompt, where that is several turns
-    columns: dict[str, Any] = field(default_factory=dict)  # of this episode, for rewards: env_reward, num_turns, ...
+    versions: list[tuple[int, int]]  # (weight version, number of tokens it sampled), in order
+    mask: list[bool] | None = None  # True = sampled by the model; tokens of an environment are False, with logp 0
+    messages: list[dict[str, Any]] | None = None  # several turns only: everything after the prompt
+    columns: dict[str, Any] = field(default_factory=dict)  # from the episode, for rewards: env_reward, num_turns, ...
 
     @property
     def trained(self) -> int:
-        """Tokens the model made."""
+        """Number of tokens that the model sampled."""
         return len(self.ids) if self.mask is None else sum(self.mask)
 
 
+@dataclass(frozen=True)
+class Group:
+    """One prompt and its completions: planned first, then sampled, then rewarded."""
+
+    number: int  # of the group in the run, from 0; decides the seeds
+    prompt: Prompt
+    row: int  # of the prompt in the data
+    kind: Literal["fresh", "reroll", "resample"] = "fresh"
+    completions: list[Completion] = field(default_factory=list)  # empty until sampled
+    values: list[list[float | None]] = field(default_factory=list)  # per completion, per reward; None = does not apply
+    replayed: bool = False
+    extra: list[dict[str, Any]] | None = None  # per completion, what reward functions logged; not in checkpoints
+
+
 def check_sampling(sampling: Sampling) -> None:
-    """What no engine can do, and what would bias a training sample."""
+    """Refuse settings that no engine supports, and those that would bias a training sample."""
     if not sampling.temperature >= 0:
         raise ValueError(f"temperature={sampling.temperature}: must be above 0, or 0 for greedy")
     if sampling.max_tokens < 1:
@@ -78,49 +109,104 @@ class Engine(Protocol):
     """Token ids in, token ids and log-probs out."""
 
     version: int
-    """Version of the weights that will make the next token: the optimizer step they came from."""
+    """Version of the weights that will sample the next token: the optimizer step they came from."""
 
     concurrent: bool
-    """Whether submit returns at once and the completions come while the caller does something else."""
+    """Whether submit returns at once and completions are sampled in the background."""
 
     asleep: bool
-    """Whether load must come before the next request, also where the weights have not changed."""
+    """Whether load must be called before the next request, even if the weights have not changed."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
-        """The same without waiting; what runs in process has finished when this returns."""
+        """generate without waiting; an in-process engine has finished when this returns."""
 
     def tend(self, version: int | None = None) -> None:
-        """What the thread that owns the weights does now and then while it waits for what it has started.
+        """Called about twice a second by the thread that owns the weights, while it waits for completions.
 
-        `version` is that of the trainer's weights by now, where it may be newer than what was loaded last.
+        Servers that came back get weights here. `version` is that of the trainer's current weights, if they may be
+        newer than the ones loaded last.
         """
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
         """Log-probs of given completions: [(prompt ids, completion ids)] -> one list per pair."""
 
     def load(self, version: int) -> None:
-        """Take the trainer's current weights and call them `version`; awake afterwards, ready to generate."""
+        """Take the trainer's current weights as `version`; the engine is awake and ready afterwards."""
 
     def pause(self) -> None:
-        """Stop making tokens; requests wait."""
+        """Stop sampling; requests wait."""
 
     def resume(self) -> None:
-        """Go on making tokens."""
+        """Continue sampling."""
 
     def sleep(self) -> None:
-        """Give memory back to the trainer."""
+        """Release GPU memory to the trainer."""
 
     def wake(self) -> None:
-        """Take it again."""
+        """Take the memory back."""
 
     def health(self) -> dict[str, Any]:
-        """{"ok": bool, ...}: whether a request would be answered, and what to show people."""
+        """{"ok": bool, ...}: whether a request would be answered, plus details for display."""
 
     def metrics(self) -> dict[str, float]:
-        """What to log of the engine itself, since the last call."""
+        """Metrics of the engine itself since the last call."""
 
     def close(self) -> None:
-        """End whatever the engine started; may be called twice."""
+        """Stop everything the engine started; may be called twice."""
+
+
+class Source(Protocol):
+    """Groups of requests in, groups of completions out."""
+
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        """Start sampling; one future per group (G requests of the same prompt), its completions in order.
+
+        Called only by the thread that owns the weights. In-process sources have finished when this returns.
+        """
+
+    def close(self) -> None:
+        """Stop what the source itself started, not the engine; may be called twice."""
+
+
+class EngineSource:
+    """One completion per request, straight from the engine."""
+
+    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+        self.engine, self.sampling = engine, sampling
+
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        if self.engine.concurrent:
+            return [self.engine.submit(group, self.sampling) for group in groups]
+        # In process the batch is the unit of work: all groups decode together.
+        completions = iter(self.engine.generate([request for group in groups for request in group], self.sampling))
+        return [finished([next(completions) for _ in group]) for group in groups]
+
+    def close(self) -> None:
+        """Nothing to do: the engine stops what it runs."""
+
+
+def finished(completions: list[Completion]) -> Future[list[Completion]]:
+    """A future that already has its result."""
+    future: Future[list[Completion]] = Future()
+    future.set_result(completions)
+    return future
+
+
+def run_groups(
+    source: Source, groups: Sequence[Sequence[Request]], tend: Callable[[], None] = lambda: None
+) -> list[list[Completion]]:
+    """Start and wait, calling tend() about twice a second. The first group that fails cancels the others."""
+    futures = source.start(groups)
+    try:
+        while True:
+            wait(futures, LOOK_S, FIRST_EXCEPTION)
+            done = [future.result() for future in futures if future.done()]  # raises what a group has raised
+            if len(done) == len(futures):
+                return done
+            tend()
+    finally:
+        for future in futures:
+            future.cancel()

@@ -1,11 +1,11 @@
-"""python -m rollout.serve: vLLM servers in the foreground, for a trainer in another terminal or on another machine.
+"""python -m rollout.serve: run vLLM servers in the foreground, for a trainer in another terminal or on another machine.
 
     python -m rollout.serve --config run.yaml
     python -m rollout.serve --model Qwen/Qwen2.5-0.5B-Instruct --vllm.tensor-parallel-size 2
 
-The file is the trainer's own: model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* are taken from it. Every
-request needs a token: that of STROP_VLLM_TOKEN, or one made here. A trainer of the same user on this machine finds it
-by itself (vllm_token.py). Ctrl-C ends the servers.
+The file is the trainer's: model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* are taken from it. Every
+request needs a token: that of STROP_VLLM_TOKEN, or a random one. A trainer of the same user on this machine finds it
+by itself (servers/token.py). Ctrl-C stops the servers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PORT = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class LoraRank:
-    """Adapters the server must be able to hold."""
+    """Adapters that the server must be able to hold."""
 
     r: int = 0
-    """Rank of the trainer's adapters; 0: it trains all weights."""
+    """Rank of the trainer's adapters; 0 if it trains all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBackend:
-    """How weights will come."""
+    """How the trainer will send weights."""
 
     backend: Backend = "auto"
     """The trainer's --sync.backend: with auto or lora, and lora.r above 0, the server takes adapters."""
@@ -56,7 +56,7 @@ class ServeConfig:
     model: str
     """Hub id, local folder, finished run folder, adapter folder (its base is served), or builtin:tiny."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The trainer's --dtype; --vllm.dtype wins over it."""
+    """The trainer's --dtype; --vllm.dtype overrides it."""
     trust_remote_code: bool = False
     """Let the hub's own Python code for this model run."""
     lora: LoraRank = field(default_factory=LoraRank)
@@ -64,22 +64,22 @@ class ServeConfig:
     vllm: VllmConfig = field(default_factory=lambda: VllmConfig(port=PORT))
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] | None = None) -> int:
-    """Exit status: 0 after Ctrl-C, 1 after one sentence about what is wrong."""
-    say = say or (lambda text: print(text, flush=True))
+def main(argv: Sequence[str] | None = None, log: Callable[[str], None] | None = None) -> int:
+    """Exit status: 0 after Ctrl-C, 1 after an error, which is printed as one sentence."""
+    log = log or (lambda text: print(text, flush=True))
     try:
         cfg = parse(sys.argv[1:] if argv is None else argv)
-        serve(cfg, say)
+        serve(cfg, log)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        say("stopped: no server is left running")
+        log("stopped: no server is left running")
     return 0
 
 
-def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
-    """Start the servers and watch them; ends by an exception, and leaves nothing running."""
+def serve(cfg: ServeConfig, log: Callable[[str], None]) -> NoReturn:
+    """Start the servers and watch them until an exception; leaves nothing running."""
     device = device_of(find_python(cfg.vllm))
     model = served_model(cfg.model)
     rank = cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0
@@ -93,16 +93,16 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
                 lora_rank=rank,
                 replica=replica,
                 device=device,
-                say=say,
+                log=log,
                 dtype=cfg.dtype if cfg.vllm.dtype == "auto" else cfg.vllm.dtype,
                 colocate=bool(cfg.vllm.colocate),
                 trust_remote_code=cfg.trust_remote_code,
             )
             servers.append(server)
-        wait_ready(servers, cfg.vllm.startup_timeout, say)
+        wait_ready(servers, cfg.vllm.startup_timeout, log)
         paths = ", ".join(str(server.token_path) for server in servers)
-        say(f"every request needs the token in {paths}, where a trainer of this user on this machine finds it")
-        say(next_step(cfg, servers, visible_gpus() if device == "cuda" else []))
+        log(f"every request needs the token in {paths}, where a trainer of this user on this machine finds it")
+        log(next_step(cfg, servers, visible_gpus() if device == "cuda" else []))
         while True:
             ended = next((server for server in servers if server.poll() is not None), None)
             if ended is not None:
@@ -113,7 +113,7 @@ def serve(cfg: ServeConfig, say: Callable[[str], None]) -> NoReturn:
 
 
 def next_step(cfg: ServeConfig, servers: Sequence[Launched], visible: Sequence[str] = ()) -> str:
-    """The line that starts a trainer on these servers; `visible` are the machine's GPUs."""
+    """The command that starts a trainer on these servers; `visible`: the machine's GPUs."""
     urls = [server.url for server in servers]
     if cfg.vllm.host in ("0.0.0.0", "::"):
         urls = [f"http://{socket.gethostname()}:{urlsplit(url).port}" for url in urls]
@@ -125,13 +125,13 @@ def next_step(cfg: ServeConfig, servers: Sequence[Launched], visible: Sequence[s
     setting, where = trainer_gpus(used, visible, bool(cfg.vllm.colocate)) if used else ("", "")
     if setting and cfg.vllm.host in LOOPBACK:
         line = f"{setting} {line}"
-    elif setting:  # others can reach it: the trainer may be on a machine with other GPUs
+    elif setting:  # other machines can reach it, and the trainer may be on one with other GPUs
         also += f"; on this machine with {setting}"
     return f"ready{where}; now start the trainer{also}:\n  {line}"
 
 
 def trainer_gpus(used: Sequence[str], visible: Sequence[str], colocate: bool) -> tuple[str, str]:
-    """What a trainer on this machine needs in its environment, and where the servers are.
+    """(what a trainer on this machine needs in its environment, where the servers are).
 
     ['0'], ['0', '1'], False -> ("CUDA_VISIBLE_DEVICES=1", " on GPU 0")
     """
@@ -148,7 +148,7 @@ def trainer_gpus(used: Sequence[str], visible: Sequence[str], colocate: bool) ->
 
 
 def visible_gpus() -> list[str]:
-    """Entries for CUDA_VISIBLE_DEVICES: the GPUs this process may see. Takes none of their memory."""
+    """The GPUs visible to this process, as entries for CUDA_VISIBLE_DEVICES. Uses none of their memory."""
     import torch
 
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -163,7 +163,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def parse(argv: Sequence[str]) -> ServeConfig:
-    """argv, and the part of a trainer's YAML file that concerns a server; flags win over the file."""
+    """argv, plus the part of a trainer's YAML file that concerns a server; flags override the file."""
     import tyro
 
     argv, file = _take_config(list(argv))
@@ -179,11 +179,13 @@ def parse(argv: Sequence[str]) -> ServeConfig:
     if "--model" not in given and "--model" not in from_file and not wants_help:
         raise ValueError("model: missing; pass --model or --config FILE.yaml with a model in it")
 
-    def refuse(event: Any) -> None:  # a block's own check, already a sentence: else tyro draws a box around it
+    def refuse(
+        event: Any,
+    ) -> None:  # a config class raises whole sentences: tyro would draw a box around them
         if type(event).__name__ == "InstantiationFailure" and not event.argument:
             raise ValueError(event.message) from None
 
-    # Not public API: a tyro without it prints its box and exits with 2.
+    # Not public API: without it, tyro prints its box and exits with 2.
     errors = getattr(tyro, "_errors", None)
     hook = errors.on_parse_error(refuse) if hasattr(errors, "on_parse_error") else contextlib.nullcontext()
     with hook:
@@ -224,7 +226,7 @@ def _file_words(path: Path) -> list[tuple[str, list[str]]]:
         raise ValueError(f"--config={path}: vllm.{unknown[0]}: unknown key; --help lists them all")
     urls = block.pop("url", None) or []
     first = urls if isinstance(urls, str) else next(iter(urls), "")
-    if first and urlsplit(first).port and "port" not in block:  # where the trainer of this file will look
+    if first and urlsplit(first).port and "port" not in block:  # where the trainer of this file will connect
         block["port"] = urlsplit(first).port
     values = {name: tree[name] for name in ("model", "dtype", "trust_remote_code") if name in tree}
     values |= {f"vllm.{name}": value for name, value in block.items()}
@@ -244,9 +246,7 @@ def _block(tree: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
 
 def _words(name: str, value: Any) -> tuple[str, list[str]]:
     flag = "--" + name.replace("_", "-")
-    if (
-        isinstance(value, bool) and name != "vllm.colocate"
-    ):  # a plain bool is --x or --no-x; one that may be None is not
+    if isinstance(value, bool) and name != "vllm.colocate":  # a bool is --x or --no-x; one that may be None is not
         head, dot, last = flag[2:].rpartition(".")
         return flag, [flag if value else f"--{head}{dot}no-{last}"]
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
 """Proofs that energy-based fine-tuning learns, beside SFT on the same rows in the same order.
 
-What each is held to: the held-out distance between the features of rollouts and those of the truth falls, or ends below
-that of SFT. Cross-entropy and the figures of SFT are reported as found.
+What each is held to: the held-out distance between the features of rollouts and those of the target falls, or ends
+below that of SFT. Cross-entropy and the figures of SFT are reported as found.
 """
 
 from __future__ import annotations

@@ -551,21 +551,24 @@ def test_ebft_settings(refused, name):
     refused(argv, *parts)
 
 
-GOOD_TRUTH, GOOD_TEXT = GOOD_SFT, {"text": "1+2=3 and 3+4=7"}
-TRUTHS = {
-    "no truth": ({"prompt": "1+2="}, "rows.jsonl:2: has no true completion", "prompt"),
-    "truth null": ({"prompt": "1+2=", "ground_truth": None}, "rows.jsonl:2: has no true completion"),
-    "empty truth": ({"prompt": "1+2=", "completion": " "}, "rows.jsonl:2: the true completion is empty"),
+GOOD_TARGET, GOOD_TEXT = GOOD_SFT, {"text": "1+2=3 and 3+4=7"}
+TARGETS = {
+    "no target": ({"prompt": "1+2="}, "rows.jsonl:2: has no true completion", "prompt"),
+    "target null": ({"prompt": "1+2=", "ground_truth": None}, "rows.jsonl:2: has no true completion"),
+    "empty target": ({"prompt": "1+2=", "completion": " "}, "rows.jsonl:2: the true completion is empty"),
     "no assistant": ({"messages": [message("x")]}, "rows.jsonl:2: has no assistant turn"),
     "plain text": (GOOD_TEXT, "rows.jsonl:2: has a 'text' but no prompt", "--mode strided"),
-    "truth not text": ({"prompt": "1+2=", "completion": 3}, "rows.jsonl:2: the prompt is text but the true completion"),
+    "target not text": (
+        {"prompt": "1+2=", "completion": 3},
+        "rows.jsonl:2: the prompt is text but the true completion",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", TRUTHS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_ebft_rows(refused, name):
-    row, *parts = TRUTHS[name]
-    Path("rows.jsonl").write_text(rows(GOOD_TRUTH, row))
+    row, *parts = TARGETS[name]
+    Path("rows.jsonl").write_text(rows(GOOD_TARGET, row))
     refused([*STRUCTURED, *MODEL, *DATA], *parts)
     refused([*STRUCTURED, *MODEL, *ADDITION, "--eval-data", "rows.jsonl"], *parts)
 
@@ -604,7 +607,7 @@ def test_ebft_feature_model_of_a_shorter_context(refused):
     """What the policy can read and its judge cannot is refused by row, before any work."""
     shutil.copytree(TINY, "m")
     Path("m/config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 7}))
-    Path("rows.jsonl").write_text(rows(GOOD_TRUTH))
+    Path("rows.jsonl").write_text(rows(GOOD_TARGET))
     refused([*STRUCTURED, *MODEL, *DATA, "--feature-model", "m"], "rows.jsonl:1", "prompt of 4 tokens", "context of 7")
     Path("rows.jsonl").write_text(rows(GOOD_TEXT))
     argv = [*STRIDED, "--generate-max-len", 4, "--feature-model", "m", *MODEL, *DATA]
@@ -612,7 +615,7 @@ def test_ebft_feature_model_of_a_shorter_context(refused):
 
 
 def test_ebft_what_the_cases_above_spoil_is_good_by_itself(here, capsys):
-    Path("rows.jsonl").write_text(rows(GOOD_TRUTH))
+    Path("rows.jsonl").write_text(rows(GOOD_TARGET))
     assert main([str(word) for word in [*STRUCTURED, *MODEL, *DATA, "--output-dir", "one"]]) == 0
     Path("rows.jsonl").write_text(rows(GOOD_TEXT))
     assert main([str(word) for word in [*STRIDED, *MODEL, *DATA, "--output-dir", "two"]]) == 0

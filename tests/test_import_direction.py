@@ -1,4 +1,7 @@
-"""Imports point downward: trainer over rollout over data and kernels; losses, kernels and data stand alone."""
+"""Imports point downward: trainer over rollout over data and kernels; losses, kernels and data stand alone.
+
+Inside data, rollout and trainer, sub-packages import downward too. No torch needed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests import structure
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,6 +26,13 @@ ALLOWED = {
 }
 OURS = {*ALLOWED, "tests"}
 
+# Units of a folder, from the ground up: each imports only those before it. tests/structure.py says what a unit is.
+ORDER = {
+    "data": "ground formats rows entries",
+    "rollout": "ground schedule servers sync engines episodes rewards gyms entries",
+    "trainer": "recipes parallel files config metrics policy run rl offline ebft methods entries",
+}
+
 # Everything else a folder may import besides the standard library; no entry: anything.
 THIRD_PARTY = {"kernels": {"torch", "triton"}, "losses": {"torch"}}
 
@@ -30,26 +42,20 @@ NO_MODELS_IN_DATA = {"peft", "accelerate", "vllm", "torch.nn", "torch.optim"}
 # Collectives belong to one file; the others named here use torch's fsdp, tensor and checkpoint modules, or own the
 # separate process group for weights.
 DISTRIBUTED = ("trainer/parallel", "trainer/policy/sharding.py", "trainer/policy/optim.py", "trainer/run/checkpoint.py",
-               "trainer/policy/sharding.py", "trainer/run/checkpoint.py", "trainer/policy/optim.py", "rollout/sync",
-               "rollout/servers/worker")  # fmt: skip
+               "rollout/sync", "rollout/servers/worker")  # fmt: skip
 
 
 def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
+@pytest.fixture(scope="module")
+def files() -> structure.Graph:
+    return structure.file_graph()
+
+
 def imported(path: Path) -> set[str]:
-    """Dotted names a file imports anywhere in it, also inside functions; relative ones made absolute."""
-    names: set[str] = set()
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            module = ".".join(part for part in (base, node.module) if part)
-            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
-    return names
+    return structure.imported(path, ROOT)
 
 
 def tops(names: set[str]) -> set[str]:
@@ -61,6 +67,32 @@ def test_folder_imports_only_those_below_it(folder):
     for path in sources(folder):
         extra = (tops(imported(path)) & OURS) - ALLOWED[folder] - {folder}
         assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}"
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_sub_packages_import_only_those_below_them(folder, files):
+    units = structure.within(folder, files)
+    order = [f"{folder}/{unit}" for unit in ORDER[folder].split()]
+    assert sorted(units) == sorted(order), "ORDER names every sub-package"
+    for unit, others in units.items():
+        above = {other for other in others if order.index(other) > order.index(unit)}
+        assert not above, f"{unit} imports {sorted(above)}"
+
+
+def test_nothing_imports_in_a_circle(files):
+    assert structure.circles(files) == []
+    assert [c for folder in structure.FOLDERS for c in structure.circles(structure.within(folder, files))] == []
+
+
+@pytest.mark.parametrize("folder, most", structure.MOST_FLOORS.items())
+def test_floors_are_few(folder, most, files):
+    assert structure.highest(structure.within(folder, files)) <= most
+
+
+def test_folders_are_not_crowded():
+    for folder, count in structure.side_by_side().items():
+        most = structure.FILES_ASIDE.get(folder, structure.MOST_FILES)
+        assert count <= most, f"{folder} has {count} files side by side, more than {most}: make a sub-package"
 
 
 @pytest.mark.parametrize("folder", THIRD_PARTY)
@@ -128,3 +160,28 @@ def test_checks_find_what_they_look_for(tmp_path, monkeypatch):
     path.write_text("import torch.distributed as d\ndef f():\n from data import x\n from ..top import y\n sys.argv\n")
     assert {"torch.distributed", "data", "data.x", "losses.top", "losses.top.y"} <= imported(path)
     assert uses_distributed(path) and reads_argv(path)
+
+
+CLONE = {
+    "data/types.py": "",
+    "data/rows/a.py": "def f():\n    from data import types\n    from . import b\n",
+    "data/rows/b.py": "if TYPE_CHECKING:\n    from data.rows.a import f\n",
+    "data/show.py": "import data.rows.a\nimport importlib\nimportlib.import_module('trainer.cli')\n",
+    "trainer/cli.py": "from data.show import x\n",
+}
+
+
+def test_structure_finds_circles_and_floors(tmp_path):
+    for name, text in CLONE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    files = structure.file_graph(tmp_path)
+    assert files["data/rows/a.py"] == {"data/types.py", "data/rows/b.py"}
+    assert files["data/show.py"] == {"data/rows/a.py"} and files["trainer/cli.py"] == {"data/show.py"}
+    assert structure.circles(files) == [["data/rows/a.py", "data/rows/b.py"]]
+    units = structure.within("data", files)
+    assert structure.floors(units) == {"data/ground": 1, "data/rows": 2, "data/entries": 3}
+    assert structure.highest(units) == 2 and structure.circles(units) == []
+    below = structure.floors(structure.within("data", files, name_of=str))
+    assert below == {"data/types.py": 1, "data/rows/a.py": 2, "data/rows/b.py": 2, "data/show.py": 3}
+    assert structure.side_by_side(tmp_path) == {"data": 2, "data/rows": 2, "trainer": 1}

@@ -16,7 +16,7 @@ import pytest
 from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
 from data.rows.stepwise import load_steps
-from data.rows.targets import load_truths
+from data.rows.targets import load_targets
 from data.rows.unpaired import load_labelled
 from data.training_config import BUILT_IN
 from rollout.rewards.__main__ import main as check
@@ -422,9 +422,9 @@ def test_fields_that_yaml_names(seeds, snippets):
     options = "field_prompt=prompt,field_chosen=chosen,field_rejected=rejected,prompt_format={prompt}"
     (pair,) = load_pairs([f"{data}:format=user_defined,{options}"], tokenizer)
     assert tokenizer.decode(pair.prompt_ids) == "q"
-    data = write_rows(snippets / "truth.jsonl", {"input": "q", "output": "a"})
-    (truth,) = load_truths([data], tokenizer, data_format="ebft_opencode.transform")
-    assert truth.columns["ground_truth"] == "a"
+    data = write_rows(snippets / "targets.jsonl", {"input": "q", "output": "a"})
+    (target,) = load_targets([data], tokenizer, data_format="ebft_opencode.transform")
+    assert target.columns["ground_truth"] == "a"
     data = write_rows(snippets / "steps.jsonl", {"prompt": "q", "completions": ["a"], "labels": [True]})
     (steps,) = load_steps([data], tokenizer, data_format="stepwise_supervised")
     assert steps.labels[-1] == 1

@@ -1,9 +1,9 @@
-"""The ebft_* formats: a conversation, or a question with its answer, as a prompt with what truly follows it.
+"""The ebft_* formats: a conversation, or a question with its answer, as a prompt with its target.
 
-    EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" where the conversation goes on (truths.py)
+    EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" if the conversation goes on (targets.py)
     EBFT_STRIDED_FORMATS    what data/rows/sft.py reads: {"prompt", "completion"} or {"messages"} (documents.py)
 
-A true completion is kept as its message, so that keys such as tool_calls and reasoning_content reach the chat template.
+A target stays a message, so that keys such as tool_calls and reasoning_content reach the chat template.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data.formats.fields import CONVERSATION, Columns, conversation_of, for_temp
 from data.formats.registry import Format, parse_specs
 from data.types import Messages
 
-# The pairs of tags that thoughts stand between; the first pair that a message has is taken.
+# Tags around thoughts; the first pair found in a message is used.
 THOUGHT = [
     (re.escape(opening), re.escape(closing))
     for opening, closing in (
@@ -26,8 +26,8 @@ THOUGHT = [
         ("<|begin_of_thought|>", "<|end_of_thought|>"),
     )
 ]
-# A format that gives several rows for one returns a list.
-TruthFormat = Callable[[Columns], Columns | list[Columns]]
+# A format that makes several rows of one returns a list.
+TargetFormat = Callable[[Columns], Columns | list[Columns]]
 
 
 def turns_of(columns: Columns) -> Messages:
@@ -36,24 +36,24 @@ def turns_of(columns: Columns) -> Messages:
 
 
 def last_turn(columns: Columns) -> Columns:
-    """The last assistant turn is the truth, all before it the prompt."""
+    """The last assistant turn is the target, everything before it the prompt."""
     messages = turns_of(columns)
-    return _truth(columns, messages, _assistant_turns(messages)[-1])
+    return _target(columns, messages, _assistant_turns(messages)[-1])
 
 
 def _first_turn(columns: Columns) -> Columns:
-    """The first assistant turn is the truth; the rest of the conversation is there for those who go on."""
+    """The first assistant turn is the target; later turns, up to the assistant's last, are remaining_turns."""
     messages = turns_of(columns)
     turns = _assistant_turns(messages)
-    rest = messages[turns[0] + 1 : turns[-1] + 1]  # what nobody answers has no truth
-    made = _truth(columns, messages, turns[0])
+    rest = messages[turns[0] + 1 : turns[-1] + 1]  # turns without an answer have no target
+    made = _target(columns, messages, turns[0])
     return {**made, "remaining_turns": rest} if rest else made
 
 
 def _all_turns(columns: Columns) -> list[Columns]:
-    """One row per assistant turn, each behind the conversation as it truly was."""
+    """One row per assistant turn, each after the conversation as it is in the data."""
     messages = turns_of(columns)
-    return [_truth(columns, messages, number) for number in _assistant_turns(messages)]
+    return [_target(columns, messages, number) for number in _assistant_turns(messages)]
 
 
 def _opencode(columns: Columns) -> Columns:
@@ -62,9 +62,9 @@ def _opencode(columns: Columns) -> Columns:
 
 
 def _split_thinking(columns: Columns) -> Columns:
-    """Thoughts of earlier turns as reasoning_content; those of the truth in <think> tags, whatever they had."""
+    """Thoughts of earlier turns become reasoning_content; those of the target get <think> tags."""
     messages = [_split(message) for message in turns_of(columns)]
-    made = _truth(columns, messages, _assistant_turns(messages)[-1])
+    made = _target(columns, messages, _assistant_turns(messages)[-1])
     (last,) = made["ground_truth"]
     thought = last.get("reasoning_content")
     if thought:
@@ -96,14 +96,14 @@ def _answer_only(columns: Columns) -> Columns:
 
 
 def _assistant_turns(messages: Messages) -> list[int]:
-    """Numbers of the assistant's messages."""
+    """Indices of the assistant's messages."""
     found = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not found:
         raise ValueError("has no assistant turn, so there is no true completion; remove the row")
     return found
 
 
-def _truth(columns: Columns, messages: Messages, number: int) -> Columns:
+def _target(columns: Columns, messages: Messages, number: int) -> Columns:
     if number == 0:
         raise ValueError("the conversation opens with an assistant turn; put a user turn before it")
     rest = {name: value for name, value in columns.items() if name not in CONVERSATION}
@@ -128,7 +128,7 @@ def _strided_last(columns: Columns) -> Columns:
     return {"prompt": made["prompt"], "completion": made["ground_truth"], **for_template(columns)}
 
 
-EBFT_FORMATS: dict[str, TruthFormat] = {
+EBFT_FORMATS: dict[str, TargetFormat] = {
     "ebft_opencode.transform": _opencode,
     "ebft_chat_multiturn.transform": _first_turn,
     "ebft_chat_multiturn.transform_last_turn": last_turn,
@@ -145,7 +145,7 @@ EBFT_STRIDED_FORMATS: dict[str, Format] = {
 
 
 def refuse_formats(specs: Sequence[str], data_format: str, others: Mapping[str, Any], mode: str) -> None:
-    """Refuse formats that are made for the other mode."""
+    """Refuse formats of the other mode."""
     for spec in parse_specs(specs):
         name = spec.format or data_format
         if name in others:

@@ -1,6 +1,6 @@
-"""Reading the fields of a row: text, messages, responses. What is not as it should be is named in the error.
+"""Reading the fields of a row: text, messages, responses. Errors name the field and what is wrong with it.
 
-Messages may be written {"role", "content"} or, as ShareGPT's, {"from": "human", "value"}; the keys tell which.
+Messages are {"role", "content"} or, in ShareGPT data, {"from": "human", "value"}; the keys decide which.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from data.types import Messages
 
 Columns = dict[str, Any]
 DEFAULT = FormatOptions()
-CONVERSATION = ("messages", "conversations")  # columns that hold a conversation; the first that a row has is taken
+CONVERSATION = ("messages", "conversations")  # columns of a conversation; the first present one is used
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
                   "model": "assistant", "function_call": "assistant", "system": "system", "tool": "tool",
                   "observation": "tool", "function_response": "tool"}  # fmt: skip
-TRUTH_VALUES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # text, from CSV say
+BOOL_TEXTS = {
+    "true": True,
+    "1": True,
+    "1.0": True,
+    "false": False,
+    "0": False,
+    "0.0": False,
+}  # as text, in CSV for example
 
 NOT_FOR_TEMPLATE = "fix the row, or rename the column if it is not for the chat template"
 
@@ -32,7 +39,7 @@ def need(columns: Columns, *names: str) -> None:
 
 
 def listed(columns: Columns) -> str:
-    """Names of the columns for an error; those that hold nothing are marked."""
+    """Names of the columns for an error message; null ones are marked."""
     return ", ".join(name if value is not None else f"{name} (null)" for name, value in columns.items()) or "none"
 
 
@@ -41,7 +48,7 @@ def user_turn(text: str) -> Messages:
 
 
 def text_of(columns: Columns, *names: str) -> str:
-    """The text of the first of these columns that the row has."""
+    """The text of the first of these columns that is present."""
     name = next((name for name in names if columns.get(name) is not None), None)
     if name is None and len(names) == 1:
         need(columns, *names)
@@ -56,22 +63,22 @@ def text_of(columns: Columns, *names: str) -> str:
 
 
 def system_turn(columns: Columns, name: str = "system") -> Messages:
-    """The system message of a row, or nothing where the column is absent or empty."""
+    """The system message of a row, or nothing if the column is absent or empty."""
     value = columns.get(name)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{name!r} is a {type(value).__name__}, not text; fix the row")
     return [{"role": "system", "content": value}] if value else []
 
 
-def truth_of(value: Any) -> bool | None:
-    """True or false as data spells them; None where it is neither."""
+def parse_bool(value: Any) -> bool | None:
+    """True or false as bool, 0 or 1, or text; None if it is neither."""
     if isinstance(value, str):
-        return TRUTH_VALUES.get(value.strip().lower())
+        return BOOL_TEXTS.get(value.strip().lower())
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
 def with_nested(columns: Columns, options: FormatOptions) -> Columns:
-    """The row with the columns that options name as a.b: key b of the object in column a."""
+    """The row with the nested columns that options name as a.b: key b of the object in column a."""
     dotted = [value for name, value in vars(options).items() if name.startswith("field_") and "." in value]
     found = {name: _nested(columns, name) for name in dotted if name not in columns}
     return {**columns, **{name: value for name, value in found.items() if value is not None}}
@@ -87,9 +94,9 @@ def _nested(columns: Columns, name: str) -> Any:
 
 
 def conversation_of(columns: Columns, options: FormatOptions = DEFAULT) -> Messages:
-    """The messages of a row, in the column of that option or in one of CONVERSATION.
+    """The messages of a row, from the column of field_messages or one of CONVERSATION.
 
-    Where ShareGPT rows keep the system text in a column of its own, it becomes the first message.
+    If a ShareGPT row has the system text in a separate column, it becomes the first message.
     """
     name = options.field_messages
     if name == DEFAULT.field_messages:
@@ -114,7 +121,7 @@ def is_sharegpt(value: Any) -> bool:
 
 
 def messages_of(value: Any, name: str, options: FormatOptions = DEFAULT) -> Messages:
-    """A list of messages with the data's own keys and roles translated; keys such as tool_calls are kept."""
+    """The messages with keys and roles of the data mapped to ours; other keys such as tool_calls are kept."""
     if not isinstance(value, list) or not value:
         found = "empty" if value == [] else f"a {type(value).__name__}"
         raise ValueError(f"{name!r} is {found}, not a list of messages; fix the row or choose another format")
@@ -177,7 +184,7 @@ def _tool_calls(text: Any, where: str) -> list[dict[str, Any]]:
 
 
 def response_after(prompt: Messages, value: Any, name: str, options: FormatOptions = DEFAULT) -> Messages:
-    """The one assistant message of a response given as text, a message, or a list that may repeat the prompt."""
+    """The assistant message of a response that is text, a message, or a list that may repeat the prompt."""
     if isinstance(value, str):
         messages = [{"role": "assistant", "content": value}]
     elif isinstance(value, dict):
@@ -199,10 +206,10 @@ def response_after(prompt: Messages, value: Any, name: str, options: FormatOptio
 
 
 def for_template(columns: Columns) -> Columns:
-    """What a row hands to the chat template besides messages: tools, and settings of the template."""
+    """What a row passes to the chat template besides messages: tools, and settings of the template."""
     found = {name: columns[name] for name in ("tools", "chat_template_kwargs") if columns.get(name) not in (None, "")}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
-        if isinstance(found.get(name), str):  # tables whose rows differ in shape hold them as JSON
+        if isinstance(found.get(name), str):  # tables whose rows differ in shape store them as JSON
             try:
                 found[name] = json.loads(found[name])
             except json.JSONDecodeError as error:

@@ -1,13 +1,13 @@
-"""Pair formats: how a row becomes a prompt with a chosen and a rejected response. Every pair method shares them.
+"""Pair formats: how a row becomes a prompt with a chosen and a rejected response, for all pair methods.
 
 A format is a function (columns, options) -> {"prompt", "chosen", "rejected"}, of one of two kinds:
 
-    text        three strings. The chatml, llama3 and zephyr families write their delimiters out, responses closed.
-    messages    a prompt of messages and one assistant message each, which the tokenizer's chat template renders;
-                `tools` and `chat_template_kwargs` come along, and messages keep keys such as reasoning_content.
+    text        three strings. The chatml, llama3 and zephyr families write their own delimiters and close responses.
+    messages    a prompt of messages and one assistant message each, rendered by the tokenizer's chat template;
+                `tools` and `chat_template_kwargs` are passed on, and messages keep keys such as reasoning_content.
 
-zephyr.nectar takes the best against the worst of a row's ranked answers; in Nectar rank 1 is the best. axolotl's format
-of that name sorts by rank and takes the last two, so that its chosen answer is the worst of all.
+zephyr.nectar pairs the best with the worst of a row's ranked answers; in Nectar rank 1 is the best. axolotl's format of
+that name sorts by rank and takes the last two, so that its chosen answer is the worst of all.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PairFormat = Callable[[Columns, FormatOptions], Columns]
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of text formats writes a turn."""
+    """Delimiters of a family of text formats."""
 
     opening: str
     close: str
-    gap: str  # after a closed turn, never after a response: an engine stops at `close`
+    gap: str  # after a closed turn, but never after a response: an engine stops at `close`
 
     def prompt(self, turns: Messages) -> str:
         written = [self.opening.format(role=turn["role"]) + turn["content"] + self.close + self.gap for turn in turns]
@@ -55,7 +55,7 @@ FAMILIES = {
 }
 ZEPHYR_PROMPT = "<|system|>\n</s>\n<|user|>\n{prompt}</s>\n<|assistant|>\n"
 
-# Columns of the text formats: of the prompt, the chosen and the rejected response; the first that a row has is taken.
+# Columns of the prompt, the chosen and the rejected response in the text formats; the first present one is used.
 TEXT_COLUMNS = {
     "default": (
         ("prompt", "input", "question", "instruction"),
@@ -70,7 +70,7 @@ TEXT_COLUMNS = {
 
 
 def two_message_chat(columns: Columns, name: str) -> str:
-    """The answer in a user message and its answer."""
+    """The assistant's text in a conversation of one user and one assistant message."""
     messages = messages_of(columns.get(name), name)
     roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"]:
@@ -95,7 +95,7 @@ def _ultra(family: Family, columns: Columns, options: FormatOptions) -> Columns:
 
 
 def _argilla_chat(family: Family, columns: Columns, options: FormatOptions) -> Columns:
-    """Conversations of any length, the same up to their last message."""
+    """Conversations of any length that are equal up to their last message."""
     pair = _template_argilla_chat(columns, DEFAULT)
     turns = pair["prompt"]
     if turns[0]["role"] != "system":
@@ -124,7 +124,7 @@ def _nectar(columns: Columns, options: FormatOptions) -> Columns:
 
 
 def user_prompt(columns: Columns, options: FormatOptions) -> str:
-    """The prompt of user_defined; a system that is absent or empty is written as nothing."""
+    """The prompt of user_defined; an absent or empty system text becomes ""."""
     system = "".join(turn["content"] for turn in system_turn(columns, options.field_system))
     return options.prompt_format.format(prompt=text_of(columns, options.field_prompt), system=system)
 
@@ -148,7 +148,7 @@ def _template_default(columns: Columns, options: FormatOptions) -> Columns:
 
 
 def _template_argilla_chat(columns: Columns, options: FormatOptions) -> Columns:
-    """Whole conversations that share all but their last message."""
+    """Whole conversations that are equal up to their last message."""
     need(columns, options.field_chosen, options.field_rejected)
     chosen = messages_of(columns[options.field_chosen], options.field_chosen, options)
     messages_of(columns[options.field_rejected], options.field_rejected, options)
@@ -158,7 +158,7 @@ def _template_argilla_chat(columns: Columns, options: FormatOptions) -> Columns:
 
 
 def _template_argilla(columns: Columns, options: FormatOptions) -> Columns:
-    """As argilla_chat, of user and assistant in turn; `system`, and `prompt` for the user's text of a single turn."""
+    """Like argilla_chat, alternating user and assistant; `system`, and `prompt` for the user text of a single turn."""
     pair = _template_argilla_chat(columns, options)
     turns = pair["prompt"]
     opening = [turns.pop(0)] if turns[0]["role"] == "system" else system_turn(columns)
@@ -186,7 +186,7 @@ def _responses(columns: Columns, prompt: Messages, options: FormatOptions) -> Co
 
 
 def _passthrough(columns: Columns, options: FormatOptions) -> Columns:
-    """Rows that already are {prompt, chosen, rejected}, as text or as messages."""
+    """Rows that already have prompt, chosen and rejected, as text or as messages."""
     need(columns, "prompt", "chosen", "rejected")
     if isinstance(columns["prompt"], str):
         return {name: text_of(columns, name) for name in ("prompt", "chosen", "rejected")}
@@ -194,18 +194,18 @@ def _passthrough(columns: Columns, options: FormatOptions) -> Columns:
 
 
 def _sharegpt(columns: Columns, options: FormatOptions) -> Columns:
-    """Turns in `conversations` and a message each in `chosen` and `rejected`; or whole conversations in these two."""
+    """Turns in `conversations` with one message each in `chosen` and `rejected`, or whole conversations in both."""
     need(columns, options.field_chosen, options.field_rejected)
     if all(columns.get(name) is None for name in {*CONVERSATION, options.field_messages}):
         return _template_argilla_chat(columns, options)
     return _responses(columns, conversation_of(columns, options), options)
 
 
-QUESTIONS = ("question", "input", "instruction", "query", "system")  # columns that other formats take the prompt from
+QUESTIONS = ("question", "input", "instruction", "query", "system")  # columns of the prompt in other formats
 
 
 def _auto(columns: Columns, options: FormatOptions) -> Columns:
-    """TRL's forms: text or messages, with a prompt of their own or the beginning that both responses share."""
+    """TRL's forms: text or messages, with a prompt column or a common prefix of both responses as the prompt."""
     need(columns, "chosen", "rejected")
     prompt = columns.get("prompt")
     if prompt is None and columns.get("conversations") is not None:
@@ -215,7 +215,7 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
         return _passthrough(columns, options)
     if prompt is None and all(texts):
         asked = [name for name in QUESTIONS if isinstance(columns.get(name), str) and columns[name].strip()]
-        if asked:  # taking what both answers begin with for the prompt would drop the question in silence
+        if asked:  # using the common prefix as the prompt would silently drop the question
             raise ValueError(
                 f"has no 'prompt', but {' and '.join(map(repr, asked))}; name its format (chatml.intel takes question, "
                 "chatml.icr input, chatml.argilla instruction), or rename the column to 'prompt'"
@@ -235,7 +235,7 @@ def _shared_text(chosen: str, rejected: str) -> Columns:
     if chosen == rejected:
         raise ValueError("'chosen' and 'rejected' are the same text, which leaves no response; add a 'prompt'")
     length = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
-    if length == min(len(chosen), len(rejected)):  # one goes on where the other ends: its last word is the response
+    if length == min(len(chosen), len(rejected)):  # one continues the other: its last word is the response
         end = len(chosen[:length].rstrip())
         length = max(chosen.rfind(space, 0, end) for space in " \n\t")
     elif chosen[length - 1] == " ":  # a space belongs to the word after it
@@ -261,7 +261,7 @@ for _name, _family in FAMILIES.items():
     PAIR_FORMATS |= {f"{_name}.{kind}": partial(_text_pair, _family, names) for kind, names in TEXT_COLUMNS.items()}
     PAIR_FORMATS[f"{_name}.argilla_chat"] = partial(_argilla_chat, _family)
     PAIR_FORMATS[f"{_name}.ultra"] = partial(_ultra, _family)
-# A family's name alone is its default, and the other way round.
+# A family's bare name is an alias of its default, and vice versa.
 for _name in ("chatml", "llama3", "chat_template"):
     PAIR_FORMATS[_name] = PAIR_FORMATS[f"{_name}.default"]
 for _name in ("user_defined", "passthrough"):
@@ -269,7 +269,7 @@ for _name in ("user_defined", "passthrough"):
 
 _RESPONSES = {"field_chosen", "field_rejected"}
 _MESSAGES = {"role_key", "content_key", "roles"}
-# The options that a format reads; setting one that none of the formats in use reads is an error.
+# The options that each format reads; setting one that no format in use reads is an error.
 PAIR_OPTIONS: dict[str, set[str]] = {
     "user_defined": {"field_prompt", "field_system", "prompt_format", "chosen_format", "rejected_format", *_RESPONSES},
     "chat_template.default": {"field_messages", *_RESPONSES, *_MESSAGES},

@@ -1,15 +1,16 @@
 """Data formats: how the columns of a row become the columns a loader reads.
 
-A format is a function from columns to columns. PROMPT_FORMATS give a `prompt` (and leave the rest to the rewards),
-SFT_FORMATS give a `prompt` with a `completion`. A dotted name is a user's own transform, found from the working folder:
+A format is a function from columns to columns. PROMPT_FORMATS give a `prompt` (other columns are for the rewards),
+SFT_FORMATS give a `prompt` with a `completion`. A dotted name is a user's own transform, imported from the working
+folder:
 
     def my_transform(cfg):                                      # --data-format my_module.my_transform
         def transform(example, tokenizer=None):
             return {"prompt": [{"role": "user", "content": example["problem"]}], "answer": example["solution"]}
         return transform, {"remove_columns": ["problem"]}
 
-With a parameter dataset_idx (or **kwargs) my_transform is also told the number of its --data entry, from 0 on. With
-{"batched": True} transform gets a dict of lists, up to batch_size (1000) rows, and returns one, as datasets.map has it.
+If my_transform has a parameter dataset_idx (or **kwargs), it also gets the index of its --data entry, from 0. With
+{"batched": True} transform gets a dict of lists, up to batch_size (1000) rows, and returns one, as in datasets.map.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from data.hints import suggest
 from data.progress import shown
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
-from data.user_code import attribute_of, load_module, told
+from data.user_code import attribute_of, describe_error, load_module
 
 Format = Callable[[Columns], Columns]
-# Settings of datasets.map that a transform may return. Those of the second line change how fast it runs, not the rows.
+# Settings of datasets.map that a transform may return. Those in NO_EFFECT change its speed, not the rows.
 MAP_SETTINGS = {"remove_columns", "batched", "batch_size"}
 NO_EFFECT = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"}
 
 
 @dataclass(frozen=True)
 class WithOptions:
-    """A format that reads options, such as the name of a column: those given for the run, or for one --data entry."""
+    """A format with options, such as the name of a column, set for the run or for one --data entry."""
 
     function: Callable[[Columns, FormatOptions], Columns]
     reads: frozenset[str]
@@ -58,13 +59,13 @@ class WithOptions:
         return self.function(with_nested(columns, self.options), self.options)
 
     def then(self, after: Format) -> WithOptions:
-        """The same format, with another function on what it returns."""
+        """The same format, followed by another function."""
         return replace(self, function=lambda columns, options: after(self.function(columns, options)))
 
 
 @dataclass(frozen=True)
 class Batched:
-    """A user's transform that takes many rows at a time; what it returns is then read by the format `then`."""
+    """A user's transform of many rows at a time; the format `then` reads what it returns."""
 
     name: str
     function: Callable[[Columns], Any]
@@ -76,7 +77,7 @@ class Batched:
 def formatted_rows(
     specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: Any
 ) -> Iterator[tuple[DataSpec, Row]]:
-    """Rows of all specs with their format applied; format= in a spec wins over data_format."""
+    """Rows of all specs with their format applied; format= in a spec overrides data_format."""
     for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         yield spec, Row(source=row.source, columns=apply(function, row))
 
@@ -84,7 +85,7 @@ def formatted_rows(
 def rows_and_formats(
     specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: Any
 ) -> Iterator[tuple[DataSpec, Row, Format]]:
-    """Rows of all specs as they were read, each with its format, for a caller that can do without some of them."""
+    """Rows of all specs before formatting, each with its format, for callers that may skip bad rows."""
     parsed = parse_specs(specs)
     functions = [
         _find(spec, spec.format or data_format, formats, tokenizer, cfg, dataset_idx)
@@ -107,7 +108,7 @@ def parse_specs(specs: Sequence[str]) -> list[DataSpec]:
 
 
 def apply(function: Callable[..., Any], row: Row, *args: Any) -> Any:
-    """Call a function on a row's columns; what it refuses is reported with the row's source."""
+    """Call a function on a row's columns; its ValueErrors get the row's source prepended."""
     try:
         return function(row.columns, *args)
     except ValueError as error:
@@ -137,7 +138,7 @@ def _up_to_user(messages: Messages, name: str) -> Messages:
 
 
 def _chat_prompt(columns: Columns, options: FormatOptions) -> Columns:
-    """A conversation in a column of any name and wording: what stands up to its last user turn."""
+    """A conversation in any column, with any role names: the part up to its last user turn."""
     prompt = _up_to_user(conversation_of(columns, options), options.field_messages)
     return {
         **(_without(columns, options.field_messages) if "." in options.field_messages else columns),
@@ -183,7 +184,7 @@ def _auto_sft(columns: Columns) -> Columns:
 
 
 def _chat_sft(columns: Columns, options: FormatOptions) -> Columns:
-    """A conversation in a column of any name and wording."""
+    """A conversation in any column, with any role names."""
     return {**_without(columns, *CONVERSATION), "messages": conversation_of(columns, options)}
 
 
@@ -222,7 +223,7 @@ SFT_FORMATS: dict[str, Format] = {
     "chat_template": WithOptions(_chat_sft, CHAT_OPTIONS),
     "sharegpt": WithOptions(_chat_sft, CHAT_OPTIONS),
     "question_answer": _question_answer_sft,
-    "gsm8k": _question_answer_sft,  # the whole solution is imitated, result marker included
+    "gsm8k": _question_answer_sft,  # the whole solution is trained, result marker included
     "alpaca": _alpaca_sft,
 }
 
@@ -243,7 +244,7 @@ def _find(
 
 
 def _with_own(spec: DataSpec, name: str, formats: Mapping[str, Format]) -> Format:
-    """The format with the options that this --data entry sets for itself."""
+    """The format with the options of this --data entry."""
     found = formats.get(name)
     for option, value in spec.format_options.items():
         if not isinstance(found, WithOptions) or option not in found.reads:
@@ -254,14 +255,14 @@ def _with_own(spec: DataSpec, name: str, formats: Mapping[str, Format]) -> Forma
             )
     try:
         return replace(found, options=replace(found.options, **spec.format_options))
-    except ValueError as error:  # a format string or role that cannot be right
+    except ValueError as error:  # an invalid format string or role
         raise ValueError(f"data={spec.path}: {error}") from None
 
 
 def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_idx: int = 0) -> Format | Batched:
     """A user's transform by dotted name: module.factory(cfg) -> fn, or (fn, {"remove_columns": [...]}).
 
-    A factory that takes dataset_idx is told which entry of --data it is made for, from 0 on.
+    A factory with a parameter dataset_idx gets the index of its --data entry, from 0.
     """
     module, _, attribute = name.rpartition(".")
     factory = attribute_of(load_module(module, f"data_format={name}"), attribute, f"data_format={name}")
@@ -270,7 +271,7 @@ def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_id
     try:
         made = factory(cfg, dataset_idx=dataset_idx) if _takes(factory, "dataset_idx") else factory(cfg)
     except Exception as error:  # the user's code, whatever it raises
-        raise ValueError(f"data_format={name}: failed when called with the config ({told(error)})") from None
+        raise ValueError(f"data_format={name}: failed when called with the config ({describe_error(error)})") from None
     function, settings = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     if not callable(function) or not isinstance(settings, dict):
         raise ValueError(
@@ -290,7 +291,7 @@ def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_id
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
         raise ValueError(f"data_format={name}: batch_size={size!r} is not a whole number; give one, or leave it out")
     extra = _tokenizers(function, tokenizer)
-    size = size if size is not None and size > 0 else sys.maxsize  # as datasets has it: all rows at once
+    size = size if size is not None and size > 0 else sys.maxsize  # as in datasets: all rows at once
     return Batched(name, lambda batch: function(batch, **extra), size, removed, then)
 
 
@@ -312,14 +313,14 @@ def _kept(columns: Columns, removed: Any) -> Columns:
 
 
 def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokenizer: Any) -> Format:
-    """Merge what the function returns over the row, as datasets' map does: removed columns go, returned ones stay."""
+    """Merge what the function returns into the row, as datasets.map does, after removing `removed` columns."""
     extra = _tokenizers(function, tokenizer)
 
     def transform(columns: Columns) -> Columns:
         try:
             result = function(dict(columns), **extra)
         except Exception as error:  # the user's code, whatever it raises
-            raise ValueError(f"data_format={name} failed on this row ({told(error)})") from None
+            raise ValueError(f"data_format={name} failed on this row ({describe_error(error)})") from None
         if not isinstance(result, dict):
             raise ValueError(f"data_format={name} returned {type(result).__name__} for this row; it must return a dict")
         return {**_kept(columns, removed), **result}
@@ -328,7 +329,7 @@ def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokeni
 
 
 def _in_batches(transform: Batched, rows: Sequence[Row]) -> list[Row]:
-    """The rows that a batched transform makes; where it makes more or fewer, they are numbered within their batch."""
+    """The rows that a batched transform returns; if their number changes, they are numbered within their batch."""
     made: list[Row] = []
     for start in range(0, len(rows), transform.size):
         part = rows[start : start + transform.size]
@@ -338,7 +339,9 @@ def _in_batches(transform: Batched, rows: Sequence[Row]) -> list[Row]:
         try:
             returned = transform.function({name: list(values) for name, values in batch.items()})
         except Exception as error:  # the user's code, whatever it raises
-            raise ValueError(f"{where}: data_format={transform.name} failed on these rows ({told(error)})") from None
+            raise ValueError(
+                f"{where}: data_format={transform.name} failed on these rows ({describe_error(error)})"
+            ) from None
         if not isinstance(returned, Mapping) or not all(isinstance(values, list) for values in returned.values()):
             raise ValueError(f"{where}: data_format={transform.name} is batched; it must return a dict of lists")
         columns = {**_kept(batch, transform.removed), **returned}

@@ -1,7 +1,7 @@
-"""What a chat template is given besides the messages: a row's tools, and switches of its own such as enable_thinking.
+"""What a chat template gets besides the messages: a row's tools, and switches such as enable_thinking.
 
 --chat-template-kwargs '{"enable_thinking": false}'                 for all rows
-{"messages": [...], "chat_template_kwargs": {"enable_thinking": true}, "tools": [...]}      for one row, and it wins
+{"messages": [...], "chat_template_kwargs": {"enable_thinking": true}, "tools": [...]}      for one row; overrides
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from data.formats.registry import Columns
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
-    value = json.loads(words[0])  # tyro tells the user what was expected
+    value = json.loads(words[0])  # tyro reports what was expected
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
 
 
-# The type of --chat-template-kwargs: an object of JSON on the command line, a mapping in YAML and in Python.
-TemplateKwargs = Annotated[
+# The type of --chat-template-kwargs: a JSON object on the command line, a mapping in YAML and Python.
+JsonObject = Annotated[
     dict[str, Any],
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
@@ -39,14 +39,14 @@ TemplateKwargs = Annotated[
 
 
 def template_settings(columns: Columns, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of one row: its `tools`, and its `chat_template_kwargs` over those of the flag."""
+    """Settings for one row: its `tools`, and its `chat_template_kwargs`, which override the flag's."""
     own = for_template(columns)
     tools = own.get("tools")
     return {**(kwargs or {}), **own.get("chat_template_kwargs", {}), **({"tools": tools} if tools else {})}
 
 
 def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse names that the tokenizer's chat template does not read, which would have no effect."""
+    """Refuse names that the tokenizer's chat template does not read: they would have no effect."""
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     template = str(tokenizer.chat_template or "")
     given = f"chat_template_kwargs={json.dumps(kwargs)}"
@@ -60,6 +60,6 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_effect(kwargs: Mapping[str, Any] | None, is_rendered: bool) -> None:
-    """Refuse the flag where no row goes through a chat template."""
+    """Refuse the flag if no row is rendered by a chat template."""
     if kwargs and not is_rendered:
         raise ValueError("chat_template_kwargs: has no effect, all rows are plain text; give messages, or leave it out")

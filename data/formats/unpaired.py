@@ -1,7 +1,7 @@
-"""Unpaired formats: how a row becomes a prompt with one response and a label that says whether it is desirable.
+"""Unpaired formats: how a row becomes a prompt with one response and a label, desirable or not.
 
-A format is a function (columns, options) -> {"prompt", "completion", "label"}. Rows that hold a pair instead go through
-the pair format of the same name, and a loader makes two rows of them: the chosen one desirable, the rejected one not.
+A format is a function (columns, options) -> {"prompt", "completion", "label"}. Rows with a pair instead use the pair
+format of the same name, and the loader makes two rows of each: chosen is desirable, rejected is not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from data.formats.fields import (
     for_template,
     messages_of,
     need,
+    parse_bool,
     response_after,
     system_turn,
     text_of,
-    truth_of,
     user_turn,
 )
 from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, Family, PairFormat, user_prompt
@@ -29,7 +29,7 @@ from data.types import Messages
 
 def label_of(columns: Columns, name: str = "label") -> bool:
     need(columns, name)
-    label = truth_of(columns[name])
+    label = parse_bool(columns[name])
     if label is None:
         raise ValueError(f"{name!r} is {columns[name]!r}; it must be true or false (or 1 or 0)")
     return label
@@ -92,7 +92,7 @@ def _conversation(columns: Columns, prompt: Messages, completion: Any, name: str
 
 
 def _either(unpaired: PairFormat | None, pair: PairFormat | None, columns: Columns, options: FormatOptions) -> Columns:
-    """Read a row as what it is: a pair when it holds both responses, and no completion with a label of its own."""
+    """Read a row as a pair if it has both responses and no labelled completion, else as unpaired."""
     if unpaired is None:
         return pair(columns, options)
     label, *responses = (columns.get(name) for name in (options.field_label, options.field_completion, "messages"))

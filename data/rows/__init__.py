@@ -1,0 +1,1 @@
+"""One loader per record of data/types.py: formatted rows become token ids, masks and labels."""

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: stop at the first of them, or leave them out and say how many there were."""
+"""Rows that cannot be used: stop at the first, or skip and count them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 @dataclass
 class Tally:
-    """What became of the rows, told in one line."""
+    """Counts of what happened to the rows, logged in one line."""
 
     num_rows: int = 0
-    notes: dict[str, int] = field(default_factory=dict)  # what happened -> to how many rows
-    bad: list[str] = field(default_factory=list)  # the errors of rows left out
+    notes: dict[str, int] = field(default_factory=dict)  # note -> number of rows
+    bad: list[str] = field(default_factory=list)  # errors of the rows left out
 
     def note(self, what: str) -> None:
         self.notes[what] = self.notes.get(what, 0) + 1
 
-    def say(self) -> None:
+    def log(self) -> None:
         parts = [f"{count} {what}" for what, count in self.notes.items()]
         if self.bad:
             parts.append(f"{len(self.bad)} skipped as bad, the first: {self.bad[0]}")
@@ -37,7 +37,7 @@ def read_rows(
     specs: Sequence[str], formats: Mapping[str, Format], make: Callable[[Columns], T], tally: Tally, *,
     data_format: str, tokenizer: Any, cfg: Any, bad_rows: BadRows,
 ) -> Iterator[tuple[DataSpec, Row, T]]:  # fmt: skip
-    """Every row with what `make` makes of its formatted columns; a bad row raises, or is counted and left out."""
+    """Every row with make(its formatted columns); a bad row raises, or is counted and skipped."""
     if bad_rows not in ("error", "skip"):
         raise ValueError(f"bad_rows={bad_rows}: must be error or skip")
     rows = rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg)

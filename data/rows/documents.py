@@ -1,4 +1,4 @@
-"""Documents for the strided mode: whole texts, prompts with completions, or conversations, continued from anchors."""
+"""Documents for the strided mode of EBFT: texts, prompts with completions, or conversations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def load_documents(
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int = 1024, context_length: int | None = None,
     cfg: Any = None,
 ) -> list[Document]:  # fmt: skip
-    """Read documents from every spec, in order, as load_examples reads examples: cuts and drops are counted aloud.
+    """Read documents from every spec, in order, as load_examples reads examples; cuts and drops are logged.
 
-    A prompt, and what comes before the first assistant turn, is given: prompt_length. A text has none of it.
+    prompt_length covers a prompt, or everything before the first assistant turn; a text has no prompt.
     """
     refuse_formats(specs, data_format, EBFT_FORMATS, "structured")
     examples = load_examples(
@@ -32,7 +32,7 @@ def load_documents(
 
 def _document(example: Example) -> Document:
     first = example.mask.index(True)
-    # A prompt of a single token cannot be told from a text, whose first token nothing predicts: they are trained alike.
+    # A one-token prompt looks like a text, whose first token nothing predicts; both are trained alike.
     if first == 1 and all(example.mask[1:]):
         return Document(example.ids, source=example.source, weight=example.weight)
     return Document(example.ids, first, example.mask, source=example.source, weight=example.weight)

@@ -1,13 +1,13 @@
-"""Rows of NeMo Gym as they ship: prompts for the engine, and the row itself for the gym's servers.
+"""NeMo Gym rows, unmodified: prompts for the engine, and the row itself for the gym's servers.
 
     {"responses_create_params": {"input": [{"role": "user", "content": "2+2="}], "tools": [...]},
      "agent_ref": {"type": "responses_api_agents", "name": "math_simple_agent"}, "answer": "4"}
 
     prompts = load_nemo_gym(["math.jsonl:split=train[:500]@math"], tokenizer, folder="~/Gym")
 
-Every turn of the input stays in the prompt, system and developer messages too. The columns for the rewards are the
-row's own fields, and three more: `verify_extra`, the whole row as JSON (a table of rows with unlike fields would fill
-the gaps with nulls, which the servers refuse), `nemo_gym_ref`, which server it is for, and `nemo_gym_index`.
+Every turn of the input stays in the prompt, system and developer messages included. The columns for the rewards are the
+row's own fields plus three: `verify_extra`, the whole row as JSON (in a table, rows with different fields would be
+filled with nulls, which the servers refuse), `nemo_gym_ref`, the server the row is for, and `nemo_gym_index`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from data.chat import clean_messages, render_prompt, with_system
 from data.formats.registry import apply
 from data.formats.template_settings import template_settings
-from data.rows.prompts import fits, say_left_out
+from data.rows.prompts import fits, log_left_out
 from data.sources import load_rows, parse_spec
 from data.types import Messages, Prompt
 
@@ -34,7 +34,7 @@ def load_nemo_gym(
     system_prompt: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None, context_length: int | None = None, max_completion_length: int = 0,
 ) -> list[Prompt]:  # fmt: skip
-    """All rows of all datasets, in order. Prompts over max_prompt_length tokens are left out, and counted aloud."""
+    """All rows of all datasets, in order. Prompts over max_prompt_length tokens are left out; the number is logged."""
     prompts: list[Prompt] = []
     num_rows = num_tools = 0
     for text in datasets:
@@ -53,7 +53,7 @@ def load_nemo_gym(
             prompts.append(
                 Prompt(source=row.source, prompt=messages, ids=ids, columns=rest, settings=settings, weight=spec.weight)
             )
-    say_left_out(len(prompts), num_rows, max_prompt_length)
+    log_left_out(len(prompts), num_rows, max_prompt_length)
     if num_tools and not multi_turn:
         print(
             f"data: {num_tools} of {len(prompts)} rows offer tools, which a single turn cannot call and is not shown; "
@@ -73,7 +73,7 @@ def split_dataset(text: str, folder: str | None) -> tuple[str, str | None]:
     path, name = (path, server.strip()) if at else (text, None)
     if not path.strip() or name == "":
         raise ValueError(f"nemo_gym.datasets={text}: is not of the form PATH@SERVER; give a path, and a name after @")
-    place = Path(path.strip()).expanduser()  # before the folder: ~/rows.jsonl is not relative to it
+    place = Path(path.strip()).expanduser()  # before joining: ~/rows.jsonl is not relative to the folder
     return str(place if place.is_absolute() or folder is None else Path(folder).expanduser() / place), name
 
 
@@ -108,7 +108,7 @@ def input_messages(items: Any) -> Messages:
 
 
 def item_messages(items: Sequence[Any], where: str) -> Messages:
-    """Responses API items as chat messages; what the model made in one go, text and calls, is one of them."""
+    """Responses API items as chat messages; text and calls of one model turn become one message."""
     messages: Messages = []
     for number, item in enumerate(items):
         if not isinstance(item, dict):
@@ -126,7 +126,7 @@ def item_messages(items: Sequence[Any], where: str) -> Messages:
             output = item.get("output")
             text = output if isinstance(output, str) else json.dumps(output)
             messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
-        elif kind != "reasoning":  # that is no part of what is said; the token ids of an episode hold it
+        elif kind != "reasoning":  # reasoning is not a message; the token ids of an episode include it
             raise ValueError(f"{where}[{number}]: type={kind} is not known; give messages, calls and their outputs")
     return messages
 
@@ -142,7 +142,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _agent_name(columns: Columns) -> str | None:
-    """Of an agent, or in older rows of a resource server: only the head server can tell."""
+    """Name of an agent, or in older rows of a resource server; only the head server knows which."""
     ref = columns.get("agent_ref")
     if ref is None:
         return None
@@ -152,7 +152,7 @@ def _agent_name(columns: Columns) -> str | None:
 
 
 def _settings(columns: Columns, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of the chat template; a row of the gym has its own in its metadata, as JSON."""
+    """Settings of the chat template; a gym row has its own in its metadata, as JSON."""
     metadata = columns["responses_create_params"].get("metadata") or {}
     return template_settings({"chat_template_kwargs": metadata.get("chat_template_kwargs")}, kwargs)
 

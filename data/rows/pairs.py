@@ -1,7 +1,7 @@
 """Preference pairs: a prompt with a chosen and a rejected response, as token ids.
 
-The prompt, and the prompt with each response, are tokenised as wholes; the prompt is what their ids have in common.
-A response is never tokenised on its own: that could put a BOS in the middle, or split what the model sees joined.
+The prompt, and the prompt with each response, are tokenised as one text each; the prompt is their common prefix. A
+response is never tokenised on its own: that could insert a BOS, or split tokens that the model sees merged.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Rendered(NamedTuple):
 
     prompt_ids: list[int]
     responses: list[list[int]]  # ids after the prompt, one list per response
-    notes: tuple[str, ...]  # what is worth telling about the row
-    takes_system: bool  # whether there is a place for system_prompt in it
-    by_template: bool  # whether the chat template writes it
-    value: Any = None  # what the row holds besides text: a margin, a label
+    notes: tuple[str, ...]  # remarks about the row, for the log
+    takes_system: bool  # whether system_prompt applies to it
+    by_template: bool  # whether the chat template renders it
+    value: Any = None  # margin or labels
 
 
 class Limits(NamedTuple):
-    """How long a row may be, in tokens."""
+    """Maximum lengths of a row, in tokens."""
 
     max_length: int | None
     max_prompt_length: int | None
@@ -57,11 +57,11 @@ def load_pairs(
     bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
     margins: bool = False,
 ) -> list[Pair]:  # fmt: skip
-    """Read pairs from every spec, in order. What was cut, left out or skipped is counted aloud, in one line.
+    """Read pairs from every spec, in order. The number of rows cut, left out or skipped is logged in one line.
 
-    A prompt over max_prompt_length, or one that leaves a response no room within max_length (or the model's context),
-    leaves the pair out. A longer response is cut on the right; too_long="drop" leaves such pairs out as well.
-    margins: read the rows' column `margin`; most losses have no use for it.
+    A pair is left out if its prompt exceeds max_prompt_length, or leaves no room for a response within max_length (or
+    the model's context). Longer responses are cut on the right, or left out with too_long="drop".
+    margins: read the column `margin`, which most losses do not use.
     """
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
@@ -88,7 +88,7 @@ def load_pairs(
     check_kept(pairs, tally, limits)
     check_system(system_prompt, takes_system)
     check_effect(chat_template_kwargs, by_template)
-    tally.say()
+    tally.log()
     return pairs
 
 
@@ -96,7 +96,7 @@ def bind(
     formats: Mapping[str, PairFormat], options_read: Mapping[str, set[str]], specs: Sequence[str], tokenizer: Any,
     data_format: str, system_prompt: str | None, options: FormatOptions | None,
 ) -> dict[str, Format]:  # fmt: skip
-    """The formats with the options filled in; settings that the formats in use cannot follow are refused."""
+    """The formats with the options filled in; refuses settings that have no effect on the formats in use."""
     options = options or FormatOptions()
     used = {spec.format or data_format for spec in parse_specs(specs)}
     for name in used & formats.keys():
@@ -130,7 +130,7 @@ def _with_system(
 
 
 def _system_column(name: str, options: FormatOptions) -> str | None:
-    """The column that a text format takes its system from: there system_prompt stands in for an empty one."""
+    """The column of the system text in a text format, for which system_prompt is the default."""
     family = name.partition(".")[0]
     if family in FAMILIES:
         return "system"
@@ -151,7 +151,7 @@ def limits_of(
 
 
 def fit(rendered: Rendered, limits: Limits, tally: Tally) -> list[list[int]] | None:
-    """The responses as far as they fit; None when the row is left out."""
+    """The responses, cut to fit; None if the row is left out."""
     length, limit = len(rendered.prompt_ids), limits.max_length
     if limits.max_prompt_length is not None and length > limits.max_prompt_length:
         tally.note(f"left out, the prompt is over max_prompt_length={limits.max_prompt_length}")
@@ -175,7 +175,7 @@ def check_kept(kept: Sequence[Any], tally: Tally, limits: Limits) -> None:
     if not kept:
         name = "max_prompt_length" if any("max_prompt_length" in what for what in tally.notes) else "max_length"
         raise ValueError(
-            f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({_told(tally)}); raise it"
+            f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({_summary(tally)}); raise it"
         )
 
 
@@ -184,14 +184,14 @@ def check_system(system_prompt: str | None, takes_system: bool) -> None:
         raise ValueError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
 
 
-def _told(tally: Tally) -> str:
+def _summary(tally: Tally) -> str:
     return "; ".join(f"{count} {what}" for what, count in tally.notes.items())
 
 
 def render_pair(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None, margins: bool
 ) -> Rendered:
-    """Ids of a row {"prompt", "chosen", "rejected"}, with its margin where that is asked for."""
+    """Ids of a row {"prompt", "chosen", "rejected"}, with its margin if `margins`."""
     rendered = render_row(columns, ("chosen", "rejected"), tokenizer, system_prompt, kwargs)
     return rendered._replace(value=_margin(columns.get("margin"))) if margins else rendered
 
@@ -200,7 +200,7 @@ def render_row(
     columns: Columns, names: Sequence[str], tokenizer: Any, system_prompt: str | None,
     kwargs: Mapping[str, Any] | None,
 ) -> Rendered:  # fmt: skip
-    """Ids of a prompt and of the responses in the named columns, which come after it."""
+    """Ids of a prompt, and of the responses in the named columns that follow it."""
     prompt = columns["prompt"]
     responses = [columns[name] for name in names]
     by_template = not isinstance(prompt, str)
@@ -217,7 +217,9 @@ def render_row(
         notes = list(dict.fromkeys(notes))
     length = min(common_prefix(head, whole) for whole in wholes)
     if length == 0:
-        raise ValueError("the prompt has no token of its own, its text melts into the response's; lengthen it")
+        raise ValueError(
+            "the prompt has no token of its own, all its text merges into the response's tokens; lengthen it"
+        )
     if length < len(head):
         notes.append("whose prompt ends within a token of the response; that token counts as response")
     responses = [whole[length:] for whole in wholes]
@@ -225,7 +227,7 @@ def render_row(
 
 
 def _closed(ids: list[int], tokenizer: Any) -> list[int]:
-    """The ids with EOS behind them, unless they end with it or with a token that ends a turn."""
+    """The ids with EOS appended, unless they end with it or with an end-of-turn token."""
     eos = tokenizer.eos_token_id
     if ids and ids[-1] in {eos, *_closing_ids(tokenizer)}:
         return ids
@@ -235,7 +237,7 @@ def _closed(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _closing_ids(tokenizer: Any) -> set[int]:
-    """Tokens that end a turn, of the template in use and of the families whose delimiters this tokenizer knows."""
+    """End-of-turn tokens of the current template, and of all families whose delimiters this tokenizer has."""
     known = tokenizer.get_added_vocab()
     found = {known[tokens[-1]] for tokens in DELIMITERS.values() if tokens[-1] in known}
     return found | {end_of_turn_id(tokenizer)} - {None}

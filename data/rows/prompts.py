@@ -1,4 +1,4 @@
-"""Prompts for methods that sample: rows to token ids, with every other column kept for the rewards."""
+"""Prompts for methods that sample: token ids, with all other columns kept for the rewards."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from data.types import Messages, Prompt
 class Rendered(NamedTuple):
     """The prompt of a row."""
 
-    prompt: str | Messages  # as rewards see it
-    ids: list[int]  # as an engine gets it
-    settings: dict[str, Any]  # what the chat template was given besides the messages
-    notes: list[str]  # what is worth telling about the row
+    prompt: str | Messages  # as rewards get it
+    ids: list[int]  # as the engine gets it
+    settings: dict[str, Any]  # what the chat template got besides the messages
+    notes: list[str]  # remarks about the row, for the log
 
 
 def load_prompts(
@@ -27,10 +27,9 @@ def load_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None, max_prompt_length: int | None = None,
     context_length: int | None = None, max_completion_length: int = 0, cfg: Any = None,
 ) -> list[Prompt]:  # fmt: skip
-    """Read prompts from every spec, in order. Prompts over max_prompt_length tokens are left out, and counted aloud.
+    """Read prompts from every spec, in order. Prompts over max_prompt_length tokens are left out; the number is logged.
 
-    A row's `tools` and `chat_template_kwargs` go to the chat template. cfg is handed to a user's transform and used for
-    nothing else.
+    A row's `tools` and `chat_template_kwargs` go to the chat template. cfg is only passed to a user's transform.
     """
     check_room(max_completion_length, context_length)
     prompts = []
@@ -47,14 +46,14 @@ def load_prompts(
             Prompt(source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, settings=made.settings,
                    weight=spec.weight)
         )  # fmt: skip
-    say_left_out(len(prompts), tally.num_rows, max_prompt_length)
-    say_plain(prompts, tokenizer)
+    log_left_out(len(prompts), tally.num_rows, max_prompt_length)
+    log_plain(prompts, tokenizer)
     if system_prompt is not None and not any(prompt.conversational for prompt in prompts):
         raise ValueError(
             "system_prompt: has no effect, all prompts are plain text; give messages, or put it in the text"
         )
     check_effect(chat_template_kwargs, any(prompt.conversational for prompt in prompts))
-    tally.say()
+    tally.log()
     return prompts
 
 
@@ -73,7 +72,7 @@ def fits(
     context_length: int | None,
     max_completion_length: int,
 ) -> bool:
-    """Whether a prompt is to be kept; one that leaves no room for a completion is refused."""
+    """Whether to keep a prompt; one that leaves no room for a completion is refused."""
     if max_prompt_length is not None and len(ids) > max_prompt_length:
         return False
     if context_length is not None and len(ids) + max_completion_length > context_length:
@@ -85,8 +84,8 @@ def fits(
     return True
 
 
-def say_left_out(num_kept: int, num_rows: int, max_prompt_length: int | None) -> None:
-    """How many prompts were too long; all of them is an error."""
+def log_left_out(num_kept: int, num_rows: int, max_prompt_length: int | None) -> None:
+    """Log how many prompts were too long; it is an error if all are."""
     if not num_kept:
         raise ValueError(f"max_prompt_length={max_prompt_length}: all {num_rows} prompts are longer; raise it")
     if num_kept < num_rows:
@@ -94,11 +93,11 @@ def say_left_out(num_kept: int, num_rows: int, max_prompt_length: int | None) ->
         print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
 
 
-def say_plain(prompts: Sequence[Prompt], tokenizer: Any) -> None:
-    """Tell when a model that has a chat template would be given none of it."""
+def log_plain(prompts: Sequence[Prompt], tokenizer: Any) -> None:
+    """Log if the model has a chat template that no prompt uses."""
     if getattr(tokenizer, "chat_template", None) and not any(prompt.conversational for prompt in prompts):
         print(
-            "data: the prompts are plain text and are given to the model as they are, without its chat template; "
+            "data: the prompts are plain text and go to the model unchanged, without its chat template; "
             "give messages to use it",
             file=sys.stderr,
         )
@@ -107,7 +106,7 @@ def say_plain(prompts: Sequence[Prompt], tokenizer: Any) -> None:
 def tokenise_prompt(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
 ) -> Rendered:
-    """The prompt of a row; kwargs are the flag's settings of the chat template, and the row's own win over them."""
+    """The prompt of a row; kwargs are --chat-template-kwargs, which the row's own settings override."""
     prompt = columns["prompt"]
     if isinstance(prompt, str):
         if not prompt.strip():

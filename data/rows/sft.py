@@ -1,4 +1,4 @@
-"""Examples to imitate: conversations, prompts with completions, or plain text, as token ids with a loss mask."""
+"""SFT examples: conversations, prompts with completions, or plain text, as token ids with a loss mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_examples(
 ) -> list[Example]:  # fmt: skip
     """Read examples from every spec, in order, cut on the right to max_length tokens (or the context, if shorter).
 
-    Examples with no trained token left are dropped; both cuts and drops are counted aloud. A row's `tools` and
+    Examples without a trained token are dropped; the numbers of cuts and drops are logged. A row's `tools` and
     `chat_template_kwargs` go to the chat template.
     """
     if max_length < 2:
@@ -53,7 +53,7 @@ def load_examples(
         raise ValueError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
     check_effect(chat_template_kwargs, conversational)
     tally.num_rows = num_rows
-    tally.say()
+    tally.log()
     return examples
 
 
@@ -66,7 +66,7 @@ def _is_text(columns: Columns) -> bool:
 def _tokenise(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[list[int], list[bool], list[str]]:
-    """Ids, mask, and what is worth telling about the row."""
+    """Ids, mask, and remarks about the row."""
     if columns.get("messages") is not None:
         return _conversation(columns["messages"], 0, columns, tokenizer, system_prompt, kwargs)
     if columns.get("prompt") is None or columns.get("completion") is None:
@@ -88,7 +88,7 @@ def _tokenise(
     if not isinstance(completion, (str, list)):
         raise ValueError(f"the completion is a {type(completion).__name__}; give text or messages")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    # Assistant turns within the prompt are context, not something to imitate.
+    # Assistant turns within the prompt are context and not trained.
     return _conversation(prompt + clean_messages(answer), len(prompt), columns, tokenizer, system_prompt, kwargs)
 
 

@@ -1,7 +1,7 @@
-"""Solutions in steps, each judged right or wrong: token ids with one label at the token that ends a step.
+"""Solutions in steps, each labelled right or wrong: token ids with one label at the last token of a step.
 
-ids = prompt, then for each step its own ids and the separator's; the last token of a separator carries the label of its
-step. Steps are tokenised one by one, which is also how a process reward model is asked about them.
+ids = prompt, then for each step its own ids and the separator's; the last token of the separator carries the label of
+the step. Steps are tokenised one by one, as a process reward model gets them when it scores.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from data.chat import render_prompt, render_text
-from data.formats.fields import Columns, for_template, messages_of, need, text_of, truth_of
+from data.formats.fields import Columns, for_template, messages_of, need, parse_bool, text_of
 from data.formats.registry import Format
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import BadRows, Tally, read_rows
@@ -34,10 +34,10 @@ def load_steps(
     max_length: int | None = 1024, max_completion_length: int | None = None, context_length: int | None = None,
     last_step_only: bool = False, bad_rows: BadRows = "error", cfg: Any = None,
 ) -> list[Steps]:  # fmt: skip
-    """Read solutions from every spec, in order. What is too long is cut on the right, and counted aloud.
+    """Read solutions from every spec, in order. Long ones are cut on the right; the number is logged.
 
-    max_completion_length cuts the steps, max_length (or the model's context) the whole. A row that is left with no
-    label is left out. last_step_only labels the last step alone.
+    max_completion_length limits the steps, max_length (or the model's context) the whole row. Rows without a label left
+    are dropped. last_step_only labels only the last step.
     """
     for name, value, least in (
         ("max_length", max_length, 2),
@@ -75,12 +75,12 @@ def load_steps(
         )  # fmt: skip
     check_system(system_prompt, conversational)
     check_effect(chat_template_kwargs, conversational)
-    tally.say()
+    tally.log()
     return rows
 
 
 def separator_ids(tokenizer: Any, step_separator: str) -> list[int]:
-    """Ids of what ends a step; none would leave a step no token of its own to be judged at."""
+    """Ids of the separator, which must not be empty: the label of a step is on its last token."""
     if not step_separator:
         raise ValueError("step_separator='': must not be empty, the label of a step is on its last token")
     return render_text(tokenizer, step_separator)
@@ -102,7 +102,7 @@ def render_steps(
 
 
 def _last_only(labels: list[int]) -> list[int]:
-    return [UNLABELLED] * (len(labels) - 1) + labels[-1:]  # a solution ends with the token that judges its last step
+    return [UNLABELLED] * (len(labels) - 1) + labels[-1:]  # the last token carries the label of the last step
 
 
 def _stepwise_supervised(columns: Columns) -> Columns:
@@ -116,12 +116,12 @@ def _stepwise_supervised(columns: Columns) -> Columns:
     if len(steps) != len(labels):
         raise ValueError(f"has {len(steps)} completions and {len(labels)} labels; each step needs one label")
     for number, step in enumerate(steps):
-        if not isinstance(step, str):  # an empty one is judged at its separator
+        if not isinstance(step, str):  # an empty step has its label on the separator
             raise ValueError(f"completions[{number}] is a {type(step).__name__}, not text; fix the row")
     for number, label in enumerate(labels):
-        if truth_of(label) is None:
+        if parse_bool(label) is None:
             raise ValueError(f"labels[{number}] is {label!r}; it must be true or false (or 1 or 0)")
-    made = {"prompt": prompt, "completions": steps, "labels": [int(bool(truth_of(label))) for label in labels]}
+    made = {"prompt": prompt, "completions": steps, "labels": [int(bool(parse_bool(label))) for label in labels]}
     return {**made, **for_template(columns)}
 
 

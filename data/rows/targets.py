@@ -1,10 +1,10 @@
-"""Prompts with their true completion, for methods that compare what a model writes with what the data has.
+"""Prompts with their targets (true completions), for methods that compare completions with the data.
 
-    load_truths(["sums.jsonl"], tokenizer, max_completion_length=64)            # {"prompt": "2+2=", "completion": "4"}
-    -> [TruthPrompt(ids=[...], truth_ids=[..., eos], columns={"completion": "4", "ground_truth": "4"}, ...)]
+    load_targets(["sums.jsonl"], tokenizer, max_completion_length=64)            # {"prompt": "2+2=", "completion": "4"}
+    -> [TargetPrompt(ids=[...], target_ids=[..., eos], columns={"completion": "4", "ground_truth": "4"}, ...)]
 
-The ids of the prompt and of the truth are those of the whole, split: where a token spans both, the truth has it, and
-rollouts begin before it too. A row without a truth is an error: all its rewards would be about nothing.
+Prompt and target are tokenised as one text and then split: a token that spans both belongs to the target, and rollouts
+start before it too. A row without a target is an error: its rewards would be undefined.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from typing import Any, NamedTuple
 
 from data.chat import clean_messages, render_conversation, unwritten
 from data.format_options import FormatOptions
-from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TruthFormat, last_turn, refuse_formats
+from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TargetFormat, last_turn, refuse_formats
 from data.formats.fields import DEFAULT, Columns, listed
 from data.formats.pairs import PAIR_FORMATS, PAIR_OPTIONS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, apply, parse_specs, rows_and_formats
 from data.formats.template_settings import check_effect
 from data.rows.bad_rows import Tally
 from data.rows.pairs import bind, check_system, render_row
-from data.rows.prompts import check_room, fits, say_left_out, say_plain, tokenise_prompt
+from data.rows.prompts import check_room, fits, log_left_out, log_plain, tokenise_prompt
 from data.sources import Row
-from data.types import Messages, TruthPrompt
+from data.types import Messages, TargetPrompt
 
-PAIR = "of_a_pair"  # column that named pair formats add: what render_row reads besides the prompt and the truth
+PAIR = "of_a_pair"  # column added by named pair formats: what render_row reads besides prompt and target
 
 
 class Rendered(NamedTuple):
-    """A row as ids, with what its columns are to say."""
+    """A row as ids, with the values of its columns."""
 
     prompt: str | Messages
     ids: list[int]
-    truth_ids: list[int]
+    target_ids: list[int]
     mask: list[bool]
-    text: str  # of the truth; of its first turn where there are several
-    later: Messages  # the turns behind that
-    settings: dict[str, Any]  # what the chat template was given besides the messages
-    notes: tuple[str, ...]
-    takes_system: bool  # whether there is a place for system_prompt in it
+    text: str  # of the target, or of its first turn if there are several
+    later: Messages  # the turns after that
+    settings: dict[str, Any]  # what the chat template got besides the messages
+    notes: tuple[str, ...]  # remarks about the row, for the log
+    takes_system: bool  # whether system_prompt applies to it
 
 
-def load_truths(
+def load_targets(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_prompt_length: int | None = None,
     context_length: int | None = None, max_completion_length: int = 256, options: FormatOptions | None = None,
     cfg: Any = None,
-) -> list[TruthPrompt]:  # fmt: skip
-    """Read prompts with their truths from every spec, in order; prompts are what load_prompts makes of them.
+) -> list[TargetPrompt]:  # fmt: skip
+    """Read prompts with their targets from every spec, in order; prompts are those of load_prompts.
 
-    Prompts over max_prompt_length are left out. A truth over max_completion_length, which no completion could match, is
-    cut on the right. Both are counted aloud.
+    Prompts over max_prompt_length are left out. Targets over max_completion_length, which no completion could match,
+    are cut on the right. Both are counted and logged.
     """
     refuse_formats(specs, data_format, EBFT_STRIDED_FORMATS, "strided")
     if max_completion_length < 1:
@@ -60,105 +60,106 @@ def load_truths(
     check_room(max_completion_length, context_length)
     pairs = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     pairs.pop("auto")
-    formats: dict[str, Any] = {name: function.then(_pair) for name, function in pairs.items()} | TRUTH_FORMATS
+    formats: dict[str, Any] = {name: function.then(_pair) for name, function in pairs.items()} | TARGET_FORMATS
     tally, prompts, takes_system = Tally(), [], False
     for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         for part in _parts(row, function):
             tally.num_rows += 1
-            made: Rendered = apply(render_truth, part, tokenizer, system_prompt, chat_template_kwargs)
+            made: Rendered = apply(render_target, part, tokenizer, system_prompt, chat_template_kwargs)
             takes_system |= made.takes_system
             if not fits(part.source, made.ids, max_prompt_length, context_length, max_completion_length):
                 continue
             for what in made.notes:
                 tally.note(what)
-            if len(made.truth_ids) > max_completion_length:
+            if len(made.target_ids) > max_completion_length:
                 tally.note(f"with their true completion cut to {max_completion_length=} tokens")
-            prompts.append(_truth_prompt(part, made, max_completion_length, spec.weight))
-    say_left_out(len(prompts), tally.num_rows, max_prompt_length)
-    if not {spec.format or data_format for spec in parse_specs(specs)} & pairs.keys():  # those write it out themselves
-        say_plain(prompts, tokenizer)
+            prompts.append(_target_prompt(part, made, max_completion_length, spec.weight))
+    log_left_out(len(prompts), tally.num_rows, max_prompt_length)
+    # Pair formats write their delimiters themselves.
+    if not {spec.format or data_format for spec in parse_specs(specs)} & pairs.keys():
+        log_plain(prompts, tokenizer)
     check_system(system_prompt, takes_system)
     check_effect(chat_template_kwargs, any(prompt.conversational for prompt in prompts))
-    tally.say()
+    tally.log()
     return prompts
 
 
-def _parts(row: Row, function: TruthFormat) -> list[Row]:
-    """What a format makes of a row: one, or several that are numbered from 1."""
+def _parts(row: Row, function: TargetFormat) -> list[Row]:
+    """The row or rows that a format makes of one; several are numbered from 1."""
     found = apply(function, row)
     if not isinstance(found, list):
         return [Row(source=row.source, columns=found)]
     return [Row(source=f"{row.source}#{number}", columns=columns) for number, columns in enumerate(found, start=1)]
 
 
-def _truth_prompt(row: Row, made: Rendered, limit: int, weight: float) -> TruthPrompt:
+def _target_prompt(row: Row, made: Rendered, limit: int, weight: float) -> TargetPrompt:
     mask = made.mask[:limit]
-    while not mask[-1]:  # cut within what the user writes: a truth ends with something of the model's
+    while not mask[-1]:  # the cut is within a user turn: a target ends with an assistant token
         mask.pop()
     columns = {name: value for name, value in row.columns.items() if name not in ("prompt", PAIR)}
     columns["ground_truth"] = made.text
     columns.pop("remaining_turns", None)
     if made.later:
         columns["remaining_turns"] = made.later
-    return TruthPrompt(
+    return TargetPrompt(
         source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, settings=made.settings, weight=weight,
-        truth_ids=made.truth_ids[: len(mask)], truth_mask=None if all(mask) else mask,
+        target_ids=made.target_ids[: len(mask)], target_mask=None if all(mask) else mask,
     )  # fmt: skip
 
 
-def render_truth(
+def render_target(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
 ) -> Rendered:
-    """Ids of {"prompt", "ground_truth"}, and of "remaining_turns" where there are some."""
+    """Ids of {"prompt", "ground_truth"}, and of "remaining_turns" if there are any."""
     pair = columns.get(PAIR) or {"takes_system": not isinstance(columns["prompt"], str)}
     columns = {**columns, **pair}
     shown, head, settings, notes = tokenise_prompt(columns, tokenizer, system_prompt, kwargs)
-    prompt, truth = columns["prompt"], _true_turns(columns)
-    later = [] if isinstance(truth, str) else truth[1:]
+    prompt, target = columns["prompt"], _true_turns(columns)
+    later = [] if isinstance(target, str) else target[1:]
     if later:
-        turns = [*prompt, *truth]
+        turns = [*prompt, *target]
         ids, mask = render_conversation(tokenizer, turns, system_prompt, first_trained=len(prompt), settings=settings)
         notes = unwritten(tokenizer, turns, settings, first_trained=len(prompt))
         start, end = mask.index(True), len(ids) - mask[::-1].index(True)
-        prompt_ids, truth_ids, mask = ids[:start], ids[start:end], mask[start:end]
+        prompt_ids, target_ids, mask = ids[:start], ids[start:end], mask[start:end]
     else:
-        rendered = render_row({**columns, "truth": truth}, ("truth",), tokenizer, system_prompt, kwargs)
-        prompt_ids, (truth_ids,), notes = rendered.prompt_ids, rendered.responses, rendered.notes
-        mask = [True] * len(truth_ids)
+        rendered = render_row({**columns, "ground_truth": target}, ("ground_truth",), tokenizer, system_prompt, kwargs)
+        prompt_ids, (target_ids,), notes = rendered.prompt_ids, rendered.responses, rendered.notes
+        mask = [True] * len(target_ids)
     if not isinstance(prompt, str) and len(head) > len(prompt_ids) + (not later):
         lost = tokenizer.decode(head[len(prompt_ids) :])
         raise ValueError(
             f"the chat template opens an answer with {lost!r}, which the true completion does not begin with; "
-            "begin it so, or take another chat_template"
+            "add it there, or use another chat_template"
         )
-    text = truth if isinstance(truth, str) else truth[0]["content"]
-    if not text:  # nothing but tool calls
-        text = tokenizer.decode(truth_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Rendered(shown, prompt_ids, truth_ids, mask, text, later, settings, tuple(notes), pair["takes_system"])
+    text = target if isinstance(target, str) else target[0]["content"]
+    if not text:  # only tool calls
+        text = tokenizer.decode(target_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Rendered(shown, prompt_ids, target_ids, mask, text, later, settings, tuple(notes), pair["takes_system"])
 
 
 def _true_turns(columns: Columns) -> str | Messages:
-    """What follows the prompt: text behind text, or messages that begin and end with one of the assistant."""
-    prompt, truth, later = (columns.get(name) for name in ("prompt", "ground_truth", "remaining_turns"))
-    if isinstance(truth, str) and not truth.strip():
+    """The target: text after a text prompt, else messages that begin and end with the assistant's."""
+    prompt, target, later = (columns.get(name) for name in ("prompt", "ground_truth", "remaining_turns"))
+    if isinstance(target, str) and not target.strip():
         raise ValueError("the true completion is empty; fill it in or remove the row")
     if isinstance(prompt, str):
         if later:
             raise ValueError("'remaining_turns' follow a prompt that is text; give the prompt as messages")
-        if not isinstance(truth, str):
+        if not isinstance(target, str):
             raise ValueError(
                 "the prompt is text but the true completion is not; give both as text, or the prompt as messages"
             )
-        return truth
-    if not isinstance(truth, (str, list)):
-        raise ValueError(f"the true completion is a {type(truth).__name__}; give text or messages")
-    turns = [{"role": "assistant", "content": truth}] if isinstance(truth, str) else truth
+        return target
+    if not isinstance(target, (str, list)):
+        raise ValueError(f"the true completion is a {type(target).__name__}; give text or messages")
+    turns = [{"role": "assistant", "content": target}] if isinstance(target, str) else target
     turns = clean_messages(turns)
     return _checked([*turns, *clean_messages(later)] if later else turns)
 
 
 def _checked(turns: Messages) -> Messages:
-    """The turns up to the last one of the assistant, which they begin with and never has two in a row."""
+    """The turns up to the last assistant turn; they begin with one, and never have two in a row."""
     roles = [turn["role"] for turn in turns]
     if roles[0] != "assistant":
         raise ValueError(f"the true completion begins with a {roles[0]} message; it must be the assistant's")
@@ -185,7 +186,7 @@ def _auto(columns: Columns) -> Columns:
         return last_turn(columns)
     if {"prompt", "completion"} <= present:
         if columns.get("label") is False:
-            raise ValueError("its completion is labelled false, so it is no truth; leave such rows out")
+            raise ValueError("its completion is labelled false, so it is no target; leave such rows out")
         return {**columns, "ground_truth": columns["completion"]}
     if {"instruction", "output"} <= present:
         return _named("alpaca", columns)
@@ -207,7 +208,7 @@ def _sharegpt(columns: Columns) -> Columns:
 
 
 def _named(name: str, columns: Columns) -> Columns:
-    """A format of both prompts and SFT: the prompt of the one, with the completion of the other."""
+    """A format of both prompts and SFT: the prompt of the former with the completion of the latter."""
     completion = SFT_FORMATS[name](columns)["completion"]
     return {**PROMPT_FORMATS[name](columns), "ground_truth": completion}
 
@@ -217,7 +218,7 @@ def _pair(made: Columns) -> Columns:
     return {"prompt": made["prompt"], "ground_truth": made["chosen"], PAIR: more}
 
 
-TRUTH_FORMATS: dict[str, TruthFormat] = {
+TARGET_FORMATS: dict[str, TargetFormat] = {
     "auto": _auto,
     **{name: partial(_named, name) for name in SFT_FORMATS if name not in ("auto", "chat_template", "sharegpt")},
     "sharegpt": _sharegpt,

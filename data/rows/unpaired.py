@@ -1,4 +1,4 @@
-"""Unpaired preferences: a prompt with one response that is desirable or not. A pair becomes two of them."""
+"""Unpaired preferences: a prompt with one response, desirable or not. A pair becomes two of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def load_labelled(
     max_prompt_length: int | None = None, context_length: int | None = None, too_long: TooLong = "cut",
     bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
 ) -> list[Labelled]:  # fmt: skip
-    """Read responses from every spec, in order; lengths and bad rows are treated as in load_pairs.
+    """Read responses from every spec, in order; lengths and bad rows are handled as in load_pairs.
 
-    A row that holds a pair gives its chosen response as desirable, then its rejected one as not.
+    A pair gives its chosen response as desirable, then its rejected one as undesirable.
     """
     formats = bind(UNPAIRED_FORMATS, UNPAIRED_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
@@ -49,7 +49,7 @@ def load_labelled(
     check_kept(labelled, tally, limits)
     check_system(system_prompt, takes_system)
     check_effect(chat_template_kwargs, by_template)
-    tally.say()
+    tally.log()
     if len({row.label for row in labelled}) == 1:
         kind, other = ("desirable", "undesirable") if labelled[0].label else ("undesirable", "desirable")
         print(

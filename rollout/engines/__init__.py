@@ -1,0 +1,1 @@
+"""Engine implementations: in this process (local.py) and over vLLM servers (vllm.py)."""

@@ -1,11 +1,11 @@
-"""The in-process engine: batched sampling from the very module that is being trained.
+"""The in-process engine: batched sampling from the module that is being trained.
 
     engine = LocalEngine(model, tokenizer)
     completions = engine.generate([Request(prompt_ids=[5, 6, 7], seed=11)], Sampling(max_tokens=8, stop_ids=(2,)))
 
-Prompts are padded on the left so that all rows decode at the same cache index. Equal prompts are prefilled once.
-A seed fixes the uniform numbers of its completion; the logits still differ in the last bits between batch shapes, so
-"same seed, same completion" holds up to draws that land within rounding (about 1e-7 in fp32) of a boundary.
+Prompts are left-padded, so that all rows decode at the same cache index. Equal prompts are prefilled once. A seed fixes
+the uniform numbers of its completion; logits still differ in the last bits between batch shapes, so "same seed, same
+completion" holds except for draws within rounding (about 1e-7 in fp32) of a boundary.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 from rollout.engine import Completion, Request, Sampling, check_sampling
 from rollout.engines.sampling import sample, signed_64, uniform
 
-SCORE_LOGITS = 2**26  # logits of one scoring forward: 256 MB in fp32
-DROP_FRAC = 0.125  # finished rows are dropped once they are this share of the batch: each drop copies the cache
+SCORE_LOGITS = 2**26  # logits per scoring forward: 256 MB in fp32
+DROP_FRAC = 0.125  # drop finished rows once they are this share of the batch, since each drop copies the cache
 PAD_ID = 0  # any valid id: padding is masked out
 
 
 class LocalEngine:
-    """Engine over a causal LM of transformers (or a PeftModel around one) that lives in this process."""
+    """Engine over a transformers causal LM (or a PeftModel around one) in this process."""
 
     concurrent = False
     asleep = False
@@ -56,7 +56,7 @@ class LocalEngine:
         check_sampling(sampling)
         self._check_requests([request.prompt_ids for request in requests], sampling.max_tokens)
         self._running.wait()
-        # Longest first: rows of one chunk need little padding, and equal prompts meet in the same chunk.
+        # Longest first: little padding per chunk, and equal prompts share a chunk.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt_ids), requests[i].prompt_ids))
         completions: dict[int, Completion] = {}
         with evaluating(self.model, self.autocast_dtype):
@@ -67,16 +67,16 @@ class LocalEngine:
         return [completions[i] for i in range(len(requests))]
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
-        """Computes now: the future has its result."""
+        """Samples now: the future has its result already."""
         future: Future[list[Completion]] = Future()
         future.set_result(self.generate(requests, sampling))
         return future
 
     def tend(self, version: int | None = None) -> None:
-        """Nothing runs meanwhile."""
+        """Nothing to do: nothing runs in the background."""
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        """Log-probs of given completions by one plain forward pass each; temperature 0 counts as 1, as in generate."""
+        """Log-probs of given completions by a forward pass; temperature 0 counts as 1, as in generate."""
         if temperature < 0:
             raise ValueError(f"temperature={temperature}: must be 0 or above")
         self._check_requests([prompt + completion for prompt, completion in sequences], 0)
@@ -91,21 +91,21 @@ class LocalEngine:
         return [logps[i] for i in range(len(sequences))]
 
     def load(self, version: int) -> None:
-        """The module is shared with the trainer: only the name of its weights changes."""
+        """The module is shared with the trainer: only the version number changes."""
         self.version = version
 
     def pause(self) -> None:
-        """Calls to generate from other threads wait until resume."""
+        """generate calls of other threads wait until resume."""
         self._running.clear()
 
     def resume(self) -> None:
         self._running.set()
 
     def sleep(self) -> None:
-        """Nothing to give back: the cache lives only inside generate."""
+        """Nothing to release: the cache exists only inside generate."""
 
     def wake(self) -> None:
-        """Nothing was given back."""
+        """Nothing was released."""
 
     def health(self) -> dict[str, Any]:
         running = self._running.is_set()
@@ -131,7 +131,7 @@ class LocalEngine:
             token, logp = sample(batch.logits, uniform(batch.seeds, step), sampling)
             ids[batch.rows, step] = token
             logps[batch.rows, step] = logp
-            # A finished row that is still in the batch goes on being sampled; what it makes is cut off below.
+            # A finished row that is still in the batch keeps being sampled; its extra tokens are cut off below.
             ended = ~stopped[batch.rows] & stop(ids, batch.rows, step)
             length[batch.rows[ended]] = step + 1
             stopped[batch.rows[ended]] = True
@@ -148,7 +148,7 @@ class LocalEngine:
         return self._finish(requests, ids, logps, length, stopped, stop)
 
     def _prefill(self, requests: list[Request]) -> Batch:
-        """Run each distinct prompt once, then give every request its own row of the cache."""
+        """Run each distinct prompt once, then expand the cache to one row per request."""
         from transformers import DynamicCache
 
         device = next(self.model.parameters()).device
@@ -223,7 +223,7 @@ class LocalEngine:
         ]
 
     def _score_chunks(self, order: list[int], sequences: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
-        """Shortest first, so the newest sequence sets the width of the chunk it joins."""
+        """Chunks in order of length, so that the sequence added last sets the width of its chunk."""
         vocab_size = self.model.config.get_text_config().vocab_size
         chunk: list[int] = []
         for i in order:
@@ -253,7 +253,7 @@ class LocalEngine:
         ]
 
     def _check_requests(self, prompts: list[list[int]], max_tokens: int) -> None:
-        """Refuse what would otherwise fail deep inside the model."""
+        """Refuse prompts that would otherwise fail deep inside the model."""
         config = self.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         for i, prompt in enumerate(prompts):
@@ -273,10 +273,10 @@ class LocalEngine:
 
 @contextmanager
 def evaluating(model: torch.nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[None]:
-    """Evaluation mode without gradients; every submodule gets its own mode back.
+    """Evaluation mode without gradients; restores every submodule's mode afterwards.
 
-    Evaluation mode is also what lets a model with gradient checkpointing keep a cache. no_grad, not
-    inference_mode: buffers that a model makes on its first call must stay usable for training.
+    Evaluation mode also lets a model with gradient checkpointing keep a cache. no_grad, not inference_mode: buffers
+    that a model creates on its first call must stay usable for training.
     """
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
@@ -304,7 +304,7 @@ class Batch:
     seeds: torch.Tensor  # (B,)
 
     def select(self, keep: torch.Tensor) -> None:
-        """Drop the other rows; the logits have been used by now."""
+        """Drop the other rows; the logits have been used already."""
         self.cache.batch_select_indices(keep)
         self.mask, self.lengths = self.mask[keep], self.lengths[keep]
         self.rows, self.seeds = self.rows[keep], self.seeds[keep]
@@ -318,16 +318,16 @@ class Batch:
 
 
 class StopCheck:
-    """Which rows end with the token just sampled: by id on the device, by string on decoded text."""
+    """Which rows end with the token just sampled: stop ids are checked on the device, stop strings in decoded text."""
 
     def __init__(self, tokenizer: Any, sampling: Sampling, device: torch.device) -> None:
         special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        # Decoding leaves special tokens out, so a stop string that is one can only be seen as an id.
+        # Decoding drops special tokens, so a stop string that is one can only be found as an id.
         self.stop_ids = {*sampling.stop_ids, *(special[text] for text in sampling.stop if text in special)}
         self.strings = [text for text in sampling.stop if text not in special]
         self.tokenizer = tokenizer
         self.id_tensor = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=device)
-        # Each token adds a byte or more, bar special ones; the rest is room for those and for a cut character.
+        # Every token except special ones adds at least a byte; 8 more tokens for those and for a split character.
         self.window = max((len(text.encode()) for text in self.strings), default=0) + 8
 
     def __call__(self, ids: torch.Tensor, rows: torch.Tensor, step: int) -> torch.Tensor:
@@ -347,7 +347,7 @@ class StopCheck:
         return [text[: self._find(text)] if cut else text for text, cut in zip(texts, by_text, strict=True)]
 
     def _string_ended(self, ids: torch.Tensor) -> list[bool]:
-        """Look for a string in the last tokens; only where one shows is the whole completion decoded to be sure."""
+        """Search the last tokens for a stop string; only on a hit decode the whole completion to confirm it."""
         tails = self._decode(ids[:, -self.window :].tolist())
         ended = [self._find(text) is not None for text in tails]
         for i, hit in enumerate(ended):

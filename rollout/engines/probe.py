@@ -1,7 +1,7 @@
-"""Do servers hold the trainer's weights? Fixed tokens, scored by both, must come out the same.
+"""Check that servers hold the trainer's weights: both score fixed tokens, and the log-probs must agree.
 
-A transfer can go through and still leave a server with other weights: a tied head kept in a packed copy, an adapter on
-another base, a prefix cache of old keys. None of them raises; log-probs tell.
+A transfer can succeed and still leave a server with other weights: a tied head kept in a packed copy, an adapter on
+another base, a prefix cache of old keys. None of these raises an error; log-probs show them.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ SEQUENCES, TOKENS = 3, 32
 class Probe:
     """The trainer's side of the comparison."""
 
-    def __init__(self, own: LocalEngine, *, tolerance: float | None) -> None:
-        self.own = own
+    def __init__(self, local: LocalEngine, *, tolerance: float | None) -> None:
+        self.local = local
         self.tolerance = tolerance
 
     def sequences(self, longest: int) -> list[list[int]]:
-        """Always the same ids for a model, spread over its vocabulary."""
-        vocab = self.own.model.config.get_text_config().vocab_size
+        """Fixed ids, spread over the model's vocabulary."""
+        vocab = self.local.model.config.get_text_config().vocab_size
         length = max(2, min(TOKENS, longest))
         return [[(seed * i * i + 7 * i + seed) % vocab for i in range(length)] for seed in range(1, 1 + SEQUENCES)]
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """The trainer's log-probs of all ids but the first."""
-        return self.own.score([(ids[:1], ids[1:]) for ids in sequences], 1.0)
+        return self.local.score([(ids[:1], ids[1:]) for ids in sequences], 1.0)
 
     def gap(self, ours: list[list[float]], theirs: list[list[float]], dtype: str) -> tuple[float, float, str]:
-        """(gap, limit, what kind of gap), for a server of that dtype.
+        """(gap, limit, kind of gap) for a server of that dtype.
 
-        Relative for unlikely tokens: a log-prob of -50 has fewer digits after the point than one of -1. In float32
-        the largest counts; in half precision single tokens differ by their rounding, so the mean does.
+        Relative for unlikely tokens, since a log-prob of -50 has fewer digits after the point than one of -1. In
+        float32 the largest gap counts; in half precision single tokens differ by rounding, so the mean counts.
         """
         pairs = [(a, b) for row, other in zip(ours, theirs, strict=True) for a, b in zip(row, other, strict=True)]
         gaps = [abs(a - b) / max(1.0, abs(a)) for a, b in pairs]
-        is_exact = dtype == "float32" and self.own.autocast_dtype in (None, torch.float32)
+        is_exact = dtype == "float32" and self.local.autocast_dtype in (None, torch.float32)
         if is_exact:
             return max(gaps), self.tolerance or 1e-4, "at most"
         return statistics.fmean(gaps), self.tolerance or 0.05, "on average"

@@ -1,7 +1,7 @@
-"""One token from logits: a seeded uniform number, an inverse CDF, and the log-prob that goes with it.
+"""Sample one token from logits: a seeded uniform number, an inverse CDF, and the token's log-prob.
 
-Probabilities are added up as integers, in units of 2**-60. An integer sum is exact in any order, so a draw depends on
-nothing but its row; torch's running sums of floats on a GPU depend on the order in which blocks end.
+Probabilities are summed as integers, in units of 2**-60. An integer sum is exact in any order, so a draw depends on
+nothing but its row; torch's float cumsum on a GPU depends on the order in which blocks finish.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from rollout.engine import Sampling
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 constants of splitmix64; torch multiplies modulo 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
-UNIT = 2.0**60  # of probability 1: below int64's limit, finer than float64 is next to 1
-SLAB = 2**24  # logits handled at once: the float64 copies of a large vocabulary stay near 128 MB
+UNIT = 2.0**60  # probability 1: below int64's limit, finer than float64 near 1
+SLAB = 2**24  # logits processed at once: keeps the float64 copies near 128 MB
 
 
 def signed_64(seed: int) -> int:
-    """Any Python integer, folded into int64."""
+    """Any Python integer, wrapped into int64."""
     return ((seed + 2**63) % 2**64) - 2**63
 
 
@@ -36,7 +36,7 @@ def sample(
     uniforms: torch.Tensor,  # (B,) float64
     sampling: Sampling,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B,) int64 ids, (B,) float32 log-probs
-    """Draw ids; their log-probs are those of the whole distribution, before top-k and top-p."""
+    """Draw ids; their log-probs are those of the full distribution, before top-k and top-p."""
     rows = max(1, SLAB // logits.shape[1])
     if logits.shape[0] <= rows:
         return _sample(logits, uniforms, sampling)
@@ -54,13 +54,13 @@ def _sample(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) ->
             weights = _keep_top(weights, sampling.top_k, sampling.top_p)
         cdf = weights.cumsum(dim=-1)
         target = (uniforms[:, None] * cdf[:, -1:]).long()
-        # right=True takes the first id whose cdf is above the target, so an id of probability 0 is never drawn.
+        # right=True takes the first id whose CDF is above the target, so an id of probability 0 is never drawn.
         ids = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
     return ids[:, 0], logps.gather(1, ids)[:, 0]
 
 
 def _keep_top(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Zero all but the top_k ids, then all but the fewest of those that hold top_p of what is left."""
+    """Zero all but the top_k ids, then all but the smallest set of those with top_p of the remaining mass."""
     ranked, order = weights.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         ranked[:, top_k:] = 0

@@ -1,15 +1,15 @@
-"""Continue documents from all their anchors at once, with one cache for the whole row.
+"""Continue documents from all their anchors at once, with one KV cache for the whole row.
 
-    masks = functools.partial(span_masks, model.config)          # how the model's attention takes runs of keys
+    masks = functools.partial(span_masks, model.config)          # spans of keys -> the model's attention_mask
     made = continue_documents(model, batch, masks, seeds=seeds, temperature=0.6)
     batch = batch.with_generated(made.ids)
 
-One pass over the documents' own tokens fills a cache of keys and values at their places, and predicts the first token
-of every sample; the samples of an anchor share that prediction. Each later token takes one pass over a single query per
-sample, which writes its key and value at its place and sees what the batch says that place sees. So a token costs one
-query, where running the sequence again for each would cost the whole sequence.
+One pass over the documents' tokens fills the KV cache at their places and predicts the first token of every sample;
+the samples of an anchor share that prediction. Each later token takes one pass with a single query per sample, which
+writes its key and value at its place and attends to what the batch defines for that place. So a token costs one query,
+not a pass over the whole sequence.
 
-Row and places are those that are trained on (data.strided), hence also the log-probs: no other mask, no other order.
+Row and places are those of training (data.strided), so the log-probs have the same mask and order as in training.
 
 Shapes: A = anchors of the row, n = samples of each, G = tokens of a sample, Q = queries of a pass, T = places.
 """
@@ -28,11 +28,11 @@ from rollout.engine import Sampling, check_sampling
 from rollout.engines.local import PAD_ID, evaluating
 from rollout.engines.sampling import sample, uniform
 
-LOGITS = 2**26  # held at once: 256 MB in fp32
+LOGITS = 2**26  # computed at once: 256 MB in fp32
 
 
 class Continued(NamedTuple):
-    """What was drawn, in the order of StridedBatch.place."""
+    """The sampled tokens, in the order of StridedBatch.place."""
 
     ids: Tensor  # (A, n, G) int64
     logps: Tensor  # (A, n, G) float32, of the distribution each was drawn from (temperature included)
@@ -47,11 +47,11 @@ def continue_documents(
     temperature: float,
     autocast_dtype: torch.dtype | None = None,
 ) -> Continued:
-    """`model` is a causal LM of transformers, with adapters in its layers or without; not peft's wrapper.
+    """`model`: a transformers causal LM, with or without adapters in its layers; not peft's wrapper.
 
-    `masks(spans, num_keys)` is what the model takes as attention_mask. A seed, its anchor's document and the weights
-    give the same sample whatever else is in the row, up to draws within rounding of a boundary. Temperature 0 takes the
-    likeliest token, with its log-prob at temperature 1.
+    `masks(spans, num_keys)` returns the model's attention_mask. The sample depends on the seed, its anchor's document
+    and the weights, not on the rest of the row, except for draws within rounding of a boundary. Temperature 0 takes
+    the most likely token, with its log-prob at temperature 1.
     """
     num_anchors, samples, length = batch.place.shape
     assert seeds.shape == (num_anchors, samples), f"seeds {tuple(seeds.shape)} vs {num_anchors, samples}"
@@ -71,10 +71,10 @@ def continue_documents(
     row = _Row(model, batch, masks)
     with evaluating(model, autocast_dtype):
         states = row.run(batch.text, batch.input_ids[0, batch.text])  # (L, D)
-        first = torch.searchsorted(batch.text, batch.predictor[:, 0, 0].contiguous())  # numbers among the queries
+        first = torch.searchsorted(batch.text, batch.predictor[:, 0, 0].contiguous())  # index among the queries
         token = next_token(states[first], 0)
         for number in range(1, length):
-            _, predictor = batch.step(number)  # where the tokens just drawn lie
+            _, predictor = batch.step(number)  # places of the tokens just drawn
             token = next_token(row.run(predictor, token), number)
     if not bool(torch.isfinite(logps).all()):
         raise ValueError(
@@ -85,7 +85,7 @@ def continue_documents(
 
 
 class _Row:
-    """Passes of the model over some places of the row at a time."""
+    """Runs the model on some places of the row at a time."""
 
     def __init__(self, model: Any, batch: StridedBatch, masks: Callable[[Spans, int], Any]) -> None:
         self.model, self.masks = model, masks
@@ -101,9 +101,9 @@ class _Row:
         places: Tensor,  # (Q,) int64
         ids: Tensor,  # (Q,) int64 the tokens there
     ) -> Tensor:  # (Q, D) last hidden states
-        """What these places see must have been run before, or be run now.
+        """Everything that these places attend to must have been run before, or be among them.
 
-        Padding queries lie behind the row, where no other query looks, and see themselves.
+        Padding queries are placed behind the row, where no other query attends, and attend to themselves.
         """
         num_queries, device = len(places), places.device
         scratch = self.scratch + torch.arange(-num_queries % self.multiple, device=device)
@@ -122,10 +122,10 @@ class _Row:
 
 
 class _RowCache:
-    """What transformers asks of a cache, over a whole row: each pass writes at its own places, and gets all of them.
+    """A transformers cache over a whole row: each pass writes at its own places and reads all of them.
 
-    Not one of transformers' own, which append or know one place per pass; and not derived from theirs, since models
-    ask no more than this of a cache when positions and masks are given.
+    transformers' own caches append, or write one place per pass. Not derived from theirs: models need no more than this
+    from a cache when positions and masks are given.
     """
 
     is_compileable = False
@@ -145,8 +145,8 @@ class _RowCache:
         **__: Any,
     ) -> tuple[Tensor, Tensor]:  # (1, H_kv, T, K) both
         if layer_idx not in self.held:
-            # Zeros, as places not written yet are read, with weight 0. Under autocast norms and rotations may leave
-            # keys in float32; attention would round them to the values' dtype in every pass.
+            # Zeros, because places not written yet are read with weight 0. Under autocast, norms and rotations may
+            # leave keys in float32; attention would round them to the values' dtype in every pass.
             self.held[layer_idx] = tuple(value.new_zeros(*x.shape[:2], self.width, x.shape[3]) for x in (key, value))
         keys, values = self.held[layer_idx]
         keys.index_copy_(2, self.places, key.to(keys.dtype))
@@ -154,7 +154,7 @@ class _RowCache:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Only for positions and masks that are not given."""
+        """Used only when positions and masks are not given."""
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -165,7 +165,7 @@ class _RowCache:
 
 
 def _multiple(device: torch.device) -> int:
-    """Of queries and keys: what the tiles of flex attention ask for, and next to nothing for any other on CUDA."""
+    """Queries and keys are padded to this multiple, which the tiles of flex attention need on CUDA."""
     return TILE if device.type == "cuda" else 1
 
 
@@ -175,7 +175,7 @@ def draw(
     uniforms: Tensor,  # (S * copies,) float64
     sampling: Sampling,
 ) -> tuple[Tensor, Tensor]:  # (S * copies,) int64 ids, (S * copies,) float32 log-probs
-    """Tokens from the model's head, some states at a time; neighbouring draws share a state where there are more."""
+    """Sample from the model's head, some states at a time; with more draws than states, neighbours share a state."""
     head, copies = model.get_output_embeddings(), len(uniforms) // len(states)
     rows = max(1, LOGITS // (head.weight.shape[0] * copies))
     made = []
@@ -186,7 +186,7 @@ def draw(
 
 
 def _as_the_model_does(config: Any, logits: Tensor) -> Tensor:
-    """What some architectures do behind their head; a policy that does anything else is refused as it is loaded."""
+    """What some architectures apply after their head; a policy that does anything else is refused on loading."""
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
     logits = logits if scale == 1.0 else logits * scale

@@ -1,14 +1,14 @@
-"""The engine over vLLM servers: GRPO talks to it as to the one in its own process.
+"""The engine over vLLM servers, with the same interface as the in-process one.
 
-    engine = VllmEngine.start(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, own=local, ...)
-    engine.load(version=12)        # the trainer's weights go to every server; now and then both are asked to agree
+    engine = VllmEngine.start(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, local=local, ...)
+    engine.load(version=12)        # sends the trainer's weights to every server; now and then compares log-probs
     completions = engine.generate(requests, sampling)
-    engine.close()                 # ends the servers that it started
+    engine.close()                 # stops the servers that it started
 
-The thread that makes the engine owns the weights: it alone calls load, and a server that came back gets its weights
-when that thread waits in generate, calls tend, or calls load again. Requests run in a loop of their own (loop.py), so
-submit returns at once and the trainer may train and load meanwhile; a completion that is interrupted by a load goes on
-with the new weights, and its spans say which version made what.
+The thread that creates the engine owns the weights: only it calls load, and a server that came back gets its weights
+when that thread waits in generate, calls tend, or calls load again. Requests run in a background loop
+(servers/loop.py), so submit returns at once and the trainer may train and load meanwhile. A completion that a load
+interrupts continues with the new weights, and its `versions` record which version sampled which tokens.
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
 from rollout.sync.lora import LoraSync
 
-LOOK_S = 0.5  # how often a thread that waits for completions looks after servers that need weights
+LOOK_S = 0.5  # how often a thread that waits for completions calls tend()
 CLOSE_S = 30.0
 
 
 class VllmEngine:
-    """Engine over one or many vLLM servers, given by address or started here."""
+    """Engine over one or more vLLM servers, given by address or started here."""
 
     concurrent = True
 
     def __init__(
         self,
         servers: Sequence[VllmServer],
-        launched: Sequence[Launched],  # those of ours, in the same order; empty: they were given
+        launched: Sequence[Launched],  # the servers that we started, in the same order; empty: given by address
         *,
         cfg: VllmConfig,
         sync: SyncConfig,
         source: WeightSource,
-        own: LocalEngine,  # scores with the trainer's own weights
+        local: LocalEngine,  # scores with the trainer's weights
         device: torch.device,
         dtype: str,  # of the weights that are sent
         colocate: bool,
-        longest: int | None = None,  # prompt and completion that will be asked for
-        say: Callable[[str], None] = print,
+        longest: int | None = None,  # most tokens of prompt and completion that will be asked for
+        log: Callable[[str], None] = print,
     ) -> None:
-        self.cfg, self.sync_cfg, self.own, self.device, self.say = cfg, sync, own, device, say
+        self.cfg, self.sync_cfg, self.local, self.device, self.log = cfg, sync, local, device, log
         self.launched, self.colocate = list(launched), colocate
-        self.version = -1  # nothing has been loaded
-        self._probe = Probe(own, tolerance=sync.probe_tolerance)
+        self.version = -1  # nothing loaded yet
+        self._probe = Probe(local, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
         self._keys = itertools.count()
-        self._begun: dict[int, int] = {}  # completions in flight: the version of the weights when each began
+        self._begun: dict[int, int] = {}  # per call in flight: the oldest version its requests may name
         self._paused: list[Member] = []
         self._until_probe, self._seconds, self._gap = 0, 0.0, 0.0
         self.loop = Loop()
         self.weights = self._watch = None
         restart = self._restart if launched else None
         self.pool = Pool(
-            servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, say=say, restart=restart, seeded=cfg.seeded
+            servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, restart=restart, seeded=cfg.seeded
         )
         try:
             self._run(self.pool.connect())
@@ -103,19 +103,19 @@ class VllmEngine:
         *,
         model: str,
         source: WeightSource,
-        own: LocalEngine,
+        local: LocalEngine,
         device: torch.device,
-        own_gpus: int = 1,  # of this machine, that processes train on
-        owner: Owner | None = None,  # who trains, for the servers' leases; None: a run of its own
+        own_gpus: int = 1,  # GPUs of this machine that the trainer uses
+        owner: Owner | None = None,  # the trainer, for the servers' leases; None: a new run
         dtype: str,
         lora_rank: int,
         log_dir: Path,
         max_model_len: int | None = None,
         trust_remote_code: bool = False,
         vocab_size: int | None = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> VllmEngine:
-        """With the servers of --vllm.url, or with servers of our own."""
+        """Connect to the servers of --vllm.url, or start our own."""
         colocate = shares_gpu(cfg, device)
         launched: list[Launched] = []
         try:
@@ -123,9 +123,9 @@ class VllmEngine:
                 launched.append(launch(
                     cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
                     dtype=dtype, colocate=colocate, first_gpu=0 if colocate else own_gpus, max_model_len=max_model_len,
-                    trust_remote_code=trust_remote_code, say=say,
+                    trust_remote_code=trust_remote_code, log=log,
                 ))  # fmt: skip
-            wait_ready(launched, cfg.startup_timeout, say)
+            wait_ready(launched, cfg.startup_timeout, log)
             places = [(s.url, s.token) for s in launched] or [(url, find_token(url)) for url in cfg.url]
             owner = owner or Owner.here()
             servers = [
@@ -138,12 +138,12 @@ class VllmEngine:
                 cfg=cfg,
                 sync=sync,
                 source=source,
-                own=own,
+                local=local,
                 device=device,
                 dtype=dtype,
                 colocate=colocate,
                 longest=max_model_len,
-                say=say,
+                log=log,
             )
         except BaseException:
             stop_all(launched)
@@ -154,7 +154,7 @@ class VllmEngine:
         return bool(self.weights.asleep)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order, whatever happens to single servers on the way."""
+        """One completion per request, in order, even if single servers fail meanwhile."""
         future = self.submit(requests, sampling)
         try:
             while not wait([future], LOOK_S).done:
@@ -164,7 +164,7 @@ class VllmEngine:
             future.cancel()
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
-        """Begin and return; the completions go on over any number of loads. Cancelling the future ends them."""
+        """Start and return; the completions continue across loads. Cancelling the future cancels them."""
         assert self.version >= 0 and not self.weights.asleep, "load() comes before submit()"
         return self.loop.start(self._complete_all(list(requests), sampling))
 
@@ -174,10 +174,10 @@ class VllmEngine:
         return completion
 
     async def _complete_all(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
-        tokenizer = self.own.tokenizer
+        tokenizer = self.local.tokenizer
         decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if sampling.stop else None
         key = next(self._keys)
-        # Not self.version: while weights are on their way to a server, requests still ask it for those before.
+        # Not self.version: during a load, requests still name the version before.
         self._begun[key] = min((m.version for m in self._ready() if m.version is not None), default=self.version)
         try:
             sampled = await self.pool.generate_all(requests, sampling, training=sampling.for_training, decode=decode)
@@ -196,11 +196,11 @@ class VllmEngine:
         ]  # fmt: skip
 
     def in_use(self) -> range:
-        """Versions that requests in flight may name: any since the oldest of them began."""
+        """Versions that requests in flight may name: all since the oldest of them started."""
         return range(min(list(self._begun.values()), default=self.version), self.version + 1)
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        """Log-probs of given completions by the first server that is ready; vLLM scores at temperature 1 only."""
+        """Log-probs of given completions from the first ready server; vLLM scores at temperature 1 only."""
         if temperature != 1.0:
             raise ValueError(f"temperature={temperature}: vLLM scores given tokens at temperature 1 only; use local")
         assert self._ready(), "load() comes before score()"
@@ -212,7 +212,7 @@ class VllmEngine:
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(rows, sequences, strict=True)]
 
     def load(self, version: int) -> None:
-        """Send the trainer's weights to every server, and compare log-probs after the first sync and every few."""
+        """Send the trainer's weights to every server; compare log-probs after the first sync and every probe_every."""
         assert threading.get_ident() == self._owner, "only the thread that trains may read its weights"
         waiting = [member for member in self.pool.members if member.needs_weights]
         if version == self.version and not self.weights.asleep and not waiting:
@@ -229,7 +229,7 @@ class VllmEngine:
             self._until_probe = self.sync_cfg.probe_every - 1
 
     def probe(self, members: Sequence[Member]) -> bool:
-        """Score fixed ids here and there; a server that disagrees stops the run. Whether any could be asked."""
+        """Compare log-probs of fixed ids; a server that disagrees stops the run. Returns whether any answered."""
         self._gap, compared = 0.0, False
         ids = self._probe.sequences(min(member.server.info.model_len for member in self.pool.members) - 1)
         ours = self._probe.score(ids) if members else []
@@ -250,7 +250,7 @@ class VllmEngine:
         return compared
 
     def pause(self) -> None:
-        """No server makes tokens; completions in flight come back to us and go on at resume."""
+        """Stop sampling; completions in flight come back and continue at resume."""
         self._paused = self._ready()
         self.weights.on_all(self.pool.empty, self._paused)
 
@@ -260,12 +260,12 @@ class VllmEngine:
         self.weights.open([member for member in paused if member.state == "updating"], self.version)
 
     def sleep(self) -> None:
-        """With colocate: the servers give their memory to the trainer. Call load before the next generate."""
+        """With colocate: the servers release their memory to the trainer. Call load before the next generate."""
         if self.colocate:
             self.weights.sleep(self._ready())
 
     def wake(self) -> None:
-        """The weights that were loaded last, and memory for keys and values."""
+        """Load the last version again, which also takes back the memory for weights and KV cache."""
         self.load(self.version)
 
     def health(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class VllmEngine:
         return {"ok": bool(self._ready()), "engine": "vllm", "version": self.version, "servers": states}
 
     def metrics(self) -> dict[str, float]:
-        """Of the syncs since the last call, and of the servers."""
+        """Metrics of the syncs since the last call, and of the servers."""
         seconds, self._seconds = self._seconds, 0.0
         metrics = self.pool.metrics() | {"time/sync_s": seconds, "policy/sync_gap": self._gap}
         if self.weights.report is not None:
@@ -283,18 +283,18 @@ class VllmEngine:
         return metrics
 
     def close(self) -> None:
-        """End the servers that are ours, leave the others as they are; may be called twice."""
+        """Stop the servers that we started, leave the others running; may be called twice."""
         for server in self.launched:
-            self.pool.members[server.replica].lost = True  # it is not to be started again
+            self.pool.members[server.replica].lost = True  # the watch must not restart it
         if self._watch is not None:
             self._watch.cancel()
-        if not self.launched:  # they live on, and are told that we leave
+        if not self.launched:  # they keep running: their workers leave the link
             self._close_sync()
         with contextlib.suppress(Exception):
             self.loop.run(self.pool.close(), CLOSE_S)
         for server in self.launched:
             server.stop()
-        self._close_sync()  # its folders go once nobody reads them
+        self._close_sync()  # deletes its folders, which no server reads any more
         self.loop.close()
 
     def _close_sync(self) -> None:
@@ -304,10 +304,10 @@ class VllmEngine:
                 weights.sync.close()
 
     def tend(self, version: int | None = None) -> None:
-        """While waiting: servers that came back get weights, from the thread that owns them, and are compared.
+        """Send weights to servers that came back, in the thread that owns the weights, and compare log-probs.
 
-        `version` is what the trainer's weights are called by now. Where that is newer than what the other servers hold,
-        all of them get it: one version must not name two sets of weights.
+        `version` is that of the trainer's current weights. If it is newer than that of the other servers, all of them
+        get it: one version must not name two sets of weights.
         """
         self._check_watch()
         waiting = [member for member in self.pool.members if member.needs_weights]
@@ -317,7 +317,7 @@ class VllmEngine:
             self.load(version)
             return
         stopped, _, _ = self.weights.give(waiting, self.version)
-        # Once more for those that others have failed; after that they wait for the next load.
+        # Once more for servers whose push failed because of others; after that they wait for the next load.
         self.weights.give(stopped, self.version)
         self.probe([member for member in waiting if member.state == "ready"])
 
@@ -327,12 +327,12 @@ class VllmEngine:
             raise AssertionError("the watch over the servers has ended")
 
     def _restart(self, index: int) -> VllmServer:
-        """Blocking, in a thread of the pool's watch."""
+        """Restart a server; blocks, in a thread of the pool's watch."""
         server = self.launched[index]
         server.restart()
         if self.weights is not None:
             self.weights.asleep.discard(index)
-        wait_ready([server], self.cfg.startup_timeout, self.say)
+        wait_ready([server], self.cfg.startup_timeout, self.log)
         old = self.pool.members[index].server
         return VllmServer(
             server.url, token=server.token, timeout=self.cfg.timeout, vocab_size=old.vocab_size, owner=old.owner
@@ -351,10 +351,10 @@ class VllmEngine:
                     f"vllm.url={server.url}: serves {info.dtype}, and the weights will come in {dtype}; start it with "
                     f"--vllm.dtype {dtype}, or pass --vllm.dtype {info.dtype} here"
                 )
-            if info.sleep_mode and self._run(server.is_sleeping()):  # left so by an earlier run
+            if info.sleep_mode and self._run(server.is_sleeping()):  # left asleep by an earlier run
                 self.weights.asleep.add(number)
             if server.owner is not None and not server.leased:
-                self.say(
+                self.log(
                     f"vllm.url={server.url}: has no lease to give (it was not started by python -m rollout.serve), so "
                     "nothing keeps a second trainer away; this run stops when it finds another's weights there"
                 )
@@ -373,17 +373,17 @@ class VllmEngine:
                 )
         lengths = [server.info.model_len for server in servers]
         count = f"{len(servers)} server{'s' * (len(servers) > 1)}"
-        self.say(f"vLLM: {count}, context {min(lengths)}, weight sync by {backend}")
+        self.log(f"vLLM: {count}, context {min(lengths)}, weight sync by {backend}")
 
     def _claims(self, member: Member) -> str:
-        """What the server itself believes it holds, and what to do."""
-        told: dict[str, Any] = {}
+        """For the error of a failed comparison: which version the server reports, and what to do."""
+        info: dict[str, Any] = {}
         if member.server.info.extension:
             with contextlib.suppress(Exception):
-                told = self.loop.run(member.server.rpc("strop_info", timeout=10.0), 20.0)[0]
-        if not self.weights.sync.needs_pause and told.get("version") is not None:
+                info = self.loop.run(member.server.rpc("strop_info", timeout=10.0), 20.0)[0]
+        if not self.weights.sync.needs_pause and info.get("version") is not None:
             return "; an earlier run has replaced the base weights under the adapter: restart that server"
-        says = f", and it says it holds version {told['version']}" if self.weights.sync.needs_pause and told else ""
+        says = f", and it says it holds version {info['version']}" if self.weights.sync.needs_pause and info else ""
         return f"{says}; its weights are not ours: try another --sync.backend, and report this with the model's name"
 
     def _ready(self) -> list[Member]:
@@ -394,8 +394,8 @@ class VllmEngine:
 
 
 def check_start(cfg: VllmConfig, device: torch.device, run: str = "") -> None:
-    """Refuse what can be known before a server is started: no vLLM, the wrong build, nobody at an address, or another
-    run than `run` that trains there.
+    """Checks before any server is started: vLLM is installed, its build fits, every --vllm.url answers, and no other
+    run than `run` trains there.
     """
     shares_gpu(cfg, device)
     if not cfg.url:

@@ -1,7 +1,7 @@
-"""Weights for the servers of a pool: ready -> emptied and paused -> new weights -> resumed.
+"""Send weights to the servers of a pool: drain and pause, push, resume; with retries.
 
-Everything that a server can do wrong on the way ends in one of two states: it serves the new version, or it is out and
-stays paused until a whole push to it has gone through. Runs in the thread that owns the weights.
+Whatever goes wrong on the way, a server ends in one of two states: it serves the new version, or it is out and stays
+paused until a complete push to it has succeeded. Runs in the thread that owns the weights.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from rollout.servers.loop import Loop
 from rollout.servers.pool import Member, Pool
 from rollout.sync.base import SyncError, SyncReport, WeightSync
 
-MAX_PUSHES = 3  # of one version, each after a server that failed was left out
-RETRY_S = 60.0  # for how long a route that fails (a proxy that restarts, a 503) is tried again
-PAUSE_S = (0.5, 8.0)  # between two tries: first and longest
+MAX_PUSHES = 3  # of one version, each without the servers that failed before
+RETRY_S = 60.0  # how long to retry when only the connection fails (a proxy that restarts, a 503)
+PAUSE_S = (0.5, 8.0)  # first and longest pause between attempts
 LOOK_S = 0.5
 
 
 class Weights:
-    """What the servers hold, and how they get something else."""
+    """Brings weights to the servers, and keeps track of sleeping ones."""
 
     def __init__(self, pool: Pool, loop: Loop, sync: WeightSync, check: Callable[[], None]) -> None:
         self.pool, self.loop, self.sync = pool, loop, sync
-        self.check = check  # raises when nobody looks after the servers any more
+        self.check = check  # raises if the pool's watch has ended
         self.asleep: set[int] = set()  # members, by index
         self.report: SyncReport | None = None  # of the last push
 
     def give_all(self, members: list[Member], version: int) -> None:
-        """Weights for these, until at least one server serves them; those that fail are put out on the way.
+        """Push until at least one server serves this version; servers that fail are put out on the way.
 
-        Where a worker itself fails, MAX_PUSHES are enough; a route that gives no answer is tried for RETRY_S, with
-        growing pauses. What is repeated is always all of it: pause, wake, push, mark, resume. Pausing, waking, marking
-        and resuming twice is the same as once. Joining and receiving weights are not, so neither request is ever sent
-        again: the next push calls the workers to a new store with a new name, whatever became of the last call, and
-        replaces every weight, so nothing is left of a push that was cut off.
+        If a worker fails, MAX_PUSHES attempts are made; if only the connection fails, attempts continue for RETRY_S,
+        with growing pauses. An attempt always repeats everything: pause, wake, push, mark, resume. Pausing, waking,
+        marking and resuming are idempotent. Joining and receiving weights are not, so those requests are never resent:
+        the next push calls the workers to a new store with a new name, whatever became of the last call, and replaces
+        every weight, so nothing is left of an interrupted push.
         """
         begun, pause, pushes = time.monotonic(), PAUSE_S[0], 0
         while True:
@@ -59,32 +59,32 @@ class Weights:
                 members = self._wait_for_one()
 
     def give(self, members: list[Member], version: int) -> tuple[list[Member], str, bool]:
-        """ready -> emptied and paused -> weights -> resumed; none is resumed before a push to it has gone through.
+        """One attempt: drain and pause, push, resume. No server is resumed before a push to it has succeeded.
 
-        Returns the servers that are stopped still, since the push failed because of others; why it failed; and whether
-        that may pass, as no worker was to blame.
+        Returns the servers that are still paused because the push failed on others, the reason, and whether another
+        attempt may work, that is, no worker failed.
         """
         stopped = [m for m in members if (self.sync.needs_pause or m.state != "ready") and m.state != "updating"]
         trouble = self.on_all(self.pool.empty, stopped)
         members = [m for m in members if m not in trouble]
         if any(m.index in self.asleep for m in members):
-            # Memory for the weights before they are sent, and for keys and values after: both may not fit before.
+            # Memory for the weights before they are sent, for the KV cache after: before, both may not fit.
             torch.cuda.empty_cache()
             failed = self.on_all(lambda m: m.server.wake("weights"), [m for m in members if m.index in self.asleep])
             members = [m for m in members if m not in failed]
             trouble |= failed
         if not members:
-            return [], *told(trouble)
+            return [], *describe_failures(trouble)
         try:
             self.report = self.sync.push([m.server for m in members], version)
         except SyncError as error:
             for i, reason in error.failed.items():
                 self.loop.run(self.pool.fail(members[i], reason))
             return [m for i, m in enumerate(members) if i not in error.failed], str(error), error.may_pass
-        return [], *told(trouble | self.open(members, version))
+        return [], *describe_failures(trouble | self.open(members, version))
 
     def open(self, members: list[Member], version: int) -> dict[Member, Exception]:
-        """Requests go to them; returns those that failed, and why."""
+        """Let requests go to these servers; returns those that failed, with the error."""
         asleep = [m for m in members if m.index in self.asleep]
         failed = self.on_all(lambda m: m.server.wake("kv_cache"), asleep)
         self.asleep -= {m.index for m in asleep if m not in failed}
@@ -93,7 +93,7 @@ class Weights:
         return failed | self.on_all(lambda m: self.pool.refill(m, version, name), members)
 
     def _wait_for_one(self) -> list[Member]:
-        """Servers that came back without weights; the pool says when there is no hope."""
+        """Wait for servers that came back without weights; ValueError if none will."""
         deadline = time.monotonic() + self.pool.patience
         while True:
             self.check()
@@ -108,13 +108,13 @@ class Weights:
     def sleep(self, members: list[Member]) -> None:
         failed = self.on_all(self.pool.empty, members)
         members = [m for m in members if m not in failed]
-        # Level 2 forgets the weights, which the next push sends anyway; an adapter's base is never sent: level 1.
+        # Level 2 drops the weights, which the next push sends anyway. With adapters the base is never sent: level 1.
         level = 2 if self.sync.needs_pause else 1
         failed = self.on_all(lambda m: m.server.sleep(level), members)
         self.asleep |= {m.index for m in members if m not in failed}
 
     def on_all(self, work: Callable[[Member], Any], members: Sequence[Member]) -> dict[Member, Exception]:
-        """Do the same on several servers at a time; those that failed are out, and returned with the reason."""
+        """Run `work` on several servers at the same time; those that fail are put out and returned with the error."""
         futures = [(member, self.loop.start(work(member))) for member in members]
         failed: dict[Member, Exception] = {}
         for member, future in futures:
@@ -126,6 +126,6 @@ class Weights:
         return failed
 
 
-def told(failed: dict[Member, Exception]) -> tuple[str, bool]:
-    """Reasons in one line, and whether they may pass: a server that refuses would do so again."""
+def describe_failures(failed: dict[Member, Exception]) -> tuple[str, bool]:
+    """The errors in one line, and whether another attempt may work: a refusal would be repeated."""
     return "; ".join(map(str, failed.values())), not any(isinstance(error, RefusedError) for error in failed.values())

@@ -1,0 +1,1 @@
+"""Completions of several turns: tools, targets, user rollout functions."""

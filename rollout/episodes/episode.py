@@ -1,15 +1,15 @@
-"""Completions that take more than one sampling: every prompt is an episode, a coroutine that asks for tokens.
+"""Episodes: completions that need several calls of the model. An episode is a coroutine that asks for tokens.
 
-    async def episode(client, prompt, seed) -> Completion:      # turns.py has what most of them need
+    async def episode(client, prompt, seed) -> Completion:      # turns.py has what most episodes need
         first = await client.generate(prompt.ids, seed)
         ...
 
     source = EpisodeSource(engine, sampling, episode)
-    futures = source.start(groups)                              # one per group of jobs (source.py)
+    futures = source.start(groups)                              # one per group of requests (source.py)
 
-With vLLM the episodes run in the engine's own loop, each at its pace. With the engine in this process they go in
-lockstep: once every episode waits for tokens, all of them are sampled in one call. An episode that waits for something
-else holds up the others then, so tools want a time limit.
+With vLLM, episodes run in the engine's loop, each at its own pace. With the in-process engine they run in lockstep:
+once every episode waits for tokens, all are sampled in one call. An episode that waits for something else then holds up
+the others, so tools need a time limit.
 """
 
 from __future__ import annotations
@@ -22,44 +22,45 @@ from typing import Any, NamedTuple, Protocol
 
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.schedule.source import Job
 from rollout.servers.loop import together
 
 
 class Client(Protocol):
-    """What an episode gets to ask for tokens."""
+    """Through which an episode asks for tokens."""
 
     sampling: Sampling
-    """How all turns are sampled; its max_tokens is the limit for a whole episode, which the episode keeps to."""
+    """How all turns are sampled; max_tokens limits the whole episode, and the episode has to respect it."""
     tokenizer: Any
 
     @property
     def version(self) -> int:
-        """Version of the weights that would make the next token."""
+        """Version of the weights that would sample the next token."""
 
     async def generate(self, prompt_ids: Sequence[int], seed: int, max_tokens: int | None = None) -> Completion:
-        """One turn behind these ids; max_tokens None is the sampling's. Another seed for every turn: turn_seed."""
+        """One turn after these ids; max_tokens None: the sampling's. Every turn needs another seed (turn_seed)."""
 
 
 Episode = Callable[[Client, Prompt, int], Awaitable[Completion]]
 
 
 class EpisodeSource:
-    """Source of whole episodes, over either engine."""
+    """Source of episodes, for either engine."""
 
     def __init__(self, engine: Any, sampling: Sampling, episode: Episode) -> None:
         self.engine, self.sampling, self.episode = engine, sampling, episode
         self._lockstep = None if engine.concurrent else Lockstep(engine, sampling)
         self._running: set[Future[list[Completion]]] = set()
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
-        """Begin all episodes; over the engine in this process they have ended when this returns."""
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        """Start all episodes; with the in-process engine they have ended when this returns."""
         if self._lockstep is not None:
             return self._lockstep.run(self.episode, groups)
         client = ServerClient(self.engine, self.sampling)
         futures = []
-        for jobs in groups:
-            future = self.engine.loop.start(together([self.episode(client, job.prompt, job.seed) for job in jobs]))
+        for requests in groups:
+            future = self.engine.loop.start(
+                together([self.episode(client, request.prompt, request.seed) for request in requests])
+            )
             self._running.add(future)
             future.add_done_callback(self._running.discard)
             futures.append(future)
@@ -74,10 +75,10 @@ class EpisodeSource:
 
 
 class ServerClient:
-    """Client over vLLM: every call is a request of its own, in the engine's loop."""
+    """Client for vLLM: every call is a separate request, in the engine's loop."""
 
     def __init__(self, engine: Any, sampling: Sampling) -> None:
-        self.engine, self.sampling, self.tokenizer = engine, sampling, engine.own.tokenizer
+        self.engine, self.sampling, self.tokenizer = engine, sampling, engine.local.tokenizer
 
     @property
     def version(self) -> int:
@@ -89,7 +90,7 @@ class ServerClient:
 
 
 class LocalClient:
-    """Client over the engine in this process: what is asked for waits until everybody asks."""
+    """Client for the in-process engine: a request waits until every episode has made one."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         self.sampling, self.tokenizer = lockstep.sampling, lockstep.engine.tokenizer
@@ -115,17 +116,17 @@ class Asked(NamedTuple):
 
 
 class Lockstep:
-    """Runs episodes in the calling thread, and samples for all of them at once."""
+    """Runs episodes in the calling thread and samples for all of them at once."""
 
     def __init__(self, engine: Any, sampling: Sampling) -> None:
         self.engine, self.sampling = engine, sampling
-        self._loop = asyncio.new_event_loop()  # kept: what users' coroutines connect to lives as long as the run
+        self._loop = asyncio.new_event_loop()  # kept for the whole run, so users' coroutines can keep connections
         self._clients: set[LocalClient] = set()  # of the episodes that have not ended
         self._asked: list[Asked] = []
         self._quiet = asyncio.Event()  # every episode waits for tokens, or none is left
 
-    def run(self, episode: Episode, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
-        """All episodes to their end; a group of which one failed has its error."""
+    def run(self, episode: Episode, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        """Run all episodes to their end; a group with a failed episode gets its error."""
         try:
             outcomes = self._loop.run_until_complete(self._drive(episode, groups))
         finally:
@@ -148,7 +149,7 @@ class Lockstep:
         try:
             return await asked.answer
         except asyncio.CancelledError:
-            if asked in self._asked:  # the episode no longer wants to know
+            if asked in self._asked:  # the episode does not need it any more
                 self._asked.remove(asked)
                 client.num_asked -= 1
             raise
@@ -159,14 +160,16 @@ class Lockstep:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
-    async def _drive(self, episode: Episode, groups: Sequence[Sequence[Job]]) -> list[list[Completion] | BaseException]:
-        work = [together([self._begin(episode, job) for job in jobs]) for jobs in groups]
+    async def _drive(
+        self, episode: Episode, groups: Sequence[Sequence[Request]]
+    ) -> list[list[Completion] | BaseException]:
+        work = [together([self._begin(episode, request) for request in requests]) for requests in groups]
         done = asyncio.gather(*work, return_exceptions=True)
         while not done.done():
             quiet = asyncio.ensure_future(self._quiet.wait())
             await asyncio.wait([done, quiet], return_when=asyncio.FIRST_COMPLETED)
             quiet.cancel()
-            await asyncio.sleep(0)  # an episode that asks several times at once gets to do so
+            await asyncio.sleep(0)  # let an episode make several requests at once
             self._quiet.clear()
             asked, self._asked = self._asked, []
             for one in asked:
@@ -174,10 +177,10 @@ class Lockstep:
             self._answer(asked)
         return await done
 
-    def _begin(self, episode: Episode, job: Job) -> asyncio.Task[Completion]:
+    def _begin(self, episode: Episode, request: Request) -> asyncio.Task[Completion]:
         client = LocalClient(self)
         self._clients.add(client)
-        task = asyncio.ensure_future(episode(client, job.prompt, job.seed))
+        task = asyncio.ensure_future(episode(client, request.prompt, request.seed))
 
         def ended(_: Any) -> None:
             self._clients.discard(client)
@@ -191,7 +194,7 @@ class Lockstep:
             self._quiet.set()
 
     def _answer(self, asked: list[Asked]) -> None:
-        """Sample together what fits together: all of a call get the limit of the longest, and what is over is cut."""
+        """Sample in as few calls as fit the context: one max_tokens per call, longer completions are cut."""
         asked.sort(key=lambda one: -one.max_tokens)
         context = getattr(self.engine.model.config.get_text_config(), "max_position_embeddings", None)
         while asked:
@@ -202,7 +205,7 @@ class Lockstep:
             asked = [one for one, fit in zip(asked, fits, strict=True) if not fit]
             try:
                 made = self.engine.generate([one.request for one in batch], replace(self.sampling, max_tokens=longest))
-            except Exception as error:  # of the engine: everyone who waits for it is told
+            except Exception as error:  # of the engine: pass it to all that wait
                 for one in batch:
                     one.answer.set_exception(error)
                 continue
@@ -221,7 +224,7 @@ class Lockstep:
         )  # fmt: skip
 
     def _cancel_all(self) -> None:
-        """Nothing goes on behind the caller's back, whether it was interrupted or an episode left a task behind."""
+        """Leave no task running, whether the caller was interrupted or an episode left one behind."""
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()

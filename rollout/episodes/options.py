@@ -1,4 +1,4 @@
-"""Flags for what happens between a prompt and its reward besides one sampling: tools, or a function of the user's."""
+"""Flags of episodes: tools (`--tools`, ...), or a user function that makes the completions (`--rollout-func`)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolConfig:
-    """Tools that the model may call in several turns, or a function that makes the completions altogether."""
+    """Tools that the model may call over several turns, or a function that makes the completions itself."""
 
     tools: tuple[str, ...] = ()
-    """Functions the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class, an object an episode."""
+    """Functions the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class (one per episode)."""
     tool_format: ToolFormat = "auto"
     """How the model writes a call: hermes (Qwen too), llama3_json, pythonic; auto reads it off the chat template."""
     max_turns: int = 8
     """Turns of the model in one episode; a call in the last one is not answered."""
     max_tool_tokens: int | None = None
-    """Tokens of one tool result, the rest is cut off; None: only max_completion_length, which holds for all turns."""
+    """Tokens of one tool result, the rest is cut; None: only max_completion_length, over all turns, limits it."""
     tool_timeout: float = 10.0
-    """Seconds one call of a tool may take; after them the model is told so."""
+    """Seconds one tool call may take; after that the model gets an error."""
     rollout_func: str | None = None
-    """Your function in place of the engine's sampling, my_module.fn or FILE.py:fn; its signature says which kind."""
+    """Your function instead of the engine's sampling, my_module.fn or FILE.py:fn; its signature decides the kind."""
 
     def __post_init__(self) -> None:
         if self.tools and self.rollout_func:

@@ -1,17 +1,17 @@
-"""A function of the user's that makes the completions, `--rollout-func my_module.fn`; its signature says which kind.
+"""A user function that makes the completions, `--rollout-func my_module.fn`. Its signature decides the kind:
 
-    def fn(prompts, trainer):                       # TRL: one entry per completion that is wanted, all in one call
+    def fn(prompts, trainer):                       # TRL: one call for all, one entry per completion
         return {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "env_mask": [...], "score": [...]}
 
-    def fn(model, processing_class, prompts, generation_config):        # the older one, as axolotl's documents show it
+    def fn(model, processing_class, prompts, generation_config):        # the older kind, as in axolotl's documentation
         return ["a completion", ...]                # a prompt is a dict: `messages`, `prompt`, and the row's columns
 
-    async def fn(client, prompt, seed):             # ours: one completion; all of them run at the same time
-        return await client.generate(prompt.ids, seed)      # a Completion, or one entry of the first kind's dict
+    async def fn(client, prompt, seed):             # ours: one call per completion, all concurrent
+        return await client.generate(prompt.ids, seed)      # a Completion, or a dict with one entry of the first kind
 
-env_mask is 1 where the model wrote a token and 0 where something else did; without it the model wrote all. Other keys
-are columns for the rewards, by their names. Missing logprobs are computed by the trainer, and texts are tokenised once.
-The first two kinds run in the thread that trains, so nothing else happens meanwhile; the third overlaps with training.
+env_mask is 1 for tokens that the model sampled and 0 for others; without it the model sampled all. Other keys become
+columns for the rewards. Missing logprobs are computed by the trainer, and texts are tokenised once. The first two kinds
+run in the training thread and block it; the third overlaps with training.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ import torch
 from data.chat import common_prefix, end_of_turn_id, render_completion, render_responses
 from data.formats.fields import user_turn
 from data.types import Prompt
-from data.user_code import find_callable, place, told
-from rollout.engine import Completion, Request, Sampling
+from data.user_code import describe_error, find_callable, where_raised
+from rollout.engine import Completion, Request, Sampling, Source, finished
 from rollout.episodes.episode import Client, Episode, EpisodeSource
 from rollout.episodes.turns import turn_seed
-from rollout.schedule.source import Job, Source, finished
 
 Kind = Literal["episode", "batch", "texts"]
 SIGNATURES = (
@@ -47,7 +46,7 @@ RESERVED = ("prompt", "prompts", "completion", "completions")
 
 
 class RolloutFunction:
-    """What --rollout-func names, loaded and sorted."""
+    """The function that --rollout-func names, and its kind."""
 
     def __init__(self, spec: str) -> None:
         self.spec, self.label = spec, f"rollout_func={spec}"
@@ -55,19 +54,21 @@ class RolloutFunction:
         self.kind = kind_of(self.call, self.label)
 
     def source(self, engine: Any, sampling: Sampling, **settings: Any) -> Source:
-        """Completions by this function; settings are what it finds under trainer.args besides the sampling's."""
+        """A source that calls this function; `settings` are added to trainer.args."""
         if self.kind == "episode":
             return EpisodeSource(engine, sampling, self.episode())
         return FunctionSource(self, engine, sampling, settings)
 
     def episode(self) -> Episode:
-        """The asynchronous kind, with what it returns checked."""
+        """The asynchronous kind, with its return value checked."""
 
         async def run(client: Client, prompt: Prompt, seed: int) -> Completion:
             try:
                 returned = await self.call(client, prompt, seed)
             except (Exception, SystemExit) as error:  # the user's code may raise anything
-                raise ValueError(f"{self.label}: {told(error)} on {prompt.source}{place(error, self.call)}") from None
+                raise ValueError(
+                    f"{self.label}: {describe_error(error)} on {prompt.source}{where_raised(error, self.call)}"
+                ) from None
             check = Check(f"{self.label}, {prompt.source}", client.sampling, client.tokenizer)
             if isinstance(returned, Completion):
                 return check.completion(returned)
@@ -87,7 +88,7 @@ class RolloutFunction:
 
 
 def kind_of(call: Callable[..., Any], label: str) -> Kind:
-    """Which of the three signatures it has."""
+    """Which of the three signatures the function has."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
@@ -105,46 +106,46 @@ def kind_of(call: Callable[..., Any], label: str) -> Kind:
 
 
 class Trainer:
-    """What a function of TRL's kind gets as `trainer`: the parts of it that make sense here."""
+    """The `trainer` argument of TRL's kind: the parts that make sense here."""
 
     def __init__(self, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
-        own = getattr(engine, "own", engine)  # the engine in this process, of which there always is one
+        local = getattr(engine, "local", engine)  # the engine in this process: every engine has one
         self.engine, self.sampling = engine, sampling
-        self.processing_class, self.model = own.tokenizer, own.model
+        self.processing_class, self.model = local.tokenizer, local.model
         limits = {"max_completion_length": sampling.max_tokens, "temperature": sampling.temperature}
         self.args = SimpleNamespace(**limits, top_p=sampling.top_p, top_k=sampling.top_k, **settings)
         self.state = SimpleNamespace(global_step=engine.version)
         self.seeds = iter(())
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None) -> list[Completion]:
-        """Completions of lists of ids by the engine of the run, with seeds that a resumed run has again."""
+        """Sample completions with the run's engine; a resumed run uses the same seeds."""
         sampling = self.sampling if max_tokens is None else replace(self.sampling, max_tokens=max_tokens)
         return self.engine.generate([Request(prompt_ids=list(ids), seed=next(self.seeds)) for ids in prompts], sampling)
 
 
 class FunctionSource:
-    """Source by one call of a synchronous function for all groups."""
+    """Source that calls a synchronous function once for all groups."""
 
     def __init__(self, function: RolloutFunction, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
         self.function, self.engine, self.sampling, self.settings = function, engine, sampling, settings
-        self.own = getattr(engine, "own", engine)
+        self.local = getattr(engine, "local", engine)
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
-        jobs = [job for group in groups for job in group]
-        if not jobs:
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        requests = [request for group in groups for request in group]
+        if not requests:
             return [finished([]) for _ in groups]
-        made = iter(self._texts(jobs) if self.function.kind == "texts" else self._rows(jobs))
+        made = iter(self._texts(requests) if self.function.kind == "texts" else self._rows(requests))
         return [finished([next(made) for _ in group]) for group in groups]
 
     def close(self) -> None:
         """Nothing was started."""
 
-    def _rows(self, jobs: Sequence[Job]) -> list[Completion]:
-        """A dict of lists, one entry per prompt."""
+    def _rows(self, requests: Sequence[Request]) -> list[Completion]:
+        """TRL's kind: a dict of lists, one entry per prompt."""
         trainer = Trainer(self.engine, self.sampling, self.settings)
-        seed = jobs[0].seed
+        seed = requests[0].seed
         trainer.seeds = (turn_seed(seed, turn) for turn in range(1, 2**62))
-        returned = self._call(jobs, [job.prompt.prompt for job in jobs], trainer)
+        returned = self._call(requests, [request.prompt.prompt for request in requests], trainer)
         if not isinstance(returned, dict):
             raise ValueError(
                 f"{self.function.label}: returned {type(returned).__name__}; return a dict of lists with prompt_ids, "
@@ -153,53 +154,55 @@ class FunctionSource:
         for name in ("prompt_ids", "completion_ids"):
             if name not in returned:
                 raise ValueError(f"{self.function.label}: returned no {name!r} (but {', '.join(map(str, returned))})")
-        columns = {name: _listed(self.function.label, name, value, len(jobs)) for name, value in returned.items()}
-        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(jobs))]
-        made = [self._check(job).row(row, self.engine.version) for job, row in zip(jobs, rows, strict=True)]
+        columns = {name: _listed(self.function.label, name, value, len(requests)) for name, value in returned.items()}
+        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(requests))]
+        made = [self._check(request).row(row, self.engine.version) for request, row in zip(requests, rows, strict=True)]
         return self._scored(made, [row.get("logprobs") is None for row in rows])
 
-    def _texts(self, jobs: Sequence[Job]) -> list[Completion]:
-        """A list of strings, tokenised here once."""
+    def _texts(self, requests: Sequence[Request]) -> list[Completion]:
+        """The older kind: a list of strings, tokenised here."""
         known = {
-            "model": self.own.model,
-            "processing_class": _documented(self.own.tokenizer),
-            "prompts": [_as_dict(job.prompt) for job in jobs],
+            "model": self.local.model,
+            "processing_class": _documented(self.local.tokenizer),
+            "prompts": [_as_dict(request.prompt) for request in requests],
             "generation_config": self._generation_config(),
         }
         names = inspect.signature(self.function.call).parameters
-        returned = self._call(jobs, **{name: value for name, value in known.items() if name in names})
-        texts = _listed(self.function.label, "list of completions", returned, len(jobs))
+        returned = self._call(requests, **{name: value for name, value in known.items() if name in names})
+        texts = _listed(self.function.label, "list of completions", returned, len(requests))
         made = []
-        for job, text in zip(jobs, texts, strict=True):
+        for request, text in zip(requests, texts, strict=True):
             if not isinstance(text, str):
-                raise ValueError(f"{self.function.label}: returned {text!r:.60} for {job.prompt.source}, not a string")
-            made.append(self._check(job).text(job.prompt, text, self.engine.version))
+                raise ValueError(
+                    f"{self.function.label}: returned {text!r:.60} for {request.prompt.source}, not a string"
+                )
+            made.append(self._check(request).text(request.prompt, text, self.engine.version))
         return self._scored(made, [True] * len(made))
 
     def _scored(self, made: list[Completion], unknown: Sequence[bool]) -> list[Completion]:
-        """Log-probs where there are none, by the trainer's own model at the temperature of the run."""
+        """Fill in missing log-probs, with the trainer's model at the run's temperature."""
         sequences = [(c.prompt_ids, c.ids) for c, missing in zip(made, unknown, strict=True) if missing]
-        scored = iter(self.own.score(sequences, self.sampling.temperature) if sequences else ())
+        scored = iter(self.local.score(sequences, self.sampling.temperature) if sequences else ())
         completions = []
         for completion, missing in zip(made, unknown, strict=True):
             if missing:
                 mask = completion.mask or [True] * len(completion.ids)
-                logps = [logp if own else 0.0 for logp, own in zip(next(scored), mask, strict=True)]
+                logps = [logp if by_model else 0.0 for logp, by_model in zip(next(scored), mask, strict=True)]
                 completion = replace(completion, logps=logps)
             completions.append(completion)
         return completions
 
-    def _call(self, jobs: Sequence[Job], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, requests: Sequence[Request], *args: Any, **kwargs: Any) -> Any:
         call, label = self.function.call, self.function.label
         try:
-            with _evaluating(self.own.model, jobs[0].seed):
+            with _evaluating(self.local.model, requests[0].seed):
                 return call(*args, **kwargs)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
-            rows = f"{jobs[0].prompt.source} to {jobs[-1].prompt.source}"
-            raise ValueError(f"{label}: {told(error)} on rows {rows}{place(error, call)}") from None
+            rows = f"{requests[0].prompt.source} to {requests[-1].prompt.source}"
+            raise ValueError(f"{label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}") from None
 
-    def _check(self, job: Job) -> Check:
-        return Check(f"{self.function.label}, {job.prompt.source}", self.sampling, self.own.tokenizer)
+    def _check(self, request: Request) -> Check:
+        return Check(f"{self.function.label}, {request.prompt.source}", self.sampling, self.local.tokenizer)
 
     def _generation_config(self) -> Any:
         from transformers import GenerationConfig
@@ -211,12 +214,12 @@ class FunctionSource:
             top_p=self.sampling.top_p,
             top_k=self.sampling.top_k,
             eos_token_id=list(self.sampling.stop_ids) or None,
-            pad_token_id=self.own.tokenizer.pad_token_id,
+            pad_token_id=self.local.tokenizer.pad_token_id,
         )
 
 
 class Check:
-    """From what a user's function returned for one row to a Completion, or a sentence that names the row."""
+    """Turns what a user function returned for one row into a Completion, or raises an error that names the row."""
 
     def __init__(self, label: str, sampling: Sampling, tokenizer: Any) -> None:
         self.label, self.sampling, self.tokenizer = label, sampling, tokenizer
@@ -228,7 +231,7 @@ class Check:
         if mask is not None and (not isinstance(mask, list) or any(flag not in (0, 1) for flag in mask)):
             raise ValueError(f"{self.label}: its env_mask is not a list of 0 and 1; give 1 where the model wrote")
         mask = None if mask is None else [bool(flag) for flag in mask]
-        own = ids if mask is None else [token for token, flag in zip(ids, mask, strict=False) if flag]
+        sampled = ids if mask is None else [token for token, flag in zip(ids, mask, strict=False) if flag]
         columns = {name: value for name, value in row.items() if name not in TOKENS}
         return self.completion(
             Completion(
@@ -237,14 +240,14 @@ class Check:
                 logps=[0.0] * len(ids) if logps is None else logps,
                 finish_reason=row.get("finish_reason") or self._finish_reason(ids, mask),
                 text=self._decode(ids),
-                versions=[(version, len(own))],
+                versions=[(version, len(sampled))],
                 mask=mask,
                 columns=columns,
             )
         )
 
     def text(self, prompt: Prompt, text: str, version: int) -> Completion:
-        """A string, tokenised with what stands before it and closed as the model would; cut where it is too long."""
+        """A string, tokenised together with its prompt and closed with the end token; truncated if too long."""
         try:
             if isinstance(prompt.prompt, str):
                 ids, start = render_completion(self.tokenizer, prompt.prompt, text)
@@ -270,7 +273,7 @@ class Check:
         )
 
     def completion(self, completion: Completion) -> Completion:
-        """Refuse what the trainer would stumble over later, far from the row."""
+        """Refuse values that would fail later, where the row is no longer known."""
         ids, logps, mask = completion.ids, completion.logps, completion.mask
         if not ids:
             raise ValueError(f"{self.label}: a completion without tokens; return at least the end token")
@@ -291,8 +294,8 @@ class Check:
             raise ValueError(f"{self.label}: the column {bad[0]!r} has a name that rewards know already; rename it")
         if mask is None:
             return replace(completion, logps=[float(x) for x in logps])
-        # What the model did not write has no log-prob of its own, whatever the function put there.
-        logps = [float(x) if own else 0.0 for x, own in zip(logps, mask, strict=True)]
+        # Tokens that the model did not sample have log-prob 0, whatever the function returned.
+        logps = [float(x) if sampled else 0.0 for x, sampled in zip(logps, mask, strict=True)]
         return replace(completion, logps=logps)
 
     def _ids(self, row: dict[str, Any], name: str) -> list[int]:
@@ -307,7 +310,7 @@ class Check:
         return ids
 
     def _finish_reason(self, ids: list[int], mask: list[bool] | None) -> Literal["stop", "length"]:
-        """The model stopped, or something else had the last word; otherwise it was cut off."""
+        """stop if the last token ends a turn or was not sampled; otherwise the completion was truncated."""
         stops = {*self.sampling.stop_ids, self.tokenizer.eos_token_id, end_of_turn_id(self.tokenizer)}
         ended = bool(ids) and (ids[-1] in stops or (mask is not None and len(mask) == len(ids) and not mask[-1]))
         return "stop" if ended or self._decode(ids).endswith(self.sampling.stop or ("\0",)) else "length"
@@ -322,15 +325,15 @@ def _as_dict(prompt: Prompt) -> dict[str, Any]:
 
 
 def _documented(tokenizer: Any) -> Any:
-    """The tokenizer, whose apply_chat_template also takes `tokenize` by the name that axolotl's example has for it."""
+    """The tokenizer, whose apply_chat_template also takes `tokenize` under the name used in axolotl's example."""
 
     def apply_chat_template(*args: Any, processing_class: bool | None = None, **kwargs: Any) -> Any:
         given = {} if processing_class is None else {"tokenize": processing_class}
         return tokenizer.apply_chat_template(*args, **given, **kwargs)
 
-    own = copy.copy(tokenizer)
-    own.apply_chat_template = apply_chat_template
-    return own
+    wrapped = copy.copy(tokenizer)
+    wrapped.apply_chat_template = apply_chat_template
+    return wrapped
 
 
 def _listed(label: str, name: str, value: Any, count: int) -> list[Any]:
@@ -343,7 +346,7 @@ def _listed(label: str, name: str, value: Any, count: int) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """numpy, torch and tuples as lists."""
+    """numpy arrays, tensors and tuples as lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value
@@ -355,7 +358,7 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def _evaluating(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """Evaluation mode, no gradients, and random numbers that depend on the rows alone, so that a resumed run agrees."""
+    """Evaluation mode, no gradients, and a seed that depends on the rows only, so that a resumed run draws the same."""
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
     model.eval()

@@ -1,17 +1,17 @@
-"""An episode behind a prompt whose true completion is known: as long as that calls for, over as many turns as it has.
+"""An episode for a prompt with a target completion: length limits and number of turns follow the target's.
 
-    episode = TruthEpisode(tokenizer, gt_length_multiplier=1.5)     # a turn may be half as long again as the true one
+    episode = TargetEpisode(tokenizer, gt_length_multiplier=1.5)     # a turn may be 1.5 times as long as the target's
     source = EpisodeSource(engine, sampling, episode)
 
-One turn is what the engine gives for the same request. Where the conversation goes on (columns["remaining_turns"]),
-what the user said next in the data follows whatever the model answered, untrained, and the model answers again:
+With one turn, the completion is what the engine samples for the request. If the conversation continues
+(columns["remaining_turns"]), the user's next message from the data follows the model's answer, untrained, and the model
+answers again:
 
     -> Completion(ids=answer + user + answer, mask=True.. + False.. + True.., text=the last answer,
                   messages=[{"role": "assistant", ...}, {"role": "user", ...}, {"role": "assistant", ...}],
                   columns={"num_turns": 2})
 
-The sampling's max_tokens limits all that follows the prompt, the user's turns included. An answer that is cut ends the
-episode.
+max_tokens limits everything after the prompt, the user's turns included. A truncated answer ends the episode.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from data.types import Messages, Prompt, TruthPrompt
+from data.types import Messages, Prompt, TargetPrompt
 from rollout.engine import Completion
 from rollout.episodes.episode import Client
 from rollout.episodes.turns import Continuation, Transcript, turn_seed
 
-LEAST = 64  # tokens that any turn may have: a short truth must not cut every completion
+LEAST = 64  # tokens that any turn may have: a short target must not truncate every completion
 
 
-class TruthEpisode:
-    """Called with a client, a prompt and a seed: one episode (see episodes.py)."""
+class TargetEpisode:
+    """An Episode (episode.py): called with a client, a prompt and a seed."""
 
     def __init__(self, tokenizer: Any, *, gt_length_multiplier: float | None = None) -> None:
-        """gt_length_multiplier None: a turn has no limit of its own."""
+        """gt_length_multiplier None: turns have no limit of their own."""
         if gt_length_multiplier is not None and not gt_length_multiplier > 0:
             raise ValueError(f"gt_length_multiplier={gt_length_multiplier}: must be above 0")
         self.gt_length_multiplier, self.tokenizer = gt_length_multiplier, tokenizer
 
     @cached_property
     def continuation(self) -> Continuation:
-        """Made when first needed: single turns ask nothing of the chat template."""
+        """Created when first needed: single turns make no demands on the chat template."""
         return Continuation(self.tokenizer, "user")
 
     async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
-        assert isinstance(prompt, TruthPrompt), f"{prompt.source}: a {type(prompt).__name__} has no truth"
+        assert isinstance(prompt, TargetPrompt), f"{prompt.source}: a {type(prompt).__name__} has no target"
         lengths = turn_lengths(prompt)
         limit = client.sampling.max_tokens
         made = await client.generate(prompt.ids, turn_seed(seed, 0), max_tokens=self._limit(lengths[0], limit))
@@ -54,7 +54,7 @@ class TruthEpisode:
         transcript.add(made)
         messages: Messages = [{"role": "assistant", "content": made.text}]
         finish_reason, num_turns = made.finish_reason, 1
-        # A truth that was cut has fewer turns than the data; there is nothing to compare the others with.
+        # A truncated target has fewer turns than the data; further turns would have nothing to be compared with.
         for users, length in zip(later, lengths[1:], strict=False):
             if finish_reason == "length":
                 break
@@ -62,7 +62,7 @@ class TruthEpisode:
             left = limit - len(transcript) - len(between)
             if left < 1:
                 finish_reason = "length"
-                break  # not a token would be left for the model, so the user's turn stays out of its sight
+                break  # no token would be left for the model, so the user's turn is not shown
             transcript.insert(between)
             made = await client.generate(
                 transcript.ids, turn_seed(seed, num_turns), max_tokens=self._limit(length, left)
@@ -73,21 +73,21 @@ class TruthEpisode:
         return transcript.completion(finish_reason, text=made.text, messages=messages, columns={"num_turns": num_turns})
 
     def _limit(self, length: int, left: int) -> int:
-        """Tokens of a turn whose truth has this many, where so many are left in the episode."""
+        """Token limit of a turn whose target has `length` tokens, with `left` tokens left in the episode."""
         if self.gt_length_multiplier is None:
             return left
         return min(left, max(LEAST, int(self.gt_length_multiplier * length)))
 
 
-def turn_lengths(prompt: TruthPrompt) -> list[int]:
-    """Tokens of each true turn of the model."""
-    if prompt.truth_mask is None:
-        return [len(prompt.truth_ids)]
-    return [len(list(run)) for mine, run in groupby(prompt.truth_mask) if mine]
+def turn_lengths(prompt: TargetPrompt) -> list[int]:
+    """Number of tokens of each of the model's turns in the target."""
+    if prompt.target_mask is None:
+        return [len(prompt.target_ids)]
+    return [len(list(run)) for is_model, run in groupby(prompt.target_mask) if is_model]
 
 
 def later_turns(messages: Messages) -> list[Messages]:
-    """What the user says before each of the assistant's messages."""
+    """The user's messages before each of the assistant's messages."""
     found: list[Messages] = []
     users: Messages = []
     for message in messages:

@@ -1,4 +1,4 @@
-"""Calls of tools in a model's text, in the formats that models are trained on.
+"""Parse tool calls in a model's text, in the formats that models are trained on.
 
     hermes        <tool_call>{"name": "lookup", "arguments": {"key": "ab"}}</tool_call>     Hermes, Qwen
     llama3_json   {"name": "lookup", "parameters": {"key": "ab"}}                           Llama 3.1 and later
@@ -7,7 +7,7 @@
     parse = find_format("auto", tokenizer)
     parse('[lookup(key="ab")]') -> Parsed(content="", calls=[Call(name="lookup", arguments={"key": "ab"})])
 
-Text that means to be a call and is none is a call with an error, so that the model can be told what was wrong.
+A malformed call is returned as a Call with an error, so that the model can be shown what was wrong.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names, which models also write in Python's calls
+CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names, which models also write in Python calls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call, or with an error what was meant to be one."""
+    """One call; with `error`, a malformed one."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ Parse = Callable[[str], Parsed]
 
 
 def hermes(text: str) -> Parsed:
-    """Any number of <tool_call> blocks; what a model thinks aloud in <think> is not read."""
+    """Any number of <tool_call> blocks; text inside <think> is ignored."""
     thought, closed, said = text.rpartition("</think>")
     parts = re.split(r"(<tool_call>.*?(?:</tool_call>|\Z))", said, flags=re.DOTALL)
     calls = []
@@ -90,7 +90,7 @@ FORMATS: dict[str, Parse] = {"hermes": hermes, "llama3_json": llama3_json, "pyth
 
 
 def find_format(name: str, tokenizer: Any) -> Parse:
-    """The parser of that name; auto is what the chat template tells the model to write."""
+    """The parser of that name; auto takes the format that the chat template asks for."""
     if name != "auto":
         return FORMATS[name]
     template = str(tokenizer.chat_template or "")
@@ -148,7 +148,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Only what JSON has: arguments are logged, and Python's literals have more (sets, bytes, complex numbers, ...)."""
+    """Only JSON values, since arguments are logged: Python literals also include sets, bytes, complex numbers, ..."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

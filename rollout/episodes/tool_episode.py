@@ -1,4 +1,4 @@
-"""An episode with tools: turns of the model, with the results of its calls between them.
+"""An episode with tools: turns of the model, separated by the results of its calls.
 
     toolset = load_tools(("lookup",), timeout=10.0)
     episode = ToolEpisode(toolset, tokenizer, tool_format="pythonic", max_turns=4)
@@ -9,8 +9,8 @@
                      {"role": "tool", "name": "lookup", "content": "37"}, {"role": "assistant", "content": "37"}],
            columns={"num_turns": 2, "tool_calls": 1, "tool_errors": 0})
 
-The limit on tokens holds for all that follows the prompt, results included. An episode that ends because of it, or with
-a call in its last turn, has finish_reason "length". `text` is that of the last turn.
+max_tokens limits everything after the prompt, results included. An episode that ends because of it, or with a call in
+its last turn, has finish_reason "length". `text` is that of the last turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollout.episodes.turns import CALL_ID, Continuation, Transcript, turn_seed
 
 
 class ToolEpisode:
-    """Called with a client, a prompt and a seed: one episode (see episodes.py)."""
+    """An Episode (episode.py): called with a client, a prompt and a seed."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ToolEpisode:
             num_calls, num_errors = num_calls + len(results), num_errors + failed
             between = self.continuation.ids(results, transcript.last_id, prompt.settings)
             if len(transcript) + len(between) >= limit:
-                break  # not a token would be left for the model, so the results stay out of its sight
+                break  # no token would be left for the model, so the results are not shown
             transcript.insert(between)
             messages += results
         self.toolset.add_rewards(turns)
@@ -96,7 +96,7 @@ class ToolEpisode:
         return transcript.completion(finish_reason, text=made.text, messages=messages, columns=columns)
 
     def _read(self, made: Completion) -> Parsed:
-        """Calls of a turn; read off its text with special tokens, since some formats begin with one."""
+        """Parse the calls of a turn, from its text with special tokens, since some formats begin with one."""
         ended = made.finish_reason == "stop" and made.ids and made.ids[-1] in self.tokenizer.all_special_ids
         ids = made.ids[:-1] if ended else made.ids
         if made.finish_reason == "length":
@@ -105,7 +105,7 @@ class ToolEpisode:
         return parsed if parsed.calls else Parsed(made.text, [])
 
     async def _results(self, calls: Sequence[Call], turns: Turns) -> tuple[Messages, int]:
-        """One after the other, as the model wrote them: a tool may change what the next one finds."""
+        """Run the calls in order, since a tool may change what the next one sees."""
         results, failed = [], 0
         for call in calls:
             text, error = await self.toolset.run(call, turns)
@@ -123,7 +123,7 @@ class ToolEpisode:
         return self.tokenizer.decode(ids[: self.max_tool_tokens], clean_up_tokenization_spaces=False)
 
     def _message(self, made: Completion, parsed: Parsed) -> dict[str, Any]:
-        """A turn as a message; calls that could not be read stay in its text."""
+        """A turn as a message; calls that could not be parsed stay in its text."""
         if not parsed.calls or any(call.error for call in parsed.calls):
             return {"role": "assistant", "content": made.text}
         functions = [{"name": call.name, "arguments": self.toolset.named(call)} for call in parsed.calls]
@@ -138,12 +138,12 @@ def show_tools(
     *,
     max_prompt_length: int | None = None,
     longest: int | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> list[Prompt]:
-    """The same prompts with the tools in them, as the chat template writes them for the model.
+    """The prompts rendered with the schemas of the tools, as the chat template shows them to the model.
 
-    Those that are now over max_prompt_length are left out and counted; longest is what the context leaves a prompt.
-    These tools stand in for those of a row's own column, which nobody would run.
+    Prompts that are now over max_prompt_length are left out and counted; `longest` is what the context leaves for a
+    prompt. These tools replace those of a row's own column, which nobody would run.
     """
     shown = []
     for prompt in prompts:
@@ -157,10 +157,10 @@ def show_tools(
             )
         shown.append(replace(prompt, ids=ids))
     if shown and all(one.ids == other.ids for one, other in zip(shown, prompts, strict=True)):
-        say("tools: the chat template does not show them to the model; describe them in the prompts, or teach by SFT")
+        log("tools: the chat template does not show them to the model; describe them in the prompts, or teach by SFT")
     kept = [prompt for prompt in shown if max_prompt_length is None or len(prompt.ids) <= max_prompt_length]
     if shown and not kept:
         raise ValueError(f"max_prompt_length={max_prompt_length}: with the tools all prompts are longer; raise it")
     if len(kept) < len(shown):
-        say(f"data: left out {len(shown) - len(kept)} of {len(shown)} prompts over {max_prompt_length=} with the tools")
+        log(f"data: left out {len(shown) - len(kept)} of {len(shown)} prompts over {max_prompt_length=} with the tools")
     return kept

@@ -1,4 +1,4 @@
-"""Several turns as one sequence of tokens: what the model made, and what was written between its turns.
+"""Several turns as one token sequence: Transcript collects the ids, Continuation renders what stands between turns.
 
     transcript = Transcript(prompt.ids)
     made = await client.generate(transcript.ids, turn_seed(seed, 0))
@@ -7,7 +7,7 @@
     ...
     return transcript.completion("stop", text=made.text, messages=messages, columns={"num_turns": 2})
 
-No id is ever made again from text: a turn stays the ids that were sampled, and only what is new is tokenised.
+Sampled turns are never tokenised again: their ids stay as sampled, and only new text is tokenised.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from data.chat import Endless, apply_template, clean_messages, end_of_turn_id
 from data.types import Messages
 from rollout.engine import Completion
 
-MARK = "strop"  # a turn of the model, and a name, that no template rewrites
-CALL_ID = "strop0000"  # nine characters: some templates insist
+MARK = "strop"  # text of a placeholder turn, and a name, that no template rewrites
+CALL_ID = "strop0000"  # nine characters: some templates require it
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Seed of a turn: the episode's own for the first, and others for the next ones, which must not draw the same."""
+    """Seed of a turn: the episode's seed for the first, derived ones for the others, which must not draw the same."""
     if turn == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "big")
@@ -36,18 +36,18 @@ class Transcript:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.prompt_ids = list(prompt_ids)
-        self.made: list[int] = []  # all ids behind the prompt
+        self.made: list[int] = []  # all ids after the prompt
         self.logps: list[float] = []
         self.mask: list[bool] = []
         self.versions: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """Tokens behind the prompt, of both kinds."""
+        """Number of tokens after the prompt, trained or not."""
         return len(self.made)
 
     @property
     def ids(self) -> list[int]:
-        """What the model is given for its next turn."""
+        """The prompt of the next turn."""
         return self.prompt_ids + self.made
 
     @property
@@ -55,7 +55,7 @@ class Transcript:
         return self.ids[-1]
 
     def add(self, turn: Completion) -> None:
-        """A turn of the model, sampled behind exactly these ids."""
+        """Append a turn of the model, which must have been sampled from exactly these ids."""
         assert turn.prompt_ids == self.ids, f"the turn was sampled behind {turn.prompt_ids}, not {self.ids}"
         self.made += turn.ids
         self.logps += turn.logps
@@ -66,7 +66,7 @@ class Transcript:
             self.versions.append((version, count))
 
     def insert(self, ids: Sequence[int]) -> None:
-        """Tokens that someone else wrote: the model sees them and is not trained on them."""
+        """Append tokens that the model did not sample: it sees them and is not trained on them."""
         self.made += ids
         self.logps += [0.0] * len(ids)
         self.mask += [False] * len(ids)
@@ -79,7 +79,7 @@ class Transcript:
         messages: Messages | None = None,
         columns: dict[str, Any] | None = None,
     ) -> Completion:
-        """The episode as one completion; its versions count the tokens that the model made."""
+        """The episode as one completion; `versions` counts sampled tokens only."""
         return Completion(
             prompt_ids=list(self.prompt_ids),
             ids=list(self.made),
@@ -94,11 +94,11 @@ class Transcript:
 
 
 class Continuation:
-    """What the chat template writes between the end of a turn and the next one, as ids.
+    """The ids that the chat template puts between the end of a turn and the start of the next one.
 
-    Rendered behind a made-up turn, from whose end-of-turn token on the text is taken: special tokens are split off
-    before all else, so these ids are the same whatever the real turn said. A template that rewrites what came before
-    is refused when this is made: the model would be trained on a conversation that nobody else will ever show it.
+    Rendered after a placeholder turn; the text from its end-of-turn token on is taken. Tokenizers split special tokens
+    off first, so these ids do not depend on the real turn. The constructor refuses a template that rewrites earlier
+    turns: the model would be trained on a conversation that it never sees at inference.
     """
 
     def __init__(self, tokenizer: Any, role: Literal["tool", "user"] = "tool") -> None:
@@ -113,20 +113,20 @@ class Continuation:
         self.opening = self._check()
 
     def ids(self, messages: Messages, last_id: int, settings: Mapping[str, Any] | None = None) -> list[int]:
-        """Ids behind a turn that ended with last_id: these messages, up to where the model's next turn begins.
+        """Ids after a turn that ended with last_id: these messages, up to the start of the model's next turn.
 
-        settings: those of the prompt (Prompt.settings); its tools are in the prompt already.
+        settings: Prompt.settings, without its tools, which are in the prompt already.
         """
-        own = {name: value for name, value in (settings or {}).items() if name != "tools"}
-        text = self._after(self.opening, clean_messages(messages), own)
+        settings = {name: value for name, value in (settings or {}).items() if name != "tools"}
+        text = self._after(self.opening, clean_messages(messages), settings)
         ids = self._encode(self.end_text + text)
         assert ids[0] == self.end_id, f"{self.end_text!r} begins with id {ids[0]}, not {self.end_id}"
-        # A turn may have ended in another way: by a stop string, or another end token, which then stays what it is.
+        # A turn may also have ended with a stop string, or with another end token, which is kept.
         ended = last_id == self.end_id or last_id in self.tokenizer.all_special_ids
         return ids[1:] if ended else ids
 
     def _check(self) -> Messages:
-        """The turn to render behind: one with a call if the template knows calls, else one of plain text."""
+        """The placeholder turn: with a tool call if the template supports calls, else plain text."""
         call = {"id": CALL_ID, "type": "function", "function": {"name": MARK, "arguments": {MARK: MARK}}}
         plain = {"role": "assistant", "content": MARK}
         turns = [{**plain, "tool_calls": [call]}, plain] if self.role == "tool" else [plain]
@@ -144,7 +144,7 @@ class Continuation:
 
     def _check_prefix(self, opening: Messages) -> None:
         results = [self._message(text) for text in ("first result", "second result")]
-        # Without the generation prompt: behind it some templates open a block of thought that later ones leave out.
+        # Without the generation prompt, with which some templates open a thinking block that later turns drop.
         shown = [opening[:1], [*opening, results[0]], [*opening, results[0], opening[1], results[1]]]
         start, once, twice = (self._render(messages, generation_prompt=False) for messages in shown)
         if "first result" not in once or "second result" not in twice:
@@ -156,7 +156,7 @@ class Continuation:
         self._after(opening, results[:1])
 
     def _after(self, opening: Messages, messages: Messages, settings: Mapping[str, Any] | None = None) -> str:
-        """Text behind the end-of-turn token of the made-up turn."""
+        """Text after the end-of-turn token of the placeholder turn."""
         text = self._render([*opening, *messages], generation_prompt=True, settings=settings)
         begin = text.find(self.end_text, text.find(MARK))
         if MARK not in text or begin < 0:
@@ -173,7 +173,7 @@ class Continuation:
             return apply_template(self.tokenizer, messages, add_generation_prompt=generation_prompt, **(settings or {}))
         except Endless:
             raise
-        except Exception as error:  # templates are programs: Jinja errors, TypeErrors and their own raise_exception()
+        except Exception as error:  # templates are programs: Jinja errors, TypeErrors, raise_exception()
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"cannot render a turn of the role {self.role!r} ({reason})") from None
 

@@ -1,38 +1,28 @@
-"""NeMo Gym: completions verified by its resource servers, and whole episodes run by its agents.
+"""NeMo Gym: completions verified by its resource servers (VerifyReward), and episodes run by its agents (RunSource).
 
     gym = GymClient(cfg.nemo_gym)
     gym.connect(prompts, multi_turn=cfg.nemo_gym.multi_turn)
     set_up_rewards(rewards, gym, on_error)                      # `nemo_gym:verify`, one POST /verify per completion
     source = RunSource(gym, sampling, version=lambda: engine.version)      # multi_turn: one POST /run per completion
 
-With multi_turn the tokens are made by our own vLLM server, which the gym's model server (its vllm_model) asks on behalf
-of the agents. So our server needs an address that the gym can be told beforehand:
+With multi_turn our own vLLM server samples the tokens: the gym's model server (its vllm_model) asks it on behalf of the
+agents. So our server needs an address that is known beforehand:
 
     STROP_VLLM_TOKEN=... python -m rollout.serve --model M --vllm.port 8000 \\
         --vllm.extra-args="--enable-auto-tool-choice --tool-call-parser hermes"
     policy_model.responses_api_models.vllm_model: base_url http://127.0.0.1:8000/v1, api_key the token, model base,
         return_token_id_information true
 
-Temperature, length, seed and stop ids of a request are the trainer's, whatever the row says.
+Temperature, length, seed and stop ids of a request are the trainer's, whatever the row contains.
 
-NeMo Gym's servers over HTTP: where they are, and one request to one of them.
+The reply of an agent to /run becomes one Completion:
 
-    gym = GymClient(NemoGymConfig(datasets=("rows.jsonl@math",), head_port=11000))
-    gym.connect(prompts, multi_turn=False)      # asks the head server, then each server that the rows need
-    future = gym.loop.start(gym.verify(row, ref))
-    gym.close()
-
-The cookie that /seed_session gives is the session: without it a server with state verifies 0.0 and says nothing. So
-each verification has cookies of its own, and none are kept by the client.
-
-What an agent of NeMo Gym answers to /run, as one Completion. Plain functions, no connection.
-
-    turn 1: prompt [10, 20]                            made [30, 31]
-    turn 2: prompt [10, 20, 30, 31, 100, 101, 102]     made [40, 41]
+    turn 1: prompt [10, 20]                            sampled [30, 31]
+    turn 2: prompt [10, 20, 30, 31, 100, 101, 102]     sampled [40, 41]
     -> prompt_ids [10, 20], ids [30, 31, 100, 101, 102, 40, 41], mask [T, T, F, F, F, T, T]
 
-That holds only if each turn's prompt begins with all that came before, token by token. The gym renders every prompt
-anew from text, so it need not: a template may leave out tool calls or thoughts, and text may become other tokens.
+This needs each turn's prompt to begin with all tokens before it. The gym renders every prompt from text again, so it
+may not: a template may drop tool calls or thoughts, and text may be tokenised differently (prefix_mismatch).
 """
 
 from __future__ import annotations
@@ -51,17 +41,464 @@ from typing import Any, Literal
 from data.hints import suggest
 from data.rows.nemo_gym import item_messages
 from data.types import Messages, Prompt
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Request, Sampling
 from rollout.gyms.options import NemoGymConfig
-from rollout.schedule.source import Job
 from rollout.servers.loop import Loop, together
 
+# Columns of a RunSource's completions, for rewards and metrics; reward_components only if the server sends them.
+COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "left_out_turns", "reward_components")
+GIVE_UP = 100  # failures in a row after which the run stops
+SEED_MASK = 2**63 - 1
+CONNECT_S = 10.0
+POLL_S = 1.0
+SERVERS = "resources_servers"
+AGENTS = "responses_api_agents"
+EVERYWHERE = ("0.0.0.0", "::", "localhost", "")  # hosts that say where a server listens, not where it is
 LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0
+
+
+class VerifyReward:
+    """The reward `nemo_gym:verify`: each completion is scored by the row's resource server."""
+
+    def __init__(self) -> None:
+        self.gym: GymClient | None = None
+        self.on_error: Literal["stop", "none"] = "stop"
+
+    async def __call__(
+        self,
+        prompts: list[Messages],
+        completions: list[Any],
+        verify_extra: list[str | None],
+        nemo_gym_ref: list[dict[str, Any] | None],
+    ) -> list[float | None]:
+        """One number per row; None for rows that are not the gym's.
+
+        A row that fails stops the run, or with on_error "none" is NaN: it gets no reward at all, and is counted.
+        """
+        if self.gym is None:
+            raise ValueError("is asked by the trainer only, which knows the servers; see --nemo-gym.datasets")
+        work = self._all(list(zip(prompts, completions, verify_extra, nemo_gym_ref, strict=True)))
+        return await asyncio.wrap_future(self.gym.loop.start(work))
+
+    async def _all(self, rows: list[tuple[Messages, Any, str | None, dict[str, Any] | None]]) -> list[float | None]:
+        return await together([self._one(*row) for row in rows])
+
+    async def _one(self, prompt: Messages, completion: Any, row_json: str | None, ref: Any) -> float | None:
+        assert self.gym is not None
+        if row_json is None:
+            return None
+        messages = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        row = row_body(row_json, prompt) | {"response": response_of(messages, self.gym.cfg.model_name)}
+        try:
+            reply = await self.gym.verify(row, ref)
+            return read_reward(reply)
+        except (GymError, ValueError) as error:
+            if self.on_error == "stop":
+                raise ValueError(f"NeMo Gym: {ref['source']}: {error}") from None
+            kind = error.kind if isinstance(error, GymError) else "reward"
+            self.gym.log_once(kind, f"NeMo Gym: {ref['source']}: {error}; such completions get no reward")
+            return math.nan
+
+
+class RunSource:
+    """Source of episodes run by the gym's agents: one POST /run per request.
+
+    A failed episode becomes a completion without trained tokens and without a reward, logged once per kind of failure;
+    GIVE_UP failures in a row stop the run.
+    """
+
+    def __init__(
+        self,
+        gym: GymClient,
+        sampling: Sampling,
+        *,
+        version: Callable[[], int],  # of the weights that the server holds now
+        vocab_size: int | None = None,
+        seeded: bool = True,
+    ) -> None:
+        self.gym, self.sampling, self.version = gym, sampling, version
+        self.vocab_size, self.seeded = vocab_size, seeded
+        self._running: set[Future[Any]] = set()
+        self._in_a_row = 0
+
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
+        """Start all episodes; one future per group, its completions in the order of the requests."""
+        version = self.version()
+        futures = [self.gym.loop.start(self._group(list(group), version)) for group in groups]
+        for future in futures:
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
+        return futures
+
+    def close(self) -> None:
+        """Cancel what runs; the GymClient is closed by its owner."""
+        for future in list(self._running):
+            future.cancel()
+
+    async def _group(self, requests: list[Request], version: int) -> list[Completion]:
+        return await together([self._episode(request, i, version) for i, request in enumerate(requests)])
+
+    async def _episode(self, request: Request, number: int, version: int) -> Completion:
+        prompt = request.prompt
+        try:
+            name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
+            reply = await self.gym.run(self.body(prompt, name, request.seed, number), name, url)
+            completion, left_out = read_episode(
+                reply,
+                prompt_ids=prompt.ids,
+                max_tokens=self.sampling.max_tokens,
+                version=version,
+                vocab_size=self.vocab_size,
+            )
+        except NoTokenIds:
+            raise
+        except (GymError, ValueError) as error:
+            kind = error.kind if isinstance(error, GymError) else str(error).partition(":")[0]
+            return self._failed(prompt, kind, str(error))
+        if left_out:
+            return self._mismatched(prompt, completion)
+        self._in_a_row = 0
+        return completion
+
+    def body(self, prompt: Prompt, agent: str, seed: int, number: int) -> dict[str, Any]:
+        """The row with our sampling settings; the gym's model server adds `metadata` to its request."""
+        row = row_body(prompt.columns["verify_extra"], prompt.prompt)
+        params = {key: value for key, value in row["responses_create_params"].items() if value is not None}
+        metadata = dict(params.get("metadata") or {})
+        if prompt.settings:
+            metadata["chat_template_kwargs"] = json.dumps(prompt.settings)
+        extra = json.loads(metadata.get("extra_body") or "{}")
+        # As in our own requests: stop at these ids, not at those of the model's generation_config.
+        extra |= {"stop_token_ids": list(self.sampling.stop_ids), "ignore_eos": True}
+        if self.seeded:
+            extra["seed"] = seed & SEED_MASK
+        if self.sampling.top_k:
+            extra["top_k"] = self.sampling.top_k
+        limit = self.sampling.max_tokens
+        params |= {
+            "max_output_tokens": min(params.get("max_output_tokens") or limit, limit),  # of one turn
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "metadata": metadata | {"extra_body": json.dumps(extra)},
+        }
+        return row | {
+            "responses_create_params": params,
+            "agent_ref": {"type": "responses_api_agents", "name": agent},
+            "_ng_task_index": prompt.columns["nemo_gym_index"],
+            "_ng_rollout_index": number,
+        }
+
+    def _mismatched(self, prompt: Prompt, completion: Completion) -> Completion:
+        """A turn's prompt does not continue the turns before it: only the turns after the last mismatch are kept."""
+        what = "the prompt of a turn is not the turns before it, token by token"
+        rule = self.gym.cfg.prefix_mismatch
+        if rule == "stop":
+            raise ValueError(
+                f"nemo_gym.prefix_mismatch=stop: {prompt.source}: {what}; use a chat template that keeps earlier turns "
+                "as they were, or set it to last or drop"
+            )
+        if rule == "drop":
+            return self._failed(prompt, "prefix", what)
+        self.gym.log_once(
+            "prefix",
+            f"NeMo Gym: {prompt.source}: {what}; of such episodes only the last turns are trained on "
+            "(rollout/left_out_turns counts the others)",
+        )
+        return completion
+
+    def _failed(self, prompt: Prompt, kind: str, reason: str) -> Completion:
+        self._in_a_row += 1
+        if self._in_a_row >= GIVE_UP:
+            raise ValueError(
+                f"nemo_gym: {self._in_a_row} episodes in a row have failed, the last one {prompt.source} ({reason}); "
+                "the logs of the gym's agent and model server may say more"
+            )
+        self.gym.log_once(kind, f"NeMo Gym: {prompt.source}: {reason}; such episodes are not trained on")
+        return failed(prompt.ids)
+
+
+def set_up_rewards(rewards: Any, gym: GymClient, on_error: Literal["stop", "none"]) -> None:
+    """Set the client of every `nemo_gym:verify` among the rewards."""
+    for function in rewards.functions:
+        if isinstance(function.call, VerifyReward):
+            function.call.gym, function.call.on_error = gym, on_error
+
+
+# the gym's servers ---------------------------------------------------------------------------------------------------
+
+
+class GymError(Exception):
+    """A request failed. `again`: whether a retry may work; `kind` groups similar failures."""
+
+    def __init__(self, text: str, *, kind: str, again: bool = False) -> None:
+        super().__init__(text)
+        self.kind, self.again = kind, again
+
+
+@dataclass(frozen=True)
+class Places:
+    """Servers that the head server lists, by name."""
+
+    servers: dict[str, str]  # resource servers: address
+    agents: dict[str, tuple[str, str | None]]  # (address, its resource server)
+
+
+class GymClient:
+    """HTTP to the gym's servers, in a background loop.
+
+    gym = GymClient(NemoGymConfig(datasets=("rows.jsonl@math",), head_port=11000))
+    gym.connect(prompts, multi_turn=False)      # asks the head server, then each server that the rows need
+    future = gym.loop.start(gym.verify(row, ref))
+    gym.close()
+
+    The cookie of /seed_session identifies the session: without it, a server with state verifies 0.0 without an error.
+    So each verification has its own cookies, and the client keeps none.
+    """
+
+    def __init__(self, cfg: NemoGymConfig, log: Callable[[str], None] | None = None) -> None:
+        self.cfg = cfg
+        self.log = log or (lambda text: print(text, file=sys.stderr))
+        self.loop = Loop("nemo-gym")
+        self.places = Places({}, {})
+        self._http: Any = None
+        self._slots: asyncio.Semaphore | None = None
+        self._reported: set[str] = set()
+
+    @property
+    def head(self) -> str:
+        return f"http://{self.cfg.head_host}:{self.cfg.head_port}"
+
+    def connect(self, prompts: Sequence[Prompt], *, multi_turn: bool) -> None:
+        """Find the servers and wait until those that the rows need answer; refuse rows without a server."""
+        deadline = time.monotonic() + self.cfg.server_timeout
+        text = self.loop.run(self._wait(f"{self.head}/global_config_dict_yaml", deadline, "the gym's head server"))
+        self.places = read_places(text, self.head, self.cfg.head_host)
+        needed: dict[str, str] = {}
+        for prompt in prompts:
+            ref = prompt.columns.get("nemo_gym_ref")
+            if ref is None:
+                continue
+            try:
+                name, url = self.agent_of(ref) if multi_turn else self.server_of(ref)
+            except ValueError as error:
+                raise ValueError(f"{prompt.source}: {error}") from None
+            needed[name] = url
+        for name, url in needed.items():
+            self.loop.run(self._wait(f"{url}/", deadline, name))
+        kind = "agents" if multi_turn else "resource servers"
+        self.log(f"NeMo Gym: {kind} {', '.join(f'{name} at {url}' for name, url in sorted(needed.items()))}")
+
+    def server_of(self, ref: dict[str, Any]) -> tuple[str, str]:
+        """(name, address) of the resource server for a row: the dataset's, else the row's."""
+        servers, agents = self.places.servers, self.places.agents
+        for name in (ref.get("server"), ref.get("name")):
+            found = agents[name][1] if name in agents else name
+            if found in servers:
+                return found, servers[found]
+            if name is not None:
+                raise ValueError(self._unknown("resource server", name, [*servers, *agents]))
+        raise ValueError("names no server of the gym; write PATH@SERVER in nemo_gym.datasets")
+
+    def agent_of(self, ref: dict[str, Any]) -> tuple[str, str]:
+        """(name, address) of the agent for a row: the dataset's, the row's, or the one with that resource server."""
+        agents = self.places.agents
+        server, name = ref.get("server"), ref.get("name")
+        if server in agents:
+            return server, agents[server][0]
+        if name in agents and (server is None or agents[name][1] == server):
+            return name, agents[name][0]
+        wanted = server if server is not None else name
+        fits = [agent for agent, (_, resource) in agents.items() if resource == wanted and wanted is not None]
+        if len(fits) == 1:
+            return fits[0], agents[fits[0]][0]
+        if fits:
+            raise ValueError(
+                f"nemo_gym.datasets: agents {', '.join(fits)} all have the server {wanted}; write PATH@AGENT"
+            )
+        raise ValueError(self._unknown("agent", str(wanted), list(agents)))
+
+    async def verify(self, row: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]:
+        """The resource server's reply for a row with a response: new session, /verify, retries."""
+        name, url = self.server_of(ref)
+
+        async def once() -> dict[str, Any]:
+            seed = {key: value for key, value in row.items() if key != "response"}
+            cookies = await self.post(f"{url}/seed_session", seed, name, optional=True)
+            return (await self.post(f"{url}/verify", row, name, cookies[1]))[0]
+
+        return await self.retried(once, self.cfg.verify_timeout, f"{name}/verify")
+
+    async def run(self, row: dict[str, Any], name: str, url: str) -> dict[str, Any]:
+        """One episode, run by an agent."""
+
+        async def once() -> dict[str, Any]:
+            return (await self.post(f"{url}/run", row, name))[0]
+
+        return await self.retried(once, self.cfg.run_timeout, f"{name}/run")
+
+    async def retried(self, once: Callable[[], Any], seconds: float, what: str) -> dict[str, Any]:
+        """Await it with a time limit and retries; time in the queue does not count."""
+        if self._slots is None:  # created here because it belongs to the loop
+            self._slots = asyncio.Semaphore(self.cfg.max_connections)
+        for tries_left in range(self.cfg.retries, -1, -1):
+            try:
+                async with self._slots, asyncio.timeout(seconds):
+                    return await once()
+            except TimeoutError:
+                raise GymError(f"{what} has not answered for {seconds:g} s", kind=f"{what} late") from None
+            except GymError as error:
+                if not error.again or not tries_left:
+                    raise
+            await asyncio.sleep(0.2)
+        raise AssertionError("the last try returns or raises")
+
+    async def post(
+        self, url: str, body: dict[str, Any], name: str, cookies: str = "", *, optional: bool = False
+    ) -> tuple[dict[str, Any], str]:
+        """(reply, cookies for the next request of the session); optional: the server may lack this route."""
+        import httpx
+
+        route = url.rpartition("/")[2]
+        try:
+            reply = await self._client().post(url, json=body, headers={"cookie": cookies} if cookies else {})
+        except (httpx.HTTPError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise GymError(f"{name}/{route} failed ({reason})", kind=f"{name}/{route} failed", again=True) from error
+        if optional and reply.status_code in (404, 405):
+            return {}, ""
+        if reply.status_code != 200:
+            text = f"{name}/{route} answered {reply.status_code} ({error_text(reply.content)})"
+            raise GymError(text, kind=f"{name}/{route} {reply.status_code}", again=reply.status_code >= 500)
+        try:
+            value = json.loads(reply.content)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            shown = reply.content[:60]
+            raise GymError(f"{name}/{route} answered {shown!r}, which is no object", kind=f"{name}/{route} garbage")
+        return value, join_cookies(cookies, reply.headers.get_list("set-cookie"))
+
+    def log_once(self, kind: str, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self.log(text)
+
+    def close(self) -> None:
+        """May be called twice."""
+        http, self._http = self._http, None
+        if http is not None:
+            self.loop.run(http.aclose(), 10.0)
+        self.loop.close()
+
+    async def _wait(self, url: str, deadline: float, what: str) -> str:
+        """Text of a GET, repeated until it succeeds."""
+        import httpx
+
+        while True:
+            try:
+                reply = await self._client().get(url, timeout=max(deadline - time.monotonic(), 1.0))
+                if reply.status_code == 200:
+                    return reply.text
+                reason = f"answers {reply.status_code}"
+            except (httpx.HTTPError, OSError) as error:
+                reason = str(error) or type(error).__name__
+            if time.monotonic() + POLL_S > deadline:
+                raise ValueError(
+                    f"nemo_gym.head_port={self.cfg.head_port}: {what} at {url} is not ready ({reason}); start the "
+                    "gym's servers first, or raise --nemo-gym.server-timeout"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def _client(self) -> Any:
+        """Created in the loop. Keeps no cookies, else rows would share a session; ignores proxy variables."""
+        import httpx
+
+        if self._http is None:
+            none = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
+            # Servers close idle connections after 5 s, and a request on a closing one fails.
+            limits = httpx.Limits(
+                max_connections=None, max_keepalive_connections=self.cfg.max_connections, keepalive_expiry=2.0
+            )
+            self._http = httpx.AsyncClient(
+                timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=False, limits=limits, cookies=none
+            )
+        return self._http
+
+    def _unknown(self, what: str, name: str, known: Sequence[str]) -> str:
+        if not known:
+            return f"nemo_gym.head_port={self.cfg.head_port}: the head server knows no {what}; start one"
+        return f"nemo_gym.datasets=...@{name}: the head server knows no such {what}; {suggest(name, known)}"
+
+
+def read_places(text: str, head: str, host: str) -> Places:
+    """Names and addresses from the head server's reply: YAML, which some versions of the gym wrap in a JSON string."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(text)
+        tree = yaml.safe_load(tree) if isinstance(tree, str) else tree
+    except (yaml.YAMLError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{head}: is not the head server of NeMo Gym, its configuration is no mapping; check the port")
+    servers: dict[str, str] = {}
+    agents: dict[str, tuple[str, str | None]] = {}
+    for name, entry in tree.items():
+        for kind in (SERVERS, AGENTS):
+            inner = entry.get(kind) if isinstance(entry, dict) else None
+            # One entry, named after its code; the server's name is the outer key.
+            fields = next(iter(inner.values()), None) if isinstance(inner, dict) else None
+            if not isinstance(fields, dict) or not isinstance(fields.get("port"), int):
+                continue
+            at = str(fields.get("host") or "")
+            url = f"http://{host if at in EVERYWHERE else at}:{fields['port']}"
+            if kind == SERVERS:
+                servers[name] = url
+            else:
+                ref = fields.get("resources_server")
+                agents[name] = (url, ref.get("name") if isinstance(ref, dict) else None)
+    return Places(servers, agents)
+
+
+def row_body(row_json: str, prompt: Messages) -> dict[str, Any]:
+    """The row as it was read; a system prompt that we added to the prompt is added to its input too."""
+    row = json.loads(row_json)
+    params = row["responses_create_params"]
+    given = params["input"]
+    first = given[0].get("role") if isinstance(given, list) else "user"
+    if prompt[0]["role"] == "system" and first != "system":
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        params["input"] = [dict(prompt[0]), *items]
+    return row
+
+
+def join_cookies(have: str, set_cookie: Sequence[str]) -> str:
+    """The Cookie header of the next request: new values replace old ones of the same name."""
+    pairs = [part.strip() for part in have.split(";") if part.strip()]
+    pairs += [line.split(";", 1)[0].strip() for line in set_cookie]
+    return "; ".join({pair.partition("=")[0]: pair for pair in pairs if "=" in pair}.values())
+
+
+def error_text(body: bytes) -> str:
+    """The reason in an error reply: FastAPI's list of fields, or the text."""
+    try:
+        value = json.loads(body)
+    except ValueError:
+        value = body.decode(errors="replace")
+    detail = value.get("detail") if isinstance(value, dict) else value
+    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
+        first = detail[0]
+        more = f" and {len(detail) - 1} more" if len(detail) > 1 else ""
+        return f"{'.'.join(map(str, first.get('loc', ())))}: {first.get('msg')}{more}"
+    return " ".join(str(detail).split())[:200] or "no reason given"
+
+
+# requests and replies: plain functions, no connection ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request to the model: what it was given, and what it made."""
+    """One request to the model: its prompt and what it sampled."""
 
     prompt_ids: list[int]
     ids: list[int]
@@ -80,7 +517,7 @@ class Chain:
 
 
 class NoTokenIds(ValueError):
-    """The model server does not tell which tokens it made: no episode can be trained on."""
+    """The model server does not return the sampled token ids: no episode can be trained on."""
 
 
 def read_reward(reply: dict[str, Any]) -> float:
@@ -91,17 +528,17 @@ def read_reward(reply: dict[str, Any]) -> float:
 
 
 def read_turns(items: Sequence[Any]) -> list[Turn]:
-    """The model's turns among the items of a response. A turn's ids are at its last item."""
-    turns, said = [], False
+    """The model's turns among the items of a response. A turn's ids are in its last item."""
+    turns, has_text = [], False
     for number, item in enumerate(items):
         if not isinstance(item, dict):
             raise ValueError(f"output[{number}]: is a {type(item).__name__}, not an object")
         if item.get("generation_token_ids") is None:
-            said = said or item.get("type") == "function_call" or _says(item)
+            has_text = has_text or item.get("type") == "function_call" or _has_text(item)
             continue
         turns.append(_turn(item, number))
     turns = [turn for turn in turns if turn.ids]
-    if said and not turns:
+    if has_text and not turns:
         raise NoTokenIds(
             "nemo_gym.multi_turn=True: the episodes come without token ids; set return_token_id_information: true in "
             "the gym's model server"
@@ -110,7 +547,7 @@ def read_turns(items: Sequence[Any]) -> list[Turn]:
 
 
 def chains(turns: Sequence[Turn]) -> list[Chain]:
-    """The turns in order, cut where a prompt is not what came before it."""
+    """Join consecutive turns; a new chain starts where a prompt does not continue the turns before it."""
     made: list[Chain] = []
     for turn in turns:
         last = made[-1] if made else None
@@ -132,7 +569,7 @@ def chains(turns: Sequence[Turn]) -> list[Chain]:
 def read_episode(
     reply: dict[str, Any], *, prompt_ids: list[int], max_tokens: int, version: int, vocab_size: int | None = None
 ) -> tuple[Completion, int]:
-    """The Completion of an episode, and how many turns are not in it: those before a prompt that did not fit."""
+    """(Completion of an episode, number of turns that are not in it because a later prompt did not continue them)."""
     response = reply.get("response")
     if not isinstance(response, dict) or not isinstance(response.get("output"), list):
         raise ValueError("response: has no output")
@@ -149,7 +586,7 @@ def read_episode(
     }
     if isinstance(reply.get("reward_components"), dict):
         columns["reward_components"] = reply["reward_components"]
-    if not turns:  # the model said nothing, and the environment has judged that
+    if not turns:  # the model's answer is empty, and the environment has scored that
         return empty(prompt_ids, columns, messages), 0
     for number, turn in enumerate(turns):
         _check_ids(turn, number, vocab_size)
@@ -158,7 +595,7 @@ def read_episode(
     columns["left_out_turns"] = len(turns) - chain.num_turns
     cut = len(chain.ids) > max_tokens
     ids, logps, mask = chain.ids[:max_tokens], chain.logps[:max_tokens], chain.mask[:max_tokens]
-    while not mask[-1]:  # nothing follows that it would be context for
+    while not mask[-1]:  # context that no sampled token follows
         ids, logps, mask = ids[:-1], logps[:-1], mask[:-1]
     short = bool(response.get("incomplete_details")) or response.get("status") == "incomplete"
     completion = Completion(
@@ -176,13 +613,13 @@ def read_episode(
 
 
 def failed(prompt_ids: list[int]) -> Completion:
-    """An episode that did not come to its end: nothing to train on, and no reward."""
+    """A failed episode: nothing to train on, and no reward."""
     columns = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "left_out_turns": 0}
     return empty(prompt_ids, columns, [])
 
 
 def empty(prompt_ids: list[int], columns: dict[str, Any], messages: list[dict[str, Any]]) -> Completion:
-    """One token that stands for none: whatever it is, it is not trained."""
+    """A completion with one masked token in place of none, which is not trained on."""
     return Completion(
         prompt_ids=list(prompt_ids),
         ids=[prompt_ids[-1]],
@@ -197,7 +634,7 @@ def empty(prompt_ids: list[int], columns: dict[str, Any], messages: list[dict[st
 
 
 def response_of(messages: Sequence[dict[str, Any]], model: str) -> dict[str, Any]:
-    """A response as /verify takes it, of the messages that followed a prompt."""
+    """The messages after a prompt as a response for /verify."""
     output: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
         if message["role"] == "tool":
@@ -236,7 +673,7 @@ def _turn(item: dict[str, Any], number: int) -> Turn:
 
 
 def _integers(values: Any) -> list[int] | None:
-    """Some versions send ids as text."""
+    """Some versions of the gym send ids as text."""
     try:
         return [int(value) for value in values]
     except (TypeError, ValueError):
@@ -249,445 +686,8 @@ def _check_ids(turn: Turn, number: int, vocab_size: int | None) -> None:
         raise ValueError(f"turn {number}: an id outside the vocabulary of {vocab_size}; is it another model's?")
 
 
-def _says(item: dict[str, Any]) -> bool:
+def _has_text(item: dict[str, Any]) -> bool:
     content = item.get("content")
     parts = content if isinstance(content, list) else []
     texts = [content] if isinstance(content, str) else [p.get("text") for p in parts if isinstance(p, dict)]
     return item.get("type") == "message" and any(isinstance(text, str) and text.strip() for text in texts)
-
-
-CONNECT_S = 10.0
-POLL_S = 1.0
-SERVERS = "resources_servers"
-AGENTS = "responses_api_agents"
-EVERYWHERE = ("0.0.0.0", "::", "localhost", "")  # what a server listens on, not where it is
-
-
-class GymError(Exception):
-    """One request failed; `again` says whether another try may do better. `kind` is the same for like failures."""
-
-    def __init__(self, text: str, *, kind: str, again: bool = False) -> None:
-        super().__init__(text)
-        self.kind, self.again = kind, again
-
-
-@dataclass(frozen=True)
-class Places:
-    """What the head server knows, by name."""
-
-    servers: dict[str, str]  # resource servers: address
-    agents: dict[str, tuple[str, str | None]]  # address, and the resource server it works with
-
-
-class GymClient:
-    """Connections to the gym's servers, used from a loop of its own."""
-
-    def __init__(self, cfg: NemoGymConfig, say: Callable[[str], None] | None = None) -> None:
-        self.cfg = cfg
-        self.say = say or (lambda text: print(text, file=sys.stderr))
-        self.loop = Loop("nemo-gym")
-        self.places = Places({}, {})
-        self._http: Any = None
-        self._slots: asyncio.Semaphore | None = None
-        self._said: set[str] = set()
-
-    @property
-    def head(self) -> str:
-        return f"http://{self.cfg.head_host}:{self.cfg.head_port}"
-
-    def connect(self, prompts: Sequence[Prompt], *, multi_turn: bool) -> None:
-        """Find the servers, and wait until those that the rows need answer; refuse rows that none is there for."""
-        deadline = time.monotonic() + self.cfg.server_timeout
-        text = self.loop.run(self._wait(f"{self.head}/global_config_dict_yaml", deadline, "the gym's head server"))
-        self.places = read_places(text, self.head, self.cfg.head_host)
-        needed: dict[str, str] = {}
-        for prompt in prompts:
-            ref = prompt.columns.get("nemo_gym_ref")
-            if ref is None:
-                continue
-            try:
-                name, url = self.agent_of(ref) if multi_turn else self.server_of(ref)
-            except ValueError as error:
-                raise ValueError(f"{prompt.source}: {error}") from None
-            needed[name] = url
-        for name, url in needed.items():
-            self.loop.run(self._wait(f"{url}/", deadline, name))
-        kind = "agents" if multi_turn else "resource servers"
-        self.say(f"NeMo Gym: {kind} {', '.join(f'{name} at {url}' for name, url in sorted(needed.items()))}")
-
-    def server_of(self, ref: dict[str, Any]) -> tuple[str, str]:
-        """(name, address) of the resource server that verifies a row: the dataset's, else the row's."""
-        servers, agents = self.places.servers, self.places.agents
-        for name in (ref.get("server"), ref.get("name")):
-            found = agents[name][1] if name in agents else name
-            if found in servers:
-                return found, servers[found]
-            if name is not None:
-                raise ValueError(self._unknown("resource server", name, [*servers, *agents]))
-        raise ValueError("names no server of the gym; write PATH@SERVER in nemo_gym.datasets")
-
-    def agent_of(self, ref: dict[str, Any]) -> tuple[str, str]:
-        """(name, address) of the agent that runs a row: the dataset's, the row's, or the one with that server."""
-        agents = self.places.agents
-        server, name = ref.get("server"), ref.get("name")
-        if server in agents:
-            return server, agents[server][0]
-        if name in agents and (server is None or agents[name][1] == server):
-            return name, agents[name][0]
-        wanted = server if server is not None else name
-        fits = [agent for agent, (_, resource) in agents.items() if resource == wanted and wanted is not None]
-        if len(fits) == 1:
-            return fits[0], agents[fits[0]][0]
-        if fits:
-            raise ValueError(
-                f"nemo_gym.datasets: agents {', '.join(fits)} all have the server {wanted}; write PATH@AGENT"
-            )
-        raise ValueError(self._unknown("agent", str(wanted), list(agents)))
-
-    async def verify(self, row: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]:
-        """What the resource server says of a row with a response: a new session, verified, tried again if need be."""
-        name, url = self.server_of(ref)
-
-        async def once() -> dict[str, Any]:
-            seed = {key: value for key, value in row.items() if key != "response"}
-            cookies = await self.post(f"{url}/seed_session", seed, name, optional=True)
-            return (await self.post(f"{url}/verify", row, name, cookies[1]))[0]
-
-        return await self.retried(once, self.cfg.verify_timeout, f"{name}/verify")
-
-    async def run(self, row: dict[str, Any], name: str, url: str) -> dict[str, Any]:
-        """A whole episode by an agent."""
-
-        async def once() -> dict[str, Any]:
-            return (await self.post(f"{url}/run", row, name))[0]
-
-        return await self.retried(once, self.cfg.run_timeout, f"{name}/run")
-
-    async def retried(self, once: Callable[[], Any], seconds: float, what: str) -> dict[str, Any]:
-        """Await it within the time, again where that may help; the time in the queue does not count."""
-        if self._slots is None:  # here, as it belongs to the loop
-            self._slots = asyncio.Semaphore(self.cfg.max_connections)
-        for tries_left in range(self.cfg.retries, -1, -1):
-            try:
-                async with self._slots, asyncio.timeout(seconds):
-                    return await once()
-            except TimeoutError:
-                raise GymError(f"{what} has not answered for {seconds:g} s", kind=f"{what} late") from None
-            except GymError as error:
-                if not error.again or not tries_left:
-                    raise
-            await asyncio.sleep(0.2)
-        raise AssertionError("the last try returns or raises")
-
-    async def post(
-        self, url: str, body: dict[str, Any], name: str, cookies: str = "", *, optional: bool = False
-    ) -> tuple[dict[str, Any], str]:
-        """(reply, cookies for the next request of this session); optional: a server without this route has nothing."""
-        import httpx
-
-        route = url.rpartition("/")[2]
-        try:
-            reply = await self._client().post(url, json=body, headers={"cookie": cookies} if cookies else {})
-        except (httpx.HTTPError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise GymError(f"{name}/{route} failed ({reason})", kind=f"{name}/{route} failed", again=True) from error
-        if optional and reply.status_code in (404, 405):
-            return {}, ""
-        if reply.status_code != 200:
-            text = f"{name}/{route} answered {reply.status_code} ({error_text(reply.content)})"
-            raise GymError(text, kind=f"{name}/{route} {reply.status_code}", again=reply.status_code >= 500)
-        try:
-            value = json.loads(reply.content)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            shown = reply.content[:60]
-            raise GymError(f"{name}/{route} answered {shown!r}, which is no object", kind=f"{name}/{route} garbage")
-        return value, join_cookies(cookies, reply.headers.get_list("set-cookie"))
-
-    def say_once(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self.say(text)
-
-    def close(self) -> None:
-        """May be called twice."""
-        http, self._http = self._http, None
-        if http is not None:
-            self.loop.run(http.aclose(), 10.0)
-        self.loop.close()
-
-    async def _wait(self, url: str, deadline: float, what: str) -> str:
-        """Text of a GET, asked for until it comes."""
-        import httpx
-
-        while True:
-            try:
-                reply = await self._client().get(url, timeout=max(deadline - time.monotonic(), 1.0))
-                if reply.status_code == 200:
-                    return reply.text
-                reason = f"answers {reply.status_code}"
-            except (httpx.HTTPError, OSError) as error:
-                reason = str(error) or type(error).__name__
-            if time.monotonic() + POLL_S > deadline:
-                raise ValueError(
-                    f"nemo_gym.head_port={self.cfg.head_port}: {what} at {url} is not ready ({reason}); start the "
-                    "gym's servers first, or raise --nemo-gym.server-timeout"
-                )
-            await asyncio.sleep(POLL_S)
-
-    def _client(self) -> Any:
-        """Made in the loop. Keeps no cookies: rows would share a session. Takes no proxy from the environment."""
-        import httpx
-
-        if self._http is None:
-            none = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
-            # Servers close idle connections after 5 s, and a request that meets the closing one fails.
-            limits = httpx.Limits(
-                max_connections=None, max_keepalive_connections=self.cfg.max_connections, keepalive_expiry=2.0
-            )
-            self._http = httpx.AsyncClient(
-                timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=False, limits=limits, cookies=none
-            )
-        return self._http
-
-    def _unknown(self, what: str, name: str, known: Sequence[str]) -> str:
-        if not known:
-            return f"nemo_gym.head_port={self.cfg.head_port}: the head server knows no {what}; start one"
-        return f"nemo_gym.datasets=...@{name}: the head server knows no such {what}; {suggest(name, known)}"
-
-
-def read_places(text: str, head: str, host: str) -> Places:
-    """Names and addresses from the head server's reply: YAML, which versions of the gym wrap in a JSON string."""
-    import yaml
-
-    try:
-        tree = yaml.safe_load(text)
-        tree = yaml.safe_load(tree) if isinstance(tree, str) else tree
-    except (yaml.YAMLError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{head}: is not the head server of NeMo Gym, its configuration is no mapping; check the port")
-    servers: dict[str, str] = {}
-    agents: dict[str, tuple[str, str | None]] = {}
-    for name, entry in tree.items():
-        for kind in (SERVERS, AGENTS):
-            inner = entry.get(kind) if isinstance(entry, dict) else None
-            # One entry, named after the code that runs; the server's own name is the outer one.
-            fields = next(iter(inner.values()), None) if isinstance(inner, dict) else None
-            if not isinstance(fields, dict) or not isinstance(fields.get("port"), int):
-                continue
-            at = str(fields.get("host") or "")
-            url = f"http://{host if at in EVERYWHERE else at}:{fields['port']}"
-            if kind == SERVERS:
-                servers[name] = url
-            else:
-                ref = fields.get("resources_server")
-                agents[name] = (url, ref.get("name") if isinstance(ref, dict) else None)
-    return Places(servers, agents)
-
-
-def row_body(row_json: str, prompt: Messages) -> dict[str, Any]:
-    """The row as it was read; a system prompt that we put before the conversation goes before its input too."""
-    row = json.loads(row_json)
-    params = row["responses_create_params"]
-    given = params["input"]
-    first = given[0].get("role") if isinstance(given, list) else "user"
-    if prompt[0]["role"] == "system" and first != "system":
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        params["input"] = [dict(prompt[0]), *items]
-    return row
-
-
-def join_cookies(have: str, set_cookie: Sequence[str]) -> str:
-    """The Cookie header of the next request: new values replace old ones of the same name."""
-    pairs = [part.strip() for part in have.split(";") if part.strip()]
-    pairs += [line.split(";", 1)[0].strip() for line in set_cookie]
-    return "; ".join({pair.partition("=")[0]: pair for pair in pairs if "=" in pair}.values())
-
-
-def error_text(body: bytes) -> str:
-    """The few words of a refusal: FastAPI's list of fields, or the text as it is."""
-    try:
-        value = json.loads(body)
-    except ValueError:
-        value = body.decode(errors="replace")
-    detail = value.get("detail") if isinstance(value, dict) else value
-    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
-        first = detail[0]
-        more = f" and {len(detail) - 1} more" if len(detail) > 1 else ""
-        return f"{'.'.join(map(str, first.get('loc', ())))}: {first.get('msg')}{more}"
-    return " ".join(str(detail).split())[:200] or "no reason given"
-
-
-# What the completions of a RunSource bring for rewards and metrics; reward_components only where the server has them.
-COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "left_out_turns", "reward_components")
-GIVE_UP = 100  # failures in a row after which the gym is taken for broken
-SEED_MASK = 2**63 - 1
-
-
-class VerifyReward:
-    """The reward `nemo_gym:verify`: what the row's resource server says of each completion."""
-
-    def __init__(self) -> None:
-        self.gym: GymClient | None = None
-        self.on_error: Literal["stop", "none"] = "stop"
-
-    async def __call__(
-        self,
-        prompts: list[Messages],
-        completions: list[Any],
-        verify_extra: list[str | None],
-        nemo_gym_ref: list[dict[str, Any] | None],
-    ) -> list[float | None]:
-        """One number per row; None for rows that are not the gym's.
-
-        A row that fails stops the run, or with on_error "none" is NaN: that costs it every reward, and is counted.
-        """
-        if self.gym is None:
-            raise ValueError("is asked by the trainer only, which knows the servers; see --nemo-gym.datasets")
-        work = self._all(list(zip(prompts, completions, verify_extra, nemo_gym_ref, strict=True)))
-        return await asyncio.wrap_future(self.gym.loop.start(work))
-
-    async def _all(self, rows: list[tuple[Messages, Any, str | None, dict[str, Any] | None]]) -> list[float | None]:
-        return await together([self._one(*row) for row in rows])
-
-    async def _one(self, prompt: Messages, completion: Any, row_json: str | None, ref: Any) -> float | None:
-        assert self.gym is not None
-        if row_json is None:
-            return None
-        messages = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        row = row_body(row_json, prompt) | {"response": response_of(messages, self.gym.cfg.model_name)}
-        try:
-            reply = await self.gym.verify(row, ref)
-            return read_reward(reply)
-        except (GymError, ValueError) as error:
-            if self.on_error == "stop":
-                raise ValueError(f"NeMo Gym: {ref['source']}: {error}") from None
-            kind = error.kind if isinstance(error, GymError) else "reward"
-            self.gym.say_once(kind, f"NeMo Gym: {ref['source']}: {error}; such completions get no reward")
-            return math.nan
-
-
-class RunSource:
-    """Completions by the gym's agents: each job is an episode of its own, which POST /run plays to its end.
-
-    An episode that fails is a completion without trained tokens and without a reward, and is said once per kind; when
-    nothing but failures comes, the run stops.
-    """
-
-    def __init__(
-        self,
-        gym: GymClient,
-        sampling: Sampling,
-        *,
-        version: Callable[[], int],  # of the weights that the server holds now
-        vocab_size: int | None = None,
-        seeded: bool = True,
-    ) -> None:
-        self.gym, self.sampling, self.version = gym, sampling, version
-        self.vocab_size, self.seeded = vocab_size, seeded
-        self._running: set[Future[Any]] = set()
-        self._in_a_row = 0
-
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
-        """Begin; one future per group, its completions in the order of the jobs."""
-        version = self.version()
-        futures = [self.gym.loop.start(self._group(list(group), version)) for group in groups]
-        for future in futures:
-            self._running.add(future)
-            future.add_done_callback(self._running.discard)
-        return futures
-
-    def close(self) -> None:
-        """Cancel what runs; the gym's connections are their owner's."""
-        for future in list(self._running):
-            future.cancel()
-
-    async def _group(self, jobs: list[Job], version: int) -> list[Completion]:
-        return await together([self._episode(job, i, version) for i, job in enumerate(jobs)])
-
-    async def _episode(self, job: Job, number: int, version: int) -> Completion:
-        prompt = job.prompt
-        try:
-            name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
-            reply = await self.gym.run(self.body(prompt, name, job.seed, number), name, url)
-            completion, left_out = read_episode(
-                reply,
-                prompt_ids=prompt.ids,
-                max_tokens=self.sampling.max_tokens,
-                version=version,
-                vocab_size=self.vocab_size,
-            )
-        except NoTokenIds:
-            raise
-        except (GymError, ValueError) as error:
-            kind = error.kind if isinstance(error, GymError) else str(error).partition(":")[0]
-            return self._failed(prompt, kind, str(error))
-        if left_out:
-            return self._mismatched(prompt, completion)
-        self._in_a_row = 0
-        return completion
-
-    def body(self, prompt: Prompt, agent: str, seed: int, number: int) -> dict[str, Any]:
-        """The row, with our sampling; `metadata` has what the gym's model server adds to its request."""
-        row = row_body(prompt.columns["verify_extra"], prompt.prompt)
-        params = {key: value for key, value in row["responses_create_params"].items() if value is not None}
-        metadata = dict(params.get("metadata") or {})
-        if prompt.settings:
-            metadata["chat_template_kwargs"] = json.dumps(prompt.settings)
-        extra = json.loads(metadata.get("extra_body") or "{}")
-        # As for our own requests: these ids end a turn, not those of the model's generation_config.
-        extra |= {"stop_token_ids": list(self.sampling.stop_ids), "ignore_eos": True}
-        if self.seeded:
-            extra["seed"] = seed & SEED_MASK
-        if self.sampling.top_k:
-            extra["top_k"] = self.sampling.top_k
-        limit = self.sampling.max_tokens
-        params |= {
-            "max_output_tokens": min(params.get("max_output_tokens") or limit, limit),  # of one turn
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "metadata": metadata | {"extra_body": json.dumps(extra)},
-        }
-        return row | {
-            "responses_create_params": params,
-            "agent_ref": {"type": "responses_api_agents", "name": agent},
-            "_ng_task_index": prompt.columns["nemo_gym_index"],
-            "_ng_rollout_index": number,
-        }
-
-    def _mismatched(self, prompt: Prompt, completion: Completion) -> Completion:
-        """A turn's prompt was not what came before it: only the turns from the last such place on are one sequence."""
-        what = "the prompt of a turn is not the turns before it, token by token"
-        rule = self.gym.cfg.prefix_mismatch
-        if rule == "stop":
-            raise ValueError(
-                f"nemo_gym.prefix_mismatch=stop: {prompt.source}: {what}; use a chat template that keeps earlier turns "
-                "as they were, or set it to last or drop"
-            )
-        if rule == "drop":
-            return self._failed(prompt, "prefix", what)
-        self.gym.say_once(
-            "prefix",
-            f"NeMo Gym: {prompt.source}: {what}; of such episodes only the last turns are trained on "
-            "(rollout/left_out_turns counts the others)",
-        )
-        return completion
-
-    def _failed(self, prompt: Prompt, kind: str, why: str) -> Completion:
-        self._in_a_row += 1
-        if self._in_a_row >= GIVE_UP:
-            raise ValueError(
-                f"nemo_gym: {self._in_a_row} episodes in a row have failed, the last one {prompt.source} ({why}); the "
-                "logs of the gym's agent and model server may say more"
-            )
-        self.gym.say_once(kind, f"NeMo Gym: {prompt.source}: {why}; such episodes are not trained on")
-        return failed(prompt.ids)
-
-
-def set_up_rewards(rewards: Any, gym: GymClient, on_error: Literal["stop", "none"]) -> None:
-    """Give the run's connections to every `nemo_gym:verify` among its rewards."""
-    for function in rewards.functions:
-        if isinstance(function.call, VerifyReward):
-            function.call.gym, function.call.on_error = gym, on_error

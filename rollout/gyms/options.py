@@ -1,6 +1,6 @@
-"""Flags of NeMo Gym, `--nemo-gym.*`: where its servers are, which rows, and how long they may take.
+"""Flags of the environments: NeMo Gym (`--nemo-gym.*`) and OpenEnv (`--openenv.*`).
 
-Flags of OpenEnv environments.
+Separate from nemo_gym.py and openenv.py, so that the flags can be parsed without importing those.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-VERIFY = "nemo_gym:verify"  # the reward that asks a resource server about each completion
-ENV = "env"  # the reward that an episode brought with it
+VERIFY = "nemo_gym:verify"  # the reward from a resource server, for each completion
+ENV = "env"  # the reward from the episode itself
+REMOTE = ("http://", "https://", "ws://", "wss://")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NemoGymConfig:
-    """NeMo Gym servers that are already running: rows, rewards, and with multi_turn whole episodes."""
+    """NeMo Gym servers that are already running: rows, rewards, and with multi_turn episodes."""
 
     datasets: tuple[str, ...] = ()
     """Rows as the gym ships them, PATH[:split=train[:N]][@SERVER]; without @SERVER each row's agent_ref says which."""
     dir: str | None = None
     """Folder that relative paths of datasets start from; None: the working folder."""
     head_host: str = "127.0.0.1"
-    """Address of the gym's head server, which knows where all others are."""
+    """Address of the gym's head server, which lists all others."""
     head_port: int = 11000
     """Port of the head server."""
     server_timeout: float = 30.0
@@ -33,15 +34,15 @@ class NemoGymConfig:
     run_timeout: float = 300.0
     """Seconds one episode may take, with multi_turn."""
     retries: int = 1
-    """Times a request is sent again when the server fails; what it refuses is not sent again."""
+    """How often a request is retried when the server fails; refused requests are not."""
     max_connections: int = 64
-    """Requests at a time; the rest wait here."""
+    """Concurrent requests; the rest wait here."""
     multi_turn: bool = False
     """Let the gym's agents run whole episodes (/run) against our vLLM server; their reward is --reward-funcs env."""
     prefix_mismatch: Literal["last", "drop", "stop"] = "last"
-    """A turn's prompt that is not the turns before it: train on the last turns that do fit, drop the row, or stop."""
+    """If a turn's prompt does not continue the turns before: train on the last turns that do, drop the row, or stop."""
     model_name: str = "policy"
-    """What /verify is told the model is called."""
+    """Model name sent to /verify."""
     auto_start: bool = False
     """Not supported: start the gym's servers yourself."""
 
@@ -77,10 +78,10 @@ def check_nemo_gym(
     vllm_url: Sequence[str],
     vllm_port: int,
     lora_sync: bool,  # adapters would be sent by name
-    in_flight: bool,  # weights may change while completions are made
+    in_flight: bool,  # weights may change while completions are sampled
     stop: Sequence[str] = (),
 ) -> None:
-    """What cannot work together, each as one sentence; for the Config of a method that samples."""
+    """Refuse combinations that cannot work; for the Config of a method that samples."""
     if VERIFY in reward_funcs and not cfg.datasets:
         raise ValueError(f"reward_funcs={VERIFY}: needs rows of the gym; give --nemo-gym.datasets")
     if not cfg.multi_turn:
@@ -115,12 +116,9 @@ def check_nemo_gym(
         )
 
 
-REMOTE = ("http://", "https://", "ws://", "wss://")
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpenEnvConfig:
-    """An OpenEnv environment that every episode is played in (extra `openenv`); the reward env gives what it paid."""
+    """An OpenEnv environment for every episode (extra `openenv`); its rewards are those of --reward-funcs env."""
 
     env: str | None = None
     """The environment: my_module.MyEnvironment or FILE.py:MyEnvironment (in this process), or the URL of its server."""
@@ -129,19 +127,19 @@ class OpenEnvConfig:
     action_field: str | None = None
     """Field of the action that takes the model's text; None: its only text field."""
     observation_field: str | None = None
-    """Field of the observation that the model is shown; None: its only text, or all of it as JSON."""
+    """Field of the observation that the model is shown; None: its only text field, or all of it as JSON."""
     reset_columns: tuple[str, ...] = ()
-    """Columns of the row that are given to reset(), besides the seed, which is the same for a whole group."""
+    """Columns of the row that are passed to reset(), besides the seed, which is the same for a whole group."""
     max_turns: int = 8
-    """Actions in one episode; one that is not over by then ends as if it had run out of tokens."""
+    """Actions in one episode; an episode that is not done by then ends as if it had run out of tokens."""
     reward: Literal["sum", "last"] = "sum"
-    """Reward of an episode: all that its steps paid, or what the last one that paid did."""
+    """Reward of an episode: the sum over its steps, or that of the last step with a reward."""
     max_concurrent_envs: int = 1
-    """Episodes at the same time; more than 1 only if the environment says that it keeps them apart."""
+    """Concurrent episodes; more than 1 only if the environment declares that it supports them."""
     timeout: float = 60.0
-    """Seconds that one reset or step may take."""
+    """Seconds for one reset or step."""
     on_error: Literal["stop", "none"] = "stop"
-    """An environment that fails: stop the run, or give its episode no reward and train on none of it."""
+    """If the environment fails: stop the run, or give the episode no reward and do not train on it."""
 
     def __post_init__(self) -> None:
         if self.env is None:

@@ -1,9 +1,9 @@
-"""The reward `reasoning_gym`: reasoning-gym's own verifier of the task a row came from (extra `rewards`).
+"""The reward `reasoning_gym`: reasoning-gym's verifier for the task of the row (extra `rewards`).
 
     --data reasoning_gym:chain_sum:size=1000,max_terms=2 --reward-funcs reasoning_gym
     --data rows.jsonl --data-format question_answer --reward-funcs reasoning_gym    # {question, answer, metadata} lines
 
-The answer is what stands in the last <answer>...</answer> of the completion, or all of its text when there is none.
+The answer is the content of the last <answer>...</answer> of the completion, or its whole text if there is none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def load() -> Callable[..., Scores]:
-    """The reward, or a sentence when it could not work."""
+    """The reward; ValueError if reasoning-gym is not installed."""
     check_installed("reward_funcs=reasoning_gym")
     return score
 
@@ -30,7 +30,7 @@ def score(
     answer: Sequence[Any] | None = None,
     reasoning_gym: Sequence[Any] | None = None,
 ) -> Scores:
-    """None where the row is not one of reasoning-gym's."""
+    """One score per completion; None if the row is not reasoning-gym's."""
     count = len(completions)
     answers, origins = answer or [None] * count, reasoning_gym or [None] * count
     scores: Scores = []
@@ -38,7 +38,7 @@ def score(
         if not isinstance(facts, dict) or not (origin or facts.get("source_dataset")):
             scores.append(None)
             continue
-        # Rows from a file do not say which settings they were made with: the task's defaults have to do.
+        # Rows from a file do not contain the settings of their task: its defaults are used.
         task, options = (origin["task"], origin["options"]) if origin else (facts["source_dataset"], {})
         if task not in known_tasks():
             raise ValueError(f"metadata.source_dataset={task}: no such task of reasoning-gym; leave the row out")

@@ -1,4 +1,4 @@
-"""python -m rollout.rewards --check: score some rows, show what each reward function says, train nothing."""
+"""python -m rollout.rewards --check: score some rows and show the scores of each reward function, without training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from data.chat import set_chat_template, stop_ids
 from data.formats.registry import PROMPT_FORMATS, formatted_rows
-from data.formats.template_settings import TemplateKwargs, check_kwargs
+from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
@@ -28,7 +28,7 @@ SHOWN = 60  # characters of a prompt or completion in the table
 class CheckConfig:
     """Score rows with reward functions, without training.
 
-    Rows that hold a `completion` are scored as they are. With --model completions are sampled first.
+    Rows with a column `completion` are scored as they are. With --model, completions are sampled first.
     """
 
     check: tuple[str, ...]
@@ -53,7 +53,7 @@ class CheckConfig:
     """Seeds the sampling."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
-    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
+    chat_template_kwargs: JsonObject = field(default_factory=dict)
     """Settings that the chat template reads, as a JSON object; a row's own column of that name wins over them."""
     system_prompt: str | None = None
     """System message put before every conversation that has none."""
@@ -62,7 +62,7 @@ class CheckConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after one sentence about what is wrong."""
+    """Exit status: 0, or 1 after an error, which is printed as one sentence."""
     import tyro
 
     try:
@@ -78,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_config(cfg: CheckConfig) -> None:
-    """Not in __post_init__: tyro would draw a box around the sentence."""
+    """Not in __post_init__: tyro would draw a box around the message."""
     for name in ("num_rows", "num_generations", "max_completion_length"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)}: must be 1 or more")
 
 
 def _training(cfg: CheckConfig) -> Any:
-    """What a transform gets in the place of a run's config."""
+    """The config that a data transform gets, as in a run."""
     if not uses_transform(cfg.data, cfg.data_format):
         return None
     flags = {"data": cfg.data, "data_format": cfg.data_format, "chat_template": cfg.chat_template}
@@ -157,7 +157,7 @@ def _load_model(name: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # a bar is for someone who watches
+        logging.disable_progress_bar()  # nobody is watching
     place = TINY_MODEL if name == "builtin:tiny" else Path(name)
     if (place / "final").is_dir():
         place = place / "final"
@@ -176,7 +176,7 @@ def _load_model(name: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
             base,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
-            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
+            use_safetensors=True,  # a .bin file is a pickle, which is never loaded
         )
         if is_adapter:
             from peft import PeftModel
@@ -190,14 +190,14 @@ def _load_model(name: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
 
 
 def show(prompts: Sequence[Prompt], completions: Sequence[Completion], table: RewardTable) -> None:
-    """A line per completion, then mean, std and how often each function did not apply."""
+    """Print a line per completion, then mean, std and the number of None of each function."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)  # a pipe or a file: there is no screen to fit
+        console = Console(width=160)  # a pipe or a file: no terminal width to fit
     several = len(table.names) > 1
     rows = Table(show_lines=False)
     for name in ("row", "prompt", "completion"):

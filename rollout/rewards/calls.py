@@ -1,8 +1,8 @@
-"""One call of a reward function: its arguments, what may go wrong, and which row is to blame.
+"""One call of a reward function: its arguments, the faults it can have, and which row caused one.
 
-A function is called on lists. What comes back is a score per row, some of which may be faults of their own (a NaN), or
-one fault of the whole call (it raised, hung, died). A faulty call is made again on its halves until single rows are
-left, so that a bad row costs itself and not its neighbours.
+A function is called on lists. The outcome is a score per row, some of which may be faults (a NaN), or one fault of the
+whole call (it raised, hung, died). A failed call is repeated on its halves down to single rows, so that a bad row costs
+only itself.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from data.types import Prompt
-from data.user_code import place, told
+from data.user_code import describe_error, where_raised
 from rollout.engine import Completion
 
-OFFERED = ("prompts", "completions", "completion_ids")  # what every function can ask for
-RESERVED = (*OFFERED, "prompt", "completion")  # never passed on as columns
-OF_TRAINER = ("trainer_state", "log_extra", "log_metric")  # TRL's, given to functions with a parameter of that name
+OFFERED = ("prompts", "completions", "completion_ids")  # arguments that every function can have
+RESERVED = (*OFFERED, "prompt", "completion")  # never passed as columns
+OF_TRAINER = ("trainer_state", "log_extra", "log_metric")  # TRL's, passed to functions with such a parameter
 IMMUTABLE = frozenset((str, int, float, bool, type(None), bytes))
-SMALLEST_SHARE = 1 / 8  # of the time limit, for a call on few of the rows that hung together
-LARGEST = 1e15  # a reward may have this size: in float32 its square still has room for the sum over a batch
-RECOVERY = 4.0  # time limits spent on finding the rows that hang; the rest of them count as hanging, too
+SMALLEST_SHARE = 1 / 8  # of the time limit, for a repeated call on few rows
+LARGEST = 1e15  # largest reward: the sum of squares over a batch still fits float32
+RECOVERY = 4.0  # time limits spent on finding the rows that hang; rows not reached count as hanging too
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """One loaded function: `spec` is what the user typed, `name` is what metrics say."""
+    """One loaded function: `spec` is what the user typed, `name` its name in metrics."""
 
     name: str
     spec: str
     call: Callable[..., Any]
-    in_process: bool = False  # has to run where the trainer runs, also when there are workers
+    in_process: bool = False  # must run in the trainer's process, even if there are workers
 
 
 class Fault(NamedTuple):
-    """What went wrong, as the parts of a sentence around the row: {what} on {row}{rest}."""
+    """What went wrong, as parts of a message around the row: {what} on {row}{rest}."""
 
     kind: str  # raised, returned, length, timeout, died, memory
     what: str
     rest: str
 
     def sentence(self, function: RewardFunction, sources: Sequence[str] = ()) -> str:
-        """`sources`: the row it is about, the rows of the call, or nothing where no row can be blamed."""
+        """`sources`: the row at fault, the rows of the call, or nothing if no row is known."""
         where = ""
         if self.kind == "length":
             rows = f"rows {sources[0]} to {sources[-1]}" if len(sources) > 1 else f"row {sources[0]}"
@@ -65,7 +65,7 @@ Outcome = list[Score] | Fault
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where the run is, for functions with a parameter trainer_state; the names are those of transformers."""
+    """Progress of the run, for functions with a parameter trainer_state; names as in transformers."""
 
     global_step: int = 0  # optimizer steps done
     max_steps: int = 0  # optimizer steps of the whole run
@@ -75,10 +75,10 @@ class TrainerState:
 
 @dataclass
 class CallLog:
-    """What a function logs in one call, by its parameters log_extra and log_metric."""
+    """What a function logs in one call through log_extra and log_metric."""
 
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # column of the samples -> a value per completion
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # name -> values, of which the mean is logged
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # column of samples.jsonl -> a value per completion
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # name -> values, whose mean is logged
 
     def log_extra(self, column: str, values: Any) -> None:
         values = values.tolist() if hasattr(values, "tolist") else values
@@ -88,12 +88,12 @@ class CallLog:
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def arguments(self, call: Callable[..., Any], state: TrainerState) -> dict[str, Any]:
-        """Those of OF_TRAINER that the function names."""
+        """The arguments of OF_TRAINER that the function names."""
         offered = {"trainer_state": state, "log_extra": self.log_extra, "log_metric": self.log_metric}
         return {name: offered[name] for name in asked_of_trainer(call)}
 
     def checked(self, outcome: Outcome, num_rows: int) -> Outcome:
-        """The outcome of the call, or what is wrong with what it logged."""
+        """The outcome of the call, or a fault if the values that it logged do not fit."""
         for column, values in self.extra.items() if not isinstance(outcome, Fault) else ():
             if len(values) != num_rows:
                 what = f"logged {len(values)} values of {column!r} for {num_rows} completions"
@@ -117,14 +117,14 @@ def _as_json(value: Any) -> Any:
 
 
 class Logged:
-    """What the functions logged about the rows of a batch."""
+    """What the functions logged for the rows of a batch."""
 
     def __init__(self, num_rows: int) -> None:
         self.rows: list[dict[str, Any]] = [{} for _ in range(num_rows)]
         self.metrics: dict[str, list[float]] = {}
 
     def add(self, parts: Sequence[Scored]) -> None:
-        """The logs of one function, whose parts lie one after the other."""
+        """Add the logs of one function, whose parts are consecutive rows."""
         first = 0
         for part in parts:
             for low, log in part.logs:
@@ -137,7 +137,7 @@ class Logged:
 
 
 class Refused(Exception):
-    """A call that was never made: the function asks for something the rows do not have."""
+    """The call was not made: the function needs a column that the rows do not have."""
 
 
 def parameters(function: RewardFunction) -> list[inspect.Parameter]:
@@ -149,7 +149,7 @@ def named(found: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
 
 
 def required(function: RewardFunction) -> list[str]:
-    """Names it cannot be called without, and those an environment has to make for it."""
+    """Required parameters, and columns that an environment has to provide."""
     made = getattr(function.call, "made_by_episodes", ())
     needed = [p.name for p in named(parameters(function)) if p.default is p.empty and p.name not in OF_TRAINER]
     return needed + list(made)
@@ -158,12 +158,11 @@ def required(function: RewardFunction) -> list[str]:
 def arguments(
     function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion], known: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Fresh lists for one call, one entry per completion, cut down to what the signature takes.
+    """Arguments of one call: new lists with one entry per completion, reduced to what the signature takes.
 
-    Every entry is a copy: a function may change what it is given, and neither the data set nor the functions and steps
-    after it see that.
-
-    A column is that of the completion's episode, else of the data. known: columns that other rows have, None in these.
+    Every entry is a copy, so that a function may change its arguments without effect on the data, other functions or
+    later steps. Columns of the completion's episode take precedence over those of the data. known: columns of other
+    rows, None in these.
     """
     rows = [{**prompt.columns, **completion.columns} for prompt, completion in zip(prompts, completions, strict=True)]
     taken = {*RESERVED, *asked_of_trainer(function.call)}
@@ -188,7 +187,7 @@ def arguments(
 
 
 def copied(value: Any) -> Any:
-    """A copy down to the last list and dict, in half the time of copy.deepcopy."""
+    """A deep copy, in half the time of copy.deepcopy."""
     kind = type(value)
     if kind in IMMUTABLE:
         return value
@@ -198,12 +197,12 @@ def copied(value: Any) -> Any:
         return {key: item if type(item) in IMMUTABLE else copied(item) for key, item in value.items()}
     try:
         return copy.deepcopy(value)
-    except Exception:  # an open file, a lock, a client: there is only this one
+    except Exception:  # an open file, a lock, a client: cannot be copied
         return value
 
 
 def as_completed(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
-    """Messages after messages, text after text."""
+    """The completion as messages if the prompt is messages, else as text."""
     if not prompt.conversational:
         return completion.text
     if completion.messages is not None:
@@ -212,14 +211,16 @@ def as_completed(prompt: Prompt, completion: Completion) -> str | list[dict[str,
 
 
 def raised(error: BaseException, call: Callable[..., Any] | None) -> Fault:
-    where = place(error, call)
+    where = where_raised(error, call)
     if isinstance(error, MemoryError):
         return Fault("memory", "ran out of memory", f"{where}; use less, or return None where it does not apply")
-    return Fault("raised", f"raised {told(error)}", f"{where}; fix it, or return None where it does not apply")
+    return Fault(
+        "raised", f"raised {describe_error(error)}", f"{where}; fix it, or return None where it does not apply"
+    )
 
 
 def checked(returned: Any, num_rows: int) -> Outcome:
-    """Plain floats, one per row, or what came back instead."""
+    """Plain floats, one per row, or the fault of the return value."""
     if hasattr(returned, "tolist"):  # numpy and torch
         returned = returned.tolist()
     if not isinstance(returned, (list, tuple)):
@@ -249,21 +250,21 @@ def _score(value: Any) -> Score:
 
 
 class Scored(NamedTuple):
-    """Scores of the rows of one call, its fault if it had one as a whole, and the first row that has it by itself."""
+    """Scores of the rows of one call, the fault of the whole call if any, and the first row that causes it alone."""
 
     scores: list[Score]
     fault: Fault | None = None
     row: int | None = None
-    logs: Sequence[tuple[int, CallLog]] = ()  # first row of a call that worked, and what it logged
+    logs: Sequence[tuple[int, CallLog]] = ()  # (first row, log) of each call that worked
 
 
 def score_rows(
     call: Callable[[int, int, float], Outcome], num_rows: int, *, first: Outcome, timeout: float, stop: bool
 ) -> Scored:
-    """Scores of rows whose first call came out as `first`: where that is a fault, by calls on halves.
+    """Scores of the rows, given the outcome `first` of the call on all of them; a fault is bisected by further calls.
 
-    call(low, high, seconds) is the same function on rows low to high. With `stop` the search ends at the first row at
-    fault, as nothing else will be asked for. A part that works keeps its scores.
+    call(low, high, seconds) calls the function on rows low to high. Parts that work keep their scores. With `stop` the
+    search ends at the first row at fault, since the run stops anyway.
     """
     if not isinstance(first, Fault):
         return Scored(first)
@@ -284,7 +285,7 @@ def score_rows(
             middle = (low + high) // 2
             parts += [(middle, high), (low, middle)]
         else:
-            # A row that hangs in its small share hung in the whole, too: the limit the user knows is the one to name.
+            # A row that times out alone also did in the first call: report that fault, with the limit the user set.
             scores[low] = first if outcome.kind == first.kind == "timeout" else outcome
             if row is None and (outcome.kind != "length" or first.kind == "length"):
                 row = low
@@ -293,5 +294,5 @@ def score_rows(
     return Scored(scores, first, row)
 
 
-def say_aloud(text: str) -> None:
+def log_to_stderr(text: str) -> None:
     print(text, file=sys.stderr)

@@ -1,29 +1,29 @@
-"""code[:SECONDS]: 1 when the program in a completion passes the tests of its row, else 0.
+"""code[:SECONDS]: 1 if the program in a completion passes the tests of its row, else 0.
 
-The program is the last fenced block of the completion, or all of it where there is none. The row brings
+The program is the last fenced block of the completion, or all of it if there is none. Columns of the row:
 
-    tests        assert lines (a list or one text), or a text with check(candidate), as in HumanEval (its `test` works)
-    entry_point  the function that check() is given
+    tests        assert lines (a list or one text), or a text with check(candidate), as in HumanEval (also as `test`)
+    entry_point  the function that is passed to check()
 
-A completion may also be the rest of a function that the prompt began: prompt and completion are then run as one.
-Without tests a row gets None.
+A completion may also continue a function that the prompt began: prompt and completion are then run together. A row
+without tests gets None.
 
-Every program runs in an interpreter of its own: an empty folder, limits on time, memory, file size and processes, no
-network where the system lets a process leave it, no connections otherwise. That is protection from accidents. It is not
-a security boundary: code made to break out will, so run a policy you do not trust in a container.
+Every program runs in its own interpreter: in an empty folder, with limits on time, memory, file size and processes, and
+without network (a network namespace if the system allows it, otherwise connections are refused). This protects against
+accidents. It is not a security boundary: code that tries to break out will, so run an untrusted policy in a container.
 
-Tests that only compare what calls return with data (can_run_apart has the forms) run in another process than the
-program, which gets arguments as data, answers with data, and never sees the tests (code_child.py). What a
-program does to builtins, modules, frames or __eq__, or writes anywhere, is then of no use to it. What still earns a
-reward it should not:
+Tests that only compare return values with data (can_run_apart defines the forms) run in another process than the
+program, which receives arguments as data, answers with data, and never sees the tests (code_child.py). Changing
+builtins, modules, frames or __eq__, or writing files, then gains a program nothing. What can still earn an undeserved
+reward:
 
-    all other tests (classes, attributes and items of results, expected exceptions, arguments changed in place, globals,
-    functions as arguments, modules such as sys or unittest, many calls) run in the program's own process:
-    there __eq__ that is always true passes, and code that walks frames can read the tests and answer for them; no check
-    in one Python process can prevent that
-    functions besides the tested one that the tests use and the prompt defines (encode in a test of decode): a program
-    may define them anew
-    as root, where user namespaces are refused, a program can read the memory of the process that runs the tests
+    All other tests (classes, attributes and items of results, expected exceptions, arguments changed in place, globals,
+    functions as arguments, modules such as sys or unittest, many calls) run in the program's own process. There an
+    __eq__ that is always true passes, and code that walks frames can read the tests and answer for them; no check
+    within one Python process can prevent that.
+    Functions other than the tested one that the prompt defines and the tests use (encode in a test of decode): a
+    program may redefine them.
+    As root, if user namespaces are refused, a program can read the memory of the process that runs the tests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MEMORY_GB = 1.0
 FILE_MB = 16.0
 AT_ONCE = 8
 FENCE = re.compile(r"^[ ]{0,3}(```+|~~~+)[^\n`]*\n(.*?)(?:^[ ]{0,3}\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-KEPT = ("PATH", "LANG", "LC_ALL", "SYSTEMROOT")  # of the environment: no keys, no tokens
+KEPT = ("PATH", "LANG", "LC_ALL", "SYSTEMROOT")  # environment variables that are passed on: no keys, no tokens
 
 
 def code(argument: str | None) -> Callable[..., list[float | None]]:
@@ -86,7 +86,7 @@ def code(argument: str | None) -> Callable[..., list[float | None]]:
 
 
 def _job(text: str, prompt: Any, tests: Any, entry_point: str | None) -> tuple[str, str] | None:
-    """(program, tests), or None where there is nothing to test."""
+    """(program, tests), or None without tests."""
     tests = "\n".join(str(line) for line in tests) if isinstance(tests, (list, tuple)) else tests
     if not tests or not str(tests).strip():
         return None
@@ -97,13 +97,13 @@ def _job(text: str, prompt: Any, tests: Any, entry_point: str | None) -> tuple[s
 
 
 def program(text: str, prompt: Any, entry_point: str | None = None) -> str:
-    """What to run: the completion's code, behind the prompt's where that is code, too."""
+    """What to run: the completion's code, after the prompt's if that is code too."""
     found = last_block(text)
     begun = prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
     begun = begun if isinstance(prompt, str) else last_block(begun)
     if not _is_code(begun, entry_point):
         return found
-    whole = f"{begun.rstrip()}\n\n{found}"  # the function again and in full: the later one counts
+    whole = f"{begun.rstrip()}\n\n{found}"  # the completion repeats the whole function: the later definition counts
     if _defines(found, entry_point) and _parses(whole):
         return whole
     return begun + found if isinstance(prompt, str) else f"{begun.rstrip()}\n{found}"
@@ -119,7 +119,7 @@ def last_block(text: str) -> str:
 
 
 def _is_code(text: str, entry_point: str | None) -> bool:
-    """Python, perhaps of a function without its body, that does something: a word alone would parse, too."""
+    """Whether it is Python, perhaps a function without its body. A word alone parses too, so it needs a definition."""
     return any(_parses(text + end) for end in ("", "\n    pass\n")) and bool(
         re.search(r"^(def|class|import|from|@)\b", text, re.MULTILINE) or _defines(text, entry_point)
     )
@@ -128,7 +128,7 @@ def _is_code(text: str, entry_point: str | None) -> bool:
 def _parses(text: str) -> bool:
     try:
         ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what odd text makes the parser raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # odd text makes the parser raise these
         return False
     return True
 
@@ -138,53 +138,53 @@ def _defines(text: str, name: str | None) -> bool:
 
 
 def passes(source: str, tests: str, seconds: float) -> bool:
-    """Whether the tests ran to their end; a program that ends the process early has not passed."""
+    """Whether the tests ran to their end; a program that exits early has not passed."""
     if can_run_apart(tests):
         verdict = _verdict(source, tests, seconds, together=False)
-        if verdict != "unfit":  # known only when they ran: a test that hands a function to the program, say
+        if verdict != "unfit":  # only seen at run time, such as a test that passes a function to the program
             return verdict == "passed"
     return _verdict(source, tests, seconds, together=True) == "passed"
 
 
 def can_run_apart(tests: str) -> bool:
-    """Whether tests can run in another process than the program and mean the same, by what they say: the program has
-    no part in this. Forms that are not known to mean the same do not."""
+    """Whether the tests mean the same when they run in another process than the program. Depends on the tests only, not
+    on the program; unknown forms do not qualify."""
     try:
         _Reading(ast.parse(tests))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what odd text makes the parser raise, and _Unknown
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # from the parser, and _Unknown
         return False
     return True
 
 
 class _Unknown(ValueError):
-    """A form of test that might mean something else when results are copies."""
+    """A form of test that might mean something else if results are copies."""
 
 
-# What an expression of the tests is.
-CONST = "const"  # a number, a text: nothing that a call could change
-FRESH = "fresh"  # data in which no object occurs twice, and which at most one name holds
-SHARED = "shared"  # data of which a name holds at least a part
-RESULT = "result"  # what the program returned
+# Kinds of expressions in tests.
+CONST = "const"  # a number, a string: nothing that a call could change
+FRESH = "fresh"  # data in which no object occurs twice, referred to by at most one name
+SHARED = "shared"  # data of which a name refers to at least a part
+RESULT = "result"  # a return value of the program
 PROGRAM = "program"  # a function of the program
 MODULE = "module"
-STALE = "stale"  # not to be used any more: a call may have changed it
+STALE = "stale"  # must not be used any more: a call may have changed it
 
-TO_CONST = {"abs", "bool", "float", "int", "len", "print", "repr", "round", "str"}  # also of results
-TO_COPY = {"dict", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple"}  # the same; they read all of it
+TO_CONST = {"abs", "bool", "float", "int", "len", "print", "repr", "round", "str"}  # allowed on results too
+TO_COPY = {"dict", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple"}  # likewise; they read all of it
 TO_ITERATOR = {"enumerate", "filter", "map", "reversed", "zip"}
 OF_DATA = {"all", "any", "bin", "bytearray", "bytes", "chr", "complex", "divmod", "hex", "oct", "ord", "pow", "range"}
 TYPES = {"bool", "bytes", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"}
 DRAWS = ("randint", "random", "randrange", "uniform")
-REPEATING = ("functools", "itertools", "operator", "random")  # may put one object into several places
-BY_NAME = {"__import__", "compile", "eval", "exec", "globals", "input", "locals", "vars"}  # reach the program otherwise
+REPEATING = ("functools", "itertools", "operator", "random")  # may put one object in several places
+BY_NAME = {"__import__", "compile", "eval", "exec", "globals", "input", "locals", "vars"}  # reach the program by name
 STATE = ("seed", "setcontext", "seterr", "setstate")  # change what the program does
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
 
 
 class _Reading:
-    """Reads tests from top to bottom as they would run, and raises _Unknown at the first form that might mean something
-    else when arguments and results are copies. It follows which names hold data, which hold a result, and which a call
-    may have changed. The body of a function is read where it is called, that of a loop twice."""
+    """Reads tests in the order in which they would run, and raises _Unknown at the first form that might mean something
+    else if arguments and results are copies. Tracks which names refer to data, which to a result, and which data a call
+    may have changed. The body of a function is read at each call, that of a loop twice."""
 
     def __init__(self, tree: ast.Module) -> None:
         nodes = list(ast.walk(tree))
@@ -194,26 +194,26 @@ class _Reading:
         if BY_NAME & {node.id for node in nodes if isinstance(node, ast.Name)}:
             raise _Unknown
         theirs = {node.id for node in nodes if isinstance(node, ast.Name)} - own - {*PURE, *ALIASES, *dir(builtins)}
-        # As in code_child.wanted: where tests name only builtins, one of them is the program's.
+        # As in code_child.wanted: if tests name only builtins, one of them is the program's function.
         self.builtins = set(dir(builtins)) if theirs else set()
-        self.names: dict[str, Any] = {}  # a kind, or a function of the tests and whether it is a global one
+        self.names: dict[str, Any] = {}  # a kind, or (function of the tests, whether it is global)
         self.globals: dict[str, Any] = self.names
         self.modules: dict[str, str] = {}
-        self.parents: dict[str, list[str]] = {}  # the names of what a loop takes a name's values from
-        self.stale: set[str] = set()  # names and parts of them, such as "case[0]"
+        self.parents: dict[str, list[str]] = {}  # loop variable -> names of the data it iterates over
+        self.stale: set[str] = set()  # names, and items such as "case[0]"
         self.calls = self.depth = 0
-        self.reads = False  # whether the last loop went over a result
+        self.reads = False  # whether the last loop iterated over a result
         self.body(tree.body)
 
     # Statements.
 
     def body(self, statements: list[ast.stmt]) -> list[str]:
-        """The kinds that it returns."""
+        """The kinds of its return values."""
         return [kind for node in statements for kind in self.statement(node)]
 
     def statement(self, node: ast.stmt) -> list[str]:
         match node:
-            case ast.Assert(test=test):  # the message is only made when the test has failed
+            case ast.Assert(test=test):  # the message is evaluated only after the test failed
                 self.value(test)
             case ast.Expr(value=ast.Name(id=name)) if name in self.builtins:
                 pass
@@ -263,7 +263,7 @@ class _Reading:
         """A for statement or a comprehension; parts are (target, iterable, conditions)."""
         first = self.iterated(parts[0][1])
         kinds, calls = [first[0]], self.calls
-        for _ in range(2):  # the second time with what the first has changed
+        for _ in range(2):  # again, with what the first iteration changed
             for place, (target, iterable, conditions) in enumerate(parts):
                 kind, parents = self.iterated(iterable) if place else first
                 kinds.append(kind)
@@ -274,11 +274,11 @@ class _Reading:
         leaves = any(isinstance(x, (ast.Break, ast.Return)) for x in ast.walk(node))
         self.reads = RESULT in kinds
         if self.reads and (leaves or self.calls > calls):
-            raise _Unknown  # it may have no end; and the program must not say how often it is called
+            raise _Unknown  # it may be endless, and the program must not decide how often it is called
         return found
 
     def iterated(self, node: ast.expr) -> tuple[str, list[str]]:
-        """(the kind of its items, the names that hold them)."""
+        """(kind of its items, names of the data that contains them)."""
         sources = [node]
         match node:
             case ast.List(elts=parts) | ast.Set(elts=parts) if parts and set(self.values(parts)) == {CONST}:
@@ -292,7 +292,7 @@ class _Reading:
         kinds = self.values(sources)
         copied = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TO_COPY
         if RESULT in kinds and not copied:
-            raise _Unknown  # a generator may change an item when it makes the next one
+            raise _Unknown  # a generator may change an item when it yields the next one
         if whole and all(
             isinstance(x, ast.Name) or kind in (CONST, FRESH) for x, kind in zip(sources, kinds, strict=True)
         ):
@@ -310,7 +310,7 @@ class _Reading:
             raise _Unknown
 
     def kept(self, node: ast.expr) -> str:
-        """The kind of what gets a name. A second name for the same data is not followed."""
+        """The kind of a value that gets a name. A second name for the same data is not supported."""
         kind = self.value(node)
         if kind == SHARED or isinstance(node, ast.GeneratorExp):
             raise _Unknown
@@ -325,7 +325,7 @@ class _Reading:
         return kind
 
     def values(self, nodes: Sequence[ast.expr]) -> list[str]:
-        """In their order. A result, or what a call may change, must not wait while the program is called."""
+        """Kinds in order of evaluation. A result, or data that a call may change, must not be held across a call."""
         kinds: list[str] = []
         for place, node in enumerate(nodes):
             calls = self.calls
@@ -373,7 +373,7 @@ class _Reading:
                 return self.either(self.values([x for x in (node.lower, node.upper, node.step) if x is not None]))
             case ast.JoinedStr(values=parts):
                 if RESULT in self.values([part.value for part in parts if isinstance(part, ast.FormattedValue)]):
-                    raise _Unknown  # __format__ of a subclass
+                    raise _Unknown  # a subclass may define __format__
                 return CONST
             case ast.Attribute() if self.module_of(node) and node.attr not in STATE:
                 return CONST
@@ -382,7 +382,7 @@ class _Reading:
             case ast.GeneratorExp():
                 calls, kind = self.calls, self.comprehension(node)
                 if self.calls > calls or self.reads:
-                    raise _Unknown  # who knows when it is read
+                    raise _Unknown  # unknown when it is consumed
                 return kind
             case ast.Call():
                 return self.called(node)
@@ -396,7 +396,7 @@ class _Reading:
             return SHARED if kind == FRESH else kind
         if name in PURE or name in ALIASES:
             return MODULE
-        is_class = name[:1].isupper() and "_" not in name  # of whose objects tests may ask anything
+        is_class = name[:1].isupper() and "_" not in name  # tests may do anything with its objects
         return CONST if name == "__name__" else STALE if is_class or name in self.builtins else PROGRAM
 
     def module_of(self, node: ast.expr) -> str | None:
@@ -415,7 +415,7 @@ class _Reading:
         kinds = self.values(sides)
         for op, right, kind in zip(node.ops, node.comparators, kinds[1:], strict=True):
             if isinstance(op, (ast.In, ast.NotIn)) and kind == RESULT:
-                raise _Unknown  # what __contains__ says need not be what it holds
+                raise _Unknown  # __contains__ need not agree with its items
             singleton = isinstance(right, ast.Constant) and any(right.value is x for x in (None, True, False))
             if isinstance(op, (ast.Is, ast.IsNot)) and not singleton:
                 raise _Unknown
@@ -440,11 +440,11 @@ class _Reading:
             return STALE if self.is_stale(path) else SHARED
         kinds = self.values([node.value, node.slice])
         if RESULT in kinds:
-            raise _Unknown  # a defaultdict has items that were not sent
+            raise _Unknown  # a defaultdict has items that are not sent
         return kinds[0]
 
     def path(self, node: ast.expr) -> str | None:
-        """x or x[0] where x holds data of its own."""
+        """x or x[0], if x is a name of FRESH data."""
         holder = node.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else node
         if isinstance(holder, ast.Name) and self.names.get(holder.id) == FRESH:
             return ast.unparse(node)
@@ -456,12 +456,12 @@ class _Reading:
         parts = [(part.target, part.iter, part.ifs) for part in node.generators]
         kind = self.either(self.loop(parts, lambda: self.values(items), node))
         if kind == RESULT and not self.reads:
-            raise _Unknown  # the first result would wait for the last
+            raise _Unknown  # the first result would be held until the last
         self.leave(*before)
         return FRESH if kind == CONST else kind
 
     def leave(self, names: dict[str, Any], parents: dict[str, list[str]], stale: set[str], calls: int) -> None:
-        """Back to these names. The results among them are stale if the program was called since."""
+        """Restore these names. Results among them are stale if the program was called since."""
         self.names, self.parents, self.stale = names, parents, stale | self.stale
         if self.calls > calls:
             self.spoil()
@@ -490,7 +490,7 @@ class _Reading:
         return self.builtin(name, given)
 
     def asked(self, given: list[ast.expr]) -> str:
-        """A call of the program. What it is given it may change."""
+        """A call of the program, which may change its arguments."""
         for node in given:
             inner = node.value if isinstance(node, ast.Starred) else node
             path = self.path(inner)
@@ -512,7 +512,7 @@ class _Reading:
                 self.spend(parent)
 
     def inlined(self, node: ast.FunctionDef, is_global: bool, call: ast.Call) -> str:
-        """A function of the tests."""
+        """A call of a function of the tests."""
         plain = ast.unparse(node.args) == ", ".join(arg.arg for arg in node.args.args)
         if self.depth > 5 or call.keywords or len(call.args) != len(node.args.args) or not plain:
             raise _Unknown
@@ -561,13 +561,13 @@ class _Reading:
         if name in TO_COPY | {"all", "any"} and len(given) == 1 and (lazy := self.lazy(given[0])) is not None:
             kinds = [self.comprehension(lazy)]
             if name in ("all", "any") and self.reads:
-                raise _Unknown  # they may stop early, and it may have no end
+                raise _Unknown  # they may stop early, and it may be endless
         else:
             kinds = self.values(given)
         if RESULT in kinds and name != "print":
             if name not in TO_CONST | TO_COPY:
                 raise _Unknown
-            return RESULT  # also a length: the program must not say how often a loop calls it
+            return RESULT  # even a length: the program must not decide how often a loop calls it
         if name in TO_CONST:
             return CONST
         if name in TO_COPY - {"sum"} or (name == "sum" and len(given) > 1):
@@ -575,7 +575,7 @@ class _Reading:
         return SHARED if name in TO_ITERATOR else FRESH if name == "bytearray" else CONST
 
     def lazy(self, node: ast.expr) -> ast.GeneratorExp | None:
-        """A generator that its reader reads at once, or map(...) as one."""
+        """A generator that is consumed at once, or map(...) as one."""
         match node:
             case ast.GeneratorExp():
                 return node
@@ -608,17 +608,17 @@ def _verdict(source: str, tests: str, seconds: float, *, together: bool) -> str:
             start_new_session=True,
         )
         try:
-            said, _ = process.communicate(job.encode(), timeout=seconds + START_SECONDS)
+            output, _ = process.communicate(job.encode(), timeout=seconds + START_SECONDS)
         except subprocess.TimeoutExpired:
-            said = b""
+            output = b""
         finally:
             _end(process)
-    word, _, verdict = said.decode("ascii", "replace").partition(" ")
+    word, _, verdict = output.decode("ascii", "replace").partition(" ")
     return verdict if word == secret else "failed"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It, and what it may have started in spite of everything."""
+    """Kill it and whatever it may have started."""
     kill_group(process)
     process.wait()
     for stream in (process.stdin, process.stdout):

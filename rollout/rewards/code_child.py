@@ -1,21 +1,20 @@
-"""Runs one program and its tests, and says whether they passed. A file of its own, without imports of ours.
+"""Runs one program and its tests, and reports whether they passed. Run as a script; imports nothing of ours.
 
     python -I code_child.py < {"program", "tests", "together", "limits": {...}, "secret"}  # JSON on stdin
 
-Two processes. The judge forks a process for the program before it reads its input, so the tests, the values they
-expect, and the secret by which a pass is reported are never in the memory of the program. The tests run in the judge.
-The program's functions are stand-ins there: a call sends arguments as data and gets the result back as data, and the
-judge compares.
+Two processes. The judge forks the program's process before it reads its input, so the tests, the values they expect and
+the secret that reports a pass are never in the program's memory. The tests run in the judge, where the program's
+functions are stand-ins: a call sends its arguments as data and gets the result back as data, and the judge compares.
 
-A result that is an object of the program's own class stays where it is: the judge can iterate it and ask for its
-length, truth and text, but it never equals data, whatever its __eq__ says. Running the tests together instead would let
-any program choose that by returning such an object; and no honest program returns one to tests that compare a call with
-a literal or calculate with it, which are the only ones that run apart.
+A result that is an object of the program's own class stays in the program's process: the judge can iterate it and ask
+for its length, truth value and text, but it never equals data, whatever its __eq__ returns. Running such tests together
+instead would let a program choose that by returning such an object; and no honest program returns one to tests that
+compare a call with a literal or calculate with it, and only those run apart.
 
-With "together" the tests run in the process of the program. Some tests need that (classes, patched modules, captured
+With "together" the tests run in the program's process. Some tests need that (classes, patched modules, captured
 output), and there a program can do what it wants with them.
 
-This keeps accidents (endless loops, gigabytes, forks, downloads) from the trainer. It is not a security boundary.
+This protects the trainer from accidents (endless loops, memory, forks, downloads). It is not a security boundary.
 """
 
 from __future__ import annotations
@@ -30,36 +29,36 @@ from importlib import import_module
 
 GIB = 2**30
 MAX_MESSAGE = 2**28  # bytes
-EXACT_INT = 2**53  # beyond it in hexadecimal: Python limits the decimal digits it reads
+EXACT_INT = 2**53  # larger ones are sent in hexadecimal: Python limits decimal digits
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 0x10000000, 0x40000000, 1, 4
-REFUSED = (  # beginnings of audit events; making a socket is not among them, asyncio needs a pair
+REFUSED = (  # prefixes of audit events; creating a socket is allowed, since asyncio needs a pair
     "socket.connect", "socket.bind", "socket.send", "socket.get", "subprocess.Popen", "os.fork", "os.exec",
     "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "os.kill",
 )  # fmt: skip
-PURE = (  # modules that are the same in any process; tests that need others run together with the program
+PURE = (  # modules that behave the same in any process; tests with others run together with the program
     "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
     "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "time", "typing",
 )  # fmt: skip
 ALIASES = {"np": "numpy"}
-HELPERS = ("unittest", "doctest", "pytest", "_pytest")  # imported anew for tests that run together with a program
-BUILTINS = dict(vars(builtins))  # as they are before a program could change them
+HELPERS = ("unittest", "doctest", "pytest", "_pytest")  # imported again for tests that run together with a program
+BUILTINS = dict(vars(builtins))  # before a program could change them
 run_code, compile_code = exec, compile
 CONSTANTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # [math.nan] == [math.nan], by identity
-MAX_CALLS, MAX_ASKED = 2000, 2**20  # apart (calls, bytes of arguments): tests with more run faster together
+MAX_CALLS, MAX_ASKED = 2000, 2**20  # limits apart (calls, bytes of arguments): larger tests run faster together
 
 
 def rebuild(module: str, name: str) -> object:
-    """Calls it; the module is imported when there is something to build."""
+    """A constructor that imports its module on the first call."""
     return lambda *arguments: getattr(import_module(module), name)(*arguments)
 
 
 def zone(x: object) -> object:
-    """The time zone of a datetime or time as a fixed offset: two that are equal stay equal."""
+    """The time zone of a datetime or time as a fixed offset, which keeps equality."""
     offset = x.utcoffset()
     return None if offset is None else import_module("datetime").timezone(offset)
 
 
-# Data besides None, bool, str, float, int and list: (what it is built of, how to build it again).
+# Data types besides None, bool, str, float, int and list: (value -> constructor arguments, constructor).
 PLAIN = {
     "builtins.tuple": (lambda x: [list(x)], tuple),
     "builtins.set": (lambda x: [list(x)], set),
@@ -129,7 +128,7 @@ def main() -> None:
 
 
 def pipe() -> tuple[int, int]:
-    """(end to write to, end to read from)."""
+    """(write end, read end)."""
     readable, writable = os.pipe()
     return writable, readable
 
@@ -142,7 +141,7 @@ def silence() -> None:
 
 
 class Link:
-    """Messages to the other process and back: JSON behind its length. Each side waits for the other's answer."""
+    """Messages between the two processes: a length, then JSON. Each side waits for the other's answer."""
 
     def __init__(self, readable: int, writable: int) -> None:
         self.readable, self.writable = readable, writable
@@ -172,7 +171,7 @@ class Link:
         return self.decode(got[8:].decode())
 
     def revive(self, found: dict[str, object]) -> object:
-        """What encode() made of data, as data again; other dicts are messages."""
+        """Decode what encode() produced; other dicts are messages."""
         if len(found) != 1:
             return found
         ((name, inner),) = found.items()
@@ -191,7 +190,7 @@ class Link:
 
 
 class Unfit(BaseException):
-    """The tests hand something to the program that cannot be sent: they have to run together with it."""
+    """The tests pass something to the program that cannot be sent: they must run together with it."""
 
 
 def judge(link: Link, job: dict) -> str:
@@ -222,7 +221,7 @@ def judge(link: Link, job: dict) -> str:
 
 
 def imports(tests: str) -> str:
-    """The import statements of the tests. A program may use the names, as it could if both ran in one process."""
+    """The import statements of the tests, whose names a program may use, as it could in one process."""
     import ast
 
     found = [node for node in ast.parse(tests).body if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -230,8 +229,8 @@ def imports(tests: str) -> str:
 
 
 def wanted(code: object) -> list[str]:
-    """Names that the tests may take from the program. A builtin's is among them only where there is no other: a program
-    that was asked for a function `sum` defines it, one that was asked for `area` must not change what `abs` is."""
+    """Names that the tests may take from the program. Builtins count only if there is no other name: a program that has
+    to define `sum` does so, one that has to define `area` must not replace `abs`."""
     names = list(dict.fromkeys(names_in(code, "LOAD_NAME", "LOAD_GLOBAL")))
     theirs = {*names_in(code, "STORE_NAME", "STORE_GLOBAL"), *PURE, *ALIASES}
     others = [name for name in names if name not in BUILTINS]
@@ -247,8 +246,8 @@ def names_in(code: object, *operations: str) -> list[str]:
 
 
 def ask(link: Link, op: str, **details: object) -> object:
-    """What the program's process makes of it. What it raises there fails the test here: of tests that expect an
-    exception it is not known that they mean the same apart, and StopIteration would end a loop of the tests."""
+    """Ask the program's process. An exception there fails the test: tests that expect one may not mean the same apart,
+    and StopIteration would end a loop of the tests."""
     link.send({"op": op, **details})
     reply = link.receive()
     if "value" not in reply:
@@ -257,7 +256,7 @@ def ask(link: Link, op: str, **details: object) -> object:
 
 
 class Remote:
-    """A function or object of the program. It never equals data, whatever its __eq__ says."""
+    """A function or object of the program. It never equals data, whatever its __eq__ returns."""
 
     calls = 0
 
@@ -278,7 +277,7 @@ class Remote:
 
     def __len__(self) -> int:
         length = self.ask("length")
-        if length is None:  # a generator, which list() asks, too
+        if length is None:  # a generator; list() asks for the length too
             raise TypeError("the result has no len()")
         return length
 
@@ -297,7 +296,7 @@ def unfit(value: object) -> object:
 
 
 def like(plain: object, remote: Remote) -> object:
-    """Data of a subclass, such as a namedtuple: equal to what its base is, but written as the program writes it."""
+    """Data of a subclass, such as a namedtuple: equal to a value of its base, but printed as the program prints it."""
     kind = type(plain)
     if kind not in LIKE:
         own = {"__str__": lambda self: str(self.remote), "__repr__": lambda self: repr(self.remote)}
@@ -311,7 +310,7 @@ LIKE: dict[type, type] = {}
 
 
 def in_order(kind: type, items: list[object]) -> object:
-    """A set whose items come in the order that they have in the program."""
+    """A set that iterates in the same order as in the program."""
     made = kind(items)
     if list(made) == items:
         return made
@@ -327,7 +326,7 @@ def serve(link: Link) -> None:
     start = link.receive()
     cut_off()
     limit(start["limits"])
-    sys.addaudithook(refuse)  # cannot be taken off again
+    sys.addaudithook(refuse)  # cannot be removed again
     space = {"__name__": "__main__", "__builtins__": builtins}
     run_code(compile_code(start["program"], "<program>", "exec"), space)
     link.send({"ran": True})
@@ -346,7 +345,7 @@ def serve(link: Link) -> None:
 
 
 def run_together(tests: str, space: dict[str, object]) -> None:
-    """The tests in the names of the program, after it. What they are built of is put back first."""
+    """Run the tests in the program's namespace, after restoring builtins and test helpers."""
     vars(builtins).update(BUILTINS)
     sys.settrace(None)
     sys.setprofile(None)
@@ -386,15 +385,15 @@ def length(thing: object) -> int | None:
     return len(thing) if hasattr(type(thing), "__len__") else None
 
 
-# Types of which an object can be built with another text: see like().
+# Types whose subclasses can print differently: see like().
 WRITTEN = (int, float, str, list, tuple, set, frozenset, dict, bytes, bytearray, complex)
 
 
-COPIES = {int: int.__int__, float: float.__float__, str: str.__str__, list: list.copy}  # of subclasses, as these types
+COPIES = {int: int.__int__, float: float.__float__, str: str.__str__, list: list.copy}  # a subclass as its base type
 
 
 def as_plain(value: object, other: object) -> tuple[type | None, object]:
-    """(the type of data it can stand for, that encoded): of subclasses, mappings, and the numbers of libraries."""
+    """(data type it can stand for, the encoded value), for subclasses, mappings and numbers of libraries."""
     import numbers
     from collections import UserList, UserString
     from collections.abc import Mapping
@@ -413,7 +412,7 @@ def as_plain(value: object, other: object) -> tuple[type | None, object]:
     if hasattr(type(value), "__float__"):
         try:
             return float, float(value)
-        except Exception:  # a tensor of several numbers, say
+        except Exception:  # for example, a tensor with several elements
             return None, None
     return None, None
 
@@ -426,7 +425,7 @@ def name_of(kind: type) -> str:
 
 
 def encode(value: object, other: object) -> object:
-    """Data as JSON has it; other(value) for what is none."""
+    """Data as JSON; other(value) for values that are not data."""
     kind = type(value)
     if kind is list:
         kinds = set(map(type, value))
@@ -446,23 +445,23 @@ SIMPLE = {bool, float, int, str, type(None)}
 
 
 def fits(items: list[object], kinds: set[type]) -> bool:
-    """Whether these numbers are small enough to be written in decimal."""
+    """Whether these integers are small enough for decimal."""
     return kinds <= {int, bool} and -EXACT_INT < min(items) and max(items) < EXACT_INT
 
 
 def cut_off() -> None:
-    """Out of the network where the system lets us, and dead when whoever started us dies."""
+    """Leave the network if the system allows it, and die with the parent process."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)  # refused in some containers: the audit hook is what is left then
+    libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)  # some containers refuse it: then only the audit hook is left
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after unshare, which may reset it
 
 
 def hide() -> None:
-    """Keep the program from reading this process through /proc; root outside a user namespace still can."""
+    """Prevent the program from reading this process through /proc; root outside a user namespace still can."""
     if sys.platform.startswith("linux"):
         import ctypes
 
@@ -471,7 +470,7 @@ def hide() -> None:
 
 def limit(limits: dict[str, float]) -> None:
     seconds = max(1, int(limits["seconds"]))
-    signal.alarm(seconds + 1)  # also ends a program that sleeps, should nobody be left to kill it
+    signal.alarm(seconds + 1)  # ends a sleeping program even if nobody is left to kill it
     try:
         import resource
     except ImportError:  # not a POSIX system
@@ -481,7 +480,7 @@ def limit(limits: dict[str, float]) -> None:
     lower(resource, resource.RLIMIT_FSIZE, int(limits["file_mb"] * 2**20))
     lower(resource, resource.RLIMIT_NOFILE, 64)
     lower(resource, resource.RLIMIT_CORE, 0)
-    lower(resource, resource.RLIMIT_NPROC, 0)  # nor threads; counts all of this user, and does not bind root
+    lower(resource, resource.RLIMIT_NPROC, 0)  # no threads either; counts all of the user's, and does not bind root
 
 
 def lower(resource: object, which: int, value: int) -> None:

@@ -1,18 +1,18 @@
-"""Built-in rewards. Each is what a user's own would be: lists in, one number (or None) per completion out.
+"""Built-in rewards, with the same interface as user functions: lists in, one number (or None) per completion out.
 
-    exact_match                  1 when the text is the answer, surrounding space aside
-    last_number                  1 when the last number of the text is the last number of the answer
-    tagged_format[:A,B]          1 when the text is exactly <A>...</A><B>...</B>; think,answer unless named
+    exact_match                  1 if the text is the answer, up to surrounding whitespace
+    last_number                  1 if the last number of the text is the last number of the answer
+    tagged_format[:A,B]          1 if the text is exactly <A>...</A><B>...</B>; default think,answer
     tagged_format_partial[:A,B]  a fifth for each of the four tags in its place, a fifth for nothing outside them
-    length                       number of tokens; give it a negative weight to ask for short completions
-    regex:PATTERN                1 when the pattern occurs in the text
-    repetition[:N]               minus the share of repeated runs of N tokens (3 unless given)
-    soft_overlong:MAX,MARGIN     0 up to MAX-MARGIN tokens, then down to -1 at MAX
-    math_verify                  1 when the text and the answer are the same mathematics (extra `rewards`)
-    code[:SECONDS]               1 when the program in the text passes the row's tests (rollout/rewards/code.py)
-    env                          what the completion's own environment gave it; None where it gave nothing
+    length                       number of tokens; use a negative weight to reward short completions
+    regex:PATTERN                1 if the pattern occurs in the text
+    repetition[:N]               minus the share of repeated N-grams of tokens (default 3)
+    soft_overlong:MAX,MARGIN     0 up to MAX-MARGIN tokens, then linearly down to -1 at MAX
+    math_verify                  1 if text and answer are mathematically equal (extra `rewards`)
+    code[:SECONDS]               1 if the program in the text passes the row's tests (rollout/rewards/code.py)
+    env                          the reward of the completion's environment; None if it gave none
 
-`answer` is a column of the data; a row whose answer is None gets None: the reward does not apply to it.
+`answer` is a column of the data; rows whose answer is None get None: the reward does not apply.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ NUMBER = re.compile(
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, which is a string or a list of messages; of several turns, what was said last."""
+    """The text of a completion, which is a string or a list of messages; with several turns, the last one."""
     if isinstance(completion, str):
         return completion
-    said = [message for message in completion if message.get("role") == "assistant"] or completion
-    content = said[-1].get("content") if said else None
+    turns = [message for message in completion if message.get("role") == "assistant"] or completion
+    content = turns[-1].get("content") if turns else None
     if isinstance(content, list):  # parts, of which some may be text
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content or ""
@@ -51,7 +51,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
 
 
 def last_number(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
-    """None where the answer holds no number."""
+    """None if the answer contains no number."""
     golds = [None if gold is None else find_last_number(str(gold)) for gold in answer]
     return [
         None if gold is None else float(find_last_number(text_of(completion)) == gold)
@@ -76,7 +76,7 @@ def env(completions: Sequence[Any], env_reward: Sequence[Any] | None = None) -> 
     return [None] * len(completions) if env_reward is None else list(env_reward)
 
 
-env.made_by_episodes = ("env_reward",)  # not in the data, and without it there is nothing to give
+env.made_by_episodes = ("env_reward",)  # required, but from the environment, not from the data
 
 
 def tagged_format(argument: str | None) -> RewardFunction:
@@ -107,7 +107,7 @@ def _tags(name: str, argument: str | None) -> tuple[str, str]:
 
 
 def _tag_parts(text: str, tags: tuple[str, ...]) -> int:
-    """How many of the five parts are right: each tag once and after the ones before it, and nothing outside."""
+    """How many of five parts are right: each tag once and in order, and nothing outside the tags."""
     parts, at = 0, 0
     for tag in tags:
         found = text.find(tag, at)
@@ -149,7 +149,7 @@ def repetition(argument: str | None) -> RewardFunction:
 
 
 def soft_overlong(argument: str | None) -> RewardFunction:
-    """DAPO's punishment: grows over the last MARGIN tokens before MAX, so that a cut-off is not the first sign."""
+    """DAPO's soft penalty: grows over the last MARGIN tokens before MAX, so that truncation is not the first signal."""
     limit, margin = _whole_numbers("soft_overlong", argument or "", "MAX,MARGIN", 2)
     if not 0 < margin <= limit:
         raise ValueError(f"reward_funcs=soft_overlong:{argument}: MARGIN must be above 0 and at most MAX")
@@ -178,13 +178,13 @@ def math_verify(argument: str | None) -> RewardFunction:
         ) from None
 
     def score(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
-        # Its time limits are signals, which only a main thread may set.
+        # Its time limits use signals, which only the main thread can set.
         seconds = 5 if threading.current_thread() is threading.main_thread() else None
         scores: Scores = []
         for completion, gold in zip(completions, answer, strict=True):
             want = parse(_delimited(str(gold)), parsing_timeout=seconds) if gold is not None else []
             if not want:
-                scores.append(None)  # no mathematics in the answer: nothing to compare with
+                scores.append(None)  # no mathematics in the answer
                 continue
             got = parse(_delimited(text_of(completion)), parsing_timeout=seconds)
             scores.append(float(verify(want, got, timeout_seconds=seconds)))
@@ -194,7 +194,7 @@ def math_verify(argument: str | None) -> RewardFunction:
 
 
 def _delimited(text: str) -> str:
-    """Put a bare formula between dollars: without them math-verify reads 3\\pi as 3."""
+    """Put a bare formula between dollars; without them math-verify parses 3\\pi as 3."""
     prose = re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", text))
     if prose or "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text or not text.strip():
         return text
@@ -207,7 +207,7 @@ FUNCTIONS: dict[str, RewardFunction] = {
     "length": length,
     "env": env,
 }
-FACTORIES: dict[str, Callable[[str | None], RewardFunction]] = {  # called with what follows the colon
+FACTORIES: dict[str, Callable[[str | None], RewardFunction]] = {  # called with the text after the colon
     "tagged_format": tagged_format,
     "tagged_format_partial": tagged_format_partial,
     "regex": regex,

@@ -1,11 +1,11 @@
 """Rewards from trained models: an outcome model scores whole answers, a process model each step.
 
     model:PATH               score of prompt and completion, from a sequence-classification model with one output
-    prm:PATH[,min|mean|last] probability that the steps are right, from a token-classification model with two;
-                             the worst step counts unless told otherwise
+    prm:PATH[,min|mean|last] probability that the steps are right, from a token-classification model with two outputs;
+                             the worst step counts by default
 
-PATH is a finished run of --method rm or prm, a model folder, or a hub id. Text is put into ids by the reward model's
-own tokenizer, in the form it was trained on; what an export of ours needs for that is under "strop" in its config.json.
+PATH is a finished run of --method rm or prm, a model folder, or a hub id. Text is tokenised by the reward model's
+tokenizer, in the form it was trained on; our exports keep the settings for that under "strop" in their config.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data.types import Messages
 from rollout.rewards.functions import text_of
 from rollout.servers.model_folder import trust_hint
 
-MAX_TOKENS = 16384  # of one forward, padding included
+MAX_TOKENS = 16384  # per forward pass, padding included
 COMBINE: dict[str, Callable[[list[float]], float]] = {
     "min": min,
     "mean": lambda rights: sum(rights) / len(rights),
@@ -41,7 +41,7 @@ class OutcomeReward:
         return [float(logits[0]) for logits in forward(self.model, rows)]
 
     def ids(self, prompt: str | Messages, text: str) -> list[int]:
-        """As a pair's response is rendered for training: up to and including what ends the turn."""
+        """Rendered like the response of a training pair: up to and including the end of the turn."""
         if isinstance(prompt, str):
             ids, eos = render_prompt(self.tokenizer, prompt + text), self.tokenizer.eos_token_id
             return ids if eos is None or ids[-1] in stop_ids(self.tokenizer) else [*ids, eos]
@@ -51,7 +51,7 @@ class OutcomeReward:
         whole = apply_template(self.tokenizer, [*messages, answer], **kwargs)
         ids = render_text(self.tokenizer, whole)
         end = end_of_turn_id(self.tokenizer)
-        if self.trained_here is None or end not in ids:  # others score whatever their template puts behind the turn
+        if self.trained_here is None or end not in ids:  # other models score what their template puts after the turn
             return ids
         return ids[: len(ids) - ids[::-1].index(end)]
 
@@ -81,7 +81,7 @@ class ProcessReward:
         return [self.score(logits[i], ends) for i, (_, ends) in enumerate(rows)]
 
     def ids(self, prompt: str | Messages, text: str) -> tuple[list[int], list[int]]:
-        """(ids, where each step ends): every step tokenised by itself and closed by the separator, as in training."""
+        """(ids, end of each step): every step is tokenised alone and closed by the separator, as in training."""
         ids = render_prompt(self.tokenizer, prompt, self.system_prompt, self.kwargs)
         separator = render_text(self.tokenizer, self.separator)
         ends = []
@@ -93,7 +93,7 @@ class ProcessReward:
 
     def score(self, logits: Any, ends: list[int]) -> float:
         if not ends:
-            return 0.0  # nothing was said, so nothing is right: None would let a policy escape judgement by silence
+            return 0.0  # an empty answer is wrong: None would let a policy avoid being scored
         return self.combine(logits[ends].float().softmax(dim=-1)[:, 1].tolist())
 
 
@@ -113,7 +113,7 @@ MODELS: dict[str, Callable[[str | None, bool], Any]] = {"model": outcome_reward,
 
 
 def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote_code: bool) -> tuple[Any, Any]:
-    """A classification model of transformers, ready to score, and its tokenizer."""
+    """A transformers classification model, ready to score, and its tokenizer."""
     import torch
     import transformers
     from transformers import AutoConfig, AutoTokenizer
@@ -138,9 +138,9 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote
             dtype=dtype,
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
-            use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
+            use_safetensors=True,  # a .bin file is a pickle, which is never loaded
         )
-    except Exception as error:  # damaged files make transformers raise anything
+    except Exception as error:  # transformers may raise anything for damaged files
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{label}: cannot be used as a reward model ({reason}){trust_hint(error)}") from None
     if found["missing_keys"]:
@@ -152,7 +152,7 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote
 
 
 def _resolve(label: str, path: str) -> str:
-    """A run folder means its final/; what is no folder here is a hub id."""
+    """A run folder means its final/; a name that is no local folder is a hub id."""
     place = Path(path).expanduser()
     if (place / "final").is_dir():
         place = place / "final"
@@ -168,7 +168,7 @@ def _resolve(label: str, path: str) -> str:
 
 
 def forward(model: Any, rows: Sequence[list[int]]) -> list[Any]:
-    """Logits of every row through the model's own forward, in the order given: (labels,) or (its tokens, labels)."""
+    """Logits of every row from the model's forward, in order: (labels,) or (tokens of the row, labels)."""
     import torch
 
     config = model.config.get_text_config()
@@ -191,7 +191,7 @@ def forward(model: Any, rows: Sequence[list[int]]) -> list[Any]:
 
 
 def _batches(lengths: list[int], *, alone: bool) -> list[list[int]]:
-    """Rows of like length together, so that little is padding. Without a padding token each row goes alone."""
+    """Batches of rows of similar length, for little padding. Without a padding token each row runs alone."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups and not alone and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= MAX_TOKENS:

@@ -1,4 +1,4 @@
-"""Flags of rewards, `--reward-*`: which functions, how they count, where they run and what a fault of one costs."""
+"""Flags of rewards, `--reward-*`: which functions, their weights, where they run, and what happens on a fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_REWARD = "exact_match"
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """What completions are rewarded for."""
+    """Reward functions and how they run."""
 
     reward_funcs: tuple[str, ...] = ()
     (
@@ -36,7 +36,7 @@ class RewardConfig:
     """Stop after this many batches, or evaluations, in a row in which no completion got a reward; 0 never stops."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reward_funcs, (tuple, list)):  # from Python: one function instead of a tuple of them
+        if not isinstance(self.reward_funcs, (tuple, list)):  # from Python: a single function instead of a tuple
             raise ValueError(f"reward_funcs={self.reward_funcs}: must be a tuple; write (my_function,)")
         parse_weights(self.reward_weights, len(self.reward_funcs) or 1)
         if self.reward_num_workers < 0:

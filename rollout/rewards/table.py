@@ -1,21 +1,21 @@
-"""Reward functions: found by name, called on lists, checked before a number of theirs is believed.
+"""Rewards: the reward functions of a run, called on batches, their scores checked and combined in a RewardTable.
 
     rewards = load_rewards(["exact_match", "my_rewards.polite"], weights=[1.0, 0.2])
     table = rewards.score(prompts, completions)                # one Prompt and one Completion per row
-    scoring = rewards.submit(prompts, completions, step=7)     # the same, begun now and asked for later
+    scoring = rewards.submit(prompts, completions, step=7)     # the same in the background
     table = scoring.result()
     rewards.close()
 
-A user's function takes the names it wants of `completions`, `prompts`, `completion_ids` and the columns of the data:
+A user function names the arguments it wants: `completions`, `prompts`, `completion_ids`, or columns of the data:
 
     def polite(completions, prompts=None, answer=None, **columns) -> list[float | None]:
 
 It may also name TRL's `trainer_state` (global_step, max_steps, epoch), `log_extra(column, values)`, which adds a column
 to samples.jsonl, and `log_metric(name, value)`, whose mean over the calls of a step is the metric reward/log/NAME.
 
-With num_workers functions run in processes of their own (rollout/rewards/workers.py); one with a state_dict, or that
-holds a model, stays in this one. A row on which a function fails stops the run, or with on_error "none" gets no reward
-at all: without one of its parts a sum would say something else.
+With num_workers, functions run in worker processes (rollout/rewards/workers.py), except those with a state_dict or a
+model. A row on which a function fails stops the run; with on_error "none" it gets no reward at all, since a sum without
+one of its parts would mean something else.
 
 Test one without training: python -m rollout.rewards --check my_rewards.polite --data rows.jsonl
 """
@@ -50,9 +50,9 @@ from rollout.rewards.calls import (
     TrainerState,
     arguments,
     checked,
+    log_to_stderr,
     raised,
     required,
-    say_aloud,
     score_rows,
 )
 from rollout.rewards.loading import find_reward, stays_here
@@ -63,11 +63,11 @@ from rollout.rewards.workers import WorkerPool, shards
 
 @dataclass(frozen=True)
 class Gap:
-    """Rows of a batch without a score of one function, and why."""
+    """Number of rows of a batch without a score of one function."""
 
-    none: int  # it returned None
-    failed: int  # it raised, hung, died or returned no number
-    last: str | None  # the sentence about the last failure
+    none: int  # rows for which it returned None
+    failed: int  # rows on which it raised, hung, died or returned no number
+    last: str | None  # message of the last failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,11 @@ class RewardTable:
     names: list[str]
     values: list[list[float | None]]  # None = the function does not apply to this row
     weights: list[float]
-    totals: list[float | None]  # weighted sum over what applies; None where nothing does
+    totals: list[float | None]  # weighted sum of the scores; None if there are none
     failed: int = 0  # rows without any reward because a function failed on them
-    extra: list[dict[str, Any]] | None = None  # per completion, what functions logged by log_extra
-    logged: dict[str, list[float]] = field(default_factory=dict)  # by log_metric, over all calls
-    gaps: Sequence[Gap] = ()  # one for each function
+    extra: list[dict[str, Any]] | None = None  # per completion: values of log_extra
+    logged: dict[str, list[float]] = field(default_factory=dict)  # values of log_metric, over all calls
+    gaps: Sequence[Gap] = ()  # one per function
 
 
 def load_rewards(
@@ -92,13 +92,13 @@ def load_rewards(
     timeout: float = TIMEOUT,
     memory_gb: float | None = None,
     on_error: OnError = "stop",
-    say: Callable[[str], None] = say_aloud,
+    log: Callable[[str], None] = log_to_stderr,
     trust_remote_code: bool = False,
 ) -> Rewards:
-    """Find every function now, so that a wrong name stops the run before anything is sampled.
+    """Load every function now, so that a wrong name stops the run before anything is sampled.
 
-    A name is a built-in, `module.function` (a file in the working folder first), or `path/to/file.py:function`. A
-    program of the user's may give the function itself.
+    A name is a built-in, `module.function` (the working folder is searched first), or `path/to/file.py:function`. From
+    Python, the function itself may be passed.
     """
     if not names:
         raise ValueError("reward_funcs=(): no reward function; name at least one, for example exact_match")
@@ -124,13 +124,13 @@ def load_rewards(
         pool = WorkerPool(
             remote, num_workers=num_workers, timeout=timeout, memory_gb=memory_gb, stop=on_error == "stop"
         )
-    return Rewards(functions, parsed, pool=pool, on_error=on_error, say=say)
+    return Rewards(functions, parsed, pool=pool, on_error=on_error, log=log)
 
 
 def open_rewards(
-    cfg: RewardConfig, say: Callable[[str], None] = say_aloud, *, trust_remote_code: bool = False
+    cfg: RewardConfig, log: Callable[[str], None] = log_to_stderr, *, trust_remote_code: bool = False
 ) -> Rewards:
-    """load_rewards by the flags of a run."""
+    """load_rewards with the flags of a run."""
     rewards = load_rewards(
         cfg.reward_funcs or (DEFAULT_REWARD,),
         cfg.reward_weights,
@@ -138,7 +138,7 @@ def open_rewards(
         timeout=cfg.reward_timeout,
         memory_gb=cfg.reward_memory_gb,
         on_error=cfg.reward_on_error,
-        say=say,
+        log=log,
         trust_remote_code=trust_remote_code,
     )
     rewards.defaulted = not cfg.reward_funcs
@@ -155,19 +155,19 @@ class Rewards:
         *,
         pool: WorkerPool | None = None,
         on_error: OnError = "stop",
-        say: Callable[[str], None] = say_aloud,
+        log: Callable[[str], None] = log_to_stderr,
     ) -> None:
         assert len(functions) == len(weights), (len(functions), len(weights))
         self.functions = list(functions)
         self._weights = list(weights)
         self._pool = pool
         self._on_error = on_error
-        self._say = say
-        self._said: set[tuple[str, str]] = set()  # (function, kind of fault) that has been told
-        self._failed = 0  # rows since metrics() was last asked
-        self._columns: list[str] = []  # of all rows there will be, once check_columns has seen them
+        self._log = log
+        self._reported: set[tuple[str, str]] = set()  # (function, kind of fault) already logged
+        self._failed = 0  # rows since the last metrics()
+        self._columns: list[str] = []  # of all rows of the run, after check_columns
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.defaulted = False  # nobody named a function
+        self.defaulted = False  # the user named no function
         self.run = TrainerState()  # of the whole run: max_steps, num_train_epochs
 
     def state_at(self, step: int) -> TrainerState:
@@ -186,18 +186,18 @@ class Rewards:
         return [weight.at(step) for weight in self._weights]
 
     def check_columns(self, prompts: Sequence[Prompt], what: str, made: Sequence[str] | None = ()) -> None:
-        """Refuse rows of which none has a column that a function cannot do without; what: their name, "data" say.
+        """Refuse data in which no row has a column that a function requires; `what` names the data in messages.
 
-        A column that only some rows have is None in the others, as a null in the file would be: that is counted aloud.
-        Batches without any row of the kind then get it too, so no batch fails for what it happens to hold.
-        made: columns that completions will bring (an environment's); None when only they will show which.
+        A column that only some rows have is None in the others, as a null in the file would be, and that is logged.
+        Batches in which no row has it get it too, so no batch fails because of the rows that it happens to hold.
+        made: columns that completions will bring (an environment's); None if they are not known yet.
         """
         if not prompts:
             return
         if self.defaulted:
             self.defaulted = False
             have = sum(prompt.columns.get("answer") is not None for prompt in prompts)
-            self._say(
+            self._log(
                 f"reward_funcs: none given, so the reward is {DEFAULT_REWARD}, 1 where a completion is the row's "
                 f"'answer'; {have} of {len(prompts)} rows have one"
             )
@@ -224,13 +224,13 @@ class Rewards:
         self._columns = list(dict.fromkeys([*self._columns, *columns, *(made or ())]))
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> RewardTable:
-        """Every function on the whole batch, with the weights of `step`; async ones run together beside the others."""
+        """Score the batch with every function, with the weights of `step`; async functions run concurrently."""
         return self.submit(prompts, completions, step=step).result()
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Scoring:
-        """Begin: workers start at once; what runs in this process does so when result() is asked for, in that thread.
+        """Start scoring: workers start at once; functions of this process run when result() is called, in that thread.
 
-        Rows of the same prompt that follow each other are one group; a group is scored by one worker.
+        Consecutive rows of the same prompt are a group, and a group is scored by one worker.
         """
         assert len(prompts) == len(completions), (len(prompts), len(completions))
         scoring = Scoring(self, list(prompts), list(completions), step)
@@ -240,12 +240,12 @@ class Rewards:
         return scoring
 
     def metrics(self) -> dict[str, float]:
-        """What went wrong since this was last asked."""
+        """Number of failed rows since the last call."""
         failed, self._failed = self._failed, 0
         return {"reward/failed_rows": float(failed)} if self._on_error == "none" else {}
 
     def close(self) -> None:
-        """End the workers, and the loop of async functions."""
+        """Stop the workers and the loop of async functions."""
         if self._pool is not None:
             self._pool.close()
         if self._loop is not None:
@@ -253,7 +253,7 @@ class Rewards:
             self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the objects that have one, by name: plain JSON."""
+        """State of the functions that have one, by name, as JSON."""
         states = {}
         for function in self.functions:
             if hasattr(function.call, "state_dict"):
@@ -335,8 +335,7 @@ class Rewards:
     def _settled(
         self, function: RewardFunction, parts: Sequence[Scored], sources: list[str], bad: set[int]
     ) -> tuple[list[float | None], str | None]:
-        """Scores of all parts in order, and the sentence about the last fault: one stops the run, or adds its row to
-        `bad`."""
+        """(scores of all parts, message of the last fault). A fault stops the run, or adds its row to `bad`."""
         column: list[float | None] = []
         last = None
         for part in parts:
@@ -348,17 +347,17 @@ class Rewards:
                 blamed = rows if row is None else [rows[row]]
                 if self._on_error == "stop":
                     raise ValueError(fault.sentence(function, blamed))
-                self._tell(function, fault, blamed, len(faulty), len(rows))
+                self._report(function, fault, blamed, len(faulty), len(rows))
             if faulty:
                 last = part.scores[faulty[-1]].sentence(function, [rows[faulty[-1]]])
             bad.update(low + i for i in faulty)
             column += [None if isinstance(score, Fault) else score for score in part.scores]
         return column, last
 
-    def _tell(self, function: RewardFunction, fault: Fault, sources: list[str], lost: int, of: int) -> None:
-        if (function.name, fault.kind) not in self._said:
-            self._said.add((function.name, fault.kind))
-            self._say(
+    def _report(self, function: RewardFunction, fault: Fault, sources: list[str], lost: int, of: int) -> None:
+        if (function.name, fault.kind) not in self._reported:
+            self._reported.add((function.name, fault.kind))
+            self._log(
                 f"{fault.sentence(function, sources)}; {lost} of the {of} rows of this call get no reward, and more of "
                 "this kind are only counted (reward_on_error=none)"
             )
@@ -372,7 +371,7 @@ class Rewards:
         state: TrainerState,
         first_log: CallLog,
     ) -> Scored:
-        """One function on all rows, in this process: nothing can end a call that hangs."""
+        """Run one function on all rows in this process, where nothing can end a call that hangs."""
         logs: list[tuple[int, CallLog]] = []
 
         def made(low: int, high: int, log: CallLog, pending: Future[Any] | None = None) -> Outcome:
@@ -431,7 +430,7 @@ class Rewards:
         return await function.call(**of_rows, **log.arguments(function.call, state))
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run it on one event loop that lives as long as this object, so that clients can keep connections."""
+        """Run it on an event loop that lives as long as this object, so that clients can keep connections."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
@@ -439,21 +438,21 @@ class Rewards:
 
 
 class Scoring:
-    """Scores on their way."""
+    """Scores of a batch, in progress."""
 
     def __init__(self, rewards: Rewards, prompts: list[Prompt], completions: list[Completion], step: int) -> None:
         self.prompts, self.completions, self.step = prompts, completions, step
-        self.remote: dict[int, list[Future[Scored]]] = {}  # by place of the function: a future for each shard
+        self.remote: dict[int, list[Future[Scored]]] = {}  # by index of the function: a future per shard
         self._rewards = rewards
         self._lock = threading.Lock()
         self._table: RewardTable | None = None
 
     def done(self) -> bool:
-        """Whether no worker is at it any more."""
+        """Whether all workers have finished."""
         return all(future.done() for futures in self.remote.values() for future in futures)
 
     def result(self) -> RewardTable:
-        """The table, or ValueError with the function and the row; asked for again, the same table."""
+        """The table, the same one on every call; ValueError names the function and the row at fault."""
         with self._lock:
             if self._table is None:
                 self._table = self._rewards._table(self)
@@ -467,10 +466,10 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 def _total(values: list[float | None], weights: list[float]) -> float | None:
     parts = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
     if any(abs(part) > LARGEST for part in parts):
-        return max(parts, key=abs)  # which is refused; their sum may be no number
+        return max(parts, key=abs)  # refused by the caller; the sum might be NaN
     return math.fsum(parts) if parts else None
 
 
 def _is_async(call: Callable[..., Any]) -> bool:
-    method = type(call).__call__  # of a callable object
+    method = type(call).__call__  # for callable objects
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(method)

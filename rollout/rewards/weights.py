@@ -1,10 +1,10 @@
 """Weights of rewards, which may change over a run.
 
-    0.5                        always
-    0:1.0,100:0.2              1.0 at step 0, 0.2 from step 100 on, on a straight line between
+    0.5                        constant
+    0:1.0,100:0.2              1.0 at step 0, 0.2 from step 100 on, linear in between
     0:0,50:0,51:1              off, then on
 
-Before the first point its weight holds, after the last one that of the last.
+Before the first point and after the last one, the weight is that of the point.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 class Weight:
     """One reward's weight at every step."""
 
-    points: tuple[tuple[int, float], ...]  # (step, weight), steps rising; one point = always
+    points: tuple[tuple[int, float], ...]  # (step, weight), steps increasing; one point = constant
 
     def at(self, step: int) -> float:
         """
@@ -41,7 +41,7 @@ class Weight:
 
 
 def parse_weight(given: float | str) -> Weight:
-    """A number, or points; ValueError with the whole sentence."""
+    """Parse a number or points; ValueError with a complete message."""
     if not isinstance(given, str):
         return _checked(Weight(((0, float(given)),)), given)
     if ":" not in given:
@@ -62,7 +62,7 @@ def parse_weight(given: float | str) -> Weight:
 
 
 def parse_weights(given: Sequence[float | str] | None, num_functions: int) -> list[Weight]:
-    """One for each function; none given means 1 each."""
+    """One weight per function; none given means 1 each."""
     if given is None or len(given) == 0:
         return [Weight(((0, 1.0),))] * num_functions
     weights = [parse_weight(weight) for weight in given]

@@ -1,4 +1,4 @@
-"""What a reward worker runs: one line in, one call, one line out, in the main thread. Started by reward_workers.py."""
+"""The program of a reward worker: one line in, one call, one line out, in the main thread. Started by workers.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[2]))
-    connection.set_inheritable(False)  # a child of a function would keep it open after we are gone
+    connection.set_inheritable(False)  # a child process of a function would keep it open
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
     setup = requests.get()
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def _read(connection: socket.socket, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """The trainer's end is watched also while a function runs: without the trainer there is nobody to end a hang."""
+    """Reads also while a function runs, to notice that the trainer is gone: nobody else would end a hanging call."""
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
                 requests.put(json.loads(line))
     finally:
-        os.killpg(0, signal.SIGKILL)  # this process, which leads its group, and what its functions started
+        os.killpg(0, signal.SIGKILL)  # this process and whatever its functions started
 
 
 def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -56,15 +56,15 @@ def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]
     try:
         arguments = request.get("arguments")
         if arguments is None:
-            arguments = pickle.loads(base64.b64decode(request["pickled"]))  # written by the process that started us
+            arguments = pickle.loads(base64.b64decode(request["pickled"]))  # from the process that started us
         returned = call(**arguments, **log.arguments(call, TrainerState(**request["state"])))
         if inspect.isawaitable(returned):
             returned = _loop().run_until_complete(_awaited(returned))
         outcome = checked(returned, request["rows"])
-    except BaseException as error:  # the user's code may raise anything, and only this process would end of it
+    except BaseException as error:  # the user's code may raise anything
         outcome = raised(error, call)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would hit the next call
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a leftover alarm would interrupt the next call
     if isinstance(outcome, Fault):
         return {"fault": list(outcome)}
     return {"scores": outcome, "extra": log.extra, "metrics": log.metrics}
@@ -72,7 +72,7 @@ def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]
 
 @cache
 def _loop() -> Any:
-    """One for all calls, so that clients can keep connections; most functions need none, and it is slow to import."""
+    """One loop for all calls, so that clients can keep connections. asyncio is slow to import, and rarely needed."""
     import asyncio
 
     return asyncio.new_event_loop()
@@ -87,13 +87,13 @@ def _reply(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def _limit_memory(gigabytes: float) -> None:
-    """Beyond what is mapped by now: the limit is not for the interpreter and the libraries of the functions."""
+    """The limit is added to what is mapped now, so it does not count the interpreter and imported libraries."""
     try:
         import resource
 
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):  # no such limit, or no such count, on this system
+    except (ImportError, OSError):  # this system has no such limit, or no /proc
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = mapped + int(gigabytes * GIB)

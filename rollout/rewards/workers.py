@@ -1,12 +1,13 @@
-"""Processes that run reward functions: a call that hangs, dies or eats memory costs its rows, not the run.
+"""Worker processes for reward functions: a call that hangs, dies or exhausts memory costs its rows, not the run.
 
     pool = WorkerPool(["my_rewards.polite"], num_workers=4, timeout=60, memory_gb=None, stop=True)
-    future = pool.submit(0, {"completions": [...]}, 8, TrainerState())      # function 0, by name of the argument
+    future = pool.submit(0, {"completions": [...]}, 8, TrainerState())      # function 0, arguments by name
     future.result().scores
 
-Each worker is a fresh interpreter that loads the functions by name and runs them in its main thread, where verifiers
-built on signal.alarm work. Requests and replies are JSON lines over a socket pair (values that JSON would change travel
-pickled, from us to our own child only). A thread here looks after each worker and replaces it when it has to.
+Each worker is a new interpreter that loads the functions by name and runs them in its main thread, where verifiers that
+use signal.alarm work. Requests and replies are JSON lines over a socket pair; values that JSON would change are
+pickled, from us to our own child only. A thread per worker feeds it and replaces it when necessary. Not
+concurrent.futures, which cannot kill a single call that hangs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from strop_names import ROOT
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rollout.rewards.worker_child import main; main()"
 START_SECONDS = 300.0  # to import what the functions need
-GLANCE = 0.2  # seconds between looks whether the process is still there
+GLANCE = 0.2  # seconds between checks that the process is alive
 CHUNK = 2**16
 CLOSED = "the rewards were closed while rows were being scored"
 
@@ -50,7 +51,7 @@ class Task(NamedTuple):
 
 
 class WorkerPool:
-    """`num_workers` processes that all have the same functions, and a queue of calls."""
+    """`num_workers` processes with the same functions, and a queue of calls."""
 
     def __init__(
         self, specs: Sequence[str], *, num_workers: int, timeout: float, memory_gb: float | None, stop: bool
@@ -78,10 +79,10 @@ class WorkerPool:
         return future
 
     def close(self) -> None:
-        """End the processes; calls not yet answered are cancelled."""
+        """Kill the processes; calls without an answer are cancelled."""
         self._closed.set()
         for worker in self._workers:
-            worker.close()  # a call under way ends at once, as one of a worker that died
+            worker.close()  # a running call ends at once, as if the worker had died
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -94,7 +95,7 @@ class WorkerPool:
                 continue
             try:
                 task.future.set_result(self._scored(worker, task))
-            except BaseException as error:  # raised where the result is asked for
+            except BaseException as error:  # raised by future.result()
                 task.future.set_exception(error)
 
     def _scored(self, worker: Worker, task: Task) -> Scored:
@@ -105,7 +106,7 @@ class WorkerPool:
             outcome, log = worker.call(task.function, part, high - low, seconds, task.state)
             if self._closed.is_set():
                 raise RuntimeError(CLOSED)
-            outcome = log.checked(self._told(outcome), high - low)
+            outcome = log.checked(self._name_limit(outcome), high - low)
             if not isinstance(outcome, Fault):
                 logs.append((low, log))
             return outcome
@@ -114,8 +115,8 @@ class WorkerPool:
         scored = score_rows(call, task.num_rows, first=first, timeout=self._timeout, stop=self._stop)
         return scored._replace(logs=logs)
 
-    def _told(self, outcome: Outcome) -> Outcome:
-        """Faults that have to do with a limit name the setting."""
+    def _name_limit(self, outcome: Outcome) -> Outcome:
+        """Name the setting in faults that a limit caused."""
         if isinstance(outcome, Fault) and outcome.kind == "timeout":
             what = f"did not return within reward_timeout={self._timeout:g} s"
             return Fault("timeout", what, "; raise the limit, or make the function give up earlier")
@@ -125,22 +126,22 @@ class WorkerPool:
 
 
 class Worker:
-    """One process. It is started when it is first needed and again after every death."""
+    """One process, restarted after every death."""
 
     def __init__(self, specs: Sequence[str], memory_gb: float | None) -> None:
         self._setup = {"specs": list(specs), "memory_gb": memory_gb}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._unread = b""
-        self._lock = threading.Lock()  # close() comes from another thread
+        self._lock = threading.Lock()  # close() is called from another thread
         self._ready = self._closed = False
-        self._folder = os.getcwd()  # where names of files are relative to, whatever becomes of it
+        self._folder = os.getcwd()  # base of relative paths, even if the trainer changes its folder
         self._start()
 
     def call(
         self, function: int, arguments: dict[str, list[Any]], num_rows: int, seconds: float, state: TrainerState
     ) -> tuple[Outcome, CallLog]:
-        """What the function made of it, and what it logged; never an exception of the function's."""
+        """(outcome, log) of one call; the function's exceptions are faults in the outcome."""
         self._await_start()
         asked = {"function": function, "rows": num_rows, "state": asdict(state), **_packed(arguments)}
         reply = self._ask(asked, seconds)
@@ -150,7 +151,7 @@ class Worker:
         if "fault" in reply:
             fault = Fault(*reply["fault"])
             if fault.kind == "memory":
-                self.kill()  # whatever else it holds by now
+                self.kill()  # free its memory
             return fault, CallLog()
         assert len(reply["scores"]) == num_rows, (len(reply["scores"]), num_rows)
         scores = [Fault(*score) if isinstance(score, list) else score for score in reply["scores"]]
@@ -162,7 +163,7 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """It and whatever it started; its own children are in its process group."""
+        """Kill its process group: the worker and whatever it started."""
         with self._lock:
             process, self._process, self._ready = self._process, None, False
             if process is None:
@@ -184,13 +185,13 @@ class Worker:
                     cwd=self._folder,
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is the trainer's to handle
+                    start_new_session=True,  # the trainer handles Ctrl-C
                 )
             self._unread, self._ready = b"", False
 
     def _await_start(self) -> None:
         if self._process is not None and self._process.poll() is not None:
-            self.kill()  # it ended between two calls: nobody's fault
+            self.kill()  # it ended between two calls, which is no row's fault
         if self._process is None:
             self._start()
         if self._ready:
@@ -208,7 +209,7 @@ class Worker:
         self._ready = True
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | Fault:
-        """A line there and a line back; a fault when there is none in time or nobody left to write it."""
+        """Send a line and read one; a fault if none comes in time or the process is dead."""
         process, connection = self._process, self._socket
         deadline = time.monotonic() + seconds
         if process is None or connection is None:
@@ -227,15 +228,15 @@ class Worker:
                 self._unread += received or b""
         except TimeoutError:
             return Fault("timeout", f"did not return within {seconds:g} s", "")
-        except (OSError, ValueError):  # a pipe without a reader, or closed by kill()
+        except (OSError, ValueError):  # the other end is closed, or kill() closed ours
             return _death(process)
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
 
 def search_path() -> list[str]:
-    """Our packages, then what is installed, then the user's folders: there a data.py or random.py must not stand in for
-    the module of that name, which this process had imported before it looked there."""
+    """Our packages, then installed ones, then the user's folders: a data.py or random.py there must not shadow the
+    module of that name, which this process imported before it searched them."""
     installed = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
     return list(dict.fromkeys([str(ROOT), *installed, *sys.path]))
 
@@ -243,7 +244,7 @@ def search_path() -> list[str]:
 def _death(process: subprocess.Popen[bytes] | None) -> Fault:
     status = None
     if process is not None:
-        kill_group(process)  # it may have closed its end and live on
+        kill_group(process)  # it may have closed its end and still run
         status = process.wait()
     if status is not None and status < 0:
         how = f"lost its process (killed by {signal.Signals(-status).name})"
@@ -252,14 +253,14 @@ def _death(process: subprocess.Popen[bytes] | None) -> Fault:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """A process that leads a group of its own, and all it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+    """Kill a process that leads its own group, and everything it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def shards(prompts: Sequence[Prompt], num_workers: int) -> list[tuple[int, int]]:
-    """(start, end) of at most num_workers runs of whole groups, as equal as whole groups allow; a group is the rows of
-    one prompt that follow each other.
+    """(start, end) of at most num_workers shards of whole groups, as equal as possible; a group is the consecutive rows
+    of one prompt.
     """
     starts = [i for i, prompt in enumerate(prompts) if i == 0 or prompt.source != prompts[i - 1].source]
     if not starts:
@@ -276,7 +277,7 @@ def _packed(arguments: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives back just this."""
+    """Whether the value survives a round trip through JSON unchanged."""
     if type(value) is list:
         return all(_is_plain(item) for item in value)
     if type(value) is dict:

@@ -1,0 +1,1 @@
+"""Which prompts are sampled next, how far ahead of training, and replay of past groups."""

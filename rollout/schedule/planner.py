@@ -1,12 +1,12 @@
-"""Which prompts come next, and under which number; part of the checkpoint.
+"""Planner: which prompts come next, and the number (hence seeds) of each group. Saved in the checkpoint.
 
     planner = Planner(loader, num_generations=8, seed=0)
     batch = planner.next_batch()       # as many groups as the loader's batch_size
     planner.done()                     # the oldest batch has been trained on
     state = planner.state_dict()       # JSON
 
-A group is pending from the moment it is planned until done(): a run that goes on from a checkpoint samples pending
-groups anew, under the same numbers and so the same seeds, before anything else. None is lost, none comes twice.
+A group is pending from the moment it is planned until done(). A resumed run first samples the pending groups again,
+with the same numbers and so the same seeds: no group is lost, none is trained on twice.
 """
 
 from __future__ import annotations
@@ -15,26 +15,17 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from data.loader import Loader
 from data.types import Prompt
-from rollout.schedule.source import Job
+from rollout.engine import Group, Request
 
-REROLL_LIMIT = 1024  # prompts that wait to come again; more are left as they are
+REROLL_LIMIT = 1024  # prompts queued for another try; further ones are not queued
 
 Order = Callable[[int, Sequence[Prompt], Mapping[int, float]], Iterable[int]]
-"""A curriculum: (number of the batch, all prompts, last mean reward by row) -> rows to draw from, one listed twice
-being twice as likely. It must depend on nothing else, or a resumed run goes another way."""
-
-
-class Planned(NamedTuple):
-    """One prompt to be completed num_generations times."""
-
-    number: int  # of the group in the run, from 0; decides the seeds
-    prompt: Prompt
-    row: int  # in loader.rows
-    kind: Literal["fresh", "reroll", "resample"]
+"""A curriculum: (number of the batch, all prompts, last mean reward by row) -> rows to draw from; a row listed twice is
+twice as likely. It must depend on nothing else, or a resumed run draws other rows."""
 
 
 class Planner:
@@ -44,8 +35,8 @@ class Planner:
         *,
         num_generations: int,
         seed: int,
-        reroll_from: int | None = None,  # number of the first batch that may hold prompts that come again; None: never
-        reroll_max_groups: int = 1,  # of one batch
+        reroll_from: int | None = None,  # number of the first batch that may hold rerolled prompts; None: never
+        reroll_max_groups: int = 1,  # per batch
         reroll_limit: int = REROLL_LIMIT,
         order: Order | None = None,
     ) -> None:
@@ -55,34 +46,34 @@ class Planner:
         self.reroll_max_groups = min(reroll_max_groups, self.batch_size)
         self.consumed = 0  # groups
         self._rows = {id(prompt): row for row, prompt in enumerate(loader.rows)}
-        self._number = 0  # groups planned so far, which is the number of the next
-        self._batches = 0  # consumed
-        self._pending: deque[tuple[list[Planned], list[Planned]]] = deque()  # per batch: its groups, and resamples
-        self._again: deque[Planned] = deque()  # were pending when the checkpoint was written
-        self._spare: deque[Planned] = deque()  # so were these, as resamples
-        self._earned_nothing: list[Planned] = []  # of pending batches
-        self._reroll: deque[int] = deque()  # rows that will come again, oldest first
-        self._rewards: dict[int, float] = {}  # last mean by row, for the curriculum
+        self._number = 0  # groups planned so far, hence the number of the next one
+        self._batches = 0  # batches consumed
+        self._pending: deque[tuple[list[Group], list[Group]]] = deque()  # per batch: its groups, its resamples
+        self._again: deque[Group] = deque()  # pending in the checkpoint that was loaded
+        self._spare: deque[Group] = deque()  # likewise, planned as resamples
+        self._earned_nothing: list[Group] = []  # groups of pending batches without any reward
+        self._reroll: deque[int] = deque()  # rows queued for another try, oldest first
+        self._rewards: dict[int, float] = {}  # last mean reward by row, for the curriculum
 
     @property
     def planned(self) -> int:
-        """Groups planned in this run: those consumed and those pending."""
+        """Groups planned in this run: consumed and pending."""
         return self._number
 
     @property
     def epoch(self) -> float:
-        """Epochs planned so far; under a curriculum as many rows as an epoch has, whichever they were."""
+        """Epochs planned so far; with a curriculum, one epoch is as many draws as there are rows in an epoch."""
         return self.loader.epoch if self.order is None else self._number / self.loader.rows_per_epoch
 
     @property
-    def pending(self) -> list[Planned]:
-        """Groups that were planned and not consumed, in the order in which they will be."""
+    def pending(self) -> list[Group]:
+        """Groups planned but not consumed, in the order in which they will be."""
         batches = [planned for groups, extra in self._pending for planned in (*groups, *extra)]
         return [*batches, *self._again, *self._spare]
 
-    def next_batch(self) -> list[Planned]:
-        """What a checkpoint held as pending, then fresh rows; prompts that come again have the last places."""
-        batch: list[Planned] = []
+    def next_batch(self) -> list[Group]:
+        """Groups pending in the checkpoint first, then fresh rows, then rerolled prompts."""
+        batch: list[Group] = []
         for waiting in (self._again, self._spare):
             while waiting and len(batch) < self.batch_size:
                 batch.append(waiting.popleft())
@@ -96,27 +87,27 @@ class Planner:
         self._pending.append((batch, []))
         return batch
 
-    def resample(self, count: int) -> list[Planned]:
-        """More fresh groups for the oldest batch, in which some had nothing to teach (dynamic sampling)."""
+    def resample(self, count: int) -> list[Group]:
+        """More fresh groups for the oldest batch, to replace groups without signal (dynamic sampling)."""
         assert self._pending, "resample() belongs to a batch: next_batch() comes first"
         groups = [self._spare.popleft() for _ in range(min(count, len(self._spare)))]
         groups += self._plan(self._draw(count - len(groups), self._batches), "resample")
         self._pending[0][1].extend(groups)
         return groups
 
-    def reroll(self, planned: Planned) -> None:
-        """A pending group earned nothing at all: its prompt comes again, once, after its batch is done."""
+    def reroll(self, planned: Group) -> None:
+        """A pending group earned no reward at all: queue its prompt once more, after its batch is done."""
         if self.reroll_from is not None and planned.kind != "reroll":
             self._earned_nothing.append(planned)
 
-    def saw(self, planned: Planned, reward: float) -> None:
-        """Mean reward of a group, for the curriculum."""
+    def saw(self, planned: Group, reward: float) -> None:
+        """Record the mean reward of a group, for the curriculum."""
         if self.order is not None:
             self._rewards[planned.row] = reward
 
-    def done(self) -> list[Planned]:
-        """The oldest batch has been trained on; its groups, those resampled included."""
-        assert self._pending, "done() without a batch that is pending"
+    def done(self) -> list[Group]:
+        """Mark the oldest batch as trained on; returns its groups, resampled ones included."""
+        assert self._pending, "done() without a pending batch"
         groups, extra = self._pending.popleft()
         self._batches += 1
         self.consumed += len(groups) + len(extra)
@@ -128,13 +119,13 @@ class Planner:
         self._earned_nothing = [planned for planned in self._earned_nothing if planned.number not in numbers]
         return [*groups, *extra]
 
-    def jobs(self, planned: Planned) -> list[Job]:
-        """The completions of a group, each with its seed."""
+    def requests(self, planned: Group) -> list[Request]:
+        """One for each completion of a group, with its seed."""
         first = planned.number * self.num_generations
-        return [Job(planned.prompt, sample_seed(self.seed, first + i)) for i in range(self.num_generations)]
+        return [Request.of(planned.prompt, sample_seed(self.seed, first + i)) for i in range(self.num_generations)]
 
     def metrics(self) -> dict[str, float]:
-        """Of the oldest pending batch, and what waits."""
+        """Counts for the oldest pending batch, and the length of the reroll queue."""
         groups, extra = self._pending[0] if self._pending else ([], [])
         kinds = [planned.kind for planned in (*groups, *extra)]
         metrics = {}
@@ -159,7 +150,7 @@ class Planner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, before anything has been planned."""
+        """Resume from a checkpoint, before anything has been planned."""
         assert not self._number, f"{self._number} groups have been planned already"
         if state["num_generations"] != self.num_generations:
             raise ValueError(
@@ -175,17 +166,17 @@ class Planner:
         known = self.consumed + len(self._again) + len(self._spare)
         assert known == self._number, f"{self._number} groups planned, but {known} consumed or pending"
 
-    def _restored(self, row: list[Any]) -> Planned:
+    def _restored(self, row: list[Any]) -> Group:
         number, index, kind = row
-        return Planned(number, self.loader.rows[index], index, kind)
+        return Group(number, self.loader.rows[index], index, kind)
 
-    def _plan(self, rows: Iterable[int], kind: Literal["fresh", "reroll", "resample"]) -> list[Planned]:
-        groups = [Planned(self._number + i, self.loader.rows[row], row, kind) for i, row in enumerate(rows)]
+    def _plan(self, rows: Iterable[int], kind: Literal["fresh", "reroll", "resample"]) -> list[Group]:
+        groups = [Group(self._number + i, self.loader.rows[row], row, kind) for i, row in enumerate(rows)]
         self._number += len(groups)
         return groups
 
     def _draw(self, count: int, batch: int) -> list[int]:
-        """Rows that come next in a batch: by the loader's order, or from those that the curriculum names."""
+        """The next rows for a batch: in the loader's order, or drawn from the curriculum's rows."""
         if not count:
             return []
         if self.order is None:
@@ -198,15 +189,15 @@ class Planner:
             )
         rng = random.Random(f"{self.seed}/curriculum/{self._number}")
         rows: list[int] = []
-        while len(rows) < count:  # a small pool is gone through more than once
+        while len(rows) < count:  # a small pool is drawn from more than once
             rows += rng.sample(pool, min(count - len(rows), len(pool)))
         return rows
 
 
-def saved(planned: Planned) -> list[Any]:
+def saved(planned: Group) -> list[Any]:
     return [planned.number, planned.row, planned.kind]
 
 
 def sample_seed(run_seed: int, number: int) -> int:
-    """Seed of the number-th completion of a run: known from the counters alone, so a resumed run draws the same."""
+    """Seed of the number-th completion of a run: depends on counters only, so a resumed run draws the same."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=8).digest(), "big")

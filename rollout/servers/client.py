@@ -5,20 +5,13 @@
     segment = await server.generate([5, 6, 7], Sampling(max_tokens=8, stop_ids=(2,)), seed=11, max_tokens=8)
     -> Segment(ids=[9, 8, 2], logps=[-0.1, -1.2, -0.3], finish="stop")
 
-Works with vLLM 0.24 and 0.32. Every reply is checked. Nothing is sent twice here: the pool knows which completions may
-be, and vllm_weights.py repeats a change of weights as a whole. An `owner` takes the server's lease in connect().
+Works with vLLM 0.24 and 0.32. Every reply is checked; a server whose reply fails a check has failed. Nothing is sent
+twice here: the pool decides which completions to retry, and engines/weights.py repeats a weight sync as a whole. With
+an `owner`, connect() takes the server's lease.
 
-What is sent to vLLM for one completion, and what makes a reply believable. Plain functions, no connection.
-
-A reply that fails a check is a ValueError that says what is wrong with it; the server that sent it has failed.
-
-HTTP/1.1 to one server over asyncio streams: only what the vLLM client needs.
-
-512 requests at a time cost httpx 9 s of CPU (each looks through the whole connection pool) and this 0.1 s, measured
-with replies of 256 tokens; reading their JSON takes 0.4 s more either way.
-
-    client = HttpClient("http://127.0.0.1:8000", token="secret")
-    status, body = await client.send("POST", "/pause", b"{}", timeout=60)
+In this file: VllmServer; the functions that build requests and check replies; HttpClient, HTTP/1.1 over asyncio streams
+with only what VllmServer needs. Why not httpx: 512 concurrent requests with replies of 256 tokens cost it 9 s of CPU
+(each request searches the whole connection pool), and HttpClient 0.1 s; parsing the JSON takes 0.4 s either way.
 """
 
 from __future__ import annotations
@@ -41,20 +34,542 @@ from rollout.engine import Sampling
 from rollout.servers.command import BASE, SUPPORTED, TOKEN
 from rollout.servers.lease import LEASE, RENEW_LIMIT_S, SESSION, Owner, refusal
 
-KEEP_S = 2.0  # below the 5 s after which uvicorn closes an idle connection: a request never meets a closing one
+CONTROL_S = 60.0  # pause, resume and the like, which wait for at most one step of the engine
+ADAPTER_S = 120.0
+SLEEP_S = 300.0  # level 1 copies the weights to main memory
+SLOW = 10.0  # tokens per second: a slower completion times out. --vllm.timeout is added
+GENERATE = "/inference/v1/generate"
+LEAN = "/strop/generate"  # rollout/servers/worker/strop_generate.py
+EXTENSION = "strop_worker.Worker"
+SERVE = "start it with python -m rollout.serve"
+
+SEED_MASK = 2**63 - 1
+FINAL_ONLY = 2  # one reply at the end; 0.24 would otherwise build every prefix of the completion
+LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0
+NO_LOGP = -9999.0  # vLLM's value for a log-prob that is missing or not a number
+LOWEST_TEMPERATURE = 0.01  # vLLM raises temperatures between 0 and this to it
+FINISHES = ("stop", "length", "abort")
+
+KEEP_S = 2.0  # reuse idle connections this long; uvicorn closes them after 5 s
 CONNECT_S = 10.0
 STREAM_LIMIT = 2**20
-BODY_LIMIT = 2**30  # more than any reply of ours; a length beyond it is garbage
+BODY_LIMIT = 2**30  # larger than any reply; a length beyond it is garbage
+
+
+class ServerError(Exception):
+    """This server failed (no connection, 5xx, garbage, timeout); another one may succeed."""
+
+
+class LateError(ServerError):
+    """No answer in time."""
+
+
+class RefusedError(ValueError):
+    """The server refuses the request (4xx): repeating it, here or elsewhere, would not help."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    version: str  # of vLLM
+    model_len: int  # most tokens of prompt and completion together
+    workers: int
+    extension: bool  # it runs our worker extension: weights can be sent
+    lora: bool
+    dtype: str  # "float32"
+    logprobs_mode: str
+    instance: str  # changes when the server is restarted
+    device_uuids: tuple[str, ...]  # of the workers' GPUs, if the extension reports them
+    model: str  # folder or name it was started with
+    sleep_mode: bool = False  # it can release its memory to the trainer
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """State of a server that answers."""
+
+    instance: str
+    paused: bool
+    dirty: bool  # a weight transfer broke off
+    foreign: str | None = None  # the tag of another trainer's weights that have replaced ours
+
+
+class VllmServer:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 240.0,
+        vocab_size: int | None = None,
+        owner: Owner | None = None,  # the trainer that will change its weights; None: completions only
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.owner = owner
+        self.timeout = timeout
+        self.vocab_size = vocab_size
+        self.info: ServerInfo | None = None
+        self.lean = False  # it has our own route, which is faster
+        self.tag: str | None = None  # version that 0.32 marks tokens with, from set_version
+        self.mark: str | None = None  # tag of the weights that its workers held when last seen
+        self.leased = False  # it supports leases, and we hold its lease
+        self._http = HttpClient(self.url, token, {SESSION: owner.session} if owner else None)
+
+    async def connect(self) -> None:
+        """Read the server's settings, and refuse one that cannot serve us correctly."""
+        self.tag = None
+        version = str((await self._json("GET", "/version", timeout=CONTROL_S)).get("version"))
+        if not version.startswith(tuple(f"{release}." for release in SUPPORTED)):
+            known = " and ".join(f"{release}.x" for release in SUPPORTED)
+            raise RefusedError(f"vllm.url={self.url}: runs vLLM {version}, and only {known} are known to work; {SERVE}")
+        config = await self._config()
+        model, parallel = config["model_config"], config["parallel_config"]
+        if model["logprobs_mode"] != "processed_logprobs":
+            raise RefusedError(
+                f"vllm.url={self.url}: its log-probs leave out the temperature "
+                f"(logprobs_mode={model['logprobs_mode']}); start it with --logprobs-mode processed_logprobs"
+            )
+        if not await self._takes_ids(version):
+            raise RefusedError(f"vllm.url={self.url}: does not take token ids; start it with --enable-scale-out")
+        self.lean = (await self._send("GET", LEAN, b"", timeout=CONTROL_S))[0] == 200
+        extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
+        workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
+        workers_info = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
+        self.mark = next((str(worker["tag"]) for worker in workers_info if worker.get("tag")), None)
+        self.info = ServerInfo(
+            version=version,
+            model_len=int(model["max_model_len"]),
+            workers=int(workers),
+            extension=extension,
+            lora=config.get("lora_config") is not None,
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            logprobs_mode=model["logprobs_mode"],
+            instance=str(config.get("instance_id")),
+            device_uuids=tuple(str(worker["device_uuid"]) for worker in workers_info if worker.get("device_uuid")),
+            model=str(model["model"]),
+            sleep_mode=model.get("enable_sleep_mode") is True,
+        )
+        if self.owner is not None:
+            self.leased = await self._lease("take", CONTROL_S)
+
+    async def renew(self) -> None:
+        """Extend the lease by a minute; LeaseError if somebody else has held it since."""
+        if self.leased:
+            await self._lease("renew", RENEW_LIMIT_S)
+
+    async def release(self) -> None:
+        """Release the lease, for the next trainer."""
+        if self.leased:
+            self.leased = False
+            await self._lease("release", RENEW_LIMIT_S)
+
+    async def refuse_other(self, run: str) -> None:
+        """LeaseError while another run holds the lease; does not take it."""
+        status, reply = await self._send("GET", LEASE, b"", timeout=CONTROL_S)
+        error = refusal(self.url, reply, run) if status == 200 else None
+        if error is not None and json.loads(reply)["holder"]["run"] != run:
+            raise error
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        *,
+        seed: int | None,  # None: the server's random numbers
+        max_tokens: int,
+        model: str = BASE,
+        version: int | None = None,  # of the weights: keeps prefix caches of different versions apart
+        timeout: float | None = None,
+    ) -> Segment:
+        """One completion, or its first part if the server is paused meanwhile (finish "abort").
+
+        The time limit is `timeout` plus 1 / SLOW seconds per token.
+        """
+        self._check_prompt(prompt_ids, max_tokens)
+        request: dict[str, Any] = {
+            "model": model,
+            "token_ids": prompt_ids,
+            "sampling_params": sampling_params(sampling, seed, max_tokens),
+        }
+        if version is not None:
+            request["cache_salt"] = f"v{version}"
+        tag = self.tag
+        route = LEAN if self.lean else GENERATE
+        reply = await self._make(route, request, (timeout or self.timeout) + max_tokens / SLOW, max_tokens)
+        try:
+            return read_segment(reply, sampling, max_tokens=max_tokens, vocab_size=self.vocab_size, tag=tag)
+        except ValueError as error:
+            raise ServerError(f"{self.url}: {error}") from error
+
+    async def score(
+        self, ids: list[int], *, model: str = BASE, version: int | None = None, timeout: float | None = None
+    ) -> list[float]:
+        """Log-probs of ids[1:] at temperature 1."""
+        self._check_prompt(ids, 1)
+        request: dict[str, Any] = {
+            "model": model,
+            "token_ids": ids,
+            "sampling_params": {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+        }
+        if version is not None:
+            request["cache_salt"] = f"v{version}"
+        reply = await self._make(GENERATE, request, timeout or self.timeout, 1)
+        try:
+            return read_scores(reply, ids)
+        except ValueError as error:
+            raise ServerError(f"{self.url}: {error}") from error
+
+    async def pause(self) -> None:
+        """Stop; running requests return what they have. Clears the prefix cache."""
+        await self._json("POST", "/pause?mode=abort&clear_cache=true", {}, timeout=CONTROL_S)
+
+    async def resume(self) -> None:
+        await self._json("POST", "/resume", {}, timeout=CONTROL_S)
+
+    async def rpc(self, method: str, *, timeout: float, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker; one result each.
+
+        Only the client times out: a server with several workers that did would take a late answer for that of the next
+        call.
+        """
+        reply = await self._json("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=timeout)
+        results = reply.get("results")
+        if not isinstance(results, list):
+            raise ServerError(f"{self.url}: {method} came back without results")
+        return results
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        # load_inplace would read the folder again at every engine step.
+        body = {"lora_name": name, "lora_path": path, "load_inplace": False}
+        await self._call("POST", "/v1/load_lora_adapter", body, timeout=ADAPTER_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=CONTROL_S)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Release GPU memory; level 1 keeps the weights in main memory, level 2 drops them."""
+        await self._call("POST", f"/sleep?level={level}&mode=abort", {}, timeout=SLEEP_S)
+
+    async def wake(self, *tags: str) -> None:
+        """Take memory again: all of it, or "weights" first and "kv_cache" after the weights have been sent."""
+        query = urlencode([("tags", tag) for tag in tags])
+        await self._call("POST", f"/wake_up{'?' if query else ''}{query}", {}, timeout=SLEEP_S)
+
+    async def is_sleeping(self) -> bool:
+        """Whether the server has released memory that it has not taken again.
+
+        vLLM also reports a paused server as asleep. The metrics of 0.32 tell the two apart, if the server keeps metrics
+        (our servers that can sleep do). Those of 0.24 do not: a server of which only the weights are awake counts as
+        awake. Without metrics a paused server counts as asleep; calling wake() on it is harmless, but resumes it.
+        """
+        assert self.info is not None, "connect() first"
+        if (await self._json("GET", "/is_sleeping", timeout=CONTROL_S)).get("is_sleeping") is not True:
+            return False
+        if self.info.version.startswith("0.24."):
+            return True
+        return not is_awake((await self._call("GET", "/metrics", None, timeout=CONTROL_S)).decode("utf-8", "replace"))
+
+    async def set_version(self, version: int) -> None:
+        """Set the tag of the workers' weights; 0.32 also marks tokens with it, and replies are checked for it.
+
+        The tag contains the run's random id, since two trainers both have a version 12.
+        """
+        assert self.info is not None, "connect() first"
+        tag = self.owner.tag(version) if self.owner is not None else str(version)
+        if self.info.extension:
+            await self.rpc("strop_mark", timeout=CONTROL_S, tag=tag)
+            self.mark = tag
+        if self.info.version.startswith("0.24."):  # marks no tokens
+            return
+        await self._json("POST", "/update_weight_version", {"new_version": tag}, timeout=CONTROL_S)
+        self.tag = tag
+
+    async def check(self, timeout: float) -> Pulse:
+        """ServerError unless the API, the engine and the workers all answer in time."""
+        info = self.info
+        try:
+            async with asyncio.timeout(timeout):
+                await self._call("GET", "/health", None, timeout=timeout)
+                method = "strop_info" if info is not None and info.extension else "check_health"
+                replies = await self.rpc(method, timeout=timeout)
+                paused = (await self._json("GET", "/is_paused", timeout=timeout)).get("is_paused") is True
+                instance = str((await self._config()).get("instance_id"))
+        except TimeoutError as error:
+            raise ServerError(f"{self.url}: its engine has not answered for {timeout:g} s") from error
+        except RefusedError as error:
+            raise ServerError(str(error)) from error
+        for worker in replies:
+            if isinstance(worker, dict) and worker.get("error"):
+                raise ServerError(f"{self.url}: a worker failed ({worker['error']})")
+        workers = [worker for worker in replies if isinstance(worker, dict)]
+        dirty = any(worker.get("dirty") for worker in workers)
+        foreign = next((str(worker["tag"]) for worker in workers if self._is_foreign(worker.get("tag"))), None)
+        return Pulse(instance=instance, paused=paused, dirty=dirty, foreign=foreign)
+
+    def _is_foreign(self, tag: str | None) -> bool:
+        """Whether another trainer has loaded its weights since we last looked, which a server without leases does not
+        prevent.
+        """
+        if self.owner is None or tag is None or tag == self.mark:
+            return False
+        return not tag.startswith(f"{self.owner.run}:")
+
+    async def close(self) -> None:
+        self._http.close()
+
+    def _check_prompt(self, ids: list[int], max_tokens: int) -> None:
+        """Refuse prompts that vLLM would refuse or, worse, truncate silently."""
+        if not ids:
+            raise RefusedError("prompt_ids=[]: an empty prompt; give at least one token")
+        if self.info is not None and len(ids) + max_tokens > self.info.model_len:
+            raise RefusedError(
+                f"max_tokens={max_tokens}: the prompt of {len(ids)} tokens and its completion do not fit the "
+                f"server's context of {self.info.model_len}; raise vllm.max_model_len or lower max_completion_length"
+            )
+        if min(ids) < 0 or (self.vocab_size is not None and max(ids) >= self.vocab_size):
+            raise RefusedError(
+                f"prompt_ids: an id outside the model's vocabulary of {self.vocab_size}; "
+                "the tokenizer does not belong to this model"
+            )
+
+    async def _takes_ids(self, version: str) -> bool:
+        """Whether the route for token ids exists. Looked up in /openapi.json, since a request made to fail would fill
+        the server's log. Without that list (--disable-fastapi-docs) the first real request shows it.
+        """
+        if version.startswith("0.24."):  # always has it
+            return True
+        status, listed = await self._send("GET", "/openapi.json", b"", timeout=CONTROL_S)
+        return status != 200 or f'"{GENERATE}"'.encode() in listed
+
+    async def _make(self, route: str, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
+        try:
+            return await self._json("POST", route, request, timeout=limit, reuse=True)
+        except LateError as error:
+            raise LateError(
+                f"{error}, the most that {max_tokens} token{'s' * (max_tokens != 1)} may take; if it is only slow, "
+                "raise --vllm.timeout or lower --vllm.max-in-flight"
+            ) from error
+
+    async def _config(self) -> dict[str, Any]:
+        try:
+            reply = await self._json("GET", "/server_info?config_format=json", timeout=CONTROL_S)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            raise RefusedError(
+                f"vllm.url={self.url}: its control routes are off (VLLM_SERVER_DEV_MODE); {SERVE}", 404
+            ) from error
+        config = reply.get("vllm_config")
+        if not isinstance(config, dict) or not {"model_config", "parallel_config"} <= set(config):
+            raise ServerError(f"{self.url}: /server_info came back without a configuration")
+        return config
+
+    async def _lease(self, action: str, timeout: float) -> bool:
+        """Whether the server supports leases; LeaseError if somebody else holds it. Idempotent for one session, so a
+        request whose reply was lost may be repeated.
+        """
+        assert self.owner is not None, "only a trainer has a lease"
+        status, reply = await self._send("POST", LEASE, self.owner.ask(action), timeout=timeout)
+        if status == 404:  # a plain vLLM
+            return False
+        self._refuse_lost(status, reply)
+        if status != 200:
+            raise ServerError(f"{self.url}: {LEASE} failed ({status} {error_text(reply)})")
+        return True
+
+    def _refuse_lost(self, status: int, reply: bytes) -> None:
+        error = refusal(self.url, reply, self.owner.run if self.owner else "") if status == 409 else None
+        if error is not None:
+            raise error
+
+    async def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float, reuse: bool = False
+    ) -> dict[str, Any]:
+        reply = await self._call(method, path, body, timeout=timeout, reuse=reuse)
+        try:
+            value = json.loads(reply)
+        except ValueError as error:
+            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is not JSON") from error
+        if not isinstance(value, dict):
+            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is no object")
+        return value
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, *, timeout: float, reuse: bool = False
+    ) -> bytes:
+        """The body of a 200; RefusedError if the request was at fault, ServerError if the server was."""
+        data = b"" if body is None else json.dumps(body).encode()
+        status, reply = await self._send(method, path, data, timeout=timeout, reuse=reuse)
+        if status == 200:
+            return reply
+        self._refuse_lost(status, reply)
+        route = quote(path.split("?")[0])
+        # 408 and 429 mean that the server is busy, not that the request is wrong.
+        if 400 <= status < 500 and status not in (408, 429):
+            raise RefusedError(f"vllm.url={self.url}: refuses {route} ({status} {error_text(reply)})", status)
+        raise ServerError(f"{self.url}: {route} failed ({status} {error_text(reply)})")
+
+    async def _send(
+        self, method: str, path: str, data: bytes, *, timeout: float, reuse: bool = False
+    ) -> tuple[int, bytes]:
+        route = path.split("?")[0]
+        try:
+            status, reply = await self._http.send(method, path, data, timeout=timeout, reuse=reuse)
+        except ConnectError as error:
+            raise ServerError(f"vllm.url={self.url}: cannot be reached ({error}); is the server up?") from error
+        except TimeoutError as error:
+            raise LateError(f"{self.url}: {route} has not answered for {timeout:g} s") from error
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise ServerError(f"{self.url}: {route} failed ({type(error).__name__}: {error})") from error
+        if status == 401:
+            raise RefusedError(
+                f"vllm.url={self.url}: wants another token; set {TOKEN} to the one it was started with, or unset it if "
+                "this user started the server on this machine",
+                status,
+            )
+        return status, reply
+
+
+# requests and replies: plain functions, no connection ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens from one request to one server, hence from one version of the weights."""
+
+    ids: list[int]
+    logps: list[float]
+    finish: Literal["stop", "length", "abort"]
+
+
+def check_sampling(sampling: Sampling, *, training: bool) -> None:
+    """Refuse settings that the server would not follow exactly, and those that would bias a training sample."""
+    if not (sampling.temperature == 0 or LOWEST_TEMPERATURE <= sampling.temperature < math.inf):
+        raise ValueError(
+            f"temperature={sampling.temperature}: vLLM samples at {LOWEST_TEMPERATURE} or above; give 0 for greedy"
+        )
+    engine.check_sampling(replace(sampling, for_training=training))
+
+
+def sampling_params(sampling: Sampling, seed: int | None, max_tokens: int) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "max_tokens": max_tokens,
+        "logprobs": 0,  # of the sampled token only
+        # Stop at our stop ids only, not at those of the model's generation_config.
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,
+        "detokenize": bool(sampling.stop),  # stop strings are searched in text
+        "output_kind": FINAL_ONLY,
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.top_p < 1:
+        params["top_p"] = sampling.top_p
+    if sampling.top_k:
+        params["top_k"] = sampling.top_k
+    if seed is not None:
+        params["seed"] = seed & SEED_MASK
+    return params
+
+
+def read_segment(
+    reply: dict[str, Any], sampling: Sampling, *, max_tokens: int, vocab_size: int | None = None, tag: str | None = None
+) -> Segment:
+    """The completion of a reply, or ValueError; `tag`: the version that 0.32 must have marked every token with."""
+    try:
+        (choice,) = reply["choices"]
+        ids, finish = choice["token_ids"] or [], choice["finish_reason"]
+        logps = list(choice["logps"]) if "logps" in choice else _logps_of(choice["logprobs"])
+        spans = choice.get("weight_versions") or []
+        versions = {span["version"] for span in spans}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"a reply of another shape ({type(error).__name__}: {error})") from error
+    if not all(type(i) is int for i in ids):
+        raise ValueError("token ids that are no integers")
+    if finish not in FINISHES:
+        raise ValueError(f"finish_reason={finish!r}: is none of {', '.join(FINISHES)}")
+    if len(ids) > max_tokens or (finish == "length" and len(ids) != max_tokens):
+        raise ValueError(f"{len(ids)} tokens (finish_reason={finish}) where {max_tokens} were asked for")
+    if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
+        raise ValueError(f"a token id outside the vocabulary of {vocab_size}")
+    if finish == "stop" and not sampling.stop and (not ids or ids[-1] not in sampling.stop_ids):
+        raise ValueError(f"stopped at token {ids[-1:]}, which is none of stop_ids")
+    _check_logps(logps, len(ids))
+    if tag is not None and versions - {tag}:
+        raise ValueError(f"tokens of weight version {', '.join(sorted(map(str, versions)))}, and it should hold {tag}")
+    return Segment(ids, logps, finish)
+
+
+def _logps_of(logprobs: dict[str, Any] | None) -> list[float]:
+    """Log-probs from the reply of vLLM's own route."""
+    return [token["logprob"] for token in (logprobs or {}).get("content") or []]
+
+
+def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:
+    """Log-probs of ids[1:] out of prompt_logprobs: [None, {"7": {"logprob": -0.3, ..}}, ..]."""
+    try:
+        entries = reply["prompt_logprobs"]
+        logps = [entry[str(i)]["logprob"] for entry, i in zip(entries[1:], ids[1:], strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"scores of another shape ({type(error).__name__}: {error})") from error
+    _check_logps(logps, len(ids) - 1)
+    return logps
+
+
+def is_awake(metrics: str) -> bool:
+    """Whether /metrics reports all engines of a server as awake; without such lines it does not count as awake."""
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:engine_sleep_state{")]
+    values = [line.rpartition(" ")[2] for line in lines if 'sleep_state="awake"' in line]
+    return bool(values) and all(float(value) == 1 for value in values)
+
+
+def error_text(body: bytes) -> str:
+    """The message inside an error reply, on one line."""
+    text = body.decode("utf-8", "replace")
+    try:
+        error = json.loads(text)
+        while isinstance(error, dict):
+            error = error.get("error") or error.get("message") or error.get("detail") or ""
+        text = str(error)
+    except ValueError:
+        text = text.strip()
+    return " ".join(text.split())[:400]
+
+
+def _check_logps(logps: list[Any], num_ids: int) -> None:
+    if len(logps) != num_ids:
+        raise ValueError(f"{len(logps)} log-probs for {num_ids} tokens")
+    if not logps:
+        return
+    if not all(type(logp) in (float, int) for logp in logps):
+        raise ValueError("log-probs that are no numbers")
+    # The sum first: it shows every NaN, which min and max may miss.
+    if not math.isfinite(sum(logps)) or min(logps) <= NO_LOGP:
+        raise ValueError("log-probs that are not finite; if every server says so, the weights have diverged")
+    if max(logps) > LOGP_SLACK:
+        raise ValueError(f"a log-prob of {max(logps):g}, above 0")
+
+
+# HTTP ----------------------------------------------------------------------------------------------------------------
+
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ConnectError(OSError):
-    """Nothing was sent: there is no connection. Says why in a few words."""
+    """No connection, so nothing was sent; the text is the reason in a few words."""
 
 
 class HttpClient:
-    """Connections to one server; as many as there are requests at a time."""
+    """Connections to one server, as many as there are concurrent requests.
+
+    client = HttpClient("http://127.0.0.1:8000", token="secret")
+    status, body = await client.send("POST", "/pause", b"{}", timeout=60)
+    """
 
     def __init__(self, url: str, token: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
@@ -76,11 +591,11 @@ class HttpClient:
     async def send(
         self, method: str, path: str, body: bytes = b"", *, timeout: float, reuse: bool = False
     ) -> tuple[int, bytes]:
-        """Status and body. ConnectError without a connection; OSError, EOFError or ValueError when the server fails us,
+        """Status and body. ConnectError without a connection; OSError, EOFError or ValueError if the server fails;
         TimeoutError after `timeout`.
 
-        `reuse` takes an open connection where there is one. A server may close it in that very moment, so only
-        requests that can be sent again should.
+        `reuse` takes an open connection if there is one. The server may be closing it at that moment, so use it only
+        for requests that can be repeated.
         """
         end = asyncio.get_running_loop().time() + timeout
         reader, writer = (self._take() if reuse else None) or await self._connect(min(CONNECT_S, timeout))
@@ -90,7 +605,7 @@ class HttpClient:
                 writer.write(f"{method} {self.base}{path} HTTP/1.1\r\n{self.head}{length}".encode() + body)
                 status, reply, stays_open = await _read(reader)
         except BaseException:
-            # Also when cancelled: the server sees the connection close and drops the request.
+            # Also on cancellation: the server sees the connection close and drops the request.
             writer.transport.abort()
             raise
         if stays_open:
@@ -110,12 +625,12 @@ class HttpClient:
         except TimeoutError as error:
             raise ConnectError(f"no connection within {seconds:g} s") from error
         except OSError as error:
-            # A name with several addresses fails with all of their errors in one text.
+            # A host name with several addresses fails with the errors of all in one text.
             refused = isinstance(error, ConnectionRefusedError) or f"[Errno {errno.ECONNREFUSED}]" in str(error)
             raise ConnectError("connection refused" if refused else (error.strerror or str(error)).lower()) from error
 
     def _take(self) -> Connection | None:
-        """The connection used last, if it is fresh and still open."""
+        """The most recently used connection, if it is fresh and still open."""
         while self.idle:
             since, (reader, writer) = self.idle.pop()
             if time.monotonic() - since < KEEP_S and not reader.at_eof() and not writer.is_closing():
@@ -168,521 +683,8 @@ def _length(text: str, base: int) -> int:
 
 
 def allow_connections(wanted: int) -> None:
-    """Each request is an open file; many systems allow a process just 1024 unless it asks for more."""
+    """Raise the limit on open files: each request is one, and many systems allow a process only 1024 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-SEED_MASK = 2**63 - 1
-FINAL_ONLY = 2  # one reply at the end; 0.24 would otherwise build every prefix of it
-LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0
-NO_LOGP = -9999.0  # vLLM's mark for a log-prob that is missing or not a number
-LOWEST_TEMPERATURE = 0.01  # vLLM raises anything between 0 and this to it
-FINISHES = ("stop", "length", "abort")
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens made by one request to one server, thus by one version of the weights."""
-
-    ids: list[int]
-    logps: list[float]
-    finish: Literal["stop", "length", "abort"]
-
-
-def check_sampling(sampling: Sampling, *, training: bool) -> None:
-    """Refuse settings the server would not follow to the letter, and those that bias a training sample."""
-    if not (sampling.temperature == 0 or LOWEST_TEMPERATURE <= sampling.temperature < math.inf):
-        raise ValueError(
-            f"temperature={sampling.temperature}: vLLM samples at {LOWEST_TEMPERATURE} or above; give 0 for greedy"
-        )
-    engine.check_sampling(replace(sampling, for_training=training))
-
-
-def sampling_params(sampling: Sampling, seed: int | None, max_tokens: int) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "max_tokens": max_tokens,
-        "logprobs": 0,  # only that of the sampled token
-        # Only our own stop ids count, not those in the model's generation_config.
-        "stop_token_ids": list(sampling.stop_ids),
-        "ignore_eos": True,
-        "detokenize": bool(sampling.stop),  # strings are looked for in text
-        "output_kind": FINAL_ONLY,
-    }
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
-    if sampling.top_p < 1:
-        params["top_p"] = sampling.top_p
-    if sampling.top_k:
-        params["top_k"] = sampling.top_k
-    if seed is not None:
-        params["seed"] = seed & SEED_MASK
-    return params
-
-
-def read_segment(
-    reply: dict[str, Any], sampling: Sampling, *, max_tokens: int, vocab_size: int | None = None, tag: str | None = None
-) -> Segment:
-    """The one completion of a reply; `tag` is the version 0.32 must have marked every token with."""
-    try:
-        (choice,) = reply["choices"]
-        ids, finish = choice["token_ids"] or [], choice["finish_reason"]
-        logps = list(choice["logps"]) if "logps" in choice else _logps_of(choice["logprobs"])
-        spans = choice.get("weight_versions") or []
-        versions = {span["version"] for span in spans}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"a reply of another shape ({type(error).__name__}: {error})") from error
-    if not all(type(i) is int for i in ids):
-        raise ValueError("token ids that are no integers")
-    if finish not in FINISHES:
-        raise ValueError(f"finish_reason={finish!r}: is none of {', '.join(FINISHES)}")
-    if len(ids) > max_tokens or (finish == "length" and len(ids) != max_tokens):
-        raise ValueError(f"{len(ids)} tokens (finish_reason={finish}) where {max_tokens} were asked for")
-    if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
-        raise ValueError(f"a token id outside the vocabulary of {vocab_size}")
-    if finish == "stop" and not sampling.stop and (not ids or ids[-1] not in sampling.stop_ids):
-        raise ValueError(f"stopped at token {ids[-1:]}, which is none of stop_ids")
-    _check_logps(logps, len(ids))
-    if tag is not None and versions - {tag}:
-        raise ValueError(f"tokens of weight version {', '.join(sorted(map(str, versions)))}, and it should hold {tag}")
-    return Segment(ids, logps, finish)
-
-
-def _logps_of(told: dict[str, Any] | None) -> list[float]:
-    """Out of what vLLM's own route says of every token."""
-    return [token["logprob"] for token in (told or {}).get("content") or []]
-
-
-def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:
-    """Log-probs of ids[1:] out of prompt_logprobs: [None, {"7": {"logprob": -0.3, ..}}, ..]."""
-    try:
-        entries = reply["prompt_logprobs"]
-        logps = [entry[str(i)]["logprob"] for entry, i in zip(entries[1:], ids[1:], strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"scores of another shape ({type(error).__name__}: {error})") from error
-    _check_logps(logps, len(ids) - 1)
-    return logps
-
-
-def is_awake(metrics: str) -> bool:
-    """Whether all engines of a server say so in /metrics; one that says nothing does not count as awake."""
-    lines = [line for line in metrics.splitlines() if line.startswith("vllm:engine_sleep_state{")]
-    said = [line.rpartition(" ")[2] for line in lines if 'sleep_state="awake"' in line]
-    return bool(said) and all(float(value) == 1 for value in said)
-
-
-def error_text(body: bytes) -> str:
-    """The message inside an error reply, on one line."""
-    text = body.decode("utf-8", "replace")
-    try:
-        error = json.loads(text)
-        while isinstance(error, dict):
-            error = error.get("error") or error.get("message") or error.get("detail") or ""
-        text = str(error)
-    except ValueError:
-        text = text.strip()
-    return " ".join(text.split())[:400]
-
-
-def _check_logps(logps: list[Any], num_ids: int) -> None:
-    if len(logps) != num_ids:
-        raise ValueError(f"{len(logps)} log-probs for {num_ids} tokens")
-    if not logps:
-        return
-    if not all(type(logp) in (float, int) for logp in logps):
-        raise ValueError("log-probs that are no numbers")
-    # Order matters: a sum tells of every NaN, which min and max may miss.
-    if not math.isfinite(sum(logps)) or min(logps) <= NO_LOGP:
-        raise ValueError("log-probs that are not finite; if every server says so, the weights have diverged")
-    if max(logps) > LOGP_SLACK:
-        raise ValueError(f"a log-prob of {max(logps):g}, above 0")
-
-
-CONTROL_S = 60.0  # pause, resume and the like: they wait for one step of the engine at most
-ADAPTER_S = 120.0
-SLEEP_S = 300.0  # level 1 copies the weights to main memory
-SLOW = 10.0  # tokens per second: a completion that is slower is late. --vllm.timeout comes on top
-GENERATE = "/inference/v1/generate"
-LEAN = "/strop/generate"  # rollout/servers/worker/strop_generate.py
-EXTENSION = "strop_worker.Worker"
-SERVE = "start it with python -m rollout.serve"
-
-
-class ServerError(Exception):
-    """This server failed us (no connection, 5xx, garbage, too late): another one may do better."""
-
-
-class LateError(ServerError):
-    """No answer in time."""
-
-
-class RefusedError(ValueError):
-    """The server refuses what we ask (4xx): asking again, or elsewhere, would not help."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    version: str  # of vLLM
-    model_len: int  # longest prompt and completion together
-    workers: int
-    extension: bool  # our worker extension is there: weights can be sent
-    lora: bool
-    dtype: str  # "float32"
-    logprobs_mode: str
-    instance: str  # another one means that the server was started anew
-    device_uuids: tuple[str, ...]  # of the workers' GPUs, where the extension says so
-    model: str  # folder or name it was started with
-    sleep_mode: bool = False  # it can give its memory to the trainer
-
-
-@dataclass(frozen=True)
-class Pulse:
-    """What a server that answers says about itself."""
-
-    instance: str
-    paused: bool
-    dirty: bool  # a transfer of weights ended in the middle
-    foreign: str | None = None  # the tag of another trainer's weights, which are there in place of ours
-
-
-class VllmServer:
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        timeout: float = 240.0,
-        vocab_size: int | None = None,
-        owner: Owner | None = None,  # the trainer that will change its weights; None: it is only asked for completions
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.owner = owner
-        self.timeout = timeout
-        self.vocab_size = vocab_size
-        self.info: ServerInfo | None = None
-        self.lean = False  # it has our own route, which is faster
-        self.tag: str | None = None  # 0.32 marks tokens with the version it was told by set_version
-        self.mark: str | None = None  # whose weights its workers held when we last knew
-        self.leased = False  # it knows our lease, and we hold it
-        self._http = HttpClient(self.url, token, {SESSION: owner.session} if owner else None)
-
-    async def connect(self) -> None:
-        """Learn what the server is, and refuse one that could not serve us right."""
-        self.tag = None
-        version = str((await self._json("GET", "/version", timeout=CONTROL_S)).get("version"))
-        if not version.startswith(tuple(f"{release}." for release in SUPPORTED)):
-            known = " and ".join(f"{release}.x" for release in SUPPORTED)
-            raise RefusedError(f"vllm.url={self.url}: runs vLLM {version}, and only {known} are known to work; {SERVE}")
-        config = await self._config()
-        model, parallel = config["model_config"], config["parallel_config"]
-        if model["logprobs_mode"] != "processed_logprobs":
-            raise RefusedError(
-                f"vllm.url={self.url}: its log-probs leave out the temperature "
-                f"(logprobs_mode={model['logprobs_mode']}); start it with --logprobs-mode processed_logprobs"
-            )
-        if not await self._takes_ids(version):
-            raise RefusedError(f"vllm.url={self.url}: does not take token ids; start it with --enable-scale-out")
-        self.lean = (await self._send("GET", LEAN, b"", timeout=CONTROL_S))[0] == 200
-        extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
-        workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
-        told = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
-        self.mark = next((str(worker["tag"]) for worker in told if worker.get("tag")), None)
-        self.info = ServerInfo(
-            version=version,
-            model_len=int(model["max_model_len"]),
-            workers=int(workers),
-            extension=extension,
-            lora=config.get("lora_config") is not None,
-            dtype=str(model["dtype"]).removeprefix("torch."),
-            logprobs_mode=model["logprobs_mode"],
-            instance=str(config.get("instance_id")),
-            device_uuids=tuple(str(worker["device_uuid"]) for worker in told if worker.get("device_uuid")),
-            model=str(model["model"]),
-            sleep_mode=model.get("enable_sleep_mode") is True,
-        )
-        if self.owner is not None:
-            self.leased = await self._lease("take", CONTROL_S)
-
-    async def renew(self) -> None:
-        """The lease lasts another minute. LeaseError when somebody else has had it since."""
-        if self.leased:
-            await self._lease("renew", RENEW_LIMIT_S)
-
-    async def release(self) -> None:
-        """Let the next trainer in."""
-        if self.leased:
-            self.leased = False
-            await self._lease("release", RENEW_LIMIT_S)
-
-    async def refuse_other(self, run: str) -> None:
-        """LeaseError while a run other than this one holds the lease; takes nothing."""
-        status, reply = await self._send("GET", LEASE, b"", timeout=CONTROL_S)
-        error = refusal(self.url, reply, run) if status == 200 else None
-        if error is not None and json.loads(reply)["holder"]["run"] != run:
-            raise error
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        *,
-        seed: int | None,  # None: the server's own random numbers
-        max_tokens: int,
-        model: str = BASE,
-        version: int | None = None,  # of the weights, so that no cached keys of another version are used
-        timeout: float | None = None,
-    ) -> Segment:
-        """One completion, or the first part of it when the server is paused in between (finish "abort").
-
-        `timeout` is for a completion of no tokens: each one more has 1 / SLOW seconds.
-        """
-        self._check_prompt(prompt_ids, max_tokens)
-        request: dict[str, Any] = {
-            "model": model,
-            "token_ids": prompt_ids,
-            "sampling_params": sampling_params(sampling, seed, max_tokens),
-        }
-        if version is not None:
-            request["cache_salt"] = f"v{version}"
-        tag = self.tag
-        route = LEAN if self.lean else GENERATE
-        reply = await self._make(route, request, (timeout or self.timeout) + max_tokens / SLOW, max_tokens)
-        try:
-            return read_segment(reply, sampling, max_tokens=max_tokens, vocab_size=self.vocab_size, tag=tag)
-        except ValueError as error:
-            raise ServerError(f"{self.url}: {error}") from error
-
-    async def score(
-        self, ids: list[int], *, model: str = BASE, version: int | None = None, timeout: float | None = None
-    ) -> list[float]:
-        """Log-probs of ids[1:] at temperature 1, whatever is sampled."""
-        self._check_prompt(ids, 1)
-        request: dict[str, Any] = {
-            "model": model,
-            "token_ids": ids,
-            "sampling_params": {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
-        }
-        if version is not None:
-            request["cache_salt"] = f"v{version}"
-        reply = await self._make(GENERATE, request, timeout or self.timeout, 1)
-        try:
-            return read_scores(reply, ids)
-        except ValueError as error:
-            raise ServerError(f"{self.url}: {error}") from error
-
-    async def pause(self) -> None:
-        """Stop; running requests come back with what they have. Cached keys and values are dropped."""
-        await self._json("POST", "/pause?mode=abort&clear_cache=true", {}, timeout=CONTROL_S)
-
-    async def resume(self) -> None:
-        await self._json("POST", "/resume", {}, timeout=CONTROL_S)
-
-    async def rpc(self, method: str, *, timeout: float, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker; one result each.
-
-        Only we give up after `timeout`: a server of several workers that did would take a late answer for that of the
-        next call.
-        """
-        reply = await self._json("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=timeout)
-        results = reply.get("results")
-        if not isinstance(results, list):
-            raise ServerError(f"{self.url}: {method} came back without results")
-        return results
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        # load_inplace would read the folder again at every step.
-        body = {"lora_name": name, "lora_path": path, "load_inplace": False}
-        await self._call("POST", "/v1/load_lora_adapter", body, timeout=ADAPTER_S)
-
-    async def unload_adapter(self, name: str) -> None:
-        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=CONTROL_S)
-
-    async def sleep(self, level: int = 1) -> None:
-        """Give memory back; level 1 keeps the weights in main memory, level 2 drops them."""
-        await self._call("POST", f"/sleep?level={level}&mode=abort", {}, timeout=SLEEP_S)
-
-    async def wake(self, *tags: str) -> None:
-        """Take memory again: all of it, or "weights" first and "kv_cache" once the weights are there."""
-        query = urlencode([("tags", tag) for tag in tags])
-        await self._call("POST", f"/wake_up{'?' if query else ''}{query}", {}, timeout=SLEEP_S)
-
-    async def is_sleeping(self) -> bool:
-        """Whether it has given memory back that it has not taken again yet.
-
-        vLLM calls a server that is only paused asleep too. 0.32's metrics tell the two apart, where it counts at all
-        (those of ours that can sleep do). Those of 0.24 do not (one of which only the weights woke up counts as awake).
-        Without them a paused server is said to sleep. wake() does no harm to one that is awake, but resumes it.
-        """
-        assert self.info is not None, "connect() first"
-        if (await self._json("GET", "/is_sleeping", timeout=CONTROL_S)).get("is_sleeping") is not True:
-            return False
-        if self.info.version.startswith("0.24."):
-            return True
-        return not is_awake((await self._call("GET", "/metrics", None, timeout=CONTROL_S)).decode("utf-8", "replace"))
-
-    async def set_version(self, version: int) -> None:
-        """Tell the workers whose weights they hold, and 0.32 what to mark tokens with, which is expected from now on.
-
-        The mark has the run's random id in it: two trainers both have a version 12.
-        """
-        assert self.info is not None, "connect() first"
-        tag = self.owner.tag(version) if self.owner is not None else str(version)
-        if self.info.extension:
-            await self.rpc("strop_mark", timeout=CONTROL_S, tag=tag)
-            self.mark = tag
-        if self.info.version.startswith("0.24."):  # marks no tokens
-            return
-        await self._json("POST", "/update_weight_version", {"new_version": tag}, timeout=CONTROL_S)
-        self.tag = tag
-
-    async def check(self, timeout: float) -> Pulse:
-        """ServerError unless the API, the engine and the workers all answer in time."""
-        info = self.info
-        try:
-            async with asyncio.timeout(timeout):
-                await self._call("GET", "/health", None, timeout=timeout)
-                method = "strop_info" if info is not None and info.extension else "check_health"
-                told = await self.rpc(method, timeout=timeout)
-                paused = (await self._json("GET", "/is_paused", timeout=timeout)).get("is_paused") is True
-                instance = str((await self._config()).get("instance_id"))
-        except TimeoutError as error:
-            raise ServerError(f"{self.url}: its engine has not answered for {timeout:g} s") from error
-        except RefusedError as error:
-            raise ServerError(str(error)) from error
-        for worker in told:
-            if isinstance(worker, dict) and worker.get("error"):
-                raise ServerError(f"{self.url}: a worker failed ({worker['error']})")
-        workers = [worker for worker in told if isinstance(worker, dict)]
-        dirty = any(worker.get("dirty") for worker in workers)
-        foreign = next((str(worker["tag"]) for worker in workers if self._is_foreign(worker.get("tag"))), None)
-        return Pulse(instance=instance, paused=paused, dirty=dirty, foreign=foreign)
-
-    def _is_foreign(self, tag: str | None) -> bool:
-        """Whether workers hold what another trainer has put there since we last knew. On a server without our lease
-        nothing keeps it from doing so.
-        """
-        if self.owner is None or tag is None or tag == self.mark:
-            return False
-        return not tag.startswith(f"{self.owner.run}:")
-
-    async def close(self) -> None:
-        self._http.close()
-
-    def _check_prompt(self, ids: list[int], max_tokens: int) -> None:
-        """Refuse what vLLM would refuse, or worse, cut short without a word."""
-        if not ids:
-            raise RefusedError("prompt_ids=[]: an empty prompt; give at least one token")
-        if self.info is not None and len(ids) + max_tokens > self.info.model_len:
-            raise RefusedError(
-                f"max_tokens={max_tokens}: the prompt of {len(ids)} tokens and its completion do not fit the "
-                f"server's context of {self.info.model_len}; raise vllm.max_model_len or lower max_completion_length"
-            )
-        if min(ids) < 0 or (self.vocab_size is not None and max(ids) >= self.vocab_size):
-            raise RefusedError(
-                f"prompt_ids: an id outside the model's vocabulary of {self.vocab_size}; "
-                "the tokenizer does not belong to this model"
-            )
-
-    async def _takes_ids(self, version: str) -> bool:
-        """Whether the route for token ids is open. It is looked up, as a request that must fail would fill the
-        server's log; where the list is off (--disable-fastapi-docs) the first real request finds out.
-        """
-        if version.startswith("0.24."):  # has it always
-            return True
-        status, listed = await self._send("GET", "/openapi.json", b"", timeout=CONTROL_S)
-        return status != 200 or f'"{GENERATE}"'.encode() in listed
-
-    async def _make(self, route: str, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
-        try:
-            return await self._json("POST", route, request, timeout=limit, reuse=True)
-        except LateError as error:
-            raise LateError(
-                f"{error}, the most that {max_tokens} token{'s' * (max_tokens != 1)} may take; if it is only slow, "
-                "raise --vllm.timeout or lower --vllm.max-in-flight"
-            ) from error
-
-    async def _config(self) -> dict[str, Any]:
-        try:
-            reply = await self._json("GET", "/server_info?config_format=json", timeout=CONTROL_S)
-        except RefusedError as error:
-            if error.status != 404:
-                raise
-            raise RefusedError(
-                f"vllm.url={self.url}: its control routes are off (VLLM_SERVER_DEV_MODE); {SERVE}", 404
-            ) from error
-        config = reply.get("vllm_config")
-        if not isinstance(config, dict) or not {"model_config", "parallel_config"} <= set(config):
-            raise ServerError(f"{self.url}: /server_info came back without a configuration")
-        return config
-
-    async def _lease(self, action: str, timeout: float) -> bool:
-        """Whether the server knows leases; LeaseError when it is somebody else's. Asked twice by the same session it
-        gives the same answer, so one whose answer was lost may ask again.
-        """
-        assert self.owner is not None, "only a trainer has a lease"
-        status, reply = await self._send("POST", LEASE, self.owner.ask(action), timeout=timeout)
-        if status == 404:  # a plain vLLM
-            return False
-        self._refuse_lost(status, reply)
-        if status != 200:
-            raise ServerError(f"{self.url}: {LEASE} failed ({status} {error_text(reply)})")
-        return True
-
-    def _refuse_lost(self, status: int, reply: bytes) -> None:
-        error = refusal(self.url, reply, self.owner.run if self.owner else "") if status == 409 else None
-        if error is not None:
-            raise error
-
-    async def _json(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float, reuse: bool = False
-    ) -> dict[str, Any]:
-        reply = await self._call(method, path, body, timeout=timeout, reuse=reuse)
-        try:
-            value = json.loads(reply)
-        except ValueError as error:
-            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is not JSON") from error
-        if not isinstance(value, dict):
-            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is no object")
-        return value
-
-    async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, *, timeout: float, reuse: bool = False
-    ) -> bytes:
-        """The body of a 200, or an error that says whose fault it was."""
-        data = b"" if body is None else json.dumps(body).encode()
-        status, reply = await self._send(method, path, data, timeout=timeout, reuse=reuse)
-        if status == 200:
-            return reply
-        self._refuse_lost(status, reply)
-        route = quote(path.split("?")[0])
-        # 408 and 429 ask for patience, not for another request.
-        if 400 <= status < 500 and status not in (408, 429):
-            raise RefusedError(f"vllm.url={self.url}: refuses {route} ({status} {error_text(reply)})", status)
-        raise ServerError(f"{self.url}: {route} failed ({status} {error_text(reply)})")
-
-    async def _send(
-        self, method: str, path: str, data: bytes, *, timeout: float, reuse: bool = False
-    ) -> tuple[int, bytes]:
-        route = path.split("?")[0]
-        try:
-            status, reply = await self._http.send(method, path, data, timeout=timeout, reuse=reuse)
-        except ConnectError as error:
-            raise ServerError(f"vllm.url={self.url}: cannot be reached ({error}); is the server up?") from error
-        except TimeoutError as error:
-            raise LateError(f"{self.url}: {route} has not answered for {timeout:g} s") from error
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            raise ServerError(f"{self.url}: {route} failed ({type(error).__name__}: {error})") from error
-        if status == 401:
-            raise RefusedError(
-                f"vllm.url={self.url}: wants another token; set {TOKEN} to the one it was started with, or unset it if "
-                "this user started the server on this machine",
-                status,
-            )
-        return status, reply

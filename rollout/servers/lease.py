@@ -1,7 +1,7 @@
-"""Who trains on a server: what a trainer says of itself to take the lease, and what is said to one that is refused.
+"""The trainer's side of the lease on a server: who it is, and the error when another trainer holds the lease.
 
     owner = Owner.here(run="c0ffee12", folder="runs/a")
-    owner.tag(12) -> "c0ffee12:12"        # what tokens and workers are marked with: a step number alone is no name
+    owner.tag(12) -> "c0ffee12:12"        # marks tokens and workers; a step number alone would be ambiguous
 
 The server's side is rollout/servers/worker/strop_lease.py.
 """
@@ -18,32 +18,32 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 LEASE = "/strop/lease"
-SESSION = "Strop-Session"  # the header by which a request names its session
+SESSION = "Strop-Session"  # header with the session of a request
 RENEW_S = 15.0  # the lease lasts 60 s: three renewals may be lost
 RENEW_LIMIT_S = 10.0  # for one answer
 
 
 class LeaseError(ValueError):
-    """Another trainer has the server: this one must not go on."""
+    """Another trainer has the server: this one must stop."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A trainer, as the server and other trainers know it."""
+    """A trainer, as the server and other trainers see it."""
 
-    run: str  # random, made once per run: --resume has the same
+    run: str  # random id of the run, the same after --resume
     folder: str
-    session: str  # random, of this process
+    session: str  # random id of this process
     host: str
     pid: int
     user: str
 
     @classmethod
     def here(cls, run: str | None = None, folder: str = "") -> Owner:
-        """This process. Without the id of a run, a run of its own."""
+        """This process; without a run id, as a new run."""
         try:
             user = getpass.getuser()
-        except (KeyError, OSError):  # a container's user need not have a name
+        except (KeyError, OSError):  # a container's user may have no name
             user = str(os.getuid())
         return cls(run or secrets.token_hex(8), folder, secrets.token_hex(16), socket.gethostname(), os.getpid(), user)
 
@@ -55,10 +55,10 @@ class Owner:
 
 
 def refusal(url: str, reply: bytes, run: str) -> LeaseError | None:
-    """What to say to the trainer of `run` that was refused; None for a reply that is not the lease's."""
+    """The error for a trainer of `run` that was refused; None if the reply is not that of the lease."""
     try:
-        told = json.loads(reply)
-        holder, left = told["holder"], float(told["expires_in"])
+        lease = json.loads(reply)
+        holder, left = lease["holder"], float(lease["expires_in"])
         return _error(url, holder, left, run) if holder is not None else None
     except (KeyError, TypeError, ValueError):
         return None

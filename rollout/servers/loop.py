@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, so that requests go on while the thread that trains does something else.
+"""An asyncio loop in a background thread, so that requests continue while the main thread trains.
 
 loop = Loop()
 future = loop.start(pool.generate(request, sampling))   # returns at once: a concurrent.futures.Future
@@ -24,15 +24,15 @@ class Loop:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Begin; the future gives the result, and cancelling it cancels the coroutine."""
+        """Start the coroutine; cancelling the future cancels it."""
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("loop: is closed; nothing can be started on it")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        """Begin and wait; a timeout or Ctrl-C here cancels the coroutine."""
-        assert threading.current_thread() is not self._thread, "run() inside its own loop would wait for ever"
+        """Start and wait; a timeout or Ctrl-C cancels the coroutine."""
+        assert threading.current_thread() is not self._thread, "run() inside its own loop would deadlock"
         future = self.start(work)
         try:
             return future.result(timeout)
@@ -41,7 +41,7 @@ class Loop:
             raise
 
     def close(self) -> None:
-        """Cancel what is running and end the thread; more calls do nothing."""
+        """Cancel what is running and end the thread; further calls do nothing."""
         if self._loop.is_closed():
             return
         if self._loop.is_running():
@@ -61,7 +61,7 @@ class Loop:
 
 
 async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results in order; when one fails, or we are cancelled, the others end too."""
+    """All results in order; if one fails, or this is cancelled, the others are cancelled too."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))

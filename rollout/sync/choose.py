@@ -1,4 +1,4 @@
-"""Which way weights go when nobody says, and why another one would not work."""
+"""Choose the weight-sync backend for --sync.backend auto, and refuse one that cannot work with these servers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ USED_BY = {
 
 
 def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uuid: str | None) -> str:
-    """--sync.backend, with auto made a name; ValueError for one that these servers cannot do.
+    """--sync.backend with auto resolved; ValueError for a backend that these servers cannot use.
 
-    `device_uuid` is the trainer's GPU, None for a CPU; servers are connected, so that their `info` is there.
+    `device_uuid`: the trainer's GPU, None on a CPU. The servers are connected, so `info` is set.
     """
     places = [set(server.info.device_uuids) for server in servers]
     shared = [device_uuid is not None and device_uuid in place for place in places]
@@ -44,10 +44,10 @@ def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uui
                 "start it with python -m rollout.serve"
             )
     if name == "process_group" and (any(shared) or mixed):
-        why = "shares the trainer's GPU, where nccl cannot join two processes"
-        why = why if any(shared) else "runs on another kind of device"
+        shares = "shares the trainer's GPU, where nccl cannot join two processes"
+        reason = shares if any(shared) else "runs on another kind of device"
         instead = _full_backend(shared, mixed)
-        raise ValueError(f"sync.backend=process_group: a server {why}; use --sync.backend {instead}")
+        raise ValueError(f"sync.backend=process_group: a server {reason}; use --sync.backend {instead}")
     return name
 
 
@@ -73,7 +73,7 @@ def _check_lora(servers: Sequence[Any], is_lora: bool) -> None:
 def make_sync(
     cfg: SyncConfig, backend: str, source: WeightSource, loop: Loop, servers: Sequence[VllmServer], device: torch.device
 ) -> WeightSync:
-    """The backend by name, as pick_backend gives it."""
+    """The backend of that name, as pick_backend returned it."""
     from rollout.sync.filesystem import FilesystemSync
     from rollout.sync.ipc import IpcSync
     from rollout.sync.lora import LoraSync
@@ -97,7 +97,7 @@ def make_sync(
 
 
 def host_for(servers: Sequence[Any]) -> str:
-    """Our address as these servers see it: loopback if all are here."""
+    """The address at which these servers reach us: loopback if all are on this machine."""
     import socket
     from urllib.parse import urlsplit
 

@@ -1,10 +1,10 @@
-"""All weights as safetensors in a folder that servers can read: slower than the others, and needs nothing but files.
+"""Weight sync through safetensors files in a folder that servers can read: slower, but needs nothing but files.
 
-Each version is written to v000012.tmp, flushed, renamed to v000012 and only then named to a server. When every server
-has loaded it, the same files are written over for the next version: their pages are there already, and getting them is
-what takes longest.
+Each version is written to v000012.tmp, flushed, renamed to v000012, and only then named to a server. Once every server
+has loaded it, the next version overwrites the same files: their pages are allocated already, which takes longest.
 
-The folder that weights are written to: where it is, whose it is, and what happens when it is full.
+In this file: FilesystemSync, the files it writes (TensorFile), and WeightFolder, which sync/lora.py uses too: where the
+folder is, who owns it, and what happens when the disk is full.
 """
 
 from __future__ import annotations
@@ -42,93 +42,6 @@ from rollout.sync.base import (
     time_limit,
 )
 
-MEMORY = Path("/dev/shm")
-LOCK = "owner.lock"
-
-
-class WeightFolder:
-    """A folder of our own inside `parent`, deleted in the end, and by the next run if this one is killed.
-
-    A lock on a file in it tells whether its run lives; a killed process loses the lock.
-    """
-
-    def __init__(self, parent: str | None, prefix: str, *, need_bytes: int = 0) -> None:
-        if parent is not None:
-            root = Path(parent).expanduser()
-            try:
-                root.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"sync.folder={parent}: cannot be made ({error.strerror}); name another") from None
-        else:
-            root = roomy(need_bytes)
-        sweep(root, prefix)
-        try:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root)).resolve()
-            self._lock = (self.path / LOCK).open("w")
-        except OSError as error:
-            raise ValueError(f"sync.folder={root}: cannot be written to ({error.strerror}); name another") from None
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._end = weakref.finalize(self, delete, self.path, os.getpid())  # also when the interpreter ends
-
-    @contextlib.contextmanager
-    def full_disk_is_a_sentence(self, partial: Path) -> Iterator[None]:
-        """Whatever goes wrong inside, `partial` is gone; a full disk is a ValueError that says so."""
-        try:
-            yield
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if is_full(error):
-                raise ValueError(
-                    f"sync.folder={self.path}: no room for the weights; free some, or name another by --sync.folder"
-                ) from None
-            raise
-
-    def close(self) -> None:
-        self._end()
-        self._lock.close()
-
-
-def delete(path: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process that ends is not the run
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def roomy(need_bytes: int) -> Path:
-    """Main memory if it has room for what is asked, with some to spare; else the folder for temporary files."""
-    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.2 * need_bytes:
-        return MEMORY
-    return Path(tempfile.gettempdir())
-
-
-def sweep(root: Path, prefix: str) -> None:
-    """Delete folders of ours whose run was killed."""
-    for path in root.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # another user's, or another run is deleting it
-            if path.stat().st_uid == os.getuid():
-                _delete_if_free(path)
-
-
-def _delete_if_free(path: Path) -> None:
-    with (path / LOCK).open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its run lives
-        shutil.rmtree(path)
-
-
-def is_full(error: BaseException) -> bool:
-    """Out of room, also where a library says it in its own words."""
-    return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "os error 28" in str(error)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Every file of the folder and the folder itself are on disk."""
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 if TYPE_CHECKING:
     from rollout.servers.client import VllmServer
     from rollout.servers.loop import Loop
@@ -145,10 +58,12 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+MEMORY = Path("/dev/shm")
+LOCK = "owner.lock"
 
 
 class FilesystemSync:
-    """All weights through files."""
+    """Sends all weights through files."""
 
     needs_pause = True
 
@@ -170,9 +85,9 @@ class FilesystemSync:
         self.num_bytes = sum(spec.num_bytes for spec in specs)
         self.limit = time_limit(self.num_bytes)
         self.folder = WeightFolder(folder, "strop-weights-", need_bytes=2 * self.num_bytes)
-        self._path: Path | None = None  # of the last version, if its files may be written over
-        self._rooms: list[Room] = []
-        self._staging: Tensor | None = None  # page-locked: a GPU copies to it ten times as fast as to a file's pages
+        self._path: Path | None = None  # of the last version, if its files may be overwritten
+        self._files: list[TensorFile] = []
+        self._staging: Tensor | None = None  # pinned: a GPU copies to it ten times as fast as to a file's pages
 
     def model_name(self, version: int) -> str:
         return BASE
@@ -185,36 +100,36 @@ class FilesystemSync:
         kwargs = {"path": str(path), "version": version}
         results = Calls(self.loop, servers, "strop_reload", self.limit, [kwargs] * len(servers)).results()
         check_loaded(results, version, self.num_bytes)
-        self._path = path  # nobody reads it any more; after a failure somebody might
+        self._path = path  # loaded by all, so it may be overwritten; after a failure a server may still read it
         now = time.monotonic()
         phases = {"save": saved - started, "load": now - saved, **slowest(results)}
         return SyncReport(version, "filesystem", self.num_bytes, now - started, phases)
 
     def close(self) -> None:
-        self._rooms = []
+        self._files = []
         self.folder.close()
 
     def _save(self, version: int) -> Path:
         path = self.folder.path / f"v{version:06d}"
         partial = path.with_suffix(".tmp")
         again, self._path = self._path, None
-        with self.folder.full_disk_is_a_sentence(partial):
+        with self.folder.explain_full_disk(partial):
             if again is not None:
                 again.rename(partial)
             else:
                 for old in self.folder.path.glob("v[0-9]*"):
                     shutil.rmtree(old, ignore_errors=True)
                 partial.mkdir()
-                self._rooms = [make_room(partial, i, bucket) for i, bucket in enumerate(self.buckets)]
+                self._files = [make_file(partial, i, bucket) for i, bucket in enumerate(self.buckets)]
             with closing(self.source.tensors()) as tensors:
-                write_rooms(self._rooms, tensors, self._staged())
+                write_files(self._files, tensors, self._staged())
             fsync_folder(partial)
         partial.rename(path)
         return path
 
     def _staged(self) -> Tensor | None:
         if self._staging is None and self.device.type == "cuda":
-            self._staging = torch.empty(max(len(r.data) for r in self._rooms), dtype=torch.uint8, pin_memory=True)
+            self._staging = torch.empty(max(len(file.data) for file in self._files), dtype=torch.uint8, pin_memory=True)
         return self._staging
 
     def _refuse_remote(self, servers: Sequence[VllmServer]) -> None:
@@ -228,25 +143,27 @@ class FilesystemSync:
 
 
 @dataclass(frozen=True)
-class Room:
-    """A safetensors file, all but its values: the mapped bytes, and what lies where in them."""
+class TensorFile:
+    """A safetensors file without its values: the mapped bytes and the place of each tensor."""
 
     data: Tensor  # (bytes,) the file's pages
     places: list[tuple[str, torch.dtype, list[int], int]]  # name, dtype, shape and first byte, in the source's order
 
     def views(self, data: Tensor) -> list[tuple[str, Tensor]]:
-        """The tensors, lying in the file or in a buffer of its size."""
+        """Views of the tensors in the file, or in a buffer of its size."""
         return [
             (name, data[first : first + dtype.itemsize * math.prod(shape)].view(dtype).view(shape))
             for name, dtype, shape, first in self.places
         ]
 
 
-def make_room(folder: Path, number: int, bucket: dict[str, Any]) -> Room:
-    """Written here rather than by safetensors, which needs all values in main memory first and copies them twice."""
+def make_file(folder: Path, number: int, bucket: dict[str, Any]) -> TensorFile:
+    """Write the header and reserve the space. Not by safetensors, which needs all values in main memory first and
+    copies them twice.
+    """
     header: dict[str, Any] = {}
     offset = 0
-    # The format allows no gaps: wide types first, so that each tensor is aligned to its own width.
+    # The format allows no gaps: wide dtypes first, so that each tensor is aligned to its width.
     for name, dtype_name, shape, _ in sorted(bucket["tensors"], key=lambda entry: -getattr(torch, entry[1]).itemsize):
         dtype = getattr(torch, dtype_name)
         num_bytes = dtype.itemsize * math.prod(shape)
@@ -257,23 +174,109 @@ def make_room(folder: Path, number: int, bucket: dict[str, Any]) -> Room:
     path = folder / f"model-{number + 1:05d}.safetensors"
     begin = 8 + len(text)
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, begin + offset)  # a full disk raises here; a mapped page would kill us
+        os.posix_fallocate(file.fileno(), 0, begin + offset)  # a full disk raises here, not as SIGBUS later
         file.write(len(text).to_bytes(8, "little") + text)
     data = torch.from_file(str(path), shared=True, size=begin + offset, dtype=torch.uint8)[begin:]
     places = [
         (name, getattr(torch, dtype_name), shape, header[name]["data_offsets"][0])
         for name, dtype_name, shape, _ in bucket["tensors"]
     ]
-    return Room(data, places)
+    return TensorFile(data, places)
 
 
-def write_rooms(rooms: Sequence[Room], tensors: Iterator[tuple[str, Tensor]], staging: Tensor | None) -> None:
-    """The values, by way of page-locked memory where they come from a GPU."""
-    for room in rooms:
-        for name, place in room.views(room.data if staging is None else staging):
+def write_files(files: Sequence[TensorFile], tensors: Iterator[tuple[str, Tensor]], staging: Tensor | None) -> None:
+    """Write the values, through pinned memory if they come from a GPU."""
+    for file in files:
+        for name, place in file.views(file.data if staging is None else staging):
             got, tensor = next(tensors)
             assert got == name and tensor.shape == place.shape, f"{got} came where {name} was planned"
             place.copy_(tensor, non_blocking=staging is not None)
         if staging is not None:
             torch.cuda.synchronize()
-            room.data.copy_(staging[: len(room.data)])
+            file.data.copy_(staging[: len(file.data)])
+
+
+# the folder -------------------------------------------------------------------------------------------------------
+
+
+class WeightFolder:
+    """A folder of this run inside `parent`, deleted at the end, or by the next run if this one is killed.
+
+    A lock on a file in it shows that its run is alive; a killed process loses the lock.
+    """
+
+    def __init__(self, parent: str | None, prefix: str, *, need_bytes: int = 0) -> None:
+        if parent is not None:
+            root = Path(parent).expanduser()
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"sync.folder={parent}: cannot be made ({error.strerror}); name another") from None
+        else:
+            root = folder_with_space(need_bytes)
+        sweep(root, prefix)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root)).resolve()
+            self._lock = (self.path / LOCK).open("w")
+        except OSError as error:
+            raise ValueError(f"sync.folder={root}: cannot be written to ({error.strerror}); name another") from None
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._end = weakref.finalize(self, delete, self.path, os.getpid())  # also when the interpreter ends
+
+    @contextlib.contextmanager
+    def explain_full_disk(self, partial: Path) -> Iterator[None]:
+        """On any error inside, remove `partial`; turn a full disk into a ValueError that says so."""
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if is_full(error):
+                raise ValueError(
+                    f"sync.folder={self.path}: no room for the weights; free some, or name another by --sync.folder"
+                ) from None
+            raise
+
+    def close(self) -> None:
+        self._end()
+        self._lock.close()
+
+
+def delete(path: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child that exits is not the run
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def folder_with_space(need_bytes: int) -> Path:
+    """/dev/shm if it has room with some to spare, else the folder for temporary files."""
+    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.2 * need_bytes:
+        return MEMORY
+    return Path(tempfile.gettempdir())
+
+
+def sweep(root: Path, prefix: str) -> None:
+    """Delete folders of this user whose run was killed."""
+    for path in root.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # another user's, or another run is deleting it
+            if path.stat().st_uid == os.getuid():
+                _delete_if_free(path)
+
+
+def _delete_if_free(path: Path) -> None:
+    with (path / LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its run is alive
+        shutil.rmtree(path)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk is full; safetensors reports it as text."""
+    return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "os error 28" in str(error)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush every file of the folder, and the folder itself, to disk."""
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

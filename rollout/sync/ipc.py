@@ -1,7 +1,8 @@
-"""Weights through memory that trainer and server both have mapped: CUDA IPC on one GPU, a file in memory on CPUs.
+"""Weight sync through shared memory: CUDA IPC when trainer and server use one GPU, a file in /dev/shm on CPUs.
 
-Two buffers are shared once. Bucket i is written to buffer i % 2 when all workers are done with bucket i - 2; they are
-told so through the store, load it and say that they are done. Handles travel as JSON; nothing is pickled.
+Two buffers are shared once, when the workers join. For each bucket: wait until all workers are done with bucket i - 2,
+fill buffer i % 2, set the key ready/i in the store; each worker loads the bucket and sets done/i/RANK. Handles are sent
+as JSON; nothing is pickled. The worker's side is SharedLink in servers/worker/strop_wire.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class IpcSync:
-    """All weights through two shared buffers."""
+    """Sends all weights through two shared buffers."""
 
     needs_pause = True
 
@@ -90,7 +91,7 @@ class IpcSync:
                 read = [f"{turn}/done/{i - 2}/{number}" for number in workers]
                 strop_wire.wait_keys(link.store, read, deadline, calls.check)
             fill(bucket, tensors, self.buffers[i % 2])
-            synchronize(link.device)  # the bytes are there before a worker is told so
+            synchronize(link.device)  # the bytes must be there before ready is set
             link.store.set(f"{turn}/ready/{i}")
 
     def _join(self, servers: Sequence[VllmServer]) -> None:
@@ -99,7 +100,7 @@ class IpcSync:
         refuse_other_devices(servers, self.link.device)
         with shared_buffers(size, self.link.device) as (buffers, paths):
             staging = [
-                # Each worker gets handles of its own: torch counts the processes that have opened one.
+                # Separate handles for each worker: torch counts the processes that have opened one.
                 [[strop_wire.share(b, path) for b, path in zip(buffers, paths, strict=True)] for _ in range(workers)]
                 for workers in (server.info.workers for server in servers)
             ]
@@ -112,12 +113,12 @@ class IpcSync:
         self.buffers = []
         self.link.leave()
         if self.link.device.type == "cuda":
-            torch.cuda.ipc_collect()  # what workers have closed by now can be used again
+            torch.cuda.ipc_collect()  # reclaims memory that workers have closed
 
 
 @contextlib.contextmanager
 def shared_buffers(size: int, device: torch.device) -> Iterator[tuple[list[Tensor], list[str | None]]]:
-    """Two buffers and, on a CPU, the files they lie in; those lose their names in the end, so none can be left over."""
+    """Two buffers and, on a CPU, their files, which are unlinked at the end so that none can be left over."""
     if device.type == "cuda":
         yield [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)], [None, None]
         return
@@ -135,7 +136,7 @@ def shared_buffers(size: int, device: torch.device) -> Iterator[tuple[list[Tenso
 
 
 def allocate(path: Path, size: int) -> None:
-    """A file with room for all of it: writing to a mapped file that runs out of room would end the process."""
+    """Reserve the file's space now: writing to a mapped file on a full disk would kill the process."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
 

@@ -1,7 +1,7 @@
-"""Adapters by folder: one per version, under a name of its own, so that every request says which weights it wants.
+"""Weight sync of LoRA adapters: one folder and one name per version, so every request names the weights it wants.
 
-Nothing is paused. A name is used only when every server has loaded it; older names are unloaded two versions later,
-and their folders stay longer still, since a server that has dropped an adapter from memory reads it again.
+Nothing is paused. A name is used only after every server has loaded it. Older names are unloaded two versions later;
+their folders are kept longer, because a server that evicted an adapter from memory reads it again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class LoraSync:
-    """The adapter alone, as versioned folders that servers load at run time."""
+    """Sends the adapter only, as versioned folders that servers load at run time."""
 
     needs_pause = False
 
@@ -38,10 +38,10 @@ class LoraSync:
         self.source = source
         self.loop = loop
         self.folder = WeightFolder(folder, "strop-lora-")
-        # A server may outlive this run and keep its prefix cache by adapter name: names must be new in every run.
+        # A server may outlive this run, and its prefix cache is keyed by adapter name: names must be new in each run.
         self.tag = secrets.token_hex(3)
         self.in_use: Callable[[], Iterable[int]] = tuple  # versions that requests in flight still name
-        self._known: dict[int, tuple[Any, list[int]]] = {}  # by id of server: it and the versions it was given
+        self._known: dict[int, tuple[Any, list[int]]] = {}  # by id of server: the server, the versions it has
 
     def model_name(self, version: int) -> str:
         return f"policy-{self.tag}-v{version}"
@@ -59,7 +59,7 @@ class LoraSync:
         return SyncReport(version, "lora", num_bytes, now - started, {"save": saved - started, "load": now - saved})
 
     def close(self) -> None:
-        """Folders go with the run; servers that live on forget the names first, so that nobody can ask for them."""
+        """Unload the names from servers that keep running, then delete the folders."""
         for server, versions in self._known.values():
             for version in versions:
                 self._unload(server, version)
@@ -67,15 +67,15 @@ class LoraSync:
         self.folder.close()
 
     def _save(self, version: int) -> Path:
-        """The folder of this version: written once, and whole from the moment it has its name."""
+        """Write this version's folder once; the rename at the end makes it visible as a whole."""
         path = self.folder.path / f"v{version:06d}"
         partial = path.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
-        with self.folder.full_disk_is_a_sentence(partial):
+        with self.folder.explain_full_disk(partial):
             partial.mkdir()
             self.source.save_adapter(partial)
             fsync_folder(partial)
-        if path.exists():  # a server that came back gets what the others got
+        if path.exists():  # a server that came back must get what the others got
             same = (path / WEIGHTS).read_bytes() == (partial / WEIGHTS).read_bytes()
             assert same, f"version {version} was pushed before with other weights: a version names one set of them"
             shutil.rmtree(partial)
@@ -84,7 +84,7 @@ class LoraSync:
         return path
 
     def _load(self, servers: Sequence[VllmServer], version: int, path: Path) -> tuple[dict[int, str], bool]:
-        """Why servers have not got it, and whether the next attempt may do better: none of them refused."""
+        """(reasons of the servers that failed, whether another attempt may work, that is, none refused)."""
         name = self.model_name(version)
         futures = [self.loop.start(server.load_adapter(name, str(path))) for server in servers]
         failed: dict[int, str] = {}
@@ -93,11 +93,10 @@ class LoraSync:
         for i, (server, future) in enumerate(zip(servers, futures, strict=True)):
             try:
                 future.result(max(deadline - time.monotonic(), 0.0))
-            except Exception as error:  # ServerError, RefusedError, a timeout: this server has not got it
+            except Exception as error:  # ServerError, RefusedError, a timeout: this server has not loaded it
                 reason = " ".join(str(error).split()) or type(error).__name__
-                if (
-                    "has already been" not in reason
-                ):  # given before by us: the name is this run's own, so it is the same folder
+                # "already been loaded": by us, as the name is unique to this run, and so from the same folder.
+                if "has already been" not in reason:
                     failed[i] = reason
                     may_pass = may_pass and not isinstance(error, ValueError)
                     continue
@@ -113,7 +112,7 @@ class LoraSync:
             for old in [v for v in versions[:-NAMES] if v not in used]:
                 self._unload(server, old)
                 versions.remove(old)
-        # A server that was replaced gets no more pushes: forgotten when its last version is out of everyone's sight.
+        # A server that was replaced gets no more pushes: forget it once its last version is no longer kept.
         self._known = {key: kept for key, kept in self._known.items() if max(kept[1], default=-1) > version - FOLDERS}
         named = {v for _, versions in self._known.values() for v in versions} | used
         for path in sorted(self.folder.path.glob("v[0-9]*"))[:-FOLDERS]:
@@ -121,5 +120,5 @@ class LoraSync:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _unload(self, server: VllmServer, version: int) -> None:
-        with contextlib.suppress(Exception):  # a server that is gone, or has restarted, knows the name no longer
+        with contextlib.suppress(Exception):  # a server that is gone or restarted does not know the name any more
             self.loop.start(server.unload_adapter(self.model_name(version))).result(10.0)

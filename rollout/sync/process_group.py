@@ -1,7 +1,17 @@
-"""Weights by broadcast: nccl between GPUs, gloo on CPUs, one flat bucket at a time to every worker of every server.
+"""Weight sync by broadcast: fill a bucket, broadcast it, load it in vLLM, confirm.
 
-The trainer's rank 0 and all workers form a group of their own. While bucket i is on its way, bucket i + 1 is being
-made here and bucket i - 1 loaded there. Without servers the group has one rank: that runs this side alone.
+The trainer's rank 0 and every worker of every server form one process group: nccl between GPUs, gloo on CPUs. A bucket
+is a flat byte buffer that holds some of the weights at known offsets, with a checksum at its end. One push:
+
+    join      only if the group is new or broken: call the workers to a store, form the group, prove the secret
+    plan      call strop_receive on all workers with the list of buckets (names, dtypes, shapes, offsets)
+    send      for each bucket: copy the next weights into one of two buffers, add the checksum, broadcast
+    load      the workers receive a bucket, check the sum and load its tensors (servers/worker/strop_load.py)
+    confirm   every worker answers with the version and the bytes it loaded, and both are compared
+
+While bucket i is being broadcast, bucket i + 1 is being filled here and bucket i - 1 loaded by the workers. The other
+half of the transfer is servers/worker/strop_wire.py (GroupLink) and strop_worker.py. Without servers the group has one
+rank, which tests the sending side alone.
 """
 
 from __future__ import annotations
@@ -35,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class ProcessGroupSync:
-    """All weights through one process group of trainer and workers."""
+    """Sends all weights through one process group of the trainer and all workers."""
 
     needs_pause = True
 
@@ -46,7 +56,7 @@ class ProcessGroupSync:
         *,
         device: torch.device,
         bucket_bytes: int = 512 * MIB,
-        host: str = "127.0.0.1",  # address of this process that servers can reach
+        host: str = "127.0.0.1",  # an address of this process that the servers can reach
     ) -> None:
         self.link = Link(source, loop, device=device, bucket_bytes=bucket_bytes, host=host)
         self.backend = "nccl" if device.type == "cuda" else "gloo"
@@ -56,6 +66,7 @@ class ProcessGroupSync:
         return BASE
 
     def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
+        """Replace all weights of all servers by `version`, or raise and leave the group."""
         link, started = self.link, time.monotonic()
         self._refuse_shared_gpu(servers)
         if self.group is None or not link.ready(servers):
@@ -75,25 +86,8 @@ class ProcessGroupSync:
         phases = {"join": joined - started, "transfer": now - joined, **slowest(results)}
         return SyncReport(version, "process_group", link.num_bytes, now - started, phases)
 
-    def close(self) -> None:
-        self.link.close()
-        self._drop()
-
-    def _send(self, tensors: Iterator[tuple[str, Tensor]], calls: Calls, deadline: float) -> None:
-        link = self.link
-        size = buffer_size(link.buckets)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=link.device) for _ in range(2)]
-        works: list[Any] = []
-        for i, bucket in enumerate(link.buckets):
-            if i >= 2:
-                strop_wire.wait_work(works[i - 2], deadline, calls.check)
-            fill(bucket, tensors, buffers[i % 2])
-            synchronize(link.device)  # a gather of the training group must be over before this group is used
-            works.append(strop_wire.broadcast(self.group, strop_wire.span(bucket, buffers[i % 2])))
-        for work in works[-2:]:
-            strop_wire.wait_work(work, deadline, calls.check)
-
     def _join(self, servers: Sequence[VllmServer]) -> None:
+        """A new process group with all workers, each of which has proved that it holds the secret."""
         link = self.link
         self._drop()
         world, calls = link.meet(servers, self.backend)
@@ -115,6 +109,25 @@ class ProcessGroupSync:
         except BaseException:
             self._drop()
             raise
+
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], calls: Calls, deadline: float) -> None:
+        """Fill and broadcast bucket after bucket, two of them in flight."""
+        link = self.link
+        size = buffer_size(link.buckets)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=link.device) for _ in range(2)]
+        works: list[Any] = []
+        for i, bucket in enumerate(link.buckets):
+            if i >= 2:  # bucket i - 2 went out from this buffer
+                strop_wire.wait_work(works[i - 2], deadline, calls.check)
+            fill(bucket, tensors, buffers[i % 2])
+            synchronize(link.device)  # collectives of the training group must be done before this group is used
+            works.append(strop_wire.broadcast(self.group, strop_wire.span(bucket, buffers[i % 2])))
+        for work in works[-2:]:
+            strop_wire.wait_work(work, deadline, calls.check)
+
+    def close(self) -> None:
+        self.link.close()
+        self._drop()
 
     def _drop(self) -> None:
         held = [self.group]

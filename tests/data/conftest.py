@@ -1,4 +1,4 @@
-"""Tiny tokenizers made in code: byte level, so every text has ids, plus the special tokens templates need."""
+"""Tiny byte-level tokenizers built in code, with the special tokens that templates need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECIALS = {
 
 
 def make_tokenizer(kind: str = "chatml", *, bos: str | None = None, merges: tuple[tuple[str, str], ...] = ()):
-    """Byte-level BPE with only the given merges; with bos, plain text is opened by it as Llama's tokenizers do."""
+    """Byte-level BPE with only the given merges; with bos, it opens plain text with it as Llama's tokenizers do."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: number for number, piece in enumerate([*alphabet, *(left + right for left, right in merges)])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
@@ -32,7 +32,7 @@ def make_tokenizer(kind: str = "chatml", *, bos: str | None = None, merges: tupl
 
 
 def make_metaspace_tokenizer(*, bos: bool = True):
-    """As SentencePiece makes them: a space is part of the word after it, and every text is opened with one."""
+    """Like SentencePiece: a space is part of the word after it, and every text is opened with one."""
     words = ["\u2581Once", "\u2581upon", "\u2581a", "\u2581time", "\u2581ab", "bc"]
     letters = ["\u2581", *"Onceupatimb=+245 "]
     pieces = dict.fromkeys(["<unk>", "<s>", "</s>", *letters, *words])
@@ -66,7 +66,7 @@ def chatml():
     return tokenizer
 
 
-# Templates in the ways of model families, written for these tests.
+# Templates that imitate model families, written for these tests.
 CALLS = (  # writes tools, calls, and a switch
     "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | string }}"
@@ -74,7 +74,7 @@ CALLS = (  # writes tools, calls, and a switch
     "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
 )
-QWEN3 = (  # thoughts stay only behind the last question; without thinking an empty block is part of the prompt
+QWEN3 = (  # keeps thoughts only after the last question; without thinking the prompt ends with an empty block
     "{% set ns = namespace(last=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -87,7 +87,7 @@ QWEN3 = (  # thoughts stay only behind the last question; without thinking an em
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-R1 = (  # opens a thought for the model, and cuts thoughts out of every turn
+R1 = (  # opens a thought for the model, and removes thoughts from every turn
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{{ '<|im_start|>' + m.content.split('</think>')[-1].lstrip() + '<|im_end|>' }}"
     "{% else %}{{ '[' + m.role + ']' + m.content }}{% endif %}{% endfor %}"

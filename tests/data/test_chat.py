@@ -1,3 +1,5 @@
+"""Chat templates: rendered text, loss masks, stop ids, tool calls, thoughts and the time limit."""
+
 from __future__ import annotations
 
 import json
@@ -113,7 +115,7 @@ def test_template_without_end_token_trains_to_the_end_of_the_turn(tokenizer_of, 
 
 
 def test_template_that_rewrites_earlier_turns(tokenizer_of, tmp_path):
-    """As Qwen3's does: the last answer gets an empty thinking block, earlier ones none."""
+    """Like Qwen3's: the last answer gets an empty thinking block, earlier ones none."""
     path = tmp_path / "thinking.jinja"
     path.write_text(
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
@@ -216,7 +218,7 @@ def test_other_parts_are_refused_by_type(tokenizer, part, kind):
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
-def test_null_or_no_content_beside_calls_is_empty_text(templated, content):
+def test_null_or_no_content_next_to_calls_is_empty_text(templated, content):
     calls = {"role": "assistant", "tool_calls": [CALL], "name": None, **content}
     tokenizer = templated("CALLS")
     ids, mask = render_conversation(tokenizer, [USER, calls])
@@ -232,8 +234,8 @@ def test_null_content_alone_is_refused(chatml):
             render_conversation(chatml, turns)
 
 
-def test_a_template_that_asks_for_null_content_gets_it(templated):
-    """As DeepSeek's do: they write calls only where the content is null."""
+def test_a_template_that_needs_null_content_gets_it(templated):
+    """Like DeepSeek's: calls are written only if the content is null."""
     tokenizer = templated(
         "{% for m in messages %}{% if m.tool_calls and m['content'] is none %}"
         "{{ '<|im_start|>call ' + m.tool_calls[0].function.name + '<|im_end|>' }}"
@@ -256,7 +258,7 @@ def test_calls_that_the_template_does_not_write_are_refused(tokenizer, content):
         render_prompt(tokenizer, [*turns, result])
 
 
-def test_a_call_that_is_left_out_beside_another_is_refused(templated):
+def test_a_call_that_is_dropped_next_to_another_is_refused(templated):
     tokenizer = templated("CALLS")
     tokenizer.chat_template = tokenizer.chat_template.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     one = {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -298,7 +300,7 @@ def test_the_mask_never_runs_over_the_next_turn(templated, users_closed):
 
 
 def test_a_turn_closed_by_another_token_is_trained_with_that(templated):
-    """As Llama 3.1 does with calls: they end with a token of their own, and results with the usual one."""
+    """Like Llama 3.1: calls end with a special token, results with the usual one."""
     tokenizer = templated(
         "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
         "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
@@ -371,9 +373,9 @@ def test_a_row_on_which_a_template_does_not_end_is_refused_in_any_thread(chatml,
         render_prompt(chatml, [USER], None)
 
 
-def test_what_ends_at_its_limit_ends_one_way_or_the_other(monkeypatch):
+def test_finishing_at_the_time_limit_returns_or_raises(monkeypatch):
     monkeypatch.setattr(chat, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(chat, "_watchdog", None)  # one that looks that often
+    monkeypatch.setattr(chat, "_watchdog", None)  # a new one with that interval
     ways = {"done": 0, "late": 0}
     for turn in range(300):
         try:

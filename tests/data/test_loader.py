@@ -1,3 +1,5 @@
+"""The loader: order, weights, epochs and exact resume."""
+
 from __future__ import annotations
 
 import json
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.loader import Loader
-from data.types import Example, Prompt
+from data.types import Example, Prompt, TargetPrompt
 
 
 def rows(count: int, weight: float = 1.0, first: int = 0) -> list[Prompt]:
@@ -31,7 +33,7 @@ def test_no_shuffle_keeps_order():
     assert [[row.ids[0] for row in loader.next()] for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
 
 
-def test_epoch_counts_what_was_handed_out():
+def test_epoch_counts_returned_rows():
     loader = Loader(rows(8), batch_size=6, seed=0)
     assert (loader.epoch, loader.rows_per_epoch) == (0.0, 8)
     loader.next()
@@ -102,6 +104,13 @@ def test_masks_are_part_of_the_fingerprint():
     two = [Example(source="x", ids=[1, 2, 3], mask=[False, False, True])]
     with pytest.raises(ValueError, match="other data"):
         Loader(two, batch_size=1, seed=0).load_state_dict(Loader(one, batch_size=1, seed=0).state_dict())
+
+
+def test_the_fingerprint_of_targets_is_that_of_older_checkpoints():
+    """Recorded when the fields were called truth_ids and truth_mask."""
+    row = TargetPrompt(source="a", prompt="2+2=", ids=[1, 2], target_ids=[3, 4, 5], target_mask=[True, False, True])
+    recorded = "01eefd804c05dfc2197c1101fb7bce15b0ffeb2e867428da2582d98b9a40bc22"
+    assert Loader([row], batch_size=1, seed=0).state_dict()["fingerprint"] == recorded
 
 
 @pytest.mark.parametrize(

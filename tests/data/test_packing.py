@@ -1,3 +1,5 @@
+"""Micro-batches: layout, attention spans, shared prompts and token budgets."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,7 +12,7 @@ from data.packing import Item, make_batches
 
 @st.composite
 def item_lists(draw):
-    """Items whose ids are unique over the list, so that a token found in a batch names its origin."""
+    """Items with ids that are unique over the list, so that a token in a batch identifies its origin."""
     lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=14))
     items, first = [], 1
     for length in lengths:
@@ -22,7 +24,7 @@ def item_lists(draw):
 
 @st.composite
 def grouped_items(draw):
-    """Groups behind a prompt each, prompts of length 0 included; completions may be empty. Ids are unique again."""
+    """Groups that share a prompt, possibly empty; completions may be empty too. Ids are unique."""
     items, first = [], 1
     for _ in range(draw(st.integers(1, 5))):
         num_prompt = draw(st.integers(0, 6))
@@ -40,7 +42,7 @@ def spans(batch):
 
 
 def seen_by(batch, row, place):
-    """Ids that a place sees, in the order of their places."""
+    """Ids that a place attends to, in the order of their places."""
     a, b, c, d = (
         int(getattr(batch, name)[row, place]) for name in ("prefix_start", "prefix_stop", "own_start", "own_stop")
     )
@@ -48,7 +50,7 @@ def seen_by(batch, row, place):
 
 
 def is_token(batch):
-    """(R, T) False where a place is padding; item ids in these tests are never 0."""
+    """(R, T) False at padding; item ids in these tests are never 0."""
     return batch.input_ids > 0
 
 
@@ -92,14 +94,14 @@ def test_shared_prompt_values():
         [[0, 0, 0, 3, 3, 5, 6, 6, 8, 8]],
         [list(range(1, 11))],
     ]
-    assert batch.index.tolist() == [2, 3, 2, 2, 6, 8]  # the prompt's last token predicts three first ones
+    assert batch.index.tolist() == [2, 3, 2, 2, 6, 8]  # the prompt's last token predicts three first tokens
     assert batch.target.tolist() == [8, 9, 10, 11, 12, 21]
     assert batch.sequence.tolist() == batch.slot.tolist() == [0, 0, 1, 2, 2, 3]
     assert batch.rows == [0, 1, 2, 3] and batch.lengths == [5, 4, 5, 2]
     assert batch.num_tokens == 16 and batch.num_computed == 10
 
 
-def test_second_shared_prompt_sees_from_where_it_lies():
+def test_second_shared_prompt_has_its_own_spans():
     items = [Item([p, p, c], [False, False, True], 2) for p, c in ((1, 2), (1, 3), (4, 5), (4, 6))]
     (batch,) = make_batches(items, max_tokens=8, share_prompt=True)
     assert batch.input_ids.tolist() == [[1, 1, 2, 3, 4, 4, 5, 6]]
@@ -112,7 +114,7 @@ def test_second_shared_prompt_sees_from_where_it_lies():
     assert batch.index.tolist() == [1, 1, 5, 5]
 
 
-def test_only_neighbours_with_the_same_prompt_share_it():
+def test_only_adjacent_items_with_the_same_prompt_share_it():
     a, b = [Item([p, p, 3], [False, False, True], 2) for p in (1, 2)]
     for items, computed in (([a, a, b], 7), ([a, b, a], 9), ([b], 3)):
         (batch,) = make_batches(items, max_tokens=100, share_prompt=True)
@@ -129,14 +131,14 @@ def test_shared_prompts_need_the_flag_and_packing():
         assert batch.num_computed == 6 and batch.prefix_stop.eq(0).all()
 
 
-def test_group_over_the_budget_is_cut_into_few_parts_with_a_prompt_each():
-    lengths = (4, 1, 3, 2, 2)  # behind a prompt of 2, 6 at a time: 4 + 2 and 3 + 2 + 1
+def test_group_over_the_budget_is_split_with_a_prompt_each():
+    lengths = (4, 1, 3, 2, 2)  # after a prompt of 2, 6 at a time: 4 + 2 and 3 + 2 + 1
     items = [Item([7, 7, *[9] * n], [False] * 2 + [True] * n, 2) for n in lengths]
     batches = make_batches(items, max_tokens=8, share_prompt=True)
     assert sorted(batch.rows for batch in batches) == [[0, 3], [1, 2, 4]]
     assert [batch.num_computed for batch in batches] == [8, 8]
     assert all(batch.input_ids[0, :2].tolist() == [7, 7] for batch in batches)
-    # One that does not fit by itself stands by itself, its prompt before it.
+    # A completion that does not fit gets its own batch, with its prompt.
     batches = make_batches(items, max_tokens=5, share_prompt=True)
     assert {tuple(batch.rows): batch.num_computed for batch in batches} == {(0,): 6, (1, 3): 5, (2,): 5, (4,): 4}
 
@@ -170,7 +172,7 @@ def test_rows_are_filled_up_to_a_multiple():
     assert batch.input_ids.tolist() == [[5, 6, 7, 0], [5, 9, 0, 0]]
     assert batch.own_start.tolist() == [[0, 0, 0, 3], [0, 0, 2, 2]]
     assert batch.index.tolist() == [0, 1, 4]
-    assert len(make_batches(items, max_tokens=7, packing=False, multiple=4)) == 2  # what is filled up counts
+    assert len(make_batches(items, max_tokens=7, packing=False, multiple=4)) == 2  # padding counts
     (batch,) = make_batches(items, max_tokens=5, multiple=5)
     assert batch.input_ids.shape == (1, 5)
 
@@ -228,7 +230,7 @@ def test_index_target_and_sequence_point_into_the_items(items, budget, accumulat
         order = []
         for index, target, sequence in zip(batch.index, batch.target, batch.sequence, strict=True):
             item, position = items[sequence], int(flat_positions[index])
-            assert flat_ids[index] == item.ids[position]  # the state that predicts stands one before its target
+            assert flat_ids[index] == item.ids[position]  # the predicting state is one before its target
             assert target == item.ids[position + 1] and item.mask[position + 1]
             order.append((batch.rows.index(int(sequence)), position))
         assert order == sorted(order)
@@ -257,8 +259,8 @@ def test_packed_and_padded_hold_the_same_trained_tokens(items, budget, accumulat
     packing=st.booleans(),
     multiple=st.sampled_from([1, 4, 16]),
 )
-def test_every_place_sees_its_sequence_up_to_itself(items, budget, accumulation, share_prompt, packing, multiple):
-    """The whole contract: what a predicting place sees is its item from the first token to that place, in order."""
+def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumulation, share_prompt, packing, multiple):
+    """The whole contract: a predicting place attends to its item from the first token to itself, in order."""
     how = dict(accumulation=accumulation, packing=packing, share_prompt=share_prompt, multiple=multiple)
     batches = make_batches(items, max_tokens=budget, **how)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))
@@ -280,8 +282,8 @@ def test_every_place_sees_its_sequence_up_to_itself(items, budget, accumulation,
         for row in range(num_rows):
             for place in range(width):
                 seen = seen_by(batch, row, place)
-                assert seen and seen[-1] == batch.input_ids[row, place]  # itself last: nothing comes from later
-                assert all(seen) == (seen[-1] > 0) and (all(seen) or not any(seen))  # tokens see tokens only
+                assert seen and seen[-1] == batch.input_ids[row, place]  # itself last: nothing from later places
+                assert all(seen) == (seen[-1] > 0) and (all(seen) or not any(seen))  # tokens attend only to tokens
     expected = [(n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m]
     assert trained(batches) == expected
 

@@ -1,4 +1,4 @@
-"""Progress of reading rows: silent when short, a line now and then when long."""
+"""Progress of reading rows: silent if short, a line now and then if long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from data.progress import shown
 
 
 class Clock:
-    """Every look at it is a second later."""
+    """Advances by a second per call."""
 
     def __init__(self) -> None:
         self.now = -1.0
@@ -23,24 +23,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_rows_come_through_in_order_and_a_short_reading_is_silent():
+def test_rows_are_in_order_and_a_short_read_is_silent():
     out = io.StringIO()
     rows = list(range(1000))
     assert list(shown(rows, "rows.jsonl", out=out)) == rows
     assert out.getvalue() == ""
 
 
-def test_a_long_reading_says_how_far_it_is_and_how_long_it_takes():
+def test_a_long_read_reports_rows_and_time_left():
     out = io.StringIO()
     rows = list(range(64 * 40))
     assert list(shown(rows, "rows.jsonl", out=out, clock=Clock())) == rows
-    # A look every 64 rows: the 16th second is at row 64 * 15, where 64 rows take 16 / 15 seconds.
+    # The clock is read every 64 rows: second 16 is at row 64 * 15, where 64 rows take 16 / 15 seconds.
     first, second = out.getvalue().splitlines()
     assert first == "data: rows.jsonl: 960 of 2,560 rows, 27 s left"
     assert second == "data: rows.jsonl: 1,984 of 2,560 rows, 9 s left"
 
 
-def test_a_terminal_gets_one_line_that_is_wiped_at_the_end():
+def test_a_terminal_gets_one_line_that_is_cleared_at_the_end():
     out = Terminal()
     list(shown(list(range(64 * 8)), "rows.jsonl", out=out, clock=Clock()))
     said = out.getvalue()

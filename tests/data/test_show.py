@@ -1,3 +1,5 @@
+"""python -m data.show: text, masks, kinds of rows and errors."""
+
 from __future__ import annotations
 
 import json
@@ -50,17 +52,17 @@ def test_pairs(write, capsys):
         ),
     ],
 )
-def test_kind_is_told_from_the_columns(write, capsys, row, expected):
+def test_kind_is_inferred_from_the_columns(write, capsys, row, expected):
     assert main(["--data", write(row)]) == 0
     assert expected in capsys.readouterr().out
 
 
-def test_truths_and_documents(write, capsys):
+def test_targets_and_documents(write, capsys):
     answer = {"role": "assistant", "content": "4"}
     path = write({"messages": [USER, answer, USER, answer]})
     assert main(["--data", path, "--data-format", "ebft_chat_multiturn.transform"]) == 0
-    truth = f"{OPENING}4<|im_end|>\n{OPENING}4<|im_end|>"
-    assert f"rows.jsonl:1 truth: 29 tokens, 4 trained\n{truth}\nmask 0x12 1x2 0x13 1x2\n" in capsys.readouterr().out
+    target = f"{OPENING}4<|im_end|>\n{OPENING}4<|im_end|>"
+    assert f"rows.jsonl:1 truth: 29 tokens, 4 trained\n{target}\nmask 0x12 1x2 0x13 1x2\n" in capsys.readouterr().out
     assert main(["--data", path, "--data-format", "ebft_strided_chat.transform", "--max-length", "28"]) == 0
     told = capsys.readouterr()
     assert "rows.jsonl:1 document: 28 tokens, 3 trained\n" in told.out and "mask 0x12 1x2 0x13 1x1\n" in told.out
@@ -111,7 +113,7 @@ def test_options_and_lengths(write, capsys):
         (["--model", "no/such/folder"], "error: model=no/such/folder: its tokenizer cannot be loaded"),
         (["--kind", "sft", "--bad-rows", "skip"], "error: bad_rows: has no effect on rows of kind=sft"),
         (["--data-format", "chatml.intell"], "did you mean 'chatml.intel'"),
-        (["--data-format", "my_module.fn"], "error: kind=auto: cannot be told"),
+        (["--data-format", "my_module.fn"], "error: kind=auto: cannot be inferred"),
         (["--kind", "stepwise"], "rows.jsonl:1: has no 'completions'"),
     ],
 )
@@ -143,8 +145,8 @@ def test_settings_of_the_chat_template(write, tmp_path, capsys):
     assert "the chat template does not read 'style'" in capsys.readouterr().err
 
 
-def test_a_file_does_not_say_that_a_models_code_may_run(write, tmp_path):
-    """Only the caller's own flag does; other settings of the file are taken."""
+def test_a_config_file_cannot_enable_remote_code(write, tmp_path):
+    """Only the flag can; other settings of the file apply."""
     rows = write({"prompt": "2+2=", "answer": "4"})
     file = tmp_path / "run.yaml"
     text = "method: grpo\nmodel: builtin:tiny\ntrust_remote_code: true\nsystem_prompt: Hi\n"

@@ -1,3 +1,5 @@
+"""Reading rows: specs, files, splits, tasks and datasets."""
+
 from __future__ import annotations
 
 import gzip
@@ -17,7 +19,7 @@ ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10)]
 
 
 def write(path: Path, rows=ROWS) -> str:
-    """Write rows in the kind that the suffix names."""
+    """Write rows in the format of the suffix."""
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")):
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -141,7 +143,7 @@ def test_csv_with_quotes_bom_and_long_fields(tmp_path):
         ("r.jsonl", b'{"a": "\xff"}', r"is not UTF-8 text \(byte 7\)"),
         ("r.jsonl.gz", b"not gzip", "cannot be read"),
         ("r.parquet", b"not parquet", "cannot be read as parquet"),
-        ("r.dat", b"hello", "its kind is not known from its name"),
+        ("r.dat", b"hello", "the file type is not known from its name"),
         ("r.txt", b"hello", "plain text has no rows; write it as .jsonl"),
     ],
 )
@@ -237,7 +239,7 @@ def test_network_failure_is_one_sentence():
 
 
 def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own: the hub library reads HF_HUB_OFFLINE once, when it is imported."""
+    """In a separate process: the hub library reads HF_HUB_OFFLINE once, when it is imported."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
     return subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The layout against sequences written out one by one: document[:anchor] + continuation, each alone."""
+"""The layout against separate sequences: document[:anchor] + continuation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from data.strided import Document, StridedBatch, StridedPlan, make_strided, require_anchors
-from kernels.attention import Spans, dense_mask, strided_layout
+from kernels import reference
+from kernels.attention import Spans, dense_mask
+from tests.kernels.layouts import strided
 
-# Lengths that divide and that do not, one block exactly, one token too short, a single token.
+# Lengths that the stride divides or not, exactly one block, one token too short, a single token.
 LENGTHS = (24, 23, 12, 9, 6, 5, 1)
 GRID = [
     StridedPlan(stride=stride, context_length=context, generate_max_len=generated, n_samples_per_prompt=samples)
@@ -25,13 +27,13 @@ def plan(**change: int) -> StridedPlan:
 
 
 def documents_of(lengths: tuple[int, ...]) -> list[Document]:
-    """Ids are unique over all of them, so that a token found in a row names its origin."""
+    """Ids are unique over all documents, so that a token in a row identifies its origin."""
     starts = itertools.accumulate(lengths, initial=1)
     return [Document(list(range(start, start + n))) for start, n in zip(starts, lengths, strict=False)]
 
 
 def filled(batch: StridedBatch) -> StridedBatch:
-    """Generated ids unique as well, from 1000 on."""
+    """Generated ids are unique too, from 1000 on."""
     return batch.with_generated(1000 + torch.arange(batch.place.numel()).view(batch.place.shape))
 
 
@@ -40,13 +42,13 @@ def spans_of(batch: StridedBatch) -> Spans:
 
 
 def seen_by(batch: StridedBatch, place: int) -> list[int]:
-    """Ids that a place sees, in the order of the row."""
+    """Ids that a place attends to, in the order of the row."""
     a, b, c, d = (int(bound[0, place]) for bound in spans_of(batch))
     return batch.input_ids[0, a:b].tolist() + batch.input_ids[0, c:d].tolist()
 
 
 def brute_force_anchors(length: int, sizes: StridedPlan, prompt_length: int = 0) -> list[int]:
-    """Every position tried: enough before it, its whole continuation in the document, on the stride."""
+    """By trying every position: enough context, the whole target within the document, on the stride."""
     found = []
     for position in range(length):
         if position < sizes.context_length or position < prompt_length or position + sizes.generate_max_len > length:
@@ -57,14 +59,14 @@ def brute_force_anchors(length: int, sizes: StridedPlan, prompt_length: int = 0)
 
 
 def test_layout_of_twelve_tokens_by_hand():
-    """The worked table of 12 tokens, first anchor 4, stride 3, two tokens each, in anchor-major places."""
+    """12 tokens, first anchor 4, stride 3, two tokens each, in anchor-major places."""
     (batch,) = make_strided([Document(list(range(100, 112)))], plan(), max_tokens=64, pad_id=9, multiple=4)
     assert batch.anchor.tolist() == [4, 7, 10]
     assert batch.input_ids.tolist() == [[*range(100, 112), *[9] * 8]]
     assert batch.position_ids[0, :18].tolist() == [*range(12), 4, 5, 7, 8, 10, 11]
     assert batch.place.tolist() == [[[12, 13]], [[14, 15]], [[16, 17]]]
     assert batch.predictor.tolist() == [[[3, 12]], [[6, 14]], [[9, 16]]]
-    assert batch.truth.tolist() == [[4, 5], [7, 8], [10, 11]]
+    assert batch.target_place.tolist() == [[4, 5], [7, 8], [10, 11]]
     assert batch.prefix_stop[0, 12:18].tolist() == [4, 4, 7, 7, 10, 10]
     assert batch.own_start[0, 12:18].tolist() == [12, 12, 14, 14, 16, 16]
     assert batch.ce_index.tolist() == list(range(11))
@@ -90,7 +92,7 @@ def test_a_completion_prefix_moves_the_first_anchor_of_documents_that_have_a_pro
 
 
 @pytest.mark.parametrize("sizes", GRID, ids=str)
-def test_an_anchor_stands_where_its_whole_truth_is_trained(sizes):
+def test_anchors_are_where_the_whole_target_is_trained(sizes):
     draw = torch.Generator().manual_seed(2)
     for length in LENGTHS:
         mask = (torch.rand(length, generator=draw) < 0.7).tolist()
@@ -105,11 +107,11 @@ def test_an_anchor_stands_where_its_whole_truth_is_trained(sizes):
         (batch,) = make_strided([document], sizes, max_tokens=1)
         assert batch.anchor.tolist() == expected
         assert batch.num_computed == length + len(expected) * sizes.n_samples_per_prompt * sizes.generate_max_len
-        assert set(batch.truth.flatten().tolist()) <= {place for place in range(length) if mask[place]}
+        assert set(batch.target_place.flatten().tolist()) <= {place for place in range(length) if mask[place]}
 
 
 @pytest.mark.parametrize("sizes", GRID, ids=str)
-def test_every_generated_token_stands_as_if_its_sample_were_alone(sizes):
+def test_every_generated_token_is_laid_out_as_in_a_separate_sample(sizes):
     documents = documents_of(LENGTHS)
     (batch,) = make_strided(documents, sizes, max_tokens=10_000, multiple=16)
     batch = filled(batch)
@@ -117,20 +119,20 @@ def test_every_generated_token_stands_as_if_its_sample_were_alone(sizes):
     assert list(zip(batch.document.tolist(), batch.anchor.tolist(), strict=True)) == anchors
     for number, (row, anchor) in enumerate(anchors):
         ids = documents[row].ids
-        assert batch.input_ids[0, batch.truth[number]].tolist() == ids[anchor : anchor + sizes.generate_max_len]
+        assert batch.input_ids[0, batch.target_place[number]].tolist() == ids[anchor : anchor + sizes.generate_max_len]
         for sample in range(sizes.n_samples_per_prompt):
             places = batch.place[number, sample].tolist()
             alone = ids[:anchor] + batch.input_ids[0, places].tolist()
             for step, place in enumerate(places):
                 assert seen_by(batch, place) == alone[: anchor + step + 1]
                 assert batch.position_ids[0, place] == anchor + step
-                # Whoever predicts the token has seen everything before it, and not the token.
+                # The predictor attends to everything before the token, but not to the token.
                 predictor = int(batch.predictor[number, sample, step])
                 assert seen_by(batch, predictor) == alone[: anchor + step]
 
 
 @pytest.mark.parametrize("sizes", GRID[::5], ids=str)
-def test_documents_see_themselves_alone_and_padding_holds_nothing(sizes):
+def test_documents_attend_only_to_themselves_and_padding_is_empty(sizes):
     documents = documents_of(LENGTHS)
     (batch,) = make_strided(documents, sizes, max_tokens=10_000, multiple=64)
     batch = filled(batch)
@@ -140,11 +142,11 @@ def test_documents_see_themselves_alone_and_padding_holds_nothing(sizes):
     assert [seen_by(batch, place) for place in text] == expected
     assert batch.position_ids[0, text].tolist() == [n for document in documents for n in range(len(document.ids))]
 
-    # Every place below num_computed is one document token or one generated one; nothing points behind it.
+    # Every place below num_computed is a document token or a generated one; nothing points past it.
     assert sorted(text + batch.place.flatten().tolist()) == list(range(batch.num_computed))
     width = batch.input_ids.shape[1]
     assert width % 64 == 0 and width - batch.num_computed < 64
-    for places in (batch.place, batch.predictor, batch.truth, batch.ce_index):
+    for places in (batch.place, batch.predictor, batch.target_place, batch.ce_index):
         assert bool((places < batch.num_computed).all())
     assert not dense_mask(spans_of(batch), width)[0, 0, : batch.num_computed, batch.num_computed :].any()
     assert dense_mask(spans_of(batch), width)[0, 0].any(dim=1).all()
@@ -152,22 +154,24 @@ def test_documents_see_themselves_alone_and_padding_holds_nothing(sizes):
 
 @pytest.mark.parametrize("sizes", GRID, ids=str)
 @pytest.mark.parametrize("length", LENGTHS[:3])
-def test_one_document_is_the_strided_row_of_the_attention_kernels(sizes, length):
+def test_one_document_is_the_row_labelled_token_by_token(sizes, length):
     (batch,) = make_strided([Document(list(range(length)))], sizes, max_tokens=1, multiple=8)
-    layout = strided_layout(
+    labels = strided(
         length, stride=sizes.stride, context=sizes.context_length, generated=sizes.generate_max_len,
         samples=sizes.n_samples_per_prompt, multiple=8,
     )  # fmt: skip
-    width = batch.input_ids.shape[1]
-    assert torch.equal(dense_mask(spans_of(batch), width), dense_mask(layout.spans, width))
+    mask = reference.attention_mask(labels.document, labels.branch, labels.position_ids)
+    assert torch.equal(dense_mask(spans_of(batch), batch.input_ids.shape[1]), mask)
     used = batch.num_computed
-    assert torch.equal(batch.position_ids[:, :used], layout.position_ids[:, :used])
-    assert torch.equal(batch.anchor, layout.context_end)
-    assert torch.equal(batch.predictor.flatten(), layout.predictor)
+    assert torch.equal(batch.position_ids[:, :used], labels.position_ids[:, :used])
+    samples = [(at, prefix) for at, prefix in labels.sequences() if prefix]  # each behind its part of the document
+    assert batch.anchor.repeat_interleave(sizes.n_samples_per_prompt).tolist() == [prefix for _, prefix in samples]
+    assert batch.place.flatten().tolist() == [place for at, prefix in samples for place in at[prefix:]]
+    assert batch.predictor.flatten().tolist() == [place for at, prefix in samples for place in at[prefix - 1 : -1]]
     for step in range(sizes.generate_max_len):
         places, predictors = batch.step(step)
-        assert torch.equal(places, layout.places(step))
-        assert torch.equal(predictors, layout.predictor[step :: sizes.generate_max_len])
+        assert places.tolist() == [at[prefix + step] for at, prefix in samples]
+        assert predictors.tolist() == [at[prefix + step - 1] for at, prefix in samples]
 
 
 def test_an_advantage_covers_the_tokens_of_its_own_sample():
@@ -213,7 +217,7 @@ def test_generated_ids_are_written_to_a_copy():
 
 
 class Toy:
-    """Two layers of attention over embeddings and positions, float64: a state depends on all that is seen, in order."""
+    """Two attention layers in float64: a state depends on everything it attends to, and its order."""
 
     def __init__(self, vocabulary: int = 40, width: int = 6) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -252,18 +256,18 @@ def test_states_and_log_probs_equal_a_loop_over_single_samples(sizes):
             torch.testing.assert_close(states[batch.place[number, sample]], alone[anchor:])
             scores = (alone[anchor - 1 : -1] @ model.head.T).log_softmax(-1)
             torch.testing.assert_close(logp[number, sample], scores.gather(1, block.unsqueeze(1)).squeeze(1))
-        truth = model.alone(ids)[anchor : anchor + sizes.generate_max_len]
-        torch.testing.assert_close(states[batch.truth[number]], truth)
+        target = model.alone(ids)[anchor : anchor + sizes.generate_max_len]
+        torch.testing.assert_close(states[batch.target_place[number]], target)
 
 
-def test_a_sample_equal_to_the_truth_has_the_features_of_the_truth():
+def test_a_sample_equal_to_the_target_has_the_features_of_the_target():
     model = Toy()
     (batch,) = make_strided(documents_of((23,)), plan(n_samples_per_prompt=2), max_tokens=1)
-    truth = batch.input_ids[0, batch.truth].unsqueeze(1).expand(batch.place.shape)
-    batch = batch.with_generated(truth)
+    target = batch.input_ids[0, batch.target_place].unsqueeze(1).expand(batch.place.shape)
+    batch = batch.with_generated(target)
     mask = dense_mask(spans_of(batch), batch.input_ids.shape[1])[0, 0]
     states = model.states(batch.input_ids[0], batch.position_ids[0], mask)
-    torch.testing.assert_close(states[batch.place], states[batch.truth].unsqueeze(1).expand(-1, 2, -1, -1))
+    torch.testing.assert_close(states[batch.place], states[batch.target_place].unsqueeze(1).expand(-1, 2, -1, -1))
 
 
 @pytest.mark.parametrize("name", ["stride", "context_length", "generate_max_len", "n_samples_per_prompt"])
@@ -282,10 +286,10 @@ def test_data_without_a_single_anchor_is_refused_and_one_is_enough():
     short = documents_of((5, 3))
     with pytest.raises(ValueError, match=r"^documents=2: none .*generate_max_len = 6 tokens.*longest: 5\); use longer"):
         require_anchors(short, plan())
-    with pytest.raises(ValueError, match=r"^documents=1: none .* behind its prompt \(longest: 12\)"):
+    with pytest.raises(ValueError, match=r"^documents=1: none .* after its prompt \(longest: 12\)"):
         require_anchors([Document(list(range(12)), prompt_length=11)], plan())
     require_anchors([*short, Document([1] * 6)], plan())
-    behind = r"^documents=1: none .*, or for min_completion_prefix \+ generate_max_len = 9 behind .*lower the three$"
+    behind = r"^documents=1: none .*, or for min_completion_prefix \+ generate_max_len = 9 after .*lower the three$"
     with pytest.raises(ValueError, match=behind):
         require_anchors([Document(list(range(12)), prompt_length=4)], plan(min_completion_prefix=7))
     require_anchors([Document(list(range(12)))], plan(min_completion_prefix=7))

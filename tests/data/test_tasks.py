@@ -1,3 +1,5 @@
+"""Built-in tasks: answers, splits, rejected answers and imperfect teachers."""
+
 from __future__ import annotations
 
 import itertools
@@ -18,7 +20,7 @@ def pair(row):
 
 
 def check(name: str, text: str) -> str:
-    """The answer, worked out from the text alone."""
+    """The answer, computed from the text alone."""
     body = text.removesuffix("=")
     if name == "reverse":
         return body.removeprefix("reverse ")[::-1]
@@ -58,7 +60,7 @@ def test_rejected_is_wrong_and_as_long_as_chosen(name):
     assert make_rows(name, size=20, seed=1) == make_rows(name, size=20, seed=1)
 
 
-def test_rejected_sums_forget_carries_where_that_is_a_slip_of_the_same_length():
+def test_rejected_sums_forget_carries_if_that_is_wrong_and_as_long():
     rejected = {content(row): row["rejected"] for row in make_rows("addition", split="sft", seed=0)}
     slips = {text: forget_carries(text) for text in rejected}
     fitting = [
@@ -79,7 +81,7 @@ def test_steps():
         assert len(completions) == len(labels) == 3
         slip = labels.index(False) if False in labels else 3
         assert labels == [True] * slip + [False] * (3 - slip)
-        assert right == [number != slip for number in range(3)]  # the steps after a slip are right sums of a wrong one
+        assert right == [number != slip for number in range(3)]  # steps after a slip are correct sums of a wrong number
         assert row["completion"].split("\n") == add_up(content(row))
     clean = sum(all(row["labels"]) for row in rows) / len(rows)
     assert abs(clean - 0.5) < 0.05
@@ -87,7 +89,7 @@ def test_steps():
     assert all(abs(first.count(step) / len(first) - 1 / 3) < 0.06 for step in range(3))
 
 
-def test_a_lookup_is_answered_by_its_table_alone():
+def test_a_lookup_is_answered_only_by_its_table():
     rows = make_rows("lookup", split="sft", size=500, seed=3)
     for row in rows:
         key = content(row).removesuffix("?")
@@ -96,7 +98,7 @@ def test_a_lookup_is_answered_by_its_table_alone():
         assert [(turn["role"], turn["content"]) for turn in row["completion"]] == [
             ("assistant", f"[lookup('{key}')]"), ("tool", row["answer"]), ("assistant", row["answer"])
         ]  # fmt: skip
-    assert len({row["answer"] for row in rows}) > 80  # so that no value is worth guessing
+    assert len({row["answer"] for row in rows}) > 80  # so that guessing does not pay
     assert {len(content(row)) for row in make_rows("lookup", size=50, difficulty=5)} == {6}
 
 

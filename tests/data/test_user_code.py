@@ -1,4 +1,4 @@
-"""Modules beside the user: imported once, as any module is, and never in the place of one that is in use."""
+"""Modules in the user's folder: imported once, and never in place of a module that is in use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.user_code import attribute_of, import_beside, is_missing, load_file, load_module, place, told
+from data.user_code import attribute_of, describe_error, import_beside, is_missing, load_file, load_module, where_raised
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_a_module_is_imported_once_under_its_own_name(here):
     assert once_only is module
 
 
-def test_one_of_another_working_folder_is_another_module(here, monkeypatch):
+def test_another_working_folder_has_another_module(here, monkeypatch):
     for folder in ("one", "two"):
         for name in ("plain_mod.py", "with_init/__init__.py", "with_init/part.py", "bare_folder/part.py"):
             path = here / folder / name
@@ -40,7 +40,7 @@ def test_one_of_another_working_folder_is_another_module(here, monkeypatch):
             assert import_beside(name).here == folder, name
 
 
-def test_a_name_in_use_stays_what_it_is(here):
+def test_a_name_in_use_is_not_replaced(here):
     (here / "json.py").write_text("mine = True\n")
     (here / "data.py").write_text("mine = True\n")
     before = sys.modules["json"], sys.modules["data"]
@@ -57,7 +57,7 @@ def test_a_package_wins_over_a_file_of_its_name_as_in_python(here):
     assert import_beside("both_of").kind == "package"
 
 
-def test_sentences(here):
+def test_error_messages(here):
     (here / "fine_mod.py").write_text("def shorten(): ...\n")
     (here / "needs_mod.py").write_text("\nimport absent_package\n")
     (here / "exits_mod.py").write_text("import sys\nsys.exit('usage')\n")
@@ -74,7 +74,7 @@ def test_sentences(here):
             assert str(caught.value) == sentence and caught.value.__suppress_context__
     with pytest.raises(ValueError, match="x=y: .*fine_mod.py has no 'shortn'; did you mean 'shorten'"):
         attribute_of(load_module("fine_mod", "x=y"), "shortn", "x=y")
-    with pytest.raises(ValueError, match="x=y: sys has no 'no_such_thing'"):  # built in: it has no file
+    with pytest.raises(ValueError, match="x=y: sys has no 'no_such_thing'"):  # a builtin module has no file
         attribute_of(sys, "no_such_thing", "x=y")
     with pytest.raises(ValueError, match="x=y: the file .*gone.py does not exist; check the path"):
         load_file(here / "gone.py", "x=y")
@@ -83,7 +83,7 @@ def test_sentences(here):
             load_file(here / "exits_mod.py", "x=y")
 
 
-def test_missing_is_told_from_broken(here):
+def test_missing_is_distinguished_from_broken(here):
     (here / "imports_absent.py").write_text("import absent_package\n")
     with pytest.raises(ModuleNotFoundError) as caught:
         import_beside("imports_absent")
@@ -93,10 +93,10 @@ def test_missing_is_told_from_broken(here):
     assert is_missing("absent_package.deep.module", caught.value)
 
 
-def test_told_and_place():
+def test_describe_error_and_where_raised():
     try:
         raise KeyError("two\nlines")
     except KeyError as error:
-        assert told(error) == "KeyError: 'two\\nlines'"
-        assert place(error).startswith(f" ({Path(__file__).name}, line ")
-    assert place(ValueError("never raised")) == ""
+        assert describe_error(error) == "KeyError: 'two\\nlines'"
+        assert where_raised(error).startswith(f" ({Path(__file__).name}, line ")
+    assert where_raised(ValueError("never raised")) == ""

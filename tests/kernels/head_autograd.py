@@ -1,4 +1,4 @@
-"""Checks of what autograd, threads, checkpointing, compilation and autocast do to linear_logprob, on every path."""
+"""Checks of linear_logprob under autograd, threads, checkpointing, compilation and autocast, on every path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def around(check: Callable[[Path], None]) -> Callable[[Path], None]:
 
 @around
 def backward_again(path: Path) -> None:
-    """The general entry may be gone through twice; the one-pass loss hands its gradients out once."""
+    """The general entry point allows two backwards, the one-pass loss only one."""
     case = make(N, D, V, path=path)
     leaf = case.hidden.clone().requires_grad_()
     total = loss_of(case._replace(hidden=leaf), path, "general")
@@ -34,7 +34,7 @@ def backward_again(path: Path) -> None:
     total = loss_of(case._replace(hidden=leaf), path, "one pass")
     total.backward(retain_graph=True)
     is_close(leaf.grad, first, path.gradients)
-    with pytest.raises(RuntimeError, match="its gradients were handed out; call it again"):
+    with pytest.raises(RuntimeError, match=r"backward\(\) has already run; call linear_logprob_loss again"):
         total.backward()
 
 
@@ -64,18 +64,18 @@ def scaled_afterwards(path: Path) -> None:
 
 @around
 def summed_over_micro_batches(path: Path) -> None:
-    """Gradients of two calls add up in .grad, which must not be a buffer that either call still writes to."""
+    """Gradients of two calls add up in .grad, which must not be a buffer that a call still writes to."""
     case = make(N, D, V, path=path)
     want = heads.truth(case)
     for entry in ENTRIES:
         weight = case.weight.clone().requires_grad_()
-        for rows in (slice(0, 8), slice(8, N)):
-            loss_of(case.rows(rows)._replace(weight=weight), path, entry).backward()
+        for part in (slice(0, 8), slice(8, N)):
+            loss_of(case.select(part)._replace(weight=weight), path, entry).backward()
         is_close(weight.grad, want["weight"], path.gradients, what=entry)
 
 
 def trunk_gradients(case: Case, path: Path, run: Callable[[Callable, Tensor], Tensor], entry: str) -> list[Tensor]:
-    """Gradients of a trunk (x @ mix, tanh) and the head behind it, called by `run`."""
+    """Gradients of a trunk (x @ mix, tanh) followed by the head, called by `run`."""
     mix = torch.eye(D, device=path.device, dtype=path.dtype).roll(1, 0).requires_grad_()
     leaves = heads.leaves_of(case)
 
@@ -122,7 +122,7 @@ def all_on_another_thread(path: Path) -> None:
 
 @around
 def inside_a_compiled_function(path: Path) -> None:
-    """Called with plain tensors: torch 2.11's Dynamo fails on frames that are making a NamedTuple."""
+    """Called with plain tensors: torch 2.11's Dynamo fails on frames that build a NamedTuple."""
     case = make(N, D, V, path=path)
     (x, weight, bias), target, c = heads.leaves_of(case).values(), case.target, case.c
     mix = torch.eye(D, device=path.device, dtype=path.dtype).roll(1, 0).requires_grad_()
@@ -132,8 +132,8 @@ def inside_a_compiled_function(path: Path) -> None:
         logp, entropy = fast.linear_logprob(torch.tanh(x @ mix), weight, target, **options)
         return (c[0] * logp).sum() + (c[1] * entropy).sum()
 
-    def loss_fn(tokens: fast.TokenLogps, rows: Tensor) -> tuple[Tensor, None]:
-        return (c[0, rows] * tokens.logp).sum() + (c[1, rows] * tokens.entropy).sum(), None
+    def loss_fn(tokens: fast.TokenLogps, index: Tensor) -> tuple[Tensor, None]:
+        return (c[0, index] * tokens.logp).sum() + (c[1, index] * tokens.entropy).sum(), None
 
     def one_pass(x: Tensor) -> Tensor:
         return fast.linear_logprob_loss(torch.tanh(x @ mix), weight, target, loss_fn, **options)[0]

@@ -1,6 +1,6 @@
-"""Checks of linear_logprob and linear_logprob_loss that hold on every path: CHECKS["no_rows"](path).
+"""Checks of linear_logprob and linear_logprob_loss that hold on every path: CHECKS["no_tokens"](path).
 
-Layouts, which rows count, what gets a gradient, and losses in one pass; those of autograd are in head_autograd.py.
+Layouts, ignored tokens, what gets a gradient, and losses in one pass. Checks of autograd are in head_autograd.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import kernels.linear_logprob as fast
-from losses.policy import clipped_surrogate
 from losses.sft import sft_loss
 from tests.kernels import heads
 from tests.kernels.heads import ENTRIES, IGNORE, Case, Path, assert_same, is_close, make
+from tests.losses.surrogate import clipped_surrogate
 
 N, D, V = 9, 16, 19
 CHECKS: dict[str, Callable[[Path], None]] = {}
@@ -28,14 +28,14 @@ def every_path(check: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def loss_of(case: Case, path: Path, entry: str, loss: str = "both", **options) -> Tensor:
-    """The scalar of an entry, with its graph, on the tensors of `case` themselves."""
+    """The loss of an entry point, with its graph, on the tensors of `case` themselves."""
     arguments = {"bias": case.bias, "impl": path.impl, **options}
     if entry == "general":
         logp, entropy = fast.linear_logprob(case.hidden, case.weight, case.target, **arguments)
         return heads.LOSSES[loss](logp, entropy, case.c)
 
-    def loss_fn(tokens: fast.TokenLogps, rows: Tensor):
-        return heads.LOSSES[loss](tokens.logp, tokens.entropy, case.c[:, rows]), None
+    def loss_fn(tokens: fast.TokenLogps, index: Tensor):
+        return heads.LOSSES[loss](tokens.logp, tokens.entropy, case.c[:, index]), None
 
     return fast.linear_logprob_loss(case.hidden, case.weight, case.target, loss_fn, **arguments)[0]
 
@@ -44,7 +44,7 @@ def loss_of(case: Case, path: Path, entry: str, loss: str = "both", **options) -
 
 
 @every_path
-def no_rows(path: Path) -> None:
+def no_tokens(path: Path) -> None:
     case = make(0, D, V, path=path)
     for entry in ENTRIES.values():
         got = entry(case, path)
@@ -55,7 +55,7 @@ def no_rows(path: Path) -> None:
 
 @every_path
 def views(path: Path) -> None:
-    """Transposed, every second row, an odd offset within a wider tensor, and one row many times."""
+    """Transposed, every second row, an odd offset within a wider tensor, and unaligned."""
     case = make(N, D, V, path=path)
     want = heads.truth(case)
     wide = {name: torch.cat([x, x, x], dim=1) for name, x in (("hidden", case.hidden), ("weight", case.weight))}
@@ -80,40 +80,40 @@ def views(path: Path) -> None:
 
 
 @every_path
-def one_row_many_times(path: Path) -> None:
+def one_token_many_times(path: Path) -> None:
     case = make(N, D, V, path=path)
     case = case._replace(hidden=case.hidden[:1].expand(N, D))
     want = heads.truth(case._replace(hidden=case.hidden.contiguous()))
     for entry in ENTRIES:
-        row = case.hidden[:1].detach().clone().requires_grad_()
+        state = case.hidden[:1].detach().clone().requires_grad_()
         weight = case.weight.detach().clone().requires_grad_()
-        total = loss_of(case._replace(hidden=row.expand(N, D), weight=weight), path, entry)
-        made = dict(zip(("hidden", "weight"), torch.autograd.grad(total, [row, weight]), strict=True))
+        total = loss_of(case._replace(hidden=state.expand(N, D), weight=weight), path, entry)
+        made = dict(zip(("hidden", "weight"), torch.autograd.grad(total, [state, weight]), strict=True))
         assert_same(made, {**want, "hidden": want["hidden"].sum(0, keepdim=True)}, path, what=entry)
 
 
-# ---- which rows count ----
+# ---- ignored tokens, tokens without a gradient ----
 
 
 @every_path
-def ignored_rows(path: Path) -> None:
-    """They are 0, have no gradient, and what is in them does not spread."""
+def ignored_tokens(path: Path) -> None:
+    """Their results are 0, they have no gradient, and their contents do not spread."""
     case = make(N, D, V, path=path)
     ignored = torch.arange(N, device=path.device) % 3 == 0
     hidden = case.hidden.masked_fill(ignored.unsqueeze(1), math.nan)
     broken = case._replace(hidden=hidden, target=case.target.masked_fill(ignored, IGNORE))
-    want = heads.truth(case.rows(~ignored), temperature=0.7)
+    want = heads.truth(case.select(~ignored), temperature=0.7)
     for name, entry in ENTRIES.items():
         got = entry(broken, path, temperature=0.7)
         for key in ("logp", "entropy", "hidden"):
-            assert (got[key][ignored] == 0).all(), f"{name}: {key} of ignored rows"
+            assert (got[key][ignored] == 0).all(), f"{name}: {key} of ignored tokens"
         kept = {**got, **{key: got[key][~ignored] for key in ("logp", "entropy", "hidden")}}
         assert_same(kept, want, path, what=name)
     assert (heads.scored(broken, path).logp[ignored] == 0).all()
 
 
 @every_path
-def all_rows_ignored(path: Path) -> None:
+def all_tokens_ignored(path: Path) -> None:
     case = make(5, D, V, path=path)
     case = case._replace(target=torch.full_like(case.target, IGNORE), hidden=torch.full_like(case.hidden, math.nan))
     for entry in ENTRIES.values():
@@ -122,7 +122,7 @@ def all_rows_ignored(path: Path) -> None:
 
 
 @every_path
-def every_row_counts_without_an_ignore_index(path: Path) -> None:
+def every_token_counts_without_an_ignore_index(path: Path) -> None:
     case = make(N, D, V, path=path)
     for entry in ENTRIES.values():
         got, want = entry(case, path, ignore_index=None), entry(case, path)
@@ -136,13 +136,13 @@ def target_outside_the_vocabulary(path: Path) -> None:
         target = case.target.clone()
         target[[2, 5]] = torch.tensor([IGNORE, wrong], device=path.device)
         for entry in ENTRIES.values():
-            with pytest.raises(ValueError, match=rf"target\[5\]={wrong}: not an entry of a vocabulary of {V}"):
+            with pytest.raises(ValueError, match=rf"target\[5\]={wrong}: outside the vocabulary of {V}"):
                 entry(case._replace(target=target), path)
 
 
 @every_path
-def rows_without_a_gradient_are_left_out(path: Path) -> None:
-    """None, one, at the front, at the end, in between, all but one, all: the same gradients, and no more work."""
+def tokens_without_a_gradient_are_skipped(path: Path) -> None:
+    """None, one, at the front, at the end, in between, all but one, all: same gradients, no extra work."""
     case = make(N, D, V, path=path)
     n = torch.arange(N, device=path.device)
     zero = {
@@ -151,35 +151,35 @@ def rows_without_a_gradient_are_left_out(path: Path) -> None:
     }  # fmt: skip
     for loss in ("logp", "both"):
         for name in zero if loss == "logp" else ("half", "all but one"):
-            rows = zero[name]
-            part = case._replace(c=case.c.masked_fill(rows, 0.0))
+            skipped = zero[name]
+            part = case._replace(c=case.c.masked_fill(skipped, 0.0))
             want = heads.truth(part, loss=loss)
-            with heads.counted_rows(path) as counts:
+            with heads.counted_tokens(path) as counts:
                 got = heads.one_pass(part, path, loss=loss)
-            assert sum(counts) == (~rows).sum(), f"{name}: {counts}"
+            assert sum(counts) == (~skipped).sum(), f"{name}: {counts}"
             for found in (got, heads.general(part, path, loss=loss)):
-                assert (found["hidden"][rows] == 0).all(), name
+                assert (found["hidden"][skipped] == 0).all(), name
                 assert_same(found, want, path, what=f"{name}, {loss}")
 
 
 @every_path
-def rows_of_nan_without_a_gradient(path: Path) -> None:
-    """A masked position may hold anything; the loss must not read it, and no gradient may either."""
+def nan_tokens_without_a_gradient(path: Path) -> None:
+    """A masked position may hold anything: neither the loss nor a gradient may depend on it."""
     case = make(N, D, V, path=path)
-    for rows in ([0], [N - 1], [3, 4, 8]):
+    for index in ([0], [N - 1], [3, 4, 8]):
         part = case._replace(c=case.c.clone(), hidden=case.hidden.clone())
-        part.c[:, rows] = 0
+        part.c[:, index] = 0
         want = heads.truth(part)
-        part.hidden[rows] = math.nan
+        part.hidden[index] = math.nan
         for name, entry in ENTRIES.items():
             got = {key: x for key, x in entry(part, path).items() if key in heads.NAMES}
-            assert (got["hidden"][rows] == 0).all(), name
-            assert_same(got, want, path, what=f"{name}, rows {rows}")
+            assert (got["hidden"][index] == 0).all(), name
+            assert_same(got, want, path, what=f"{name}, tokens {index}")
 
 
 @every_path
-def one_number_for_all_rows(path: Path) -> None:
-    """loss.sum() hands back a gradient with stride 0."""
+def one_number_for_all_tokens(path: Path) -> None:
+    """The gradient of loss.sum() has stride 0."""
     case = make(N, D, V, path=path)
     want = heads.truth(case, loss="sum")
     for name, entry in ENTRIES.items():
@@ -205,7 +205,7 @@ def frozen_parts(path: Path) -> None:
 
 @every_path
 def frozen_head_with_gaps(path: Path) -> None:
-    """The vector kept for each row is scaled by what comes back, zero included."""
+    """The vector kept for each token is scaled by the incoming gradient, zero included."""
     case = make(N, D, V, path=path, bias=False)
     case.c[:, ::3] = 0
     for loss in ("logp", "both"):
@@ -230,7 +230,7 @@ def no_graph_without_gradients(path: Path) -> None:
 
 @every_path
 def tied_embeddings(path: Path) -> None:
-    """The weight gets a gradient as the head and one as the embedding that made the hidden states."""
+    """The weight gets one gradient as the head and one as the embedding behind the hidden states."""
     case = make(N, D, V, path=path, bias=False)
     ids = (case.target * 7 + 3) % V
 
@@ -250,22 +250,22 @@ def tied_embeddings(path: Path) -> None:
 
 
 @every_path
-def loss_function_sees_rows_in_order(path: Path) -> None:
+def loss_function_sees_tokens_in_order(path: Path) -> None:
     case = make(37, 16, 11, path=path)
     target = case.target.masked_fill(torch.arange(37, device=path.device) % 5 == 1, IGNORE)
     kept = (target != IGNORE).nonzero().squeeze(1)
-    with heads.in_chunks(case, path, rows=10):
+    with heads.in_chunks(case, path, size=10):
         case = case._replace(target=target)
         seen = []
 
-        def loss_fn(tokens: fast.TokenLogps, rows: Tensor):
-            seen.append((rows, tokens.logp.detach().clone()))
+        def loss_fn(tokens: fast.TokenLogps, index: Tensor):
+            seen.append((index, tokens.logp.detach().clone()))
             return tokens.logp.sum(), len(seen)
 
         leaf = case.hidden.clone().requires_grad_()
         total, extra = fast.linear_logprob_loss(leaf, case.weight, target, loss_fn, bias=case.bias, impl=path.impl)
     assert len(seen) > 1 and extra == list(range(1, len(seen) + 1))
-    assert torch.equal(torch.cat([rows for rows, _ in seen]), kept)
+    assert torch.equal(torch.cat([index for index, _ in seen]), kept)
     logp = torch.cat([logp for _, logp in seen])
     is_close(logp, heads.scored(case, path).logp[kept], path.values, absolute=path.values)
     is_close(total.detach(), logp.sum(), 1e-6)
@@ -273,13 +273,13 @@ def loss_function_sees_rows_in_order(path: Path) -> None:
 
 @every_path
 def loss_that_ignores_the_log_probs(path: Path) -> None:
-    """A constant, as when a micro-batch has no advantage at all."""
+    """A constant loss, as for a micro-batch whose advantages are all 0."""
     case = make(N, D, V, path=path)
     leaves = heads.leaves_of(case)
     full = case._replace(**leaves)
-    with heads.counted_rows(path) as counts:
+    with heads.counted_tokens(path) as counts:
         total, extra = fast.linear_logprob_loss(
-            full.hidden, full.weight, full.target, lambda tokens, rows: (case.c.new_tensor(2.5), "x"),
+            full.hidden, full.weight, full.target, lambda tokens, index: (case.c.new_tensor(2.5), "x"),
             bias=full.bias, impl=path.impl,
         )  # fmt: skip
     assert total.item() == 2.5 and extra == ["x"] and sum(counts) == 0
@@ -289,7 +289,7 @@ def loss_that_ignores_the_log_probs(path: Path) -> None:
 
 @every_path
 def policy_gradient_in_one_pass(path: Path) -> None:
-    """Clipped tokens and those without advantage are skipped; the gradient is that of the general entry."""
+    """Clipped tokens and those with advantage 0 are skipped; the gradient equals that of the general entry point."""
     case = make(N, D, V, path=path)
     logp = heads.scored(case, path).logp
     advantage = torch.ones(N, device=path.device)
@@ -300,12 +300,12 @@ def policy_gradient_in_one_pass(path: Path) -> None:
     clipped = (advantage > 0) & (logp - old_logp > 0.5)
     assert clipped.any()
 
-    def surrogate(logp: Tensor, rows: Tensor | slice) -> Tensor:
+    def surrogate(logp: Tensor, index: Tensor | slice) -> Tensor:
         mask = torch.ones_like(logp, dtype=torch.bool)
-        out = clipped_surrogate(logp, old_logp[rows], advantage[rows], mask, epsilon_low=0.2, epsilon_high=0.2)
+        out = clipped_surrogate(logp, old_logp[index], advantage[index], mask, epsilon_low=0.2, epsilon_high=0.2)
         return out.terms["policy"].sum / N
 
-    _, count = compare_losses(case, path, lambda tokens, rows: (surrogate(tokens.logp, rows), None))
+    _, count = compare_losses(case, path, lambda tokens, index: (surrogate(tokens.logp, index), None))
     assert count == N - (clipped | (advantage == 0)).sum()
 
 
@@ -314,8 +314,8 @@ def supervised_loss_in_one_pass(path: Path) -> None:
     case = make(N, D, V, path=path)
     mask = torch.arange(N, device=path.device) % 3 > 0
 
-    def nll(tokens: fast.TokenLogps, rows: Tensor):
-        out = sft_loss(tokens.logp, mask[rows])
+    def nll(tokens: fast.TokenLogps, index: Tensor):
+        out = sft_loss(tokens.logp, mask[index])
         return out.terms["nll"].sum / mask.sum(), out.terms["nll"].count
 
     extra, count = compare_losses(case, path, nll)
@@ -323,10 +323,10 @@ def supervised_loss_in_one_pass(path: Path) -> None:
 
 
 def compare_losses(case: Case, path: Path, loss_fn: fast.LossFn) -> tuple[list, int]:
-    """One pass against linear_logprob and the same loss; what the pass returned, and how many rows it went through."""
+    """One pass against linear_logprob with the same loss. Returns what the pass returned, and its active tokens."""
     leaves, others = heads.leaves_of(case), heads.leaves_of(case)
     a, b = case._replace(**leaves), case._replace(**others)
-    with heads.counted_rows(path) as counts:
+    with heads.counted_tokens(path) as counts:
         total, extra = fast.linear_logprob_loss(a.hidden, a.weight, a.target, loss_fn, bias=a.bias, impl=path.impl)
     tokens = fast.linear_logprob(b.hidden, b.weight, b.target, bias=b.bias, impl=path.impl)
     want, _ = loss_fn(tokens, torch.arange(len(case.target), device=path.device))

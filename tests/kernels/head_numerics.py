@@ -24,7 +24,7 @@ def noise(n: int, v: int) -> Tensor:  # (n, v) multiples of 1/8 within 2: exact 
 
 
 def exact(case: Case) -> dict[str, Tensor]:
-    """Log-prob, entropy and gradients of the sum of log-probs with the target kept apart: 1 - 1e-26 is 1 in float64."""
+    """Log-prob, entropy and gradients of the summed log-probs, target kept apart: 1 - 1e-26 is 1 in float64."""
     hidden, weight, at = case.hidden.double(), case.weight.double(), case.target.unsqueeze(1)
     z = hidden @ weight.T
     d = z - z.gather(1, at)
@@ -38,7 +38,7 @@ def exact(case: Case) -> dict[str, Tensor]:
 
 @unrounded
 def confident_targets(path: Path) -> None:
-    """1 - p of 1e-5 to 1e-24 keeps its digits: in the log-prob, the entropy and the gradients."""
+    """1 - p of 1e-5 to 1e-24 keeps its precision in the log-prob, the entropy and the gradients."""
     n, v = 3, 67
     target = torch.tensor([5, 66, 0])
     logits = noise(n, v).scatter(1, target.unsqueeze(1), torch.tensor([[15.0], [30.0], [60.0]]))
@@ -46,20 +46,20 @@ def confident_targets(path: Path) -> None:
     want = exact(case)
     assert -1e-23 < want["logp"][2] < 0 < want["entropy"][2] < 1e-21
     tokens = heads.scored(case, path)
-    for row in range(n):  # relative, each by itself: they are 19 orders of magnitude apart
-        is_close(tokens.logp[row], want["logp"][row], 1e-5, what=f"logp {row}", absolute=0)
-        is_close(tokens.entropy[row], want["entropy"][row], 1e-5, what=f"entropy {row}", absolute=0)
+    for token in range(n):  # relative and one by one: they are 19 orders of magnitude apart
+        is_close(tokens.logp[token], want["logp"][token], 1e-5, what=f"logp {token}", absolute=0)
+        is_close(tokens.entropy[token], want["entropy"][token], 1e-5, what=f"entropy {token}", absolute=0)
     for name, entry in ENTRIES.items():
         got = entry(case, path, loss="sum")
-        for row in range(n):
-            for key in ("hidden", "weight"):  # column n of the weight's gradient is that of row n
-                found, true = (x[key][row] if key == "hidden" else x[key][:, row] for x in (got, want))
-                is_close(found, true, path.gradients, what=f"{name}, {key} {row}", absolute=0)
+        for token in range(n):
+            for key in ("hidden", "weight"):  # column n of the weight gradient comes from token n
+                found, true = (x[key][token] if key == "hidden" else x[key][:, token] for x in (got, want))
+                is_close(found, true, path.gradients, what=f"{name}, {key} {token}", absolute=0)
 
 
 @unrounded
 def common_offset(path: Path) -> None:
-    """1000 more for every logit, where fp32 has steps of 6e-5."""
+    """Add 1000 to every logit, where fp32 has steps of 6e-5."""
     case = table(noise(5, 67), torch.tensor([3, 0, 66, 20, 11]), path)
     hidden, weight = (torch.nn.functional.pad(x, (0, 16)) for x in (case.hidden, case.weight))
     hidden[:, -1], weight[:, -1] = 1000.0, 1.0
@@ -73,7 +73,7 @@ def common_offset(path: Path) -> None:
 
 @unrounded
 def large_bias(path: Path) -> None:
-    """Also where there is no row: behind the last one a block has the bias alone."""
+    """Also past the last token, where a block holds only the bias."""
     case = table(noise(5, 67), torch.tensor([3, 0, 66, 20, 11]), path)
     case = case._replace(bias=torch.full((67,), 500.0, dtype=path.dtype, device=path.device))
     loose = path._replace(values=2e-4, gradients=max(path.gradients, 5e-4))
@@ -85,7 +85,7 @@ def large_bias(path: Path) -> None:
 
 @unrounded
 def huge_scale(path: Path) -> None:
-    """Logits of deviation 300 and likely targets: nearly all of the probability in one place."""
+    """Logits with standard deviation 300 and likely targets: nearly all probability is on one token."""
     case = make(13, 16, 67, path=path, bias=False)
     target = (case.hidden.float() @ case.weight.float().T).argmax(dim=1)
     case = case._replace(target=target)
@@ -106,7 +106,7 @@ def uniform_over_a_large_vocabulary(path: Path) -> None:
 
 
 @unrounded
-def entropy_of_one_likely_word_and_another_target(path: Path) -> None:
+def entropy_of_one_likely_token_and_another_target(path: Path) -> None:
     logits = noise(2, 67)
     logits[:, 9] = torch.tensor([20.0, 40.0])
     case = table(logits, torch.tensor([1, 66]), path)

@@ -1,4 +1,4 @@
-"""What the tests of linear_logprob share on every path: inputs, the float64 truth, and how far from it one may be."""
+"""Shared by the tests of linear_logprob on every path: inputs, the float64 truth, and tolerances."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor | None, Tensor], Tensor]] = {
 
 
 class Path(NamedTuple):
-    """One way to compute, and its tolerances: of values in nats, of gradients relative to their largest entry."""
+    """An implementation, and its tolerances: values in nats, gradients relative to their largest entry."""
 
     impl: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ TORCH_64 = Path("torch", torch.float64, 1e-10, 1e-10)
 TORCH_32 = Path("torch", torch.float32, 1e-5, 1e-5)
 TORCH_16 = Path("torch", torch.bfloat16, 5e-2, 5e-2)  # logits are rounded to bfloat16
 TRITON_32 = Path("triton", torch.float32, 1e-5, 1e-5)
-TRITON_16 = Path("triton", torch.bfloat16, 1e-5, 1.6e-2)  # they are not; the interpreter cuts off where a GPU rounds
+TRITON_16 = Path("triton", torch.bfloat16, 1e-5, 1.6e-2)  # logits are not; the interpreter truncates, a GPU rounds
 
 
 class Case(NamedTuple):
@@ -53,10 +53,10 @@ class Case(NamedTuple):
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
     target: Tensor  # (N,) int64
-    c: Tensor  # (2, N) float32 coefficients that make a scalar of log-probs and entropies
+    c: Tensor  # (2, N) float32 coefficients of log-probs and entropies in the test losses
 
-    def rows(self, rows: Tensor | slice) -> Case:
-        return self._replace(hidden=self.hidden[rows], target=self.target[rows], c=self.c[:, rows])
+    def select(self, index: Tensor | slice) -> Case:
+        return self._replace(hidden=self.hidden[index], target=self.target[index], c=self.c[:, index])
 
     def double(self) -> Case:
         bias = None if self.bias is None else self.bias.double()
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def make(n: int, d: int, v: int, *, path: Path = TORCH_32, bias: bool = True, seed: int = 0) -> Case:
-    """Logits of deviation 1, and a bias of deviation 1 to each."""
+    """Logits with standard deviation 1, and a bias with standard deviation 1."""
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, b = (torch.randn(size, generator=generator) for size in ((n, d), (v, d), (v,)))
     target, c = torch.randint(v, (n,), generator=generator), torch.randn(2, n, generator=generator)
@@ -73,14 +73,14 @@ def make(n: int, d: int, v: int, *, path: Path = TORCH_32, bias: bool = True, se
 
 
 def lifted(case: Case, logit: Tensor | float) -> Case:
-    """About `logit` (N,) more for each target; what it does to other logits is an eighth to a quarter of that."""
-    goal = case.weight[case.target].float()
-    more = torch.as_tensor(logit, device=goal.device).reshape(-1, 1) / goal.square().sum(dim=1, keepdim=True)
-    return case._replace(hidden=(case.hidden.float() + more * goal).to(case.hidden.dtype))
+    """Raise each target logit by about `logit` (N,); other logits change by an eighth to a quarter of that."""
+    row = case.weight[case.target].float()
+    more = torch.as_tensor(logit, device=row.device).reshape(-1, 1) / row.square().sum(dim=1, keepdim=True)
+    return case._replace(hidden=(case.hidden.float() + more * row).to(case.hidden.dtype))
 
 
 def table(logits: Tensor, target: Tensor, path: Path) -> Case:
-    """A case with exactly these logits (N, V): hidden state n picks column n of the weight."""
+    """A case with exactly these logits (N, V): hidden state n selects column n of the weight."""
     n = len(logits)
     width = -(-n // 16) * 16
     weight = torch.zeros(logits.shape[1], width, dtype=path.dtype, device=path.device)
@@ -92,7 +92,7 @@ def table(logits: Tensor, target: Tensor, path: Path) -> Case:
 
 
 def leaves_of(case: Case, needs: tuple[str, ...] = NAMES) -> dict[str, Tensor]:
-    """Those of hidden, weight and bias that are there and get a gradient."""
+    """Those of hidden, weight and bias that exist and get a gradient."""
     given = {name: getattr(case, name) for name in needs}
     return {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
 
@@ -118,21 +118,21 @@ def general(case: Case, path: Path, *, loss: str = "both", needs=NAMES, **option
 
 
 def one_pass(case: Case, path: Path, *, loss: str = "both", needs=NAMES, **options: Any) -> dict[str, Tensor]:
-    """linear_logprob_loss and its backward; log-probs and entropies are those its loss function was given."""
+    """linear_logprob_loss and its backward; log-probs and entropies are those passed to its loss function."""
     leaves = leaves_of(case, needs)
     full = case._replace(**leaves)
 
-    def loss_fn(tokens: fast.TokenLogps, rows: Tensor):
-        return LOSSES[loss](tokens.logp, tokens.entropy, case.c[:, rows]), (rows, tokens)
+    def loss_fn(tokens: fast.TokenLogps, index: Tensor):
+        return LOSSES[loss](tokens.logp, tokens.entropy, case.c[:, index]), (index, tokens)
 
     total, extra = fast.linear_logprob_loss(
         full.hidden, full.weight, full.target, loss_fn, bias=full.bias, impl=path.impl, **options
     )
     logp, entropy = torch.zeros(2, len(case.target), dtype=total.dtype, device=path.device)
-    for rows, tokens in extra:
-        logp[rows] = tokens.logp.detach()
+    for index, tokens in extra:
+        logp[index] = tokens.logp.detach()
         if tokens.entropy is not None:
-            entropy[rows] = tokens.entropy.detach()
+            entropy[index] = tokens.entropy.detach()
     made = with_gradients(total, leaves, logp, entropy if options.get("entropy", True) else None)
     return {**made, "loss": total.detach()}
 
@@ -154,7 +154,7 @@ def with_gradients(
 
 
 def assert_same(got: dict[str, Any], want: dict[str, Any], path: Path, *, what: str = "") -> None:
-    """Everything in both, each within its tolerance."""
+    """Everything present in both agrees within its tolerance."""
     for name in got.keys() & want.keys():
         if got[name] is None or want[name] is None:
             assert got[name] is None, f"{what} {name}: not asked for"
@@ -167,7 +167,7 @@ def assert_same(got: dict[str, Any], want: dict[str, Any], path: Path, *, what: 
 
 
 def is_close(got: Tensor, want: Tensor, tolerance: float, *, what: str = "", absolute: float = 1e-7) -> None:
-    """No entry further off than `tolerance` times the largest. NaN is never close."""
+    """No entry is off by more than `tolerance` times the largest. NaN is never close."""
     if want.numel() == 0:
         return
     gap = (got.double() - want.double()).abs().max().item()
@@ -176,7 +176,7 @@ def is_close(got: Tensor, want: Tensor, tolerance: float, *, what: str = "", abs
 
 
 def check(case: Case, path: Path, *, loss: str = "both", entropy: bool = True, **options: float) -> None:
-    """The three entries against float64, and their log-probs against each other, bit for bit."""
+    """All three entry points against float64, and their log-probs against each other, bit for bit."""
     want = truth(case, loss=loss, **options)
     if not entropy:
         want["entropy"] = None
@@ -192,35 +192,35 @@ def check(case: Case, path: Path, *, loss: str = "both", entropy: bool = True, *
 
 
 @contextlib.contextmanager
-def in_chunks(case: Case, path: Path, rows: int) -> Iterator[None]:
-    """`rows` at a time in one pass (a case of width 16 with over 32 rows), and few columns in the general backward."""
+def in_chunks(case: Case, path: Path, size: int) -> Iterator[None]:
+    """Chunks of `size` in one pass (for width 16 and over 32 tokens), few columns at a time in the general backward."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(fast, "BLOCK_ELEMENTS", rows * case.weight.shape[0] + 1))
+        stack.enter_context(mock.patch.object(fast, "BLOCK_ELEMENTS", size * case.weight.shape[0] + 1))
         if path.impl != "torch":
             from kernels import linear_logprob_triton
 
-            for name, value in (("CHUNK", rows), ("PART", 5), ("SCORED", 9), ("SLICE", 1)):
+            for name, value in (("CHUNK", size), ("PART", 5), ("SCORED", 9), ("SLICE", 1)):
                 stack.enter_context(mock.patch.object(linear_logprob_triton, name, value))
         yield
 
 
 @contextlib.contextmanager
-def counted_rows(path: Path) -> Iterator[list[int]]:
-    """How many rows each chunk's gradient products took."""
+def counted_tokens(path: Path) -> Iterator[list[int]]:
+    """How many tokens entered the gradient products of each chunk."""
     head = head_class(path)
-    counts, close = [], head.close
+    counts, backward_chunk = [], head.backward_chunk
 
     def spy(self, start, stats, plan):
-        counts.append(len(plan.rows) if head is fast.TorchHead else plan.count)
-        return close(self, start, stats, plan)
+        counts.append(len(plan.active) if head is fast.TorchHead else plan.count)
+        return backward_chunk(self, start, stats, plan)
 
-    with mock.patch.object(head, "close", spy):
+    with mock.patch.object(head, "backward_chunk", spy):
         yield counts
 
 
 def head_class(path: Path) -> type:
     if path.impl == "torch":
         return fast.TorchHead
-    from kernels import linear_logprob_triton  # not at the top: Triton's interpreter is switched on before, or never
+    from kernels import linear_logprob_triton  # not at the top: the interpreter must be enabled before this import
 
     return linear_logprob_triton.TritonHead

@@ -3,8 +3,8 @@
     @interpreted
     def test_something(size): ...
 
-The first such test runs the whole file in a process of its own with TRITON_INTERPRET=1; this one and those after it
-report what became of them there. To debug one: TRITON_INTERPRET=1 python -m pytest tests/kernels/test_scaled_exp.py -k
+The first such test runs the whole file in a subprocess with TRITON_INTERPRET=1; it and the later ones report their
+result from there. To debug one, run pytest on that file with TRITON_INTERPRET=1 and -k.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def interpreted(test: Callable) -> Callable:
     @functools.wraps(test)  # pytest sees the parameters of `test`
     def report(*args, **kwargs) -> None:
         file, name = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)").split("::")
-        found, printed = outcomes(file)
-        if name not in found:
-            pytest.fail(f"it did not run in the interpreter:\n{printed[-3000:]}", pytrace=False)
-        if found[name] is not None:
-            pytest.fail(found[name], pytrace=False)
+        failures, printed = outcomes(file)
+        if name not in failures:
+            pytest.fail(f"did not run in the interpreter:\n{printed[-3000:]}", pytrace=False)
+        if failures[name] is not None:
+            pytest.fail(failures[name], pytrace=False)
 
     return report
 
 
 @functools.cache
 def outcomes(file: str) -> tuple[dict[str, str | None], str]:
-    """How each test failed, None if it passed; and all that was printed."""
+    """Failure text of each test, None if it passed; and the whole output."""
     env = {key: value for key, value in environment().items() if not key.startswith("PYTEST_")}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.xml"
@@ -54,8 +54,8 @@ def outcomes(file: str) -> tuple[dict[str, str | None], str]:
         )  # fmt: skip
         printed = done.stdout + done.stderr
         cases = ElementTree.parse(out).getroot().iter("testcase") if out.exists() else ()
-        return {case.get("name", ""): why(case) for case in cases}, printed
+        return {case.get("name", ""): failure_of(case) for case in cases}, printed
 
 
-def why(case: ElementTree.Element) -> str | None:
+def failure_of(case: ElementTree.Element) -> str | None:
     return next((child.text or child.get("message") for child in case if child.tag != "system-out"), None)

@@ -1,4 +1,4 @@
-"""Rows of prompts and their continuations for the attention tests: the spans, and what every position is."""
+"""Rows of prompts and their continuations for the attention tests: the spans, and a label for every position."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import Spans, strided_layout
+from data.strided import Document as Text
+from data.strided import StridedBatch, StridedPlan, make_strided
+from kernels.attention import Spans
 
 Document = tuple[int, list[int]]  # length of the prompt, lengths of its continuations
 
 
 class Layout(NamedTuple):
     spans: Spans
-    document: Tensor  # (R, T) padding is the last document of its row
+    document: Tensor  # (R, T) padding counts as the last document of its row
     branch: Tensor  # (R, T) -1 = the prompt
     position_ids: Tensor  # (R, T)
 
     def sequences(self, row: int = 0) -> list[tuple[list[int], int]]:
-        """Every prompt and every continuation as a sequence of its own: its places in the row, how many are prefix."""
+        """Every prompt and continuation as a separate sequence: its places in the row, and how many are its prefix."""
         labels = list(zip(self.document[row].tolist(), self.branch[row].tolist(), strict=True))
         position = self.position_ids[row].tolist()
-        found = []
+        sequences = []
         for document, branch in dict.fromkeys(labels):
             own = [place for place, label in enumerate(labels) if label == (document, branch)]
             trunk = [place for place, label in enumerate(labels) if label == (document, -1) and branch != -1]
             prefix = [place for place in trunk if position[place] < position[own[0]]]
-            found.append((prefix + own, len(prefix)))
-        return found
+            sequences.append((prefix + own, len(prefix)))
+        return sequences
 
 
 def lay_out(rows: list[list[Document]], *, multiple: int = 1) -> Layout:
-    """Documents end to end, each prompt once with its continuations behind it; padding fills up to a multiple."""
+    """Documents end to end, each prompt followed by its continuations, padded to a multiple."""
     used = [sum(prompt + sum(others) for prompt, others in documents) for documents in rows]
     width = -(-max(used) // multiple) * multiple
     return stack([_row(documents, width - length) for documents, length in zip(rows, used, strict=True)])
@@ -44,9 +46,22 @@ def stack(layouts: list[Layout]) -> Layout:
     return Layout(spans, *(torch.cat([layout[n] for layout in layouts]) for n in (1, 2, 3)))
 
 
+def strided_batch(
+    prompt_length: int, *, stride: int, context: int, generated: int, samples: int, multiple=1
+) -> StridedBatch:
+    """One document with continuations from its anchors, as data.strided lays it out."""
+    plan = StridedPlan(stride=stride, context_length=context, generate_max_len=generated, n_samples_per_prompt=samples)
+    (batch,) = make_strided([Text(list(range(prompt_length)))], plan, max_tokens=1, multiple=multiple)
+    return batch
+
+
+def spans_of(batch: StridedBatch) -> Spans:
+    return Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
+
+
 def strided(prompt_length: int, *, stride: int, context: int, generated: int, samples: int, multiple=1) -> Layout:
-    """What `strided_layout` gives, with labels written down token by token."""
-    layout = strided_layout(
+    """The spans of `strided_batch`, with labels written down token by token."""
+    batch = strided_batch(
         prompt_length, stride=stride, context=context, generated=generated, samples=samples, multiple=multiple
     )
     labels = [(0, -1, place) for place in range(prompt_length)]
@@ -56,7 +71,7 @@ def strided(prompt_length: int, *, stride: int, context: int, generated: int, sa
             labels += [(0, anchor * samples + sample, anchor * stride + context + step) for step in range(generated)]
         anchor += 1
     labels += [(1, -1, number) for number in range(-len(labels) % multiple)]
-    return Layout(layout.spans, *torch.tensor(labels).T.unsqueeze(1))
+    return Layout(spans_of(batch), *torch.tensor(labels).T.unsqueeze(1))
 
 
 def _row(documents: list[Document], padding: int) -> Layout:

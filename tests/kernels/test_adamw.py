@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.adamw import BLOCK, Held, Rates, exact_step, kernel_step, reference_step, round_at_random, step_
+from kernels.adamw import BLOCK, Held, Rates, exact_step, kernel_step, reference_step, step_, stochastic_round
 from tests.kernels.interpreter import interpreted
 
 RATES = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, t=3)
@@ -83,7 +83,7 @@ def test_rounding_is_right_on_average_at_every_distance():
     generator = torch.Generator().manual_seed(0)
     for part in (0.0, 0.1, 0.5, 0.9):
         x = torch.full((100_000,), -(1.0 + part / 128))
-        made = round_at_random(x, generator).float()
+        made = stochastic_round(x, generator).float()
         assert set(made.unique().tolist()) <= {-1.0, -(1.0 + 1 / 128)}
         assert made.mean().item() == pytest.approx(x[0].item(), abs=5 * 0.5 / 128 / 100_000**0.5)
 

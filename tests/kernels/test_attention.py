@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import attention, reference
-from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, strided_layout, with_window
-from tests.kernels.layouts import Layout, lay_out, stack, strided
+from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
+from tests.kernels.layouts import Layout, lay_out, spans_of, stack, strided, strided_batch
 
 STRIDED = [  # prompt, stride, context, generated, samples: even, ragged end, overlapping anchors, one anchor, one token
     {"prompt_length": 24, "stride": 4, "context": 4, "generated": 4, "samples": 2},
@@ -163,17 +163,18 @@ def test_block_mask_of_strided_rows_and_of_single_steps():
         {"prompt_length": 640, "stride": 32, "context": 128, "generated": 16, "samples": 4},
         {"prompt_length": 500, "stride": 7, "context": 20, "generated": 9, "samples": 3},
     ):
-        layout = strided_layout(**sizes)
-        length = layout.position_ids.shape[1]
-        check_tiles(layout.spans, length)
-        check_tiles(strided_layout(**sizes, multiple=TILE).spans, length + -length % TILE)
+        batch = strided_batch(**sizes)
+        length = batch.input_ids.shape[1]
+        check_tiles(spans_of(batch), length)
+        check_tiles(spans_of(strided_batch(**sizes, multiple=TILE)), length + -length % TILE)
         for step in (0, sizes["generated"] - 1):
-            check_tiles(layout.step_spans(step), length)
+            places, _ = batch.step(step)
+            check_tiles(Spans(*(bound[:, places] for bound in spans_of(batch))), length)
 
 
 def test_block_mask_of_an_anchor_major_row_has_few_partial_tiles():
     # Counted entry by entry once: 133 full and 79 partial tiles. Step-major order would take 28 and 520.
-    spans = strided_layout(1024, stride=8, context=8, generated=8, samples=4, multiple=TILE).spans
+    spans = spans_of(strided_batch(1024, stride=8, context=8, generated=8, samples=4, multiple=TILE))
     mask = block_mask(spans, spans.own_start.shape[1])
     assert (mask.full_kv_num_blocks.sum().item(), mask.kv_num_blocks.sum().item()) == (133, 79)
 
@@ -249,53 +250,6 @@ def test_flex_attention_that_is_not_compiled_raises_instead_of_running_dense():
         double = [x.double() for x in arguments[:3]]
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             run(*double, *arguments[3:])
-
-
-# Strided layout
-
-
-def test_strided_layout_by_hand():
-    layout = strided_layout(7, stride=2, context=2, generated=2, samples=2, multiple=10)
-    assert layout.context_end.tolist() == [2, 4]
-    assert layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 2, 3, 4, 5, 4, 5, 0, 1, 2, 3, 4]]
-    # Before each sample of anchor 0 stands prompt token 1, of anchor 1 prompt token 3; after it its own first token.
-    assert layout.predictor.tolist() == [1, 7, 1, 9, 3, 11, 3, 13]
-    assert layout.places(0).tolist() == [7, 9, 11, 13]
-    assert layout.places(1).tolist() == [8, 10, 12, 14]
-    step = layout.step_spans(1)
-    assert [bound[0].tolist() for bound in step] == [[0] * 4, [2, 2, 4, 4], [7, 9, 11, 13], [9, 11, 13, 15]]
-
-
-@pytest.mark.parametrize("sizes", STRIDED)
-def test_strided_layout_anchors_follow_the_formula(sizes):
-    layout = strided_layout(**sizes)
-    last = sizes["prompt_length"] - sizes["generated"]
-    number = (last - sizes["context"]) // sizes["stride"] + 1
-    assert layout.context_end.tolist() == [min(b * sizes["stride"] + sizes["context"], last) for b in range(number)]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"stride": 0}, "stride=0"),
-        ({"context": 0}, "context=0"),
-        ({"generated": 0}, "generated=0"),
-        ({"samples": -1}, "samples=-1"),
-        ({"multiple": 0}, "multiple=0"),
-        ({"prompt_length": 7}, "prompt_length=7.*context [+] generated = 8"),
-    ],
-)
-def test_strided_layout_refuses_sizes_without_an_anchor(change, message):
-    sizes = {"prompt_length": 24, "stride": 4, "context": 4, "generated": 4, "samples": 2} | change
-    with pytest.raises(ValueError, match=message):
-        strided_layout(**sizes)
-    assert len(strided_layout(8, stride=4, context=4, generated=4, samples=2).context_end) == 1
-
-
-@pytest.mark.parametrize("step", [-1, 4])
-def test_strided_layout_has_no_such_step(step):
-    with pytest.raises(ValueError, match=f"step={step}"):
-        strided_layout(**STRIDED[0]).step_spans(step)
 
 
 # Through a model: what lies in one row equals what is run on its own
@@ -391,38 +345,38 @@ class PlaceCache:
 @pytest.mark.parametrize("sizes", STRIDED)
 @torch.no_grad()
 def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
-    layout = strided_layout(**sizes)
-    length = layout.position_ids.shape[1]
+    batch = strided_batch(**sizes)
+    spans, length = spans_of(batch), batch.input_ids.shape[1]
     draw = torch.Generator().manual_seed(3)
     ids = torch.zeros(1, length, dtype=torch.long)
     states = torch.zeros(1, length, 32)
     cache = PlaceCache(length, num_layers=2)
 
-    def run(places: Tensor, spans: Spans) -> None:
+    def run(places: Tensor) -> None:
         cache.places = places
         states[:, places] = model.model(
-            input_ids=ids[:, places], attention_mask=dense_mask(spans, length),
-            position_ids=layout.position_ids[:, places], past_key_values=cache, use_cache=True,
+            input_ids=ids[:, places], attention_mask=dense_mask(Spans(*(x[:, places] for x in spans)), length),
+            position_ids=batch.position_ids[:, places], past_key_values=cache, use_cache=True,
         ).last_hidden_state  # fmt: skip
 
     prompt = torch.arange(sizes["prompt_length"])
     ids[:, prompt] = torch.randint(61, (1, len(prompt)), generator=draw)
-    run(prompt, Spans(*(bound[:, prompt] for bound in layout.spans)))
+    run(prompt)
     for step in range(sizes["generated"]):
-        before = layout.predictor[step :: sizes["generated"]]  # whose state predicts this step's tokens
-        probabilities = model.lm_head(states[0, before]).softmax(dim=-1)
-        ids[0, layout.places(step)] = torch.multinomial(probabilities, 1, generator=draw).flatten()
-        run(layout.places(step), layout.step_spans(step))
+        places, predictors = batch.step(step)  # whose states predict this step's tokens
+        probabilities = model.lm_head(states[0, predictors]).softmax(dim=-1)
+        ids[0, places] = torch.multinomial(probabilities, 1, generator=draw).flatten()
+        run(places)
 
     trained = model.model(
-        input_ids=ids, attention_mask=dense_mask(layout.spans, length), position_ids=layout.position_ids
+        input_ids=ids, attention_mask=dense_mask(spans, length), position_ids=batch.position_ids
     ).last_hidden_state
     torch.testing.assert_close(states, trained, rtol=1e-5, atol=1e-5)
     # The predictors are those of each sample on its own: the state before its token.
     for places, prefix in strided(**sizes).sequences()[1:]:
         alone = model.model(input_ids=ids[:, places]).last_hidden_state[0, prefix - 1 : -1]
         own = torch.tensor(places[prefix:]) - sizes["prompt_length"]
-        torch.testing.assert_close(trained[0, layout.predictor[own]], alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(trained[0, batch.predictor.flatten()[own]], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_sdpa_with_a_dense_mask_equals_the_reference_with_gradients():

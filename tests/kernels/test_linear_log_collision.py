@@ -1,4 +1,4 @@
-"""log sum_v p_v^2 from hidden states, against its specification and by hand."""
+"""log sum_v p_v^2 from hidden states, against its specification and a value by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 import kernels.linear_logprob as fast
 from kernels import reference
 
-N, D, V = 23, 16, 101  # 101 is prime: no block of rows fits evenly
+N, D, V = 23, 16, 101  # 101 is prime: no block divides it
 OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 0.6},
@@ -46,7 +46,7 @@ def test_is_its_specification_in_any_blocks(name, with_bias, monkeypatch):
     hidden, weight, bias = make()
     bias = bias if with_bias else None
     want = reference.linear_log_collision(hidden, weight, bias=bias, **OPTIONS[name])
-    for elements in (1, 4 * V + 3, 1 << 25):  # a row at a time, six blocks the last of them incomplete, one block
+    for elements in (1, 4 * V + 3, 1 << 25):  # a token at a time; six blocks, the last one partial; one block
         monkeypatch.setattr(fast, "BLOCK_ELEMENTS", elements)
         got = fast.linear_log_collision(hidden, weight, bias=bias, **OPTIONS[name])
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
@@ -76,7 +76,7 @@ def test_between_the_extremes_of_a_distribution():
     assert (got >= 2 * top).all() and (got <= top).all()
 
 
-def test_no_rows_and_no_gradient():
+def test_no_tokens_and_no_gradient():
     hidden, weight, bias = make(torch.bfloat16, n=0)
     got = fast.linear_log_collision(hidden, weight, bias=bias)
     assert got.shape == (0,) and got.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The torch path. Odd sizes on purpose: a prime vocabulary and row counts that no block divides, one row, none."""
+"""The torch path, at odd sizes: a prime vocabulary, token counts that no block divides, one token, none."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.kernels.head_numerics import NUMERICS
 from tests.kernels.heads import ENTRIES, IGNORE, LOSSES, OPTIONS, TORCH_16, TORCH_32, TORCH_64, Case, is_close, make
 from tests.kernels.interpreter import IS_ON
 
-N, D, V = 23, 16, 101  # 101 is prime: no block of rows or columns fits evenly
+N, D, V = 23, 16, 101  # 101 is prime: no block divides it
 PATHS = {"float64": TORCH_64, "float32": TORCH_32, "bfloat16": TORCH_16}
 
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """A CPU without bfloat16 instructions says so, and goes on."""
+    """A CPU without bfloat16 instructions warns, and still works."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         yield
@@ -34,7 +34,7 @@ def quiet():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Four rows at a time: the 23 rows take six blocks, the last of them incomplete."""
+    """Four tokens at a time: the 23 tokens take six blocks, the last one partial."""
     monkeypatch.setattr(fast, "BLOCK_ELEMENTS", 4 * V + 3)
 
 
@@ -78,7 +78,7 @@ def test_without_entropy(small_blocks, path, options):
 def test_bfloat16_errs_no_more_than_plain_torch(monkeypatch, options, loss, entry):
     """At most 1.5 times the error (in norm) of plain bfloat16 torch, against float64 on the same rounded inputs.
 
-    Not once: each block's share of the weight gradient is rounded before it is added up in float32.
+    Not 1.0: each block's part of the weight gradient is rounded before it is summed in float32.
     """
     monkeypatch.setattr(fast, "BLOCK_ELEMENTS", 4 * V + 3)
     case = make(61, 64, V, path=TORCH_16)
@@ -93,7 +93,7 @@ def test_bfloat16_errs_no_more_than_plain_torch(monkeypatch, options, loss, entr
 
 
 def plain_torch(case: Case, loss: str, leaves: dict, *, scale=1.0, softcap=None, temperature=1.0) -> tuple:
-    """What plain torch does at this dtype: products in it, softmax in float32, all logits stored."""
+    """Plain torch at this dtype: products in it, softmax in float32, all logits stored."""
     y = (case.hidden @ case.weight.T + case.bias).float() * scale
     y = y if softcap is None else softcap * torch.tanh(y / softcap)
     z = (y / temperature).log_softmax(dim=-1)
@@ -142,13 +142,13 @@ def test_blocks_do_not_change_the_result(monkeypatch, elements):
         heads.assert_same(got, want[name], TORCH_64._replace(values=1e-13, gradients=1e-13))
 
 
-def test_row_order_and_company_hardly_change_a_log_prob():
+def test_order_and_company_hardly_change_a_log_prob():
     case = make(N, D, V)
     logp = heads.scored(case, TORCH_32).logp
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
-    assert (heads.scored(case.rows(order), TORCH_32).logp - logp[order]).abs().max() <= 1e-6
-    for rows in (slice(0, 1), slice(4, 11), slice(20, N)):
-        assert (heads.scored(case.rows(rows), TORCH_32).logp - logp[rows]).abs().max() <= 1e-6
+    assert (heads.scored(case.select(order), TORCH_32).logp - logp[order]).abs().max() <= 1e-6
+    for part in (slice(0, 1), slice(4, 11), slice(20, N)):
+        assert (heads.scored(case.select(part), TORCH_32).logp - logp[part]).abs().max() <= 1e-6
 
 
 def test_logits_are_never_kept_for_the_backward(small_blocks):
@@ -165,7 +165,7 @@ def test_logits_are_never_kept_for_the_backward(small_blocks):
     assert kept and max(kept) <= max(case.hidden.numel(), case.weight.numel()) < 400 * V / 20
 
 
-# ---- what is around it ----
+# ---- checks shared with the other paths ----
 
 
 @pytest.mark.parametrize("check", CHECKS | AROUND)
@@ -195,7 +195,7 @@ def test_another_ignore_index():
 
 
 def test_unlikely_targets(small_blocks):
-    """Log-probs of -70 to -300, which another path must do again."""
+    """Log-probs of -70 to -300, which the Triton path must recompute."""
     case = make(N, D, V)
     case = heads.lifted(case, -torch.linspace(50, 260, N))
     want = heads.truth(case)
@@ -212,7 +212,7 @@ def test_large_logits_stay_finite():
         assert got["hidden"].isfinite().all() and got["weight"].isfinite().all()
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize("entry", [*ENTRIES, "scored"])
@@ -223,7 +223,7 @@ def test_bad_arguments_are_refused(entry):
         ({"weight": case.weight[:, :-1]}, r"hidden \(23, 16\), weight \(101, 15\)"),
         ({"hidden": case.hidden.unsqueeze(0)}, r"expected \(N, D\) and \(V, D\)"),
         ({"target": case.target[:-1]}, r"target \(22,\): expected \(23,\)"),
-        ({"bias": case.bias[:1]}, r"bias \(1,\): expected \(101,\)"),  # would broadcast in silence
+        ({"bias": case.bias[:1]}, r"bias \(1,\): expected \(101,\)"),  # would broadcast silently
     ):
         with pytest.raises(ValueError, match=message):
             run(case._replace(**wrong), TORCH_32)
@@ -231,12 +231,12 @@ def test_bad_arguments_are_refused(entry):
         for value in (0.0, -1.0, math.nan):
             with pytest.raises(ValueError, match=f"{option}={value}: must be above 0"):
                 run(case, TORCH_32, **{option: value})
-    with pytest.raises(ValueError, match="impl=cuda: there is auto, torch and triton"):
+    with pytest.raises(ValueError, match="impl=cuda: must be auto, torch or triton"):
         run(case, TORCH_32._replace(impl="cuda"))
 
 
 def test_an_unchecked_target_outside_the_vocabulary_is_no_number():
-    """Without an ignore_index nobody has looked at the targets."""
+    """Without an ignore_index the targets are not checked."""
     case = make(N, D, V)
     case.target[3] = V
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
@@ -253,7 +253,7 @@ def test_a_distributed_head_is_refused_by_name(entry):
         for placement in (Replicate(), Shard(0)):
             weight = distribute_tensor(case.weight, mesh, [placement])
             run = heads.scored if entry == "scored" else ENTRIES[entry]
-            with pytest.raises(ValueError, match=r"weight: a DTensor; gather the head once with .full_tensor\(\)"):
+            with pytest.raises(ValueError, match=r"weight: is a DTensor; gather the head once with .full_tensor\(\)"):
                 run(case._replace(weight=weight), TORCH_32)
             want = heads.scored(case, TORCH_32).logp
             assert torch.equal(heads.scored(case._replace(weight=weight.full_tensor()), TORCH_32).logp, want)
@@ -268,7 +268,7 @@ def test_auto_is_torch_on_a_cpu():
         assert picked is fast.TorchHead
 
 
-@pytest.mark.skipif(IS_ON, reason="Triton's interpreter takes them")
+@pytest.mark.skipif(IS_ON, reason="Triton's interpreter accepts them")
 @pytest.mark.parametrize("entry", [*ENTRIES, "scored"])
 def test_triton_refuses_tensors_on_a_cpu(entry):
     pytest.importorskip("triton")
@@ -279,7 +279,7 @@ def test_triton_refuses_tensors_on_a_cpu(entry):
 
 
 def test_reference_is_itself_right():
-    """By hand: two words, logits 0 and log 3, temperature 2."""
+    """By hand: a vocabulary of two, logits 0 and log 3, temperature 2."""
     logp, entropy = reference.linear_logprob(
         torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3.0)]]), torch.tensor([1]), temperature=2.0
     )

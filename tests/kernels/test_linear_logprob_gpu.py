@@ -28,23 +28,23 @@ GIB = 1 << 30
 
 VOCABS = (1000, 50257, 128256, 129920, 151669, 151936, 152064, 262144)
 WIDTHS = (64, 1536, 2048)
-ROWS = (1, 127, 128, 129, 1000)
+TOKENS = (1, 127, 128, 129, 1000)
 
 
 @pytest.fixture(autouse=True)
-def done_again(monkeypatch, request) -> list[int]:
-    """Numbers of rows done again in torch; more than none fails a test that does not ask for this fixture by name."""
+def recomputed(monkeypatch, request) -> list[int]:
+    """Numbers of tokens recomputed in torch; any fails a test that does not request this fixture by name."""
     from kernels import linear_logprob_triton
 
     counts: list[int] = []
-    again = linear_logprob_triton.TritonHead._again
+    recompute = linear_logprob_triton.TritonHead._recompute
 
-    def spy(self, start, rows, stats, store):
-        assert "done_again" in request.function.__code__.co_varnames, f"{len(rows)} rows were done again in torch"
-        counts.append(len(rows))
-        return again(self, start, rows, stats, store)
+    def spy(self, start, index, stats, store):
+        assert "recomputed" in request.function.__code__.co_varnames, f"{len(index)} tokens were recomputed in torch"
+        counts.append(len(index))
+        return recompute(self, start, index, stats, store)
 
-    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_again", spy)
+    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_recompute", spy)
     yield counts
     torch.cuda.empty_cache()
 
@@ -59,19 +59,19 @@ def nan_in_unwritten_memory():
 
 
 def draw(n: int, d: int, v: int, *, peaked: bool = False, bias: bool = False) -> Case:
-    """Logits of deviation 1, and targets at random; or of deviation 3, and targets likely, as after training."""
+    """Logits with deviation 1 and random targets; or with deviation 3 and likely targets, as after training."""
     options = {"generator": torch.Generator(DEVICE).manual_seed(n + d + v), "device": DEVICE}
     weight = torch.randn(v, d, **options).mul_(d**-0.5).bfloat16()
     target = torch.randint(v, (n,), **options)
     hidden = torch.randn(n, d, **options)
-    if peaked:  # the logsumexp of the noise is log V + 4.5; the target lies about 6 above
+    if peaked:  # the logsumexp of the noise is log V + 4.5; the target is about 6 above
         hidden = 3 * hidden + (math.log(v) + 10.5) * weight[target].float()
     b = torch.randn(v, **options).bfloat16() if bias else None
     return Case(hidden.bfloat16(), weight, b, target, torch.randn(2, n, **options))
 
 
 def exact(case: Case) -> tuple[Tensor, Tensor]:  # (N,) log-probs, (N, V) gradient of sum(c[0] * logp) by the logits
-    """In float64. A bias and all options are left to the small tests."""
+    """In float64. The small tests cover a bias and all options."""
     z = case.hidden.double() @ case.weight.double().T
     logp = z.gather(1, case.target.unsqueeze(1)).squeeze(1) - z.logsumexp(dim=1)
     dz = z.softmax(dim=1).mul_(-case.c[0].double().unsqueeze(1))
@@ -93,7 +93,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 @contextmanager
 def peak_memory(limit_gib: float) -> Iterator[Callable[[Tensor], None]]:
-    """Fails if more is held within than before, beside the tensors handed to what it gives."""
+    """Fails if the peak exceeds the limit, not counting tensors passed to the yielded function."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -110,14 +110,14 @@ def peak_memory(limit_gib: float) -> Iterator[Callable[[Tensor], None]]:
 @pytest.mark.parametrize("d", WIDTHS)
 @pytest.mark.parametrize("v", VOCABS)
 def test_grid(v, d, peaked):
-    """Log-probs within 3e-5 and the same bits everywhere; gradients no further from float64 than plain torch's."""
-    full = draw(max(ROWS), d, v, peaked=peaked)
+    """Log-probs within 3e-5 and bit-identical everywhere; gradients as close to float64 as plain torch's."""
+    full = draw(max(TOKENS), d, v, peaked=peaked)
     want_logp, dz = exact(full)
     want_hidden = dz @ full.weight.double()
     logp = heads.scored(full, AUTO_16, entropy=False).logp
     assert (logp - want_logp).abs().max().item() <= 3e-5
-    for n in ROWS if v > 1000 else ROWS[-1:]:  # fewer tiles than processors compile anew for each number of them
-        case = full.rows(slice(0, n))
+    for n in TOKENS if v > 1000 else TOKENS[-1:]:  # fewer tiles than processors recompile for each number of them
+        case = full.select(slice(0, n))
         want = {"hidden": want_hidden[:n], "weight": dz[:n].T @ case.hidden.double()}
         theirs = {name: error(x, want[name]) for name, x in plain_torch(case).items()}
         assert torch.equal(heads.scored(case, AUTO_16, entropy=False).logp, logp[:n])
@@ -126,12 +126,12 @@ def test_grid(v, d, peaked):
             assert torch.equal(got["logp"], logp[:n]), f"{entry}, N={n}"
             for name in want:
                 ours = error(got.pop(name), want[name])
-                # The gradient of one row is nearly one rounding of the target's entry: plain torch may be lucky.
+                # With one token the error is nearly a single rounding of the target entry: plain torch may be lucky.
                 limit = theirs[name] * (1.05 if n > 1 else 1.5)
                 assert ours <= limit, f"{entry}, N={n}, {name}: {ours:.2e}, plain torch {theirs[name]:.2e}"
 
 
-def test_many_rows():
+def test_many_tokens():
     """N beyond 65,536 and N V beyond 2^31, in 18 chunks."""
     case = draw(70_000, 128, 32_000, peaked=True)
     assert case.hidden.shape[0] * case.weight.shape[0] > 1 << 31
@@ -139,13 +139,13 @@ def test_many_rows():
     logp = heads.scored(case, AUTO_16).logp
     want_weight = torch.zeros(32_000, 128, dtype=torch.float64, device=DEVICE)
     worst = {name: 0.0 for name in made}
-    for rows in torch.arange(70_000, device=DEVICE).split(7_000):
-        part = case.rows(rows)
+    for index in torch.arange(70_000, device=DEVICE).split(7_000):
+        part = case.select(index)
         want_logp, dz = exact(part)
-        assert (logp[rows] - want_logp).abs().max().item() <= 3e-5
+        assert (logp[index] - want_logp).abs().max().item() <= 3e-5
         want_weight += dz.T @ part.hidden.double()
         want_hidden = dz @ part.weight.double()
-        worst = {name: max(worst[name], error(got["hidden"][rows], want_hidden)) for name, got in made.items()}
+        worst = {name: max(worst[name], error(got["hidden"][index], want_hidden)) for name, got in made.items()}
     for name, got in made.items():
         assert torch.equal(got["logp"], logp), name
         assert worst[name] < 4e-3 and error(got["weight"], want_weight) < 4e-3, name
@@ -153,11 +153,11 @@ def test_many_rows():
 
 @pytest.mark.parametrize("active", ["all", "last"])
 def test_one_chunk_beyond_2_to_31(active):
-    """16,384 rows of a wide model are one chunk: exponentials of 2.5e9 words, the last rows far behind the first."""
+    """16,384 tokens of a wide model are one chunk: 2.5e9 exponentials, so offsets exceed 32 bits."""
     case = draw(16_384, 8192, 151_936)
     if active == "last":
         case.c[:, :-64] = 0
-    few = case.rows(slice(-64, None))
+    few = case.select(slice(-64, None))
     want_logp, dz = exact(few)
     got = heads.one_pass(case, AUTO_16, loss="logp", entropy=False)
     assert (got["logp"][-64:] - want_logp).abs().max().item() <= 3e-5
@@ -188,13 +188,13 @@ def test_options(path, options, nan_in_unwritten_memory):
 
 
 def test_float64_on_the_torch_path():
-    for check in (AROUND["scaled_afterwards"], CHECKS["frozen_parts"], CHECKS["ignored_rows"]):
+    for check in (AROUND["scaled_afterwards"], CHECKS["frozen_parts"], CHECKS["ignored_tokens"]):
         check(TORCH_64)
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 def test_chunks_do_not_change_the_result(monkeypatch, entropy):
-    """One chunk rounds the weight's gradient twice, many add it up in float32."""
+    """One chunk rounds the weight gradient twice, several sum it in float32."""
     from kernels import linear_logprob_triton
 
     case = draw(1000, 64, 50257, peaked=True)
@@ -213,11 +213,11 @@ def test_chunks_do_not_change_the_result(monkeypatch, entropy):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_half_the_rows_without_a_gradient(entry):
+def test_half_the_tokens_without_a_gradient(entry):
     case = draw(1000, 1536, 50257)
     case.c[:, ::2] = 0
     full = ENTRIES[entry](draw(1000, 1536, 50257), AUTO_16, loss="logp")
-    with heads.counted_rows(AUTO_16) as counts:
+    with heads.counted_tokens(AUTO_16) as counts:
         got = ENTRIES[entry](case, AUTO_16, loss="logp")
     assert counts == ([500] if entry == "one pass" else [])
     assert (got["hidden"][::2] == 0).all() and torch.equal(got["logp"], full["logp"])
@@ -228,14 +228,14 @@ def test_half_the_rows_without_a_gradient(entry):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("loss", ["logp", "both"])
-def test_unlikely_targets(done_again, loss, entry):
+def test_unlikely_targets(recomputed, loss, entry):
     case = draw(300, 64, 50257)
     lift = torch.zeros(300, device=DEVICE)
     lift[::10] = -torch.linspace(80, 300, 30, device=DEVICE)
     case = heads.lifted(case, lift)
     want = heads.truth(case, loss=loss)
     got = ENTRIES[entry](case, AUTO_16, loss=loss)
-    assert sum(done_again) == (want["logp"] < -99 * math.log(2)).sum() > 20
+    assert sum(recomputed) == (want["logp"] < -99 * math.log(2)).sum() > 20
     heads.is_close(got["logp"], want["logp"], 1e-6, absolute=1e-4)
     heads.is_close(got["entropy"], want["entropy"], 1e-4, absolute=1e-4)
     for name in ("hidden", "weight"):
@@ -245,7 +245,7 @@ def test_unlikely_targets(done_again, loss, entry):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_two_runs_give_the_same_bits(entry):
-    """Targets repeat, so the order in which rows are added to a word matters."""
+    """Targets repeat, so the order in which tokens are added to a vocabulary row matters."""
     case = draw(1000, 2048, 151_936, bias=True)
     case.target[::3] = 7
     first, second = (ENTRIES[entry](case, AUTO_16) for _ in range(2))
@@ -253,7 +253,7 @@ def test_two_runs_give_the_same_bits(entry):
 
 
 def test_two_threads_at_once():
-    """Each on a stream of its own, as when a reference is scored beside the policy."""
+    """Each on its own stream, as when a reference is scored beside the policy."""
     case = draw(500, 64, 50257)
     want = {name: run(case, AUTO_16, loss="logp") for name, run in ENTRIES.items()}
     found: dict[str, dict[str, Tensor]] = {}
@@ -315,13 +315,13 @@ def test_scoring_stores_no_logits(entropy):
 
 @pytest.mark.parametrize(("d", "v", "limit"), [(2048, 151_936, 1.75), (4096, 128_256, 2.0)])
 def test_memory_of_a_loss_in_one_pass(d, v, limit):
-    """Beyond the inputs and the gradients it returns."""
+    """Not counting the inputs and the returned gradients."""
     case = draw(8192, d, v)
     hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
-    torch.mm(case.hidden[:64].detach(), case.hidden[:64].detach().T)  # cuBLAS takes its workspace once
+    torch.mm(case.hidden[:64].detach(), case.hidden[:64].detach().T)  # cuBLAS allocates its workspace once
 
-    def loss_fn(tokens: fast.TokenLogps, rows: Tensor):
-        return (case.c[0, rows] * tokens.logp).sum(), None
+    def loss_fn(tokens: fast.TokenLogps, index: Tensor):
+        return (case.c[0, index] * tokens.logp).sum(), None
 
     with peak_memory(limit) as returns:
         loss, _ = fast.linear_logprob_loss(hidden, weight, case.target, loss_fn, entropy=False)
@@ -340,13 +340,13 @@ class Model(nn.Module):
         hidden = torch.nn.functional.gelu(self.mix(x))
         logp, entropy = fast.linear_logprob(hidden, self.head.weight, target, temperature=temperature)
         policy, _ = fast.linear_logprob_loss(
-            hidden, self.head.weight, target, lambda tokens, rows: (tokens.logp.sum(), None), temperature=temperature
+            hidden, self.head.weight, target, lambda tokens, index: (tokens.logp.sum(), None), temperature=temperature
         )
         return logp.sum() + 0.1 * entropy.sum() + policy
 
 
 def test_compiled_model_does_not_recompile(monkeypatch):
-    """Neither its own graphs nor our kernels, over temperatures and numbers of rows; same numbers as without."""
+    """Neither its graphs nor our kernels, over temperatures and numbers of tokens; same results as uncompiled."""
     import triton
     from torch._dynamo.utils import counters
 
@@ -361,7 +361,7 @@ def test_compiled_model_does_not_recompile(monkeypatch):
         loss = run(x, torch.arange(n, device=DEVICE) * 7, temperature)
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
-    for n, temperature in ((301, 1.0), (303, 0.7), (302, 0.8)):  # a value is a constant until there is another
+    for n, temperature in ((301, 1.0), (303, 0.7), (302, 0.8)):  # a value is a constant until it changes
         step(compiled, n, temperature)
     graphs = counters["stats"]["unique_graphs"]
     made.clear()
@@ -371,4 +371,4 @@ def test_compiled_model_does_not_recompile(monkeypatch):
             assert error(a, b.double()) < 2e-2  # bfloat16 hidden states, rounded elsewhere
     assert counters["stats"]["unique_graphs"] == graphs > 0
     ours = [fn.name for fn in made if fn.module == "kernels.linear_logprob_triton"]
-    assert not ours, f"compiled again: {ours}"
+    assert not ours, f"recompiled: {ours}"

@@ -1,7 +1,7 @@
 """The Triton path under Triton's interpreter: small odd sizes on a CPU, against float64.
 
-Rows whose target is very unlikely are done again in plain torch, and a broken kernel could hide behind that. So doing
-a row again fails every test but those which are about it. Memory that was never written holds NaN.
+Tokens with a very unlikely target are recomputed in plain torch, which could hide a broken kernel. So recomputing fails
+every test except those about it. Memory that was never written holds NaN.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def nan_in_unwritten_memory():
 
 
 @pytest.fixture(autouse=True)
-def done_again(monkeypatch, request) -> list[int]:
-    """Numbers of rows that were done again; more than none fails a test that does not ask for this fixture by name."""
+def recomputed(monkeypatch, request) -> list[int]:
+    """Numbers of recomputed tokens; any fails a test that does not request this fixture by name."""
     counts: list[int] = []
-    if not IS_ON:  # the test itself runs elsewhere
+    if not IS_ON:  # the test itself runs in a subprocess
         return counts
     from kernels import linear_logprob_triton
 
-    again = linear_logprob_triton.TritonHead._again
+    recompute = linear_logprob_triton.TritonHead._recompute
 
-    def spy(self, start, rows, stats, store):
-        assert "done_again" in request.function.__code__.co_varnames, f"{len(rows)} rows were done again in torch"
-        counts.append(len(rows))
-        return again(self, start, rows, stats, store)
+    def spy(self, start, index, stats, store):
+        assert "recomputed" in request.function.__code__.co_varnames, f"{len(index)} tokens were recomputed in torch"
+        counts.append(len(index))
+        return recompute(self, start, index, stats, store)
 
-    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_again", spy)
+    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_recompute", spy)
     return counts
 
 
@@ -62,7 +62,7 @@ def done_again(monkeypatch, request) -> list[int]:
 @pytest.mark.parametrize("loss", ["logp", "entropy", "both"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(options, loss):
-    """Two blocks of words of 64."""
+    """Two vocabulary blocks of 64."""
     bias = loss != "logp"
     heads.check(make(5, 16, 67, path=TRITON_32, bias=bias), TRITON_32, loss=loss, **OPTIONS[options])
 
@@ -88,7 +88,7 @@ SIZES = [
 @interpreted
 @pytest.mark.parametrize(("path", "n", "d", "v"), SIZES, ids=lambda x: str(x))
 def test_sizes(path, n, d, v):
-    """Blocks are 32 rows, 64 words, 32 of the width in float32, and 128, 256, 64 in bfloat16; most end in one."""
+    """Blocks of tokens x vocabulary x width: 32 x 64 x 32 in float32, 128 x 256 x 64 in bfloat16; most are partial."""
     heads.check(make(n, d, v, path=PATHS[path], bias=v != 331), PATHS[path], loss="both" if n < 100 else "logp")
 
 
@@ -107,7 +107,7 @@ def test_numerics(path, check):
 
 @interpreted
 def test_float32_head_of_bfloat16_hidden_states():
-    """Its gradient is float32 and was never rounded to bfloat16."""
+    """The weight gradient is float32 and was never rounded to bfloat16."""
     case = make(13, 16, 37, path=TRITON_16)
     want = heads.truth(case)
     for entry in ENTRIES.values():
@@ -121,23 +121,23 @@ def test_float32_head_of_bfloat16_hidden_states():
 # ---- chunks, order, company ----
 
 
-CHUNK = 10  # 37 rows of width 16, cut into four
+CHUNK = 10  # 37 tokens of width 16, in four chunks
 
 
 def in_four() -> contextlib.AbstractContextManager:
-    return heads.in_chunks(make(0, 16, 11), TRITON_32, rows=CHUNK)
+    return heads.in_chunks(make(0, 16, 11), TRITON_32, size=CHUNK)
 
 
 @interpreted
 @pytest.mark.parametrize(("path", "loss"), [("float32", "logp"), ("float32", "both"), ("bfloat16", "logp")])
 def test_chunks_do_not_change_the_result(path, loss):
-    """One whole chunk, two with gaps and one with nothing. After a whole one the next is taken for whole as well."""
+    """One full chunk, two with gaps, one without gradients. The chunk after a full one is assumed full as well."""
     path = PATHS[path]
     case = make(37, 16, 11, path=path)
     case.c[:, 12:28:2] = 0
     case.c[:, 30:] = 0
     want = heads.truth(case, loss=loss)
-    with in_four(), heads.counted_rows(path) as counts:
+    with in_four(), heads.counted_tokens(path) as counts:
         chunked = {name: entry(case, path, loss=loss) for name, entry in ENTRIES.items()}
     active = (case.c != 0).any(dim=0).split(CHUNK)
     assert counts[0] == CHUNK and counts[1] in (CHUNK, active[1].sum()) and counts[2:] == [active[2].sum(), 0]
@@ -149,8 +149,8 @@ def test_chunks_do_not_change_the_result(path, loss):
 
 
 @interpreted
-def test_a_row_of_nan_without_a_gradient_does_not_spread():
-    """In a chunk that is taken for whole."""
+def test_a_nan_token_without_a_gradient_does_not_spread():
+    """In a chunk that is assumed full."""
     case = make(37, 16, 11, path=TRITON_32)
     case.c[:, 14] = 0
     want = heads.truth(case)
@@ -162,8 +162,8 @@ def test_a_row_of_nan_without_a_gradient_does_not_spread():
 
 
 @interpreted
-def test_a_number_of_rows_that_no_block_divides():
-    """In chunks or not, no product reads past the memory it has."""
+def test_a_number_of_tokens_that_no_block_divides():
+    """In chunks or not, no product reads past its memory."""
     case = make(33, 16, 5, path=TRITON_32)
     want = heads.truth(case)
     with in_four():
@@ -173,26 +173,26 @@ def test_a_number_of_rows_that_no_block_divides():
 
 @interpreted
 @pytest.mark.parametrize("path", PATHS)
-def test_row_order_and_company_do_not_change_a_log_prob(path):
+def test_order_and_company_do_not_change_a_log_prob(path):
     path = PATHS[path]
     case = make(37, 40, 131, path=path)
     logp, entropy = heads.scored(case, path)
     order = torch.randperm(37, generator=torch.Generator().manual_seed(3))
-    for rows in (order, slice(0, 1), slice(31, 36), order[:7]):
-        some = heads.scored(case.rows(rows), path)
-        assert torch.equal(some.logp, logp[rows]) and torch.equal(some.entropy, entropy[rows])
+    for index in (order, slice(0, 1), slice(31, 36), order[:7]):
+        some = heads.scored(case.select(index), path)
+        assert torch.equal(some.logp, logp[index]) and torch.equal(some.entropy, entropy[index])
 
 
 @interpreted
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_rows_with_a_gradient_move_to_the_front(density):
-    from kernels.linear_logprob_triton import _front
+def test_active_rows_move_to_the_front(density):
+    from kernels.linear_logprob_triton import _pack_active
 
     generator = torch.Generator().manual_seed(5)
     for n in (1, 2, 7, 64, 131):
         active = torch.rand(n, generator=generator) < density
         count = int(active.sum())
-        source = _front(active)[:count]
+        source = _pack_active(active)[:count]
         assert sorted(source.tolist()) == active.nonzero().squeeze(1).tolist()
         moved = source != torch.arange(count)
         assert (source[moved] >= count).all() and not active[:count][moved].any()  # into gaps, from behind
@@ -202,7 +202,7 @@ def test_rows_with_a_gradient_move_to_the_front(density):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 3.0, 1 / 3])
 def test_gradients_are_scaled_in_place(dtype, factor):
-    """What linear_logprob_loss does on a GPU with the gradient of its result."""
+    """As linear_logprob_loss does on a GPU with the incoming gradient."""
     from kernels.linear_logprob_triton import scale_unless_one
 
     x = torch.linspace(-2, 2, 33).to(dtype)
@@ -215,7 +215,7 @@ def test_gradients_are_scaled_in_place(dtype, factor):
 
 
 def unlikely(path: heads.Path, first: float = -60.0) -> Case:
-    """Some ordinary rows, some with log-probs from about -60 to -300."""
+    """Some ordinary tokens, some with log-probs from about -60 to -300."""
     case = make(13, 16, 37, path=path)
     lift = torch.zeros(13)
     lift[[1, 4, 5, 9, 12]] = torch.tensor([first, -75.0, -110.0, -200.0, -260.0])
@@ -231,32 +231,32 @@ UNLIKELY = [
 
 @interpreted
 @pytest.mark.parametrize(("path", "loss", "options"), UNLIKELY, ids=lambda x: "softcap" if x is CAPPED else str(x))
-def test_unlikely_targets(done_again, path, loss, options):
+def test_unlikely_targets(recomputed, path, loss, options):
     path = PATHS[path]
     case = unlikely(path)
     want = heads.truth(case, loss=loss, **options)
-    limit = -99 * math.log(2)  # kernels.linear_logprob_triton.TOO_LARGE, as a log-prob
+    limit = -99 * math.log(2)  # kernels.linear_logprob_triton.OVERFLOW_LIMIT, as a log-prob
     expected = int((want["logp"] < limit).sum())
     assert 3 <= expected <= 5 and want["logp"].min() < -200
     # At logits of 250 a step of fp32 is 2e-5; and the log of a probability rounded to bfloat16 is off by up to 0.008,
-    # which counts where the entropy is small.
+    # which matters where the entropy is small.
     rounded = path is TRITON_16 and loss != "logp"
     loose = path._replace(values=1e-4, gradients=0.1 if rounded else max(path.gradients, 5e-4))
     tokens = heads.scored(case, path, **options)
-    assert done_again == [expected]
+    assert recomputed == [expected]
     heads.assert_same(tokens._asdict(), want, loose)
     for name, entry in ENTRIES.items():
-        done_again.clear()
+        recomputed.clear()
         got = entry(case, path, loss=loss, **options)
-        assert done_again == [expected], name  # the loss is asked again with the right log-probs
+        assert recomputed == [expected], name  # the loss is called again with the corrected log-probs
         heads.assert_same(got, want, loose, what=name)
         heads.is_close(got["logp"], tokens.logp, 1e-6, what=name)
 
 
 @interpreted
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_unlikely_targets_in_any_chunk(done_again, chunk):
-    """Also where the one before it was whole, and this one is taken for ordinary until its sums are seen."""
+def test_unlikely_targets_in_any_chunk(recomputed, chunk):
+    """Also after a full chunk, where the overflow is noticed only later."""
     case = make(37, 16, 11, path=TRITON_32)
     lift = torch.zeros(37)
     lift[CHUNK * chunk + 3] = -150.0
@@ -264,45 +264,45 @@ def test_unlikely_targets_in_any_chunk(done_again, chunk):
     want = heads.truth(case)
     with in_four():
         got = heads.one_pass(case, TRITON_32)
-    assert done_again == [1]
+    assert recomputed == [1]
     heads.assert_same(got, want, TRITON_32._replace(values=1e-4, gradients=1e-4))
     heads.is_close(got["loss"], (case.c * torch.stack([want["logp"], want["entropy"]])).sum(), 1e-5)
 
 
 @interpreted
-def test_what_the_loss_returns_is_kept_once_for_each_chunk(done_again):
-    """Though the loss is asked again where a row was done again."""
+def test_what_the_loss_returns_is_kept_once_for_each_chunk(recomputed):
+    """Although the loss is called again for a chunk with a recomputed token."""
     case = make(37, 16, 11, path=TRITON_32)
     lift = torch.zeros(37)
     lift[[5, 24]] = -150.0
     case = heads.lifted(case, lift)
     leaf = case.hidden.clone().requires_grad_()
 
-    def loss_fn(tokens: fast.TokenLogps, rows: torch.Tensor):
-        return tokens.logp.sum(), (rows, tokens.logp.detach().clone())
+    def loss_fn(tokens: fast.TokenLogps, index: torch.Tensor):
+        return tokens.logp.sum(), (index, tokens.logp.detach().clone())
 
     with in_four():
         total, extra = fast.linear_logprob_loss(leaf, case.weight, case.target, loss_fn, impl="triton", bias=case.bias)
-    assert torch.equal(torch.cat([rows for rows, _ in extra]), torch.arange(37)) and len(extra) == 4
+    assert torch.equal(torch.cat([index for index, _ in extra]), torch.arange(37)) and len(extra) == 4
     logp = torch.cat([logp for _, logp in extra])
     heads.is_close(logp, heads.truth(case)["logp"], 1e-6)
     heads.is_close(total.detach(), logp.sum(), 1e-6)
-    assert sum(done_again) >= 2
+    assert sum(recomputed) >= 2
 
 
 @interpreted
-def test_unlikely_targets_of_a_frozen_head(done_again):
+def test_unlikely_targets_of_a_frozen_head(recomputed):
     case = unlikely(TRITON_32)
     for loss in ("logp", "both"):
         want = heads.truth(case, loss=loss)
         for name, entry in ENTRIES.items():
             heads.assert_same(entry(case, TRITON_32, loss=loss, needs=("hidden",)), want, TRITON_32, what=name)
-    assert sum(done_again) > 0
+    assert sum(recomputed) > 0
 
 
 @interpreted
-def test_unlikely_targets_without_a_gradient(done_again):
-    """Their sums overflow all the same, in chunks where other rows are moved into their place."""
+def test_unlikely_targets_without_a_gradient(recomputed):
+    """Their sums overflow too, in chunks where other rows are moved into their place."""
     case = unlikely(TRITON_32)
     case.c[:, [0, 4, 9]] = 0
     want = heads.truth(case)
@@ -310,12 +310,12 @@ def test_unlikely_targets_without_a_gradient(done_again):
         got = entry(case, TRITON_32)
         assert (got["hidden"][[0, 4, 9]] == 0).all()
         heads.assert_same(got, want, TRITON_32, what=name)
-    assert sum(done_again) > 0
+    assert sum(recomputed) > 0
 
 
 @interpreted
-def test_log_probs_around_the_limit(done_again):
-    """On both sides of the sum at which a row is done again, log-prob and gradient go on without a step."""
+def test_log_probs_around_the_limit(recomputed):
+    """Log-prob and gradient are continuous across the sum beyond which a token is recomputed."""
     n = 16
     logits = torch.zeros(n, 37)
     target = torch.arange(n)
@@ -323,12 +323,12 @@ def test_log_probs_around_the_limit(done_again):
     case = heads.table(logits, target, TRITON_32)
     want = heads.truth(case)
     for name, entry in ENTRIES.items():
-        done_again.clear()
+        recomputed.clear()
         heads.assert_same(entry(case, TRITON_32), want, TRITON_32, what=name)
-        assert len(done_again) == 1 and 0 < done_again[0] < n
+        assert len(recomputed) == 1 and 0 < recomputed[0] < n
 
 
-# ---- what is refused, and what is not a number ----
+# ---- errors and NaN ----
 
 
 @interpreted
@@ -359,11 +359,11 @@ def test_an_unchecked_target_outside_the_vocabulary_is_no_number(wrong):
     assert torch.equal(tokens.logp[others], want[others])
 
 
-# ---- the tests would notice ----
+# ---- deliberate errors ----
 
 ERRORS = {
     "sign": ("-k * g / t", "k * g / t"),
-    "column": ("(column[None, :] == word[:, None])", "(column[None, :] == word[:, None] + 1)"),
+    "column": ("(column[None, :] == target_column[:, None])", "(column[None, :] == target_column[:, None] + 1)"),
     "last block": ("num_n = tl.cdiv(vocab, BLOCK_N)", "num_n = vocab // BLOCK_N"),
 }
 
@@ -378,12 +378,12 @@ def test_a_deliberate_error_is_found(error, tmp_path, monkeypatch):
             f"{right}: not in kernels/linear_logprob_triton.py any more; make the error elsewhere"
         )
         source = source.replace(right, wrong)
-    file = tmp_path / "altered_scaled_exp.py"
+    file = tmp_path / "altered_triton.py"
     file.write_text(source)
-    spec = importlib.util.spec_from_file_location("altered_scaled_exp", file)
+    spec = importlib.util.spec_from_file_location("altered_triton", file)
     altered = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(altered)
-    monkeypatch.setattr(kernels, "scaled_exp", altered)
+    monkeypatch.setattr(kernels, "linear_logprob_triton", altered)
     case = make(5, 16, 67, path=TRITON_32)
     assert fast._pick(*case[:4], 1.0, None, 1.0, "triton") is altered.TritonHead
     if error is None:

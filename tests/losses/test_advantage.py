@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from losses.advantage import (
     EPSILON,
-    gdpo_advantage,
+    GroupRewards,
+    gdpo,
+    group,
     group_advantage,
     has_signal,
     leave_one_out_advantage,
@@ -20,7 +22,6 @@ from losses.advantage import (
     nan_std,
     normalize_batch,
     normalize_then_sum,
-    sum_then_normalize,
     weighted_sum,
     zero_std_frac,
 )
@@ -32,6 +33,14 @@ reward_or_none = st.one_of(st.none(), st.floats(-10, 10, width=32))
 groups = st.integers(1, 5).flatmap(
     lambda size: st.lists(st.lists(reward_or_none, min_size=size, max_size=size), min_size=1, max_size=4)
 )
+
+
+def gdpo_advantage(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return gdpo(GroupRewards.of(rewards, weights))
+
+
+def sum_then_normalize(rewards: torch.Tensor, weights: torch.Tensor, scale: str = "group") -> torch.Tensor:
+    return group(GroupRewards.of(rewards, weights), scale_rewards=scale)
 
 
 def tensor(rows: list[list[float | None]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Worked values, plain loops in Python, and a model so small that expectations are sums over everything it can say."""
+"""Worked values, plain Python loops, and a model small enough to enumerate, so that expectations are sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from losses.ebft import (
     ADVANTAGES,
-    Features,
+    PairedFeatures,
     Reward,
     advantage_of,
     cfm_distance,
@@ -30,8 +30,8 @@ from losses.ebft import (
     rloo,
     rloo_split,
     rollout_loss,
+    target_loss,
     token_features,
-    truth_loss,
     unit,
     whiten,
 )
@@ -62,7 +62,7 @@ def close(got: Tensor, want, atol: float = 1e-12) -> None:
         ([0.25, 0.5, 0.75], 4, [1, 2, 3]),
         ([0.1], 4, [1]),  # not 0, the embeddings
         ([0.0, 1.0], 12, [1, 12]),
-        ([0.25, 0.5, 0.75], 3, [1, 2]),  # 0.75 and 1.5 both come to the first block
+        ([0.25, 0.5, 0.75], 3, [1, 2]),  # 0.75 and 1.5 both give the first block
         ([0.29], 100, [29]),  # the product is 28.999999999999996
     ],
 )
@@ -91,7 +91,7 @@ def test_layers_are_scaled_together_one_by_one_or_not_at_all():
 
 
 def naive_pool(tokens: list[list[float]], num_prompt: int, method: str) -> list[float]:
-    """Of one sequence without padding, token by token."""
+    """Pooling of one sequence without padding, token by token."""
 
     def mean(rows: list[list[float]]) -> list[float]:
         return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
@@ -107,8 +107,8 @@ def naive_pool(tokens: list[list[float]], num_prompt: int, method: str) -> list[
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("method", METHODS)
-def test_pooling_equals_each_sequence_alone_whatever_sits_in_its_padding(method, side):
-    sizes = [(8, 3), (5, 4), (1, 0), (3, 1)]  # length and prompt; the completion of the second is one token
+def test_pooling_ignores_padding(method, side):
+    sizes = [(8, 3), (5, 4), (1, 0), (3, 1)]  # length and prompt length; the second completion is one token
     features = torch.full((4, 8, 2), math.nan, dtype=torch.float64)
     mask, completion = torch.zeros(2, 4, 8, dtype=torch.bool)
     want = []
@@ -119,7 +119,7 @@ def test_pooling_equals_each_sequence_alone_whatever_sits_in_its_padding(method,
         completion[row, first + num_prompt : first + length] = True
         want.append(naive_pool(draw(length, 2, seed=row).tolist(), num_prompt, method))
     close(pool(features, mask, completion, embed_method=method), want)
-    # Groups and blocks are further dimensions, not another function.
+    # Groups and blocks are leading dimensions of the same function.
     nested = pool(features.view(2, 2, 8, 2), mask.view(2, 2, 8), completion.view(2, 2, 8), embed_method=method)
     close(nested.flatten(0, 1), want)
 
@@ -135,7 +135,7 @@ def test_a_sequence_without_a_token_pools_to_zero(function):
     assert got.unique().tolist() == [0.0]
 
 
-def test_an_unknown_way_to_pool_is_refused_with_those_there_are():
+def test_an_unknown_pooling_is_refused_and_lists_the_valid_ones():
     mask = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="^embed_method=median: .* completion_mean, concat, last_token, mean_pooling$"):
         pool(draw(1, 2, 3), mask, mask, embed_method="median")
@@ -149,36 +149,36 @@ WORKED = tensor([[[1, 0, 0], [0.6, 0.8, 0]]]), tensor([[0.8, 0.36, 0.48]])
 def test_whitening_of_two_rollouts_by_hand():
     features = whiten(*WORKED)
     close(features.rollout, [[[0.9487, -0.3162, 0], [0.3162, 0.9487, 0]]], atol=5e-5)
-    close(features.truth, [[[0.6451, 0.2593, 0]] * 2], atol=5e-5)
+    close(features.target, [[[0.6451, 0.2593, 0]] * 2], atol=5e-5)
     close(feature_reward(features).alignment / 2, [[0.7623, 0.6472]], atol=5e-5)
 
 
-def test_whitening_the_truth_by_samples_keeps_its_direction():
-    features = whiten(*WORKED, whiten_truth="sample")
+def test_whitening_the_target_by_samples_keeps_its_direction():
+    features = whiten(*WORKED, whiten_target="sample")
     close(features.rollout, whiten(*WORKED).rollout)
     close(feature_reward(features).alignment / 2, [[0.6451, 0.5945]], atol=5e-5)
-    close(unit(features.truth).abs(), unit(WORKED[1]).expand(1, 2, 3))
+    close(unit(features.target).abs(), unit(WORKED[1]).expand(1, 2, 3))
 
 
 @pytest.mark.parametrize(("num_rollouts", "width"), [(2, 5), (4, 30), (5, 3)])
 def test_whitening_equals_the_formula_with_a_full_matrix(num_rollouts, width):
-    rollout, truth = draw(3, num_rollouts, width, seed=1), draw(3, width, seed=2)
+    rollout, target = draw(3, num_rollouts, width, seed=1), draw(3, width, seed=2)
     rollout[0, 1] = rollout[0, 0]  # one group with a duplicate
     for p in range(3):
         u, s, vh = torch.linalg.svd(rollout[p], full_matrices=False)
         inverse = torch.where(s > 1e-5 * s.max(), 1 / s, 0.0)
         by_feature, by_sample = vh.T @ inverse.diag() @ vh, u @ inverse.diag() @ u.T
-        close(whiten(rollout, truth).rollout[p], rollout[p] @ by_feature, atol=1e-9)
-        close(whiten(rollout, truth).rollout[p], by_sample @ rollout[p], atol=1e-9)
-        close(whiten(rollout, truth).truth[p], (truth[p] @ by_feature).expand(num_rollouts, width), atol=1e-9)
-        sample = whiten(rollout, truth, whiten_truth="sample").truth[p]
-        close(sample, by_sample @ truth[p].expand(num_rollouts, width), atol=1e-9)
+        close(whiten(rollout, target).rollout[p], rollout[p] @ by_feature, atol=1e-9)
+        close(whiten(rollout, target).rollout[p], by_sample @ rollout[p], atol=1e-9)
+        close(whiten(rollout, target).target[p], (target[p] @ by_feature).expand(num_rollouts, width), atol=1e-9)
+        sample = whiten(rollout, target, whiten_target="sample").target[p]
+        close(sample, by_sample @ target[p].expand(num_rollouts, width), atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_independent_rollouts_become_orthonormal_and_their_diversity_zero(dtype):
     rollout = draw(6, 4, 50).to(dtype)
-    rollout[:, 1] = rollout[:, 0] + 1e-3 * rollout[:, 1]  # near to each other, and still two
+    rollout[:, 1] = rollout[:, 0] + 1e-3 * rollout[:, 1]  # close to each other, but distinct
     white = whiten(rollout, rollout[:, 0]).rollout
     assert white.dtype == dtype
     tolerance = 1e-9 if dtype == torch.float64 else 2e-6
@@ -196,21 +196,21 @@ def test_independent_rollouts_become_orthonormal_and_their_diversity_zero(dtype)
 def test_whitened_diversity_is_a_penalty_on_duplicates(picks, expected):
     rollout = draw(1, 3, 10)[:, picks]
     close(diversity(whiten(rollout, rollout[:, 0]).rollout), [expected], atol=1e-9)
-    # Also when rounding has parted them a little.
+    # Also if they differ by rounding.
     noisy = (rollout + 1e-7 * draw(1, 4, 10, seed=3)).float()
     close(diversity(whiten(noisy, noisy[:, 0]).rollout).double(), [expected], atol=1e-5)
 
 
-def test_whitening_treats_every_prompt_alone():
-    rollout, truth = draw(5, 3, 7), draw(5, 7, seed=1)
-    apart = [whiten(rollout[p : p + 1], truth[p : p + 1]) for p in range(5)]
-    for whole, pieces in zip(whiten(rollout, truth), zip(*apart, strict=True), strict=True):
+def test_whitening_is_per_prompt():
+    rollout, target = draw(5, 3, 7), draw(5, 7, seed=1)
+    apart = [whiten(rollout[p : p + 1], target[p : p + 1]) for p in range(5)]
+    for whole, pieces in zip(whiten(rollout, target), zip(*apart, strict=True), strict=True):
         close(whole, torch.cat(pieces))
 
 
-def test_whitening_of_nothing_but_zeros_stays_finite():
+def test_whitening_zeros_stays_finite():
     features = whiten(torch.zeros(1, 3, 4), torch.ones(1, 4))
-    assert features.rollout.unique().tolist() == [0.0] and features.truth.unique().tolist() == [0.0]
+    assert features.rollout.unique().tolist() == [0.0] and features.target.unique().tolist() == [0.0]
 
 
 def test_whitening_one_rollout_is_refused():
@@ -218,51 +218,51 @@ def test_whitening_one_rollout_is_refused():
         whiten(draw(2, 1, 3), draw(2, 3))
 
 
-def test_an_unknown_whitening_of_the_truth_is_refused():
-    with pytest.raises(ValueError, match="^whiten_truth=both: .*; feature or sample$"):
-        whiten(*WORKED, whiten_truth="both")
+def test_an_unknown_whitening_of_the_target_is_refused():
+    with pytest.raises(ValueError, match="^whiten_target=both: .*; feature or sample$"):
+        whiten(*WORKED, whiten_target="both")
 
 
 # Rewards.
 
 
 def test_rewards_of_unit_vectors_by_hand():
-    rollout, truth = tensor([[[1, 0, 0], [0.6, 0.8, 0]]]), tensor([[0.8, 0.6, 0]])
-    reward = feature_reward(plain(rollout, truth))
+    rollout, target = tensor([[[1, 0, 0], [0.6, 0.8, 0]]]), tensor([[0.8, 0.6, 0]])
+    reward = feature_reward(plain(rollout, target))
     close(reward.alignment, [[1.6, 1.92]])
     close(reward.diversity, [[1.2, 1.2]])
     close(reinforce(reward), [[0.4, 0.72]])
     close(rloo(reward), [[-0.32, 0.32]])
-    close(cfm_distance(rollout, truth), [0.04])
+    close(cfm_distance(rollout, target), [0.04])
 
 
 @pytest.mark.parametrize("alignment", ["cosine", "dot"])
 @pytest.mark.parametrize("num_rollouts", [1, 2, 4])
 def test_rewards_equal_plain_loops_with_coefficients(alignment, num_rollouts):
-    rollout, truth = draw(3, num_rollouts, 5), draw(3, 5, seed=1)
+    rollout, target = draw(3, num_rollouts, 5), draw(3, 5, seed=1)
 
     def dot(x, y):
         return sum(a * b for a, b in zip(x, y, strict=True))
 
     aligned, apart, distance = [], [], []
-    for group, g in zip(rollout.tolist(), truth.tolist(), strict=True):
+    for group, g in zip(rollout.tolist(), target.tolist(), strict=True):
         scale = [math.sqrt(dot(x, x) * dot(g, g)) if alignment == "cosine" else 1.0 for x in group]
         aligned.append([0.7 * 2 * dot(x, g) / s for x, s in zip(group, scale, strict=True)])
         pairs = [sum(dot(x, y) for k, y in enumerate(group) if k != j) for j, x in enumerate(group)]
         apart.append([0.3 * 2 * total / max(1, num_rollouts - 1) for total in pairs])
         mean = [sum(column) / num_rollouts for column in zip(*group, strict=True)]
         distance.append(sum((a - b) ** 2 for a, b in zip(mean, g, strict=True)))
-    reward = feature_reward(plain(rollout, truth), alignment_coef=0.7, diversity_coef=0.3, alignment=alignment)
+    reward = feature_reward(plain(rollout, target), alignment_coef=0.7, diversity_coef=0.3, alignment=alignment)
     close(reward.alignment, aligned)
     close(reward.diversity, apart)
-    close(cfm_distance(rollout, truth), distance)
+    close(cfm_distance(rollout, target), distance)
 
 
 def test_rewards_of_half_precision_features_are_float32():
-    rollout, truth = draw(2, 3, 4).bfloat16(), draw(2, 4).bfloat16()
-    reward = feature_reward(plain(rollout, truth))
-    assert {x.dtype for x in (*reward, cfm_distance(rollout, truth), *whiten(rollout, truth))} == {torch.float32}
-    wanted = feature_reward(plain(rollout.double(), truth.double()))
+    rollout, target = draw(2, 3, 4).bfloat16(), draw(2, 4).bfloat16()
+    reward = feature_reward(plain(rollout, target))
+    assert {x.dtype for x in (*reward, cfm_distance(rollout, target), *whiten(rollout, target))} == {torch.float32}
+    wanted = feature_reward(plain(rollout.double(), target.double()))
     close(reinforce(reward).double(), reinforce(wanted), atol=1e-5)
 
 
@@ -301,7 +301,7 @@ def test_two_rollouts_share_their_diversity_so_plain_leave_one_out_loses_it():
     close(rloo_split(reward), torch.stack([aligned, -aligned], dim=1) - reward.diversity)
 
 
-def test_rewards_that_differ_by_rounding_alone_have_no_group_advantage():
+def test_rewards_that_differ_only_by_rounding_have_no_group_advantage():
     alignment = torch.full((1, 4), 1.7)
     alignment[0, 2] += 2e-7
     assert alignment.unique().numel() == 2
@@ -311,14 +311,14 @@ def test_rewards_that_differ_by_rounding_alone_have_no_group_advantage():
 
 
 @pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES) - {"reinforce"}))
-def test_one_rollout_has_nothing_to_be_compared_with(estimator):
+def test_one_rollout_is_refused_except_by_reinforce(estimator):
     reward = feature_reward(plain(draw(2, 1, 3), draw(2, 3, seed=1)))
     with pytest.raises(ValueError, match=f"^rollouts=1: {estimator} compares .*; draw 2 or more, or use .*reinforce$"):
         advantage_of(reward, advantage_estimator=estimator)
     close(advantage_of(reward, advantage_estimator="reinforce"), reward.alignment)  # diversity of one is 0
 
 
-def test_an_unknown_estimator_is_refused_with_those_there_are():
+def test_an_unknown_estimator_is_refused_and_lists_the_valid_ones():
     with pytest.raises(ValueError, match="^advantage_estimator=gae: .* grpo, reinforce, rloo, rloo_split$"):
         advantage_of(PARTS, advantage_estimator="gae")
 
@@ -326,34 +326,34 @@ def test_an_unknown_estimator_is_refused_with_those_there_are():
 # Losses.
 
 
-def test_losses_are_sums_with_counts_and_ignore_what_is_masked():
+def test_losses_are_sums_with_counts_and_ignore_masked_tokens():
     logp = tensor([-1.0, -2.0, math.nan, -0.5]).requires_grad_()
     advantage, mask = tensor([0.5, -1.0, math.nan, 2.0]), torch.tensor([True, True, False, True])
     term = rollout_loss(logp, advantage, mask, rl_coef=0.3).terms["policy"]
     assert (term.weight, term.sum.tolist(), int(term.count)) == (0.3, 0.5 - 2.0 + 1.0, 3)
     (gradient,) = torch.autograd.grad(term.sum, logp)
     close(gradient, [-0.5, 1.0, 0.0, -2.0])
-    ce = truth_loss(logp, mask, ce_coef=0.03).terms["ce"]
+    ce = target_loss(logp, mask, ce_coef=0.03).terms["ce"]
     assert (ce.weight, ce.sum.tolist(), int(ce.count)) == (0.03, 3.5, 3)
     close(torch.autograd.grad(ce.sum, logp)[0], [-1.0, -1.0, 0.0, -1.0])
     halves = [rollout_loss(logp[s], advantage[s], mask[s]).terms["policy"] for s in (slice(2), slice(2, 4))]
     close(sum(half.sum for half in halves).detach(), term.sum.detach())
 
 
-# A model that can be enumerated: all it can say, with probabilities.
+# A model whose sequences can be enumerated, with their probabilities.
 
 
 class Enumerable:
-    """One or two tokens out of a small vocabulary, the second drawn given the first; every sequence has features."""
+    """One or two tokens of a small vocabulary, the second conditioned on the first; every sequence has features."""
 
     def __init__(self, vocabulary: int, length: int, embed_method: str) -> None:
         self.says = torch.tensor(list(itertools.product(range(vocabulary), repeat=length)))  # (S, T)
         self.first = draw(vocabulary, seed=1).requires_grad_()
         self.second = draw(vocabulary, vocabulary, seed=2).requires_grad_()
-        layers = draw(2, len(self.says) + 1, length, 3, seed=3)  # a token's state differs with what is before it
+        layers = draw(2, len(self.says) + 1, length, 3, seed=3)  # a token's state depends on the tokens before it
         mask = torch.ones(len(self.says) + 1, length, dtype=torch.bool)
         pooled = pool(token_features(list(layers)), mask, mask, embed_method=embed_method)
-        self.features, self.truth = pooled[1:], pooled[0]  # (S, D), (D,)
+        self.features, self.target = pooled[1:], pooled[0]  # (S, D), (D,)
         self.parameters = [self.first, self.second] if length == 2 else [self.first]
 
     def logp(self) -> Tensor:  # (S, T)
@@ -363,14 +363,14 @@ class Enumerable:
         return torch.stack(parts, dim=1)
 
     def cfm(self) -> Tensor:  # ()
-        return (self.logp().sum(dim=1).exp() @ self.features - self.truth).square().sum()
+        return (self.logp().sum(dim=1).exp() @ self.features - self.target).square().sum()
 
     def groups(self, num_rollouts: int) -> tuple[Tensor, Tensor]:  # (P, G) sequences of each group, (P,) probability
         index = torch.tensor(list(itertools.product(range(len(self.says)), repeat=num_rollouts)))
         return index, self.logp().sum(dim=1)[index].sum(dim=1).exp().detach()
 
     def expected_gradient(self, advantage: Tensor, num_rollouts: int) -> list[Tensor]:
-        """Of the loss that is trained, over all groups that can be drawn, for one rollout of the group."""
+        """Expected gradient of the training loss over all possible groups, per rollout of the group."""
         index, probability = self.groups(num_rollouts)
         logp = self.logp()[index]  # (P, G, T)
         tokens = (probability.unsqueeze(1) * advantage).unsqueeze(2).expand_as(logp)
@@ -379,8 +379,8 @@ class Enumerable:
 
     def reward(self, num_rollouts: int, **coefficients: float) -> Reward:
         index, _ = self.groups(num_rollouts)
-        truth = self.truth.expand(len(index), -1)
-        return feature_reward(plain(self.features[index], truth), alignment="dot", **coefficients)
+        target = self.target.expand(len(index), -1)
+        return feature_reward(plain(self.features[index], target), alignment="dot", **coefficients)
 
 
 ENUMERABLE = [(5, 1, 2, "last_token"), (5, 1, 4, "concat"), (3, 2, 2, "mean_pooling"), (3, 2, 3, "completion_mean")]
@@ -391,7 +391,7 @@ ENUMERABLE = [(5, 1, 2, "last_token"), (5, 1, 4, "concat"), (3, 2, 2, "mean_pool
 def test_expected_policy_gradient_is_that_of_the_feature_distance(
     estimator, vocabulary, length, num_rollouts, embed_method
 ):
-    """The loss falls where the distance falls: gradient of the one equals gradient of the other."""
+    """The expected gradient of the loss equals the gradient of the distance."""
     model = Enumerable(vocabulary, length, embed_method)
     advantage = advantage_of(model.reward(num_rollouts), advantage_estimator=estimator)
     wanted = torch.autograd.grad(model.cfm(), model.parameters)
@@ -420,17 +420,15 @@ def test_the_enumerated_distance_has_the_gradient_of_its_finite_differences():
 
 
 @pytest.mark.parametrize(("vocabulary", "length", "num_rollouts", "embed_method"), ENUMERABLE)
-def test_reported_distance_is_too_large_by_a_variance_that_the_unbiased_one_leaves_out(
-    vocabulary, length, num_rollouts, embed_method
-):
+def test_cfm_distance_is_biased_by_the_variance_and_cfm_unbiased_is_not(vocabulary, length, num_rollouts, embed_method):
     model = Enumerable(vocabulary, length, embed_method)
     index, probability = model.groups(num_rollouts)
-    rollout, truth = model.features[index], model.truth.expand(len(index), -1)
+    rollout, target = model.features[index], model.target.expand(len(index), -1)
     p = model.logp().sum(dim=1).exp().detach()
     variance = float((p @ model.features.square() - (p @ model.features).square()).sum())
-    assert float(probability @ cfm_unbiased(rollout, truth)) == pytest.approx(model.cfm().tolist(), abs=1e-12)
+    assert float(probability @ cfm_unbiased(rollout, target)) == pytest.approx(model.cfm().tolist(), abs=1e-12)
     expected = model.cfm().tolist() + variance / num_rollouts
-    assert float(probability @ cfm_distance(rollout, truth)) == pytest.approx(expected, abs=1e-12)
+    assert float(probability @ cfm_distance(rollout, target)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_unbiased_distance_of_one_rollout_is_refused():
@@ -439,20 +437,20 @@ def test_the_unbiased_distance_of_one_rollout_is_refused():
 
 
 def test_dot_alignment_uses_lengths_and_cosine_does_not():
-    features = Features(tensor([[[2.0, 0.0]]]), tensor([[[3.0, 4.0]]]))
+    features = PairedFeatures(tensor([[[2.0, 0.0]]]), tensor([[[3.0, 4.0]]]))
     close(dot_alignment(features), [[12.0]])
     close(feature_reward(features).alignment, [[1.2]])
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "rloo_split", "grpo"])
 @pytest.mark.parametrize("num_rollouts", [3, 4, 6, 8, 16])
-def test_equal_rollouts_have_no_advantage_whatever_their_sums_round_to(estimator, num_rollouts):
-    """Diversity is a sum over the others, in another order for each: only rounding tells equal rollouts apart."""
+def test_equal_rollouts_have_no_advantage_despite_rounding(estimator, num_rollouts):
+    """Diversity sums over the others in a different order for each: equal rollouts differ only by rounding."""
     generator = torch.Generator().manual_seed(num_rollouts)
     one = unit(torch.randn(200, 1, 48, generator=generator))
-    truth = unit(torch.randn(200, 48, generator=generator))
+    target = unit(torch.randn(200, 48, generator=generator))
     rollout = one.expand(200, num_rollouts, 48)
-    for features in (plain(rollout, truth), whiten(rollout, truth)):
+    for features in (plain(rollout, target), whiten(rollout, target)):
         reward = feature_reward(features)
         assert (advantage_of(reward, advantage_estimator=estimator) == 0).all()
         nudged = reward._replace(alignment=reward.alignment + 1e-4 * torch.eye(num_rollouts)[0])

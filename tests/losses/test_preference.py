@@ -494,7 +494,7 @@ def test_robust_is_unbiased_under_flipped_labels():
 @pytest.mark.parametrize(
     ("function", "value", "message"),
     [
-        (exo_pair, 0.0, "label_smoothing=0.0: exo_pair takes its logarithm; set it above 0, e.g. 0.001"),
+        (exo_pair, 0.0, "label_smoothing=0.0: exo_pair uses its logarithm; set it above 0, e.g. 0.001"),
         (robust, 0.5, "label_smoothing=0.5: robust divides by 1 - 2 eps; set it in [0, 0.5)"),
     ],
 )

@@ -88,7 +88,7 @@ def grpo_case(layout: str, *, lora: bool = False, max_tokens: int = 8 * TOTAL, *
             with torch.no_grad():
                 for p in policy.model.parameters():
                     p.mul_(1.02)
-        return backward(cfg, policy, batch, first=cfg.num_iterations == 1).means()
+        return backward(cfg, policy, replace(batch, first=cfg.num_iterations == 1)).means()
 
     return Case(rows, lambda: make_policy(reference=True, lora=lora), step)
 

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from data.strided import Document
-from data.types import Prompt, TruthPrompt
+from data.types import Prompt, TargetPrompt
 from losses.policy import POLICY_LOSSES
-from rollout.engine import Completion
-from rollout.schedule.planner import Planned
-from rollout.schedule.replay import Group
+from rollout.engine import Completion, Group
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
@@ -27,10 +25,10 @@ from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork
 from trainer.offline.loop import indices_of_this_rank
-from trainer.parallel.comm import of_all, rank
+from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
-from trainer.rl.groups import GroupBatch, advantages, sequence_kl
-from trainer.rl.rank0_rollout import Lead
+from trainer.rl.groups import GroupBatch, sequence_kl
+from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.step import backward, prepare
 
 SIZE = 4  # completions of a group
@@ -39,14 +37,14 @@ RUN = RunConfig(max_tokens_per_micro_batch=48, per_device_train_batch_size=8, gr
 EACH_ALONE = {"max_tokens_per_micro_batch": 1}
 
 
-def make_groups(truth: bool) -> list[Group]:
+def make_groups(target: bool) -> list[Group]:
     """Five, of uneven lengths; the completions of one have equal rewards, so it is skipped where there is no KL."""
     rng = random.Random(6)
     groups = []
     for row in range(5):
         prompt = Prompt(source=f"row {row}", prompt="", ids=ids(rng, rng.randrange(2, 9)))
-        if truth:
-            prompt = TruthPrompt(**vars(prompt), truth_ids=ids(rng, rng.randrange(1, 9)))
+        if target:
+            prompt = TargetPrompt(**vars(prompt), target_ids=ids(rng, rng.randrange(1, 9)))
         completions = []
         for _ in range(SIZE):
             made = ids(rng, rng.randrange(1, 12))
@@ -55,7 +53,7 @@ def make_groups(truth: bool) -> list[Group]:
                 Completion(prompt_ids=prompt.ids, ids=made, logps=logps, finish_reason="stop", text="", versions=[])
             )
         values = [[float(row != 2 and rng.random() < 0.5), float(row != 2) * rng.random()] for _ in range(SIZE)]
-        groups.append(Group(planned=Planned(row, prompt, row, "fresh"), completions=completions, values=values))
+        groups.append(Group(row, prompt, row, "fresh", completions, values))
     return groups
 
 
@@ -65,18 +63,20 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
     cfg = import_module(f"trainer.methods.{method}").Config(
         model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run, num_generations=SIZE, **options
     )
-    groups = make_groups(truth=False)
-    prompts = [group.planned.prompt for group in groups]
+    groups = make_groups(target=False)
+    prompts = [group.prompt for group in groups]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
-        lead = Lead(policy, None, prompts)
-        batch = lead.share(lead.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
+        rank0 = Rank0Rollout(policy, None, prompts)
+        batch = rank0.scatter(rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
         kl = sequence_kl(cfg, policy, batch.completions) if cfg.advantage.kl_in_reward else None
-        advantage = advantages(cfg, batch, kl).flatten()
+        advantage = cfg.advantage.estimate(
+            batch.for_advantage(kl, beta=cfg.policy_loss.beta, all_sum=all_sum)
+        ).flatten()
         rollout = prepare(cfg, policy, batch.completions, advantage)
         counts = of_all(sum(bool(mb.rows) for mb in rollout.micro_batches), "micro-batches that hold something")
         assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
-        return backward(cfg, policy, rollout, first=True).means()
+        return backward(cfg, policy, rollout).means()
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
 
@@ -99,14 +99,14 @@ def bnpo_case(*, masked: bool = False) -> Case:
         num_generations=SIZE, share_prompt=False,
         policy_loss=PolicyLossConfig(loss_type="bnpo", beta=0.1, entropy_coef=0.1, mask_truncated_completions=masked),
     )  # fmt: skip
-    completions = [completion for group in make_groups(truth=False) for completion in group.completions][:7]
+    completions = [completion for group in make_groups(target=False) for completion in group.completions][:7]
     if masked:  # the only one of rank 1, and one of rank 0
         completions = [replace(c, finish_reason="length") if n in (2, 6) else c for n, c in enumerate(completions)]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         advantage = torch.tensor([1.0 - 0.4 * len(completion.ids) for completion in rows], dtype=torch.float64)
         batch = prepare(cfg, policy, rows, advantage)
-        return {**backward(cfg, policy, batch, first=True).means(), "micro": float(batch.total["num_micro_batches"])}
+        return {**backward(cfg, policy, batch).means(), "micro": float(batch.total["num_micro_batches"])}
 
     return Case(completions, lambda: make_policy(reference=True), step, six_and_one)
 
@@ -117,28 +117,28 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
         model=ModelConfig(model="test"), data=DataConfig(data=("rows",)), run=run, num_generations=SIZE,
         features=FeatureConfig(ce_coef=0.1, use_whitening=True), policy_loss=PolicyLossConfig(loss_type=loss_type),
     )  # fmt: skip
-    groups = make_groups(truth=True)
-    prompts = [group.planned.prompt for group in groups]
+    groups = make_groups(target=True)
+    prompts = [group.prompt for group in groups]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         rewards = structured.FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
-        lead = Lead(policy, None, prompts)
-        lead.orders[structured.ORDER] = rewards.follow
+        rank0 = Rank0Rollout(policy, None, prompts)
+        rank0.handlers |= rewards.handlers
 
         def rewarded() -> GroupBatch:
             completions = [completion for group in rows for completion in group.completions]
-            of_each = [group.planned.prompt for group in rows for _ in range(SIZE)]
+            of_each = [group.prompt for group in rows for _ in range(SIZE)]
             table = rewards.submit(of_each, completions, step=0).result()
             values = [table.values[first : first + SIZE] for first in range(0, len(completions), SIZE)]
             scored = [replace(group, values=own) for group, own in zip(rows, values, strict=True)]
             return GroupBatch(scored, table.names, table.weights, {})
 
-        whole = lead.run(rewarded)
+        whole = rank0.run(rewarded)
         logged = structured.feature_metrics(cfg, rewards, whole)
-        batch = lead.share(whole)
-        advantage = structured.advantages(cfg, batch).flatten()
-        sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), first=True)
-        structured.add_truth(cfg, policy, [group.planned.prompt for group in batch.groups], sums)
+        batch = rank0.scatter(whole)
+        advantage = structured.estimate(cfg, batch.for_advantage(all_sum=all_sum)).flatten()
+        sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage))
+        structured.add_target(cfg, policy, [group.prompt for group in batch.groups], sums)
         return {**logged, **sums.means()}
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)

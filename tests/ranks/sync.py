@@ -31,8 +31,8 @@ from trainer.parallel.comm import is_main, pick_device, process_group
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import parallelize
-from trainer.rl import rollouts
-from trainer.rl.rank0_rollout import Lead
+from trainer.rl import setup
+from trainer.rl.rank0_rollout import Rank0Rollout
 
 PROBE_EVERY = 20
 MODES = {
@@ -86,8 +86,8 @@ def break_once(at_bucket: int) -> None:
 class Case:
     """One engine, synced again and again; `seconds` and `gaps` are rank 0's."""
 
-    def __init__(self, lead: Lead, policy: Policy) -> None:
-        self.lead, self.policy, self.engine = lead, policy, lead.engine
+    def __init__(self, rank0: Rank0Rollout, policy: Policy) -> None:
+        self.rank0, self.policy, self.engine = rank0, policy, rank0.engine
         self.first = [p.detach().clone() for _, p in trained(policy)]
         self.seconds: list[float] = []
         self.gaps: list[float] = []
@@ -113,14 +113,14 @@ class Case:
         with torch.no_grad():
             for (name, parameter), begun in zip(trained(self.policy), self.first, strict=True):
                 parameter.copy_(begun * 0 if "lora_B" in name else begun)
-        self.lead.run(partial(self.sync, version))
+        self.rank0.run(partial(self.sync, version))
 
     def run(self, num_syncs: int) -> dict[str, Any]:
         for version in range(num_syncs):
             change(self.policy, self.first, version)
-            self.lead.run(partial(self.sync, version))
+            self.rank0.run(partial(self.sync, version))
             if version in (0, num_syncs - 1):
-                self.lead.run(self.look)
+                self.rank0.run(self.look)
         self.give_back(num_syncs)
         if not is_main():
             return {}
@@ -145,15 +145,15 @@ def run_case(url: str, folder: str, num_syncs: int, case: str) -> dict[str, Any]
         run = SimpleNamespace(
             id="c0ffee00", dir=Path(logs), note=lambda text: print(text, file=sys.stderr), keep=lambda kept: kept
         )
-        rollouts.check_servers(cfg, policy, run)
-        lead = Lead(policy, rollouts.start_engine(cfg, policy, run, [prompt]), [prompt])
+        setup.check_servers(cfg, policy, run)
+        rank0 = Rank0Rollout(policy, setup.start_engine(cfg, policy, run, [prompt]), [prompt])
         if "broken" in options and is_main():
-            buckets = len(lead.engine.weights.sync.link.buckets)
+            buckets = len(rank0.engine.weights.sync.link.buckets)
             break_once(2 * buckets + buckets // 2 + 1)
         try:
-            return Case(lead, policy).run(num_syncs)
+            return Case(rank0, policy).run(num_syncs)
         finally:
-            lead.engine.close()
+            rank0.engine.close()
 
 
 def main(url: str, folder: str, num_syncs: str, *cases: str) -> None:

@@ -546,10 +546,11 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
     """Each method's own call of its loader, with a tokenizer in place of a model."""
     from types import SimpleNamespace
 
+    from trainer.rl.rollouts import prompts_of
+
     from trainer.methods import ebft, kto, prm, rm, sft
     from trainer.offline.pairs import pairs_of
     from trainer.policy.load import load_tokenizer
-    from trainer.rl.rollouts import prompts_of
 
     (tmp_path / "styled.jinja").write_text(STYLED)
     user = [{"role": "user", "content": "2+2="}]
@@ -568,7 +569,7 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
         "kto": lambda specs: kto.load_rows(cfg, policy, specs),
         "rm": lambda specs: rm.pairs_of(cfg, policy, specs),
         "prm": lambda specs: prm.solutions_of(cfg, policy, specs, last_step_only=False),
-        "ebft": lambda specs: ebft.truths_of(cfg, policy, network, specs),
+        "ebft": lambda specs: ebft.targets_of(cfg, policy, network, specs),
     }
     ours |= dict.fromkeys(("dpo", "ipo", "cpo", "orpo", "simpo"), lambda specs: pairs_of(cfg, policy, specs))
     ours |= dict.fromkeys(("grpo", "gdpo", "rloo"), lambda specs: prompts_of(cfg, policy, specs))

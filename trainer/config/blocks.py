@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from data.formats.template_settings import TemplateKwargs
+from data.formats.template_settings import JsonObject
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.parallel.ranks import TIMEOUT_S, world_size
 
@@ -115,7 +115,7 @@ class ModelConfig:
     """Refused: a 4-bit base is not supported."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja; saved with the trained model."""
-    chat_template_kwargs: TemplateKwargs = dataclasses.field(default_factory=dict)
+    chat_template_kwargs: JsonObject = dataclasses.field(default_factory=dict)
     (
         "Settings that the chat template reads, as a JSON object (a mapping in YAML): '{\"enable_thinking\": false}'. "
         "A row's own column chat_template_kwargs wins over them, name by name."

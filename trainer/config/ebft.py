@@ -1,4 +1,4 @@
-"""Flags of energy-based fine-tuning: features, rewards and advantages; where documents are continued."""
+"""Flags of energy-based fine-tuning: features, rewards, advantages, and the two modes."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_poli
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureConfig:
-    """The frozen network, its features, and what is made of them."""
+    """The feature network, and the rewards and advantages computed from its features."""
 
     feature_model: str | None = None
-    """Another model as feature network, in any form --model takes; None: the starting point of this run."""
+    """Model of the feature network, in any form --model takes; None: the initial weights of this run."""
     feature_layers: tuple[float, ...] = (0.25, 0.5, 0.75)
-    """Blocks whose outputs are features, as fractions of the depth; their states are put side by side."""
+    """Blocks whose outputs are the features, as fractions of the depth; their outputs are concatenated."""
     feature_norm: Literal["token", "layer", "none"] = "token"
-    """What has length 1 before pooling: a token's whole vector, each block's part of it, or nothing."""
+    """What is scaled to length 1 before pooling: a token's whole vector, each block's part of it, or nothing."""
     embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = "last_token"
     (
-        "One vector for a sequence: its last token, the mean of prompt and completion, the mean of the completion, or "
-        "the tokens at its quarters side by side. In strided mode the sequence is the block, and both means are one."
+        "How a sequence becomes one vector: its last token, the mean over prompt and completion, the mean over the "
+        "completion, or its three quarter points concatenated. In strided mode the sequence is the block, and both "
+        "means are equal."
     )
     use_whitening: bool = False
-    """Whiten the features of a prompt by those of its rollouts; diversity is then a penalty on equal rollouts alone."""
+    """Whiten features by the rollouts of their prompt; diversity then only penalizes equal rollouts."""
     whiten_gt: Literal["feature", "sample"] = "feature"
-    """How the true completion is whitened: by the map of features, as in the paper, or as the authors' code does it."""
+    """How the true completion is whitened: in feature space as in the paper, or as in the authors' code (sample)."""
     alignment: Literal["cosine", "dot"] = "cosine"
-    """Likeness to the true completion: the cosine, or the product whose expected gradient is that of the distance."""
+    """Similarity to the true completion: cosine, or dot product, whose expected gradient is that of the distance."""
     alignment_coef: float = 1.0
-    """Weight of being like the true completion."""
+    """Weight of the similarity to the true completion."""
     diversity_coef: float = 1.0
-    """Weight of being unlike the other rollouts."""
+    """Weight of the penalty for similarity to the other rollouts."""
     rl_coef: float = 1.0
     """Weight of the policy loss."""
     ce_coef: float = 0.0
-    """Weight of the cross-entropy of the true tokens (0.03 in the paper); 0 does not compute it."""
+    """Weight of the cross-entropy on the true completion (0.03 in the paper); 0 skips it."""
     advantage_estimator: Literal["rloo_split", "rloo", "grpo", "reinforce"] = "rloo_split"
     (
-        "rloo: less the mean of the others; rloo_split: the same for each part of the reward, the authors' and without "
-        "bias; grpo: less the mean of the group, over its deviation; reinforce: the reward as it is."
+        "rloo: reward minus the mean of the others; rloo_split: the same per part of the reward, the authors' unbiased "
+        "estimator; grpo: reward minus the group mean, over the standard deviation; reinforce: the reward itself."
     )
 
     def __post_init__(self) -> None:
-        layer_indices(self.feature_layers, 1)  # refuses fractions that are none
+        layer_indices(self.feature_layers, 1)  # validates the fractions
         for name in ("alignment_coef", "diversity_coef", "rl_coef", "ce_coef"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 or above")
@@ -75,7 +76,7 @@ class FeatureConfig:
             raise ValueError(f"whiten_gt={self.whiten_gt}: has no effect without whitening; set --use-whitening")
 
     def check_rollouts(self, name: str, count: int) -> None:
-        """Whether so many rollouts of a prompt can be compared."""
+        """Refuse settings that need more than this many rollouts per prompt."""
         if count < 1:
             raise ValueError(f"{name}={count}: must be 1 or more")
         if count > 1:
@@ -99,23 +100,23 @@ class FeatureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StridedConfig:
-    """Strided mode: where documents are continued, and how often."""
+    """Strided mode: where documents are continued, and with how many samples."""
 
     stride: int = 8
     """Tokens from one anchor to the next."""
     context_length: int = 8
-    """Tokens before the first anchor; a later one sees all of the document that is before it."""
+    """Tokens before the first anchor; later anchors see the whole document before them."""
     generate_max_len: int = 8
     """Tokens of a continuation; the end-of-text token does not end it."""
     n_samples_per_prompt: int = 4
     """Continuations of each anchor."""
     min_completion_prefix: int = 0
-    """Tokens of a completion that are given too, where a document has a prompt."""
+    """Tokens between the prompt of a document and its first anchor; no effect without a prompt."""
     max_length: int = 1024
-    """Tokens of a document; what is longer is cut on the right, and counted."""
+    """Tokens of a document; longer ones are cut on the right, and counted."""
 
     def __post_init__(self) -> None:
-        _ = self.plan  # refuses numbers that are too small
+        _ = self.plan  # validates the numbers
         if self.max_length < self.context_length + self.generate_max_len:
             raise ValueError(
                 f"max_length={self.max_length}: has no room for context_length + generate_max_len = "
@@ -128,22 +129,26 @@ class StridedConfig:
         return StridedPlan(**{name: value for name, value in vars(self).items() if name in names})
 
 
-PREFIXED = ("format", "rollout", "vllm", "sync")  # blocks whose flags carry their name
+PREFIXED = ("format", "rollout", "vllm", "sync")  # blocks whose flags are prefixed with the block's name
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def refuse_idle(cfg: Any, names: tuple[str, ...], mode: str) -> None:
-    """Settings of the other mode, blocks or single fields of a Config, must be left alone."""
+    """Refuse changed settings (blocks or single fields of a Config) that belong to the other mode."""
     defaults = {field.name: field for field in dataclasses.fields(cfg)}
     for name in names:
         value, field = getattr(cfg, name), defaults[name]
         if dataclasses.is_dataclass(value):
             prefix = f"{name}." if name in PREFIXED else ""
             fields = [
-                (f"{prefix}{inner.name}", getattr(value, inner.name), inner.default)
+                (f"{prefix}{inner.name}", getattr(value, inner.name), _default_of(inner))
                 for inner in dataclasses.fields(value)
             ]
         else:
-            fields = [(name, value, field.default)]
+            fields = [(name, value, _default_of(field))]
         for key, given, default in fields:
             if given != default:
                 shown = " ".join(map(str, given)) if isinstance(given, tuple) else given
@@ -158,7 +163,7 @@ OF_STRUCTURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class EbftConfig:
-    """Both modes; what the other one reads is refused."""
+    """Settings of both modes; those of the other mode are refused."""
 
     model: Flat[ModelConfig]
     data: Flat[DataConfig]
@@ -177,23 +182,23 @@ class EbftConfig:
     overlap: Flat[AsyncConfig] = field(default_factory=AsyncConfig)
 
     mode: Literal["structured", "strided"] = "structured"
-    """structured: whole completions of prompts; strided: short continuations from many places of a text."""
+    """structured: whole completions of prompts; strided: short continuations from many positions of a text."""
     temperature: float = 1.0
-    """Sampling temperature; log-probs in the loss are those of the same temperature (0.6 in the paper)."""
+    """Sampling temperature, also of the log-probs in the loss (0.6 in the paper)."""
     num_generations: int = 4
     """Structured: completions per prompt."""
     max_prompt_length: int | None = None
-    """Structured: prompts of more tokens are left out, and counted; None keeps all."""
+    """Structured: longer prompts are left out, and counted; None keeps all."""
     max_completion_length: int = 256
-    """Structured: tokens a completion may have, and a true one is cut to."""
+    """Structured: maximum tokens of a completion; true completions are cut to it."""
     adaptive_max_tokens: bool = True
-    """Structured: stop a completion at gt_length_multiplier times the length of the true one, or 64 tokens."""
+    """Structured: stop a completion at gt_length_multiplier times the length of the true one, at least 64 tokens."""
     gt_length_multiplier: float = 1.5
-    """Structured: how much longer than the true completion one may get."""
+    """Structured: maximum length of a completion relative to the true one."""
     stop: tuple[str, ...] = ()
     """Structured: strings that end a completion, besides the model's own end tokens."""
     share_prompt: bool = True
-    """Structured: compute a prompt once for its group, with the same gradient."""
+    """Structured: compute a prompt once per group; the gradient is the same."""
     num_iterations: int = 1
     """Structured: optimizer steps taken on each batch of completions."""
 
@@ -201,8 +206,8 @@ class EbftConfig:
         check_evaluation(self.data, self.run)
         if self.parallel.context > 1:
             raise ValueError(
-                f"parallel.context={self.parallel.context}: features are taken from whole rows, which processes do not "
-                "share here; leave it out"
+                f"parallel.context={self.parallel.context}: EBFT takes features from whole rows and cannot split "
+                "them over processes; leave it out"
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
@@ -237,8 +242,8 @@ class EbftConfig:
                 )
         if self.overlap.reroll_start_fraction < 1:
             raise ValueError(
-                f"reroll_start_fraction={self.overlap.reroll_start_fraction}: has no effect here, features never give "
-                "no reward at all; leave it out"
+                f"reroll_start_fraction={self.overlap.reroll_start_fraction}: has no effect here, every "
+                "completion gets a reward from its features; leave it out"
             )
         if "" in self.stop:
             raise ValueError("stop='': an empty stop string would end every completion; remove it")
@@ -253,7 +258,7 @@ class EbftConfig:
 
     @property
     def advantage(self) -> AdvantageConfig:
-        """What GRPO's machinery asks of a method: features are the only reward here."""
+        """Read by the code shared with GRPO; features are the only reward here."""
         return AdvantageConfig()
 
     @property

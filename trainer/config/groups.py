@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal
 
+import tyro
+
+from data.formats.template_settings import JsonObject
+from data.hints import suggest
+from data.user_code import find_callable
+from losses.advantage import ADVANTAGE_ESTIMATORS, Advantage, AdvantageEstimator, GroupRewards
 from rollout.servers.options import SyncConfig
 from trainer.config.blocks import RolloutConfig
 
@@ -15,8 +23,10 @@ class AdvantageConfig:
 
     scale_rewards: Literal["group", "batch", "none"] | bool = "group"
     """Divide advantages by the standard deviation of the group (or true), of the batch, or not at all (or false)."""
-    advantage_estimator: Literal["group", "leave_one_out"] = "group"
-    """The baseline of a completion: the mean of its group, or of the others in it (RLOO; needs scale_rewards none)."""
+    advantage_estimator: Annotated[str, tyro.conf.arg(metavar="{group,leave_one_out}|MODULE.FUNCTION")] = "group"
+    """The baseline of a completion: the mean of its group, or of the others in it (RLOO). Or my_module.my_estimator."""
+    advantage_kwargs: JsonObject = field(default_factory=dict)
+    """Options of an estimator of your own that are no flags, as a JSON object."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several rewards: add them up first, or normalise each within its group first, then the sum over the batch."""
     overlong_margin: int = 0
@@ -32,25 +42,59 @@ class AdvantageConfig:
             object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
         if self.overlong_margin < 0:
             raise ValueError(f"overlong_margin={self.overlong_margin}: must be 0 (off) or more tokens")
-        if self.advantage_estimator == "leave_one_out" and self.scale_rewards != "none":
-            raise ValueError(
-                f"scale_rewards={self.scale_rewards}: leave_one_out has a baseline and no scale; set scale_rewards none"
-            )
+        self._resolve_estimator()
+
+    def _resolve_estimator(self) -> None:
+        """Find the record, refuse what it does not read, and keep the function with its options."""
+        name = self.advantage_estimator
         if self.multi_objective_aggregation == "normalize_then_sum":
-            if self.advantage_estimator != "group":
+            if name != "group":
                 raise ValueError(
-                    f"advantage_estimator={self.advantage_estimator}: normalize_then_sum normalises by groups; "
-                    "leave it at group"
+                    f"advantage_estimator={name}: normalize_then_sum normalises by groups; leave it at group"
                 )
-            if self.scale_rewards != "group":
+            name = "normalize_then_sum"
+        record = find_estimator(name)
+        unread = "scale_rewards" not in record.options
+        if unread and self.scale_rewards not in (AdvantageConfig.scale_rewards, "none"):
+            raise ValueError(f"scale_rewards={self.scale_rewards}: has no effect with {name}; leave it out")
+        if self.scale_rewards == "none" and name == "normalize_then_sum":
+            raise ValueError(
+                "scale_rewards=none: has no effect with normalize_then_sum, which scales each reward by its group and "
+                "their sum by the batch; leave it out"
+            )
+        if self.kl_in_reward and not record.reads_total:
+            raise ValueError(f"kl_in_reward=True: {name} has no sum of rewards to take it off; leave it out")
+        flags = {} if unread else {"scale_rewards": self.scale_rewards}
+        for key in self.advantage_kwargs:
+            if key in flags or key not in record.options:
                 raise ValueError(
-                    f"scale_rewards={self.scale_rewards}: has no effect with normalize_then_sum, which scales each "
-                    "reward by its group and their sum by the batch; leave it out"
+                    f"advantage_kwargs.{key}: not an option of advantage_estimator={name}; "
+                    f"{suggest(key, record.options)}"
                 )
-            if self.kl_in_reward:
-                raise ValueError(
-                    "kl_in_reward=True: normalize_then_sum has no sum of rewards to take it off; leave it out"
-                )
+        missing = [
+            key for key, p in record.options.items() if p.default is p.empty and key not in self.advantage_kwargs
+        ]
+        if missing:
+            raise ValueError(f"advantage_estimator={name}: needs {missing[0]}; set it in --advantage-kwargs")
+        object.__setattr__(self, "_estimate", partial(record.estimate, **flags, **self.advantage_kwargs))
+
+    @property
+    def estimate(self) -> Callable[[GroupRewards], Advantage]:
+        return self._estimate
+
+
+def find_estimator(spec: str | Callable[..., Any]) -> AdvantageEstimator:
+    """The record of an estimator: a built-in one by its name, or a function or record of the user's."""
+    if isinstance(spec, str) and spec not in ADVANTAGE_ESTIMATORS:
+        if "." not in spec:
+            raise ValueError(
+                f"advantage_estimator={spec}: no such estimator, {suggest(spec, ADVANTAGE_ESTIMATORS)}; one of yours "
+                "is my_module.my_estimator"
+            )
+        _, spec = find_callable(spec, f"advantage_estimator={spec}")
+    if isinstance(spec, str):
+        return ADVANTAGE_ESTIMATORS[spec]
+    return spec if isinstance(spec, AdvantageEstimator) else AdvantageEstimator(spec)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,42 +7,60 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "rloo", "reinforce"]
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo")
-OWN_RATIO = {"rloo": "its ratio is that of the whole completion", "vespo": "its weight is that of the whole completion"}
-# Settings that only some losses read.
-READERS = {
-    "epsilon": CLIPPED,
-    "epsilon_high": CLIPPED,
-    "delta": CLIPPED,
-    "dual_clip": CLIPPED,
-    "cispo_cap": ("cispo",),
-    "sapo_temperature_pos": ("sapo",),
-    "sapo_temperature_neg": ("sapo",),
-    "vespo_k_pos": ("vespo",),
-    "vespo_lambda_pos": ("vespo",),
-    "vespo_k_neg": ("vespo",),
-    "vespo_lambda_neg": ("vespo",),
+import tyro
+
+from data.formats.template_settings import JsonObject
+from data.hints import suggest
+from data.user_code import find_callable
+from losses.policy import OPTIONS, POLICY_LOSSES, PolicyLoss
+
+NO_SEQUENCE_LEVEL = {
+    "completion": "its ratio is that of the whole completion",
+    "weight": "its weight is that of the whole completion",
+    "none": "it has no ratio",
 }
 
 
+def find_loss(spec: str | Callable[..., Any]) -> PolicyLoss:
+    """The record of a loss: a built-in one by its name, or a function or record of the user's."""
+    if isinstance(spec, str) and spec not in POLICY_LOSSES:
+        if "." not in spec:
+            raise ValueError(
+                f"loss_type={spec}: no such loss, {suggest(spec, POLICY_LOSSES)}; one of yours is my_module.my_loss"
+            )
+        _, spec = find_callable(spec, f"loss_type={spec}")
+    if isinstance(spec, str):
+        return POLICY_LOSSES[spec]
+    return spec if isinstance(spec, PolicyLoss) else PolicyLoss(spec)
+
+
+def _option_flags() -> list[tuple[str, Any, Any]]:
+    """One flag for each option of a built-in loss, its default that of the function."""
+    defaults = {name: p.default for record in POLICY_LOSSES.values() for name, p in record.options.items()}
+    flags = []
+    for name, option in OPTIONS.items():
+        kind = float | None if defaults[name] is None else float
+        flags.append((name, Annotated[kind, tyro.conf.arg(help=option.help)], defaults[name]))
+    return flags
+
+
+_Options = dataclasses.make_dataclass(
+    "_Options", [("loss_type", str, "dapo"), *_option_flags()], frozen=True, kw_only=True
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig:
+class PolicyLossConfig(_Options):
     """What is minimised over the completions of a step."""
 
-    loss_type: LossType = "dapo"
-    """Loss of a token and what it is averaged over: losses/policy.py has the table."""
-    epsilon: float = 0.2
-    """Clip range of the ratio, below 1 and above."""
-    epsilon_high: float | None = None
-    """Clip range above 1 when it differs (DAPO: 0.28); None uses epsilon."""
-    delta: float | None = None
-    """Two-sided clip: bound of the ratio where the advantage is negative (INTELLECT-2: 4); None leaves it open."""
-    dual_clip: float | None = None
-    """Dual clip: bound of the loss in units of the advantage, where that is negative (3 is usual); None: no bound."""
+    loss_type: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(POLICY_LOSSES)}}}|MODULE.FUNCTION")] = "dapo"
+    """Loss of a token and what it is averaged over: losses/policy.py has the table. Or my_module.my_loss."""
+    loss_kwargs: JsonObject = dataclasses.field(default_factory=dict)
+    """Options of a loss of your own that are no flags, as a JSON object."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratio of each token, or one for the completion, the geometric mean of its tokens' (GSPO)."""
     beta: float = 0.0
@@ -66,31 +84,17 @@ class PolicyLossConfig:
     )
     skip_zero_advantage_batches: bool = True
     """Do not compute completions of advantage 0 where they add nothing: the gradient is the same."""
-    cispo_cap: float = 5.0
-    """CISPO: upper bound of the ratio itself."""
-    sapo_temperature_pos: float = 1.0
-    """SAPO: steepness of the gate for advantages above 0."""
-    sapo_temperature_neg: float = 1.05
-    """SAPO: steepness of the gate for the others."""
-    vespo_k_pos: float = 2.0
-    """VESPO: power of the weight, advantages of 0 and above."""
-    vespo_lambda_pos: float = 3.0
-    """VESPO: decay of the weight, advantages of 0 and above."""
-    vespo_k_neg: float = 3.0
-    """VESPO: power of the weight, advantages below 0."""
-    vespo_lambda_neg: float = 2.0
-    """VESPO: decay of the weight, advantages below 0."""
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "epsilon_high", "beta", "entropy_coef"):
+        for name in ("beta", "entropy_coef"):
             _check_number(self, name, at_least=0.0)
-        for name in ("cispo_cap", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos",
-                     "vespo_k_neg", "vespo_lambda_neg"):  # fmt: skip
-            _check_number(self, name, above=0.0)
+        for name, option in OPTIONS.items():
+            _check_number(self, name, above=option.above, at_least=option.at_least)
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.epsilon > 1:
             raise ValueError(f"epsilon={self.epsilon}: must be at most 1, a ratio has nothing below 0; try 0.2")
-        if self.delta is not None and not 1 + self.clip_high < self.delta < math.inf:
-            raise ValueError(f"delta={self.delta}: must be above 1 + epsilon_high = {1 + self.clip_high:g}; try 4")
+        if self.delta is not None and not 1 + high < self.delta < math.inf:
+            raise ValueError(f"delta={self.delta}: must be above 1 + epsilon_high = {1 + high:g}; try 4")
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"dual_clip={self.dual_clip}: must be above 1, else nothing on policy is learned; try 3")
         if self.delta is not None and self.dual_clip is not None:
@@ -101,18 +105,7 @@ class PolicyLossConfig:
             raise ValueError(
                 f"top_entropy_quantile={self.top_entropy_quantile}: must be above 0 and at most 1; 1 trains on all"
             )
-        for name, losses in READERS.items():
-            if self.loss_type not in losses and getattr(self, name) != getattr(PolicyLossConfig, name):
-                advice = "its bound is cispo_cap" if self.loss_type == "cispo" else f"it is for {', '.join(losses)}"
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: has no effect with loss_type={self.loss_type}; {advice}"
-                )
-        if self.importance_sampling_level == "sequence" and self.loss_type not in SEQUENCE_LEVEL:
-            reason = OWN_RATIO.get(self.loss_type, "it has no ratio")
-            raise ValueError(
-                f"importance_sampling_level=sequence: has no effect with loss_type={self.loss_type}, {reason}; "
-                "leave it out"
-            )
+        self._resolve_loss()
         for name in ("kl_estimator", "use_bias_correction_kl"):
             if self.beta == 0 and getattr(self, name) != getattr(PolicyLossConfig, name):
                 raise ValueError(
@@ -120,11 +113,41 @@ class PolicyLossConfig:
                 )
 
     @property
-    def clip_high(self) -> float:
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+    def loss(self) -> PolicyLoss:
+        return self._loss
 
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The keyword arguments of the loss: flags that it reads, and loss_kwargs."""
+        return self._loss_options
 
-SEQUENCE_LEVEL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
+    def _resolve_loss(self) -> None:
+        """Find the record. What the loss does not read is refused; what it needs must be there."""
+        loss = find_loss(self.loss_type)
+        flags = {name: getattr(self, name) for name in OPTIONS if name in loss.options}
+        object.__setattr__(self, "_loss", loss)
+        object.__setattr__(self, "_loss_options", flags | self.loss_kwargs)
+        for name in OPTIONS:
+            if name not in loss.options and getattr(self, name) != getattr(PolicyLossConfig, name):
+                readers = [kind for kind, other in POLICY_LOSSES.items() if name in other.options]
+                advice = "its bound is cispo_cap" if self.loss_type == "cispo" else f"it is for {', '.join(readers)}"
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: has no effect with loss_type={self.loss_type}; {advice}"
+                )
+        for name in self.loss_kwargs:
+            if name in OPTIONS or name not in loss.options:
+                advice = f"use --{name.replace('_', '-')}" if name in OPTIONS else suggest(name, loss.options)
+                raise ValueError(
+                    f"loss_kwargs.{name}: is no option of loss_type={self.loss_type} to set here; {advice}"
+                )
+        missing = [name for name, p in loss.options.items() if p.default is p.empty and name not in self.loss_options]
+        if missing:
+            raise ValueError(f"loss_type={self.loss_type}: needs {missing[0]}; set it in --loss-kwargs")
+        if self.importance_sampling_level == "sequence" and loss.ratio != "token":
+            raise ValueError(
+                f"importance_sampling_level=sequence: has no effect with loss_type={self.loss_type}, "
+                f"{NO_SEQUENCE_LEVEL[loss.ratio]}; leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +226,13 @@ def check_policy_options(
                 f"{name}={getattr(loss, name)}: has no effect with kl_in_reward=True, the loss has no KL term then; "
                 "leave it out"
             )
-    if loss.loss_type == "reinforce" and num_iterations > 1:
+    if loss.loss.ratio == "none" and num_iterations > 1:
         raise ValueError(
-            f"num_iterations={num_iterations}: loss_type=reinforce has no ratio, so only the first step on a batch is "
-            "right; use 1, or loss_type=dapo"
+            f"num_iterations={num_iterations}: loss_type={loss.loss_type} has no ratio, so only the first step on a "
+            "batch is right; use 1, or loss_type=dapo"
         )
-    if loss.loss_type == "reinforce" and correction.proximal_policy == "behaviour":
-        raise ValueError("proximal_policy=behaviour: loss_type=reinforce has no ratio to take; leave it out")
+    if loss.loss.ratio == "none" and correction.proximal_policy == "behaviour":
+        raise ValueError(f"proximal_policy=behaviour: loss_type={loss.loss_type} has no ratio to take; leave it out")
 
 
 def _check_number(block: Any, name: str, *, above: float | None = None, at_least: float | None = None) -> None:

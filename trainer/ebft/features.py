@@ -1,15 +1,15 @@
-"""Features of a frozen network for energy-based fine-tuning: one vector for each sequence or block.
+"""Features of a frozen network for energy-based fine-tuning: one vector per sequence or block.
 
-    network = FeatureNetwork(cfg.features, policy)
-    found = network.of_groups(prompts, completions, num_generations=4)      # whole completions
-    found = network.of_blocks(batch)                                        # continuations within documents
-    measured = network.measure(found)                                       # rewards, and how far the two are apart
+    network = FeatureNetwork(cfg.features, cfg.run, policy)
+    features = network.of_groups(prompts, completions, num_generations=4)   # whole completions
+    features = network.of_blocks(batch)                                     # continuations within documents
+    measured = network.measure(features)                                    # rewards, and feature distances
 
-The network is the policy's reference: a frozen copy of what it was when the run began, or, with LoRA, the base with the
-adapter switched off. Equal rollouts of a prompt have equal features to the last digit, however they were batched:
-whitening tells a duplicate from a near one by that.
+The network is the policy's reference: a frozen copy of its initial weights, or, with LoRA, the base model with the
+adapter disabled. Equal rollouts of a prompt have bit-identical features, however they were batched: whitening relies on
+that to detect duplicates.
 
-Shapes: P prompts or anchors, G rollouts of each, D = width of a feature.
+Shapes: P prompts or anchors, G rollouts of each, D feature width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from data.packing import Item, make_batches
 from data.strided import StridedBatch
-from data.types import TruthPrompt
+from data.types import TargetPrompt
 from losses import ebft
 from rollout.engine import Completion
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
@@ -37,25 +37,25 @@ from trainer.policy.reference import load_frozen
 from trainer.policy.sharding import to_device_and_pad
 
 
-class Found(NamedTuple):
-    """Features of rollouts and of what the data has in their place."""
+class Features(NamedTuple):
+    """Features of rollouts, and of the targets they are compared with."""
 
     rollout: Tensor  # (P, G, D)
-    truth: Tensor  # (P, D)
+    target: Tensor  # (P, D)
 
 
-class Measured(NamedTuple):
-    """What the features of a batch come to."""
+class MeasuredFeatures(NamedTuple):
+    """Rewards and distances computed from features."""
 
     reward: ebft.Reward  # two parts, (P, G) each
-    cfm: Tensor  # (P,) squared distance of the mean rollout to the truth, of features that are not whitened
-    cfm_unbiased: Tensor | None  # (P,) less what the spread of G rollouts adds to it; None for one alone
+    cfm: Tensor  # (P,) squared distance from the mean rollout to the target, without whitening
+    cfm_unbiased: Tensor | None  # (P,) cfm minus its bias from the variance of G rollouts; None for G = 1
 
 
 def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy, parallel: ParallelConfig) -> Policy:
-    """The policy whose reference is the feature network: that of the run, unless another model is named.
+    """A policy whose reference is the feature network: the run's own, or the model of feature_model.
 
-    That one lies in shards over ranks where the policy does.
+    That model is sharded over ranks if the policy is.
     """
     if cfg.feature_model is None:
         return policy
@@ -64,76 +64,82 @@ def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy, paral
 
 
 class FeatureNetwork:
+    """Computes features with the policy's frozen reference, and rewards from them."""
+
     def __init__(self, cfg: FeatureConfig, run: RunConfig, policy: Policy) -> None:
         self.cfg, self.run, self.policy = cfg, run, policy
         with as_reference(policy) as model:
             self.layers = ebft.layer_indices(cfg.feature_layers, len(blocks_of(causal_lm(model), policy.source)))
 
     def of_groups(
-        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, num_generations: int
-    ) -> Found:
-        """One prompt for each completion, groups side by side."""
+        self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, num_generations: int
+    ) -> Features:
+        """One prompt per completion; the completions of a group are adjacent."""
         return self.of_items(self.items_of(prompts, completions, num_generations=num_generations), num_generations)
 
     def items_of(
-        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, num_generations: int
+        self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, num_generations: int
     ) -> list[list[Item]]:
-        """For each group its rollouts, and behind them the truth."""
+        """For each group its rollouts, followed by the target."""
         assert len(prompts) == len(completions) and len(prompts) % num_generations == 0, (len(prompts), num_generations)
         groups = []
         for first in range(0, len(prompts), num_generations):
-            made, prompt = completions[first : first + num_generations], prompts[first]
-            truth = self._item(prompt.ids, prompt.truth_ids, prompt.truth_mask)
-            groups.append([*(self._item(c.prompt_ids, c.ids, c.mask) for c in made), truth])
+            group, prompt = completions[first : first + num_generations], prompts[first]
+            target = self._item(prompt.ids, prompt.target_ids, prompt.target_mask)
+            groups.append([*(self._item(c.prompt_ids, c.ids, c.mask) for c in group), target])
         return groups
 
     @torch.no_grad()
-    def of_items(self, groups: Sequence[Sequence[Item]], num_generations: int) -> Found:
-        """Every distinct sequence is computed once. Ranks call this together, each with groups of its own or none."""
+    def of_items(self, groups: Sequence[Sequence[Item]], num_generations: int) -> Features:
+        """Computes every distinct sequence once. All ranks call this together, each with its own groups or none."""
         items = [item for group in groups for item in group]
-        # The tokens and which of them are wanted make the feature; where the prompt ends does not by itself.
+        # Features depend on the tokens and on which are wanted, not on where the prompt ends.
         number: dict[tuple[int, ...], int] = {}
         rows = [number.setdefault((*item.ids, *item.mask), len(number)) for item in items]
         distinct = dict(zip(rows, items, strict=True))
         features = self._of_items([distinct[row] for row in range(len(distinct))])[rows]  # (P * (G + 1), D)
         features = features.view(len(groups), num_generations + 1, features.shape[1])
-        return Found(features[:, :-1], features[:, -1])
+        return Features(features[:, :-1], features[:, -1])
 
     @torch.no_grad()
-    def of_blocks(self, batch: StridedBatch) -> Found:
-        """Of the continuations in a row, and of the document's own tokens in their places."""
-        place, truth = batch.place, batch.truth
+    def of_blocks(self, batch: StridedBatch) -> Features:
+        """Features of the continuations in a row, and of the document's own tokens at the same positions."""
+        place, target_place = batch.place, batch.target_place
         if self.cfg.embed_method == "last_token":
-            place, truth = place[:, :, -1:], truth[:, -1:]
-        states = self._states(batch, torch.cat([place.flatten(), truth.flatten()]))
-        rollout, true = states.split([place.numel(), truth.numel()])
+            place, target_place = place[:, :, -1:], target_place[:, -1:]
+        states = self._states(batch, torch.cat([place.flatten(), target_place.flatten()]))
+        rollout, target = states.split([place.numel(), target_place.numel()])
         width = states.shape[1]
-        rollout, true = rollout.view(*place.shape, width), true.view(*truth.shape, width)
+        rollout, target = rollout.view(*place.shape, width), target.view(*target_place.shape, width)
         pooled = self._pool(rollout, torch.ones_like(place, dtype=torch.bool))  # (A, n, D)
         ids = batch.input_ids[0, batch.place]  # (A, n, G)
         equal = (ids.unsqueeze(2) == ids.unsqueeze(1)).all(dim=-1)  # (A, n, n)
-        twin = equal.int().argmax(dim=-1)  # (A, n) the first with the same tokens, in most cases itself
+        twin = equal.int().argmax(dim=-1)  # (A, n) the first continuation with the same tokens, usually itself
         pooled = pooled.gather(1, twin.unsqueeze(-1).expand_as(pooled))
-        return Found(pooled, self._pool(true, torch.ones_like(truth, dtype=torch.bool)))
+        return Features(pooled, self._pool(target, torch.ones_like(target_place, dtype=torch.bool)))
 
-    def measure(self, found: Found) -> Measured:
-        cfg, (rollout, truth) = self.cfg, found
-        features = ebft.plain(rollout, truth)
+    def measure(self, features: Features) -> MeasuredFeatures:
+        """Rewards, and distances from the mean rollout to the target."""
+        cfg, (rollout, target) = self.cfg, features
+        paired = ebft.plain(rollout, target)
         if cfg.use_whitening:
-            features = ebft.whiten(rollout, truth, whiten_truth=cfg.whiten_gt)
+            paired = ebft.whiten(rollout, target, whiten_target=cfg.whiten_gt)
         reward = ebft.feature_reward(
-            features, alignment_coef=cfg.alignment_coef, diversity_coef=cfg.diversity_coef, alignment=cfg.alignment
+            paired, alignment_coef=cfg.alignment_coef, diversity_coef=cfg.diversity_coef, alignment=cfg.alignment
         )
-        unbiased = ebft.cfm_unbiased(rollout, truth) if rollout.shape[1] > 1 else None
-        return Measured(reward, ebft.cfm_distance(rollout, truth), unbiased)
+        unbiased = ebft.cfm_unbiased(rollout, target) if rollout.shape[1] > 1 else None
+        return MeasuredFeatures(reward, ebft.cfm_distance(rollout, target), unbiased)
 
     def _item(self, prompt: list[int], ids: list[int], mask: list[bool] | None) -> Item:
-        """Of prompt ids, ids that follow, and which of those count as completion.
+        """Item of a prompt and the ids after it; `mask` says which of those count as completion.
 
-        A batch knows where the states lie that predict its trained tokens. The state at a token is what predicts the
-        next one, so the tokens behind those we want are the trained ones, and a last one is added that nobody reads.
+        A batch indexes the states that predict its trained tokens. The state at a token predicts the next one, so the
+        token after each wanted one is marked as trained, and a dummy token is appended.
         """
-        whole = self.cfg.embed_method in ("mean_pooling", "concat")  # the prompt too, so it cannot be shared
+        whole = self.cfg.embed_method in (
+            "mean_pooling",
+            "concat",
+        )  # includes the prompt, which therefore cannot be shared
         wanted = [True] * (len(prompt) + len(ids))
         if not whole:
             wanted[: len(prompt)] = [False] * len(prompt)
@@ -150,7 +156,7 @@ class FeatureNetwork:
         parts: dict[int, Tensor] = {}
         last = (self.policy.context_length or sys.maxsize) - 1
         for batch in to_device_and_pad(self.policy, batches):
-            # What nobody reads may lie one behind the context, and position embeddings end there.
+            # The dummy token may be one past the context, where position embeddings end.
             batch = dataclasses.replace(batch, position_ids=batch.position_ids.clamp(max=last))
             states = self._states(batch, batch.index)
             for row, own in zip(batch.rows, states.split([sum(items[row].mask) for row in batch.rows]), strict=True):
@@ -158,11 +164,11 @@ class FeatureNetwork:
         return torch.stack([parts[row] for row in range(len(items))]) if items else states
 
     def _pool(self, features: Tensor, mask: Tensor) -> Tensor:
-        """(..., T, D) to (..., D): whatever the method leaves out has been left out already."""
+        """(..., T, D) to (..., D); tokens that the method ignores are already removed."""
         return ebft.pool(features, mask, mask, embed_method=self.cfg.embed_method)
 
     def _states(self, batch: Any, places: Tensor) -> Tensor:  # (M, layers * D)
-        """Hidden states of the chosen blocks at these places of a batch, side by side."""
+        """Hidden states of the chosen blocks at these positions of a batch, concatenated."""
         with as_reference(self.policy) as model:
             lm = causal_lm(model)
             blocks = blocks_of(lm, self.policy.source)
@@ -171,29 +177,29 @@ class FeatureNetwork:
         return ebft.token_features(states, normalize=self.cfg.feature_norm)
 
 
-def of_all_ranks(measured: Sequence[Measured]) -> Measured:
-    """What ranks have measured, in the order of ranks. One that has nothing brings that: a Measured of no prompts."""
-    columns = [[*found.reward, *(x.unsqueeze(1) for x in found[1:] if x is not None)] for found in measured]
+def of_all_ranks(measured: Sequence[MeasuredFeatures]) -> MeasuredFeatures:
+    """The measurements of all ranks, in rank order. A rank without prompts passes an empty MeasuredFeatures."""
+    columns = [[*part.reward, *(x.unsqueeze(1) for x in part[1:] if x is not None)] for part in measured]
     sizes = [column.shape[1] for column in columns[0]]
     table = torch.cat(all_gather(torch.cat([torch.cat(row, dim=1) for row in columns]), "rewards"))  # (P, 2 * G + 2)
     alignment, diversity, cfm, *unbiased = table.split(sizes, dim=1)
-    return Measured(ebft.Reward(alignment, diversity), cfm[:, 0], unbiased[0][:, 0] if unbiased else None)
+    return MeasuredFeatures(ebft.Reward(alignment, diversity), cfm[:, 0], unbiased[0][:, 0] if unbiased else None)
 
 
-def measured_metrics(measured: Sequence[Measured], area: str) -> dict[str, float]:
-    """Means over all rollouts, and the two distances over all prompts; `area` is reward or eval."""
-    alignment = torch.cat([found.reward.alignment for found in measured])
-    diversity = torch.cat([found.reward.diversity for found in measured])
+def measured_metrics(measured: Sequence[MeasuredFeatures], area: str) -> dict[str, float]:
+    """Means of the rewards over rollouts, and of the distances over prompts; `area` is reward or eval."""
+    alignment = torch.cat([part.reward.alignment for part in measured])
+    diversity = torch.cat([part.reward.diversity for part in measured])
     prefix = "eval/reward" if area == "eval" else "reward"
     metrics = {
         f"{prefix}/mean": (alignment - diversity).mean().item(),
         f"{area}/alignment/mean": alignment.mean().item(),
         f"{area}/diversity/mean": diversity.mean().item(),
-        f"{area}/cfm": torch.cat([found.cfm for found in measured]).mean().item(),
+        f"{area}/cfm": torch.cat([part.cfm for part in measured]).mean().item(),
     }
     if area == "reward":
         metrics["reward/std"] = (alignment - diversity).std(correction=1).item() if alignment.numel() > 1 else 0.0
-    unbiased = [found.cfm_unbiased for found in measured if found.cfm_unbiased is not None]
+    unbiased = [part.cfm_unbiased for part in measured if part.cfm_unbiased is not None]
     if unbiased:
         metrics[f"{area}/cfm_unbiased"] = torch.cat(unbiased).mean().item()
     return metrics
@@ -201,7 +207,7 @@ def measured_metrics(measured: Sequence[Measured], area: str) -> dict[str, float
 
 @contextlib.contextmanager
 def states_of(blocks: Sequence[nn.Module], places: Tensor) -> Iterator[list[Tensor]]:
-    """What these blocks put out at the places, in the order of the blocks, once a forward pass has run within."""
+    """Collect the outputs of these blocks at the places, in block order, during one forward pass in the context."""
     states: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,15 +1,15 @@
-"""One optimizer step of strided energy-based fine-tuning: documents, continued from their anchors, to gradients.
+"""One optimizer step of strided energy-based fine-tuning: from documents, continued at their anchors, to gradients.
 
-    step = continue_all(cfg, policy, documents, numbers=...)        # rows of documents, with continuations in them
+    step = continue_all(cfg, policy, documents, numbers=...)        # rows of documents with their continuations
     step = judge(network, step)                                     # rewards and advantages
     sums = backward(cfg, policy, step)                              # gradients; the caller clips and steps
 
-The tokens were sampled by the very weights that are trained, once: the ratio is 1 and there is nothing to clip. The
-gradient is the same however documents are dealt to rows: generated tokens are averaged over all of the step, and so are
-those of the cross-entropy. Over several ranks each has documents of its own, or none, and as many rows as the others:
-empty ones fill up. Continuations are made with whole weights, since how many passes they take differs.
+Training is on-policy with one update per sample: the ratio is 1 and nothing is clipped. The gradient does not depend on
+how documents are assigned to rows: the policy loss is a mean over all generated tokens of the step, the cross-entropy a
+mean over all document tokens. Each rank has its own documents, or none, and is padded with empty rows to the same
+number of rows. Sampling uses gathered weights, since the number of forward passes differs between ranks.
 
-Shapes: of a row, A anchors, n continuations of each, G tokens of a continuation.
+Shapes, per row: A anchors, n continuations of each, G tokens per continuation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from losses.importance import log_difference
 from rollout.engines.sampling import signed_64
 from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
-from trainer.ebft.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
+from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.loop import indices_of_this_rank, rows_of_this_rank
 from trainer.parallel.comm import all_sum, world_size
@@ -39,16 +39,16 @@ from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidd
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import gathered_weights, pad_to_equal_count, to_device_and_pad
 
-EVAL_SEED = -1  # of held-out continuations; a run's own seed is 0 or above
+EVAL_SEED = -1  # for held-out continuations; the seed of a run is 0 or more
 
 
 @dataclass(frozen=True)
 class StridedStep:
-    """The documents of a step. Lists are per row."""
+    """The documents of a step; lists have one entry per row."""
 
     rows: list[StridedBatch]  # with generated tokens
-    behaviour: list[Tensor]  # (A, n, G) log-probs when they were sampled
-    measured: list[Measured] = field(default_factory=list)
+    behaviour: list[Tensor]  # (A, n, G) log-probs at sampling time
+    measured: list[MeasuredFeatures] = field(default_factory=list)
     advantage: list[Tensor] = field(default_factory=list)  # (A, n)
 
     @property
@@ -59,12 +59,13 @@ class StridedStep:
 def continue_all(
     cfg: Any, policy: Policy, documents: Sequence[Document], *, seed: int, numbers: Sequence[int], multiple: int = 1
 ) -> StridedStep:
-    """Rows of documents, each continued from all its anchors. `numbers` are those of the documents in the run.
+    """Rows of documents, each continued from all its anchors. `numbers` index the documents within the run.
 
-    `multiple` is what else rows must be filled up to: the feature network may attend by other code than the policy.
+    Row lengths are padded to a multiple of `multiple` too, since the feature network may use another attention
+    implementation than the policy.
 
-    The seed of a continuation follows from the number of its document, its anchor and its own: what else is in the row,
-    or whether the run was broken off in between, or which rank has it, does not change it.
+    The seed of a continuation depends only on the number of its document, its anchor and its sample index, not on the
+    row, the rank, or whether the run was resumed.
     """
     lm, plan = causal_lm(policy.model), cfg.strided.plan
     of_document = [signed_64(sample_seed(seed, number)) for number in numbers]
@@ -74,7 +75,7 @@ def continue_all(
     planned = make_strided(documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=multiple)
     rows, behaviour = pad_to_equal_count(policy, planned, empty_strided(plan, multiple=multiple)), []
     with gathered_weights(policy):
-        for number in range(len(rows)):  # these passes are not those of all ranks
+        for number in range(len(rows)):  # ranks run different numbers of passes here
             row = rows[number].to(policy.device)
             own = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + of_sample
             made = continue_documents(
@@ -87,10 +88,10 @@ def continue_all(
 
 
 def judge(network: FeatureNetwork, step: StridedStep) -> StridedStep:
-    """Rewards of all continuations, and advantages within those of an anchor."""
+    """Rewards of all continuations, and advantages within the group of each anchor."""
     measured = [network.measure(network.of_blocks(row)) for row in step.rows]
     estimator = network.cfg.advantage_estimator
-    advantage = [ebft.advantage_of(found.reward, advantage_estimator=estimator) for found in measured]
+    advantage = [ebft.advantage_of(part.reward, advantage_estimator=estimator) for part in measured]
     return replace(step, measured=measured, advantage=advantage)
 
 
@@ -116,8 +117,8 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
             "policy/behaviour_kl": ((torch.expm1(gap) - gap).sum(), term.count),
         }
 
-    def truth_loss(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any]:
-        out = ebft.truth_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=features.ce_coef)
+    def target_loss(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any]:
+        out = ebft.target_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=features.ce_coef)
         term = out.terms["ce"]
         return total_loss(out, denominators), {"loss/ce": (term.sum.detach(), term.count)}
 
@@ -141,7 +142,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
                 linear_logprob_loss(
                     as_head_takes(policy, hidden[row.ce_index]),
                     target=row.ce_target,
-                    loss_fn=truth_loss,
+                    loss_fn=target_loss,
                     ignore_index=None,
                     **head_of(lm),
                 )  # fmt: skip
@@ -153,27 +154,27 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
                 sums.add(metrics)
         sums.add({"loss/total": (total.detach(), 0.0)})
     for name, coef in (("policy", features.rl_coef), ("ce", features.ce_coef)):
-        if coef:  # 0 where the step has no such token at all
+        if coef:  # 0 if the step has no such token
             sums.add({f"loss/{name}": (torch.zeros_like(generated), denominators[name] == 0)})
-    share = 1 / world_size()  # adds up to 1 over ranks
+    share = 1 / world_size()  # sums to 1 over ranks
     sums.add({"loss/total": (torch.zeros((), device=policy.device), share)})
     return sums
 
 
 def check_gap(cfg: Any, policy: Policy, sums: MetricSums, step: int) -> None:
-    """Tokens must score in training as they did when they were sampled: the same weights, by two ways of attention."""
+    """Log-probs in training must match those of sampling: same weights, two attention implementations."""
     gap = sums.means().get("policy/behaviour_gap", 0.0)
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25
-    if cfg.lora.dropout == 0 and not gap < limit:  # dropout is on in training alone
+    if cfg.lora.dropout == 0 and not gap < limit:  # dropout is active in training only
         raise ValueError(
             f"step {step}: log-probs of sampled tokens differ from those in training by {gap:.3g} (limit {limit}); "
-            f"model={policy.source} does not continue documents from a cache as it reads them whole; use structured "
+            f"with model={policy.source}, decoding from a cache gives other results than a full pass; use structured "
             "mode"
         )
 
 
 def sample_rows(policy: Policy, documents: Sequence[Document], step: StridedStep) -> list[dict[str, Any]]:
-    """Rows for samples.jsonl: the continuations of one anchor, in the middle of what the step had."""
+    """Rows for samples.jsonl: the continuations of one anchor, from the middle of the step."""
     rows = [number for number, row in enumerate(step.rows) if len(row.anchor)]
     if not rows:
         return []
@@ -202,7 +203,7 @@ def sample_rows(policy: Policy, documents: Sequence[Document], step: StridedStep
 
 
 def step_metrics(network: FeatureNetwork, step: StridedStep) -> dict[str, float]:
-    """What the continuations of a step came to, those of all ranks; nothing where there was none."""
+    """Metrics of the step's continuations on all ranks; only rollout/anchors if there are none."""
     measured = of_all_ranks(step.measured)
     if not len(measured.cfm):
         return {"rollout/anchors": 0.0}
@@ -219,9 +220,9 @@ def step_metrics(network: FeatureNetwork, step: StridedStep) -> dict[str, float]
 def evaluate(
     cfg: Any, policy: Policy, network: FeatureNetwork, documents: Sequence[Document], *, batch_size: int
 ) -> dict[str, float]:
-    """Held-out documents, continued always by the same seeds, and the cross-entropy of their own tokens.
+    """Continue held-out documents with fixed seeds, and compute the cross-entropy of their tokens.
 
-    Every rank is given all of them, and takes its part.
+    Every rank gets all documents and evaluates its share.
     """
     if not documents:
         return {}
@@ -246,6 +247,6 @@ def evaluate(
 
 
 def trained_mask(document: Document) -> list[bool]:
-    """Which tokens of a document cross-entropy is about."""
+    """Which tokens of a document the cross-entropy covers."""
     trained = set(document.trained())
     return [place in trained for place in range(len(document.ids))]

@@ -2,9 +2,9 @@
 
     rewards = FeatureRewards(network, num_generations=4)       # in the place of reward functions
     batch = groups.next(step, engine.version)
-    advantage = advantages(cfg, batch)                         # (P, G)
+    advantage = groups.advantage(batch)                        # (B,), by `estimate`
     sums = backward(cfg, policy, rollout)                      # trainer/rl/step.py
-    add_truth(cfg, policy, truths, sums)                       # gradients of the cross-entropy besides
+    add_target(cfg, policy, targets, sums)                     # gradients of the cross-entropy besides
 
 Alignment and diversity are two rewards, the second with weight -1, so that everything that looks at groups (replay,
 dynamic sampling, samples.jsonl) sees them apart and their sum as the reward.
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch, Item, make_batches
-from data.types import TruthPrompt
+from data.types import TargetPrompt
 from kernels.linear_logprob import TokenLogps
 from losses import ebft
-from rollout.engine import Completion
+from losses.advantage import GroupRewards
+from rollout.engine import Completion, Request, Source, run_groups
 from rollout.rewards.table import RewardTable
-from rollout.schedule.source import Job, Source, run_groups
-from trainer.ebft.features import FeatureNetwork, Measured, measured_metrics, of_all_ranks
+from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.loop import rows_of_this_rank
 from trainer.parallel import comm
@@ -37,9 +37,9 @@ from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import to_device_and_pad
 from trainer.rl.groups import GroupBatch
-from trainer.rl.rank0_rollout import Lead
+from trainer.rl.rank0_rollout import Rank0Rollout
 
-ORDER = "measure"  # what rank 0 says when it wants rewards
+MEASURE = "measure"  # rank 0's command when it wants rewards
 
 
 class FeatureRewards:
@@ -50,10 +50,11 @@ class FeatureRewards:
 
     def __init__(self, network: FeatureNetwork, *, num_generations: int) -> None:
         self.network, self.num_generations = network, num_generations
-        self._measured: list[Measured] = []  # since the last call of metrics
+        self.handlers = {MEASURE: self.follow}  # of the other ranks
+        self._measured: list[MeasuredFeatures] = []  # since the last call of metrics
 
     def submit(
-        self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion], *, step: int
+        self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, step: int
     ) -> Future[RewardTable]:
         """Computes now, on whole groups: the future has its result."""
         measured = self.measure(prompts, completions)
@@ -64,19 +65,19 @@ class FeatureRewards:
         future.set_result(RewardTable(names=self.names, values=parts, weights=self.weights, totals=totals))
         return future
 
-    def measure(self, prompts: Sequence[TruthPrompt], completions: Sequence[Completion]) -> Measured:
-        """Of whole groups, one prompt for each completion; on rank 0, where the others await orders."""
+    def measure(self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion]) -> MeasuredFeatures:
+        """Of whole groups, one prompt for each completion; on rank 0, while the other ranks wait for commands."""
         groups = self.network.items_of(prompts, completions, num_generations=self.num_generations)
         if comm.world_size() == 1:
             return self.network.measure(self.network.of_items(groups, self.num_generations))
-        comm.give_order(ORDER)
+        comm.send_command(MEASURE)
         return self._measure_part([[list(vars(item).values()) for item in group] for group in groups])
 
     def follow(self) -> None:
-        """What another rank does at the order."""
+        """What another rank does at the command."""
         self._measure_part(None)
 
-    def _measure_part(self, told: list[list[list[Any]]] | None) -> Measured:
+    def _measure_part(self, told: list[list[list[Any]]] | None) -> MeasuredFeatures:
         """This rank's part of the groups that rank 0 tells; all of them together, in their order."""
         groups = [[Item(*item) for item in group] for group in comm.from_main(told, "groups to measure")]
         dealt = comm.shares([sum(len(item.ids) for item in group) for group in groups], comm.world_size())
@@ -84,9 +85,12 @@ class FeatureRewards:
         found = of_all_ranks([self.network.measure(self.network.of_items(own, self.num_generations))])
         order = torch.tensor([number for part in dealt for number in part]).argsort().to(found.cfm.device)
         unbiased = None if found.cfm_unbiased is None else found.cfm_unbiased[order]
-        return Measured(ebft.Reward(*(part[order] for part in found.reward)), found.cfm[order], unbiased)
+        return MeasuredFeatures(ebft.Reward(*(part[order] for part in found.reward)), found.cfm[order], unbiased)
 
     def metrics(self) -> dict[str, float]:
+        return {}
+
+    def feature_metrics(self) -> dict[str, float]:
         """Of all that was sampled since the last call; what is trained on may be less, or older."""
         measured, self._measured = self._measured, []
         metrics = measured_metrics(measured, "reward") if measured else {}
@@ -97,26 +101,26 @@ def feature_metrics(cfg: Any, rewards: FeatureRewards, batch: GroupBatch | None)
     """Of the whole batch, for every step that is taken on it; rank 0 has it, and is the one to write them down."""
     if batch is None:
         return {}
-    advantage = advantages(cfg, batch)
+    advantage = estimate(cfg, batch.for_advantage())
     return {
-        **rewards.metrics(),
+        **rewards.feature_metrics(),
         "policy/advantage_std": advantage.std(correction=0).item(),
         "reward/zero_std_frac": (advantage == 0).all(dim=1).float().mean().item(),  # by advantages: rewards round
     }
 
 
-def advantages(cfg: Any, batch: GroupBatch) -> Tensor:  # (P, G)
+def estimate(cfg: Any, r: GroupRewards) -> Tensor:  # (P, G)
     """Of the two parts of the reward, by the estimator asked for."""
-    reward = ebft.Reward(*batch.values.unbind(dim=-1))
+    reward = ebft.Reward(*r.rewards.unbind(dim=-1))
     return ebft.advantage_of(reward, advantage_estimator=cfg.features.advantage_estimator)
 
 
-def truth_batches(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], accumulation: int) -> list[Batch]:
+def target_batches(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], accumulation: int) -> list[Batch]:
     """Prompts with their true completions, which are what is trained."""
     items = [
         Item(
-            [*prompt.ids, *prompt.truth_ids],
-            [False] * len(prompt.ids) + (prompt.truth_mask or [True] * len(prompt.truth_ids)),
+            [*prompt.ids, *prompt.target_ids],
+            [False] * len(prompt.ids) + (prompt.target_mask or [True] * len(prompt.target_ids)),
         )
         for prompt in prompts
     ]
@@ -130,15 +134,15 @@ def truth_batches(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], accu
     return to_device_and_pad(policy, batches)
 
 
-def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: MetricSums) -> int:
+def add_target(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], sums: MetricSums) -> int:
     """Add the gradients of the cross-entropy, and its metrics; gives the tokens this took."""
     if not cfg.features.ce_coef:
         return 0
-    micro_batches = truth_batches(cfg, policy, prompts, cfg.run.gradient_accumulation_steps)
+    micro_batches = target_batches(cfg, policy, prompts, cfg.run.gradient_accumulation_steps)
     count = all_sum(torch.tensor(float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
 
     def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        out = ebft.truth_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=cfg.features.ce_coef)
+        out = ebft.target_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=cfg.features.ce_coef)
         term = out.terms["ce"]
         return total_loss(out, {"ce": count}), {"loss/ce": (term.sum.detach(), term.count)}
 
@@ -148,7 +152,7 @@ def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: Me
         for metrics in parts:
             sums.add(metrics)
         sums.add({"loss/total": (total.detach(), torch.zeros_like(total))})
-    sums.add({"loss/ce": (torch.zeros_like(count), count == 0)})  # 0 where no truth has a trained token
+    sums.add({"loss/ce": (torch.zeros_like(count), count == 0)})  # 0 where no target has a trained token
     return sum(mb.num_tokens for mb in micro_batches)
 
 
@@ -156,31 +160,31 @@ def add_truth(cfg: Any, policy: Policy, prompts: Sequence[TruthPrompt], sums: Me
 def evaluate(
     cfg: Any,
     policy: Policy,
-    lead: Lead,
+    rank0: Rank0Rollout,
     source: Source,
     rewards: FeatureRewards,
-    prompts: Sequence[TruthPrompt],
+    prompts: Sequence[TargetPrompt],
     *,
     version: int,
 ) -> dict[str, float]:
-    """Groups of held-out prompts by the weights as they are, always with the same seeds; and the truth's likelihood."""
-    size, engine = rewards.num_generations, lead.engine
+    """Sample groups of held-out prompts with the current weights and fixed seeds, and score the targets."""
+    size, engine = rewards.num_generations, rank0.engine
 
     def of_groups() -> dict[str, float]:
         engine.load(version)
-        jobs = [[Job(prompt, row * size + i) for i in range(size)] for row, prompt in enumerate(prompts)]
-        groups = run_groups(source, jobs, engine.tend)
+        requests = [[Request.of(prompt, row * size + i) for i in range(size)] for row, prompt in enumerate(prompts)]
+        groups = run_groups(source, requests, engine.tend)
         engine.sleep()
         completions = [completion for group in groups for completion in group]
         measured = rewards.measure([prompt for prompt in prompts for _ in range(size)], completions)
         length = sum(len(c.ids) for c in completions) / len(completions)
         return {**measured_metrics([measured], "eval"), "eval/len_mean": length}
 
-    metrics = lead.run(of_groups) or {}
+    metrics = rank0.run(of_groups) or {}
     was_training = policy.model.training
     policy.model.eval()
     sums = MetricSums()
-    for mb in truth_batches(cfg, policy, rows_of_this_rank(prompts), accumulation=1):
+    for mb in target_batches(cfg, policy, rows_of_this_rank(prompts), accumulation=1):
         logp = token_logps(policy, mb).logp
         sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=logp.device))})
     policy.model.train(was_training)

@@ -16,32 +16,24 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from data.loader import Loader
 from data.rows.documents import load_documents
-from data.rows.targets import load_truths
+from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
-from data.types import TruthPrompt
+from data.types import TargetPrompt
+from rollout.engine import Source
 from rollout.episodes.episode import EpisodeSource
-from rollout.episodes.target import TruthEpisode
-from rollout.schedule.planner import Planner
-from rollout.schedule.producer import Producer
-from rollout.schedule.replay import Replay
+from rollout.episodes.target import TargetEpisode
 from trainer.config.ebft import EbftConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork, feature_policy
-from trainer.metrics.counters import Counters, Timer
 from trainer.offline.loop import Offline
-from trainer.parallel.comm import all_count, is_main, pick_device, rank
+from trainer.parallel.comm import pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
-from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
 from trainer.policy.sharding import parallelize
-from trainer.rl import rollouts
-from trainer.rl.groups import GroupBatch, Groups
-from trainer.rl.rank0_rollout import Lead
-from trainer.rl.setup import load_curriculum
+from trainer.rl.session import Session
 from trainer.rl.step import backward, prepare
-from trainer.run.run import Run, open_run
+from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,151 +42,82 @@ class Config(EbftConfig):
 
 
 def train(cfg: Config) -> None:
-    overlap = cfg.overlap
-    with open_run(cfg, cfg.run.method) as run:
-        with_reference = cfg.features.feature_model is None or cfg.policy_loss.beta > 0
-        policy = parallelize(
-            cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference)
-        )
-        network = FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy, cfg.parallel))
-        if cfg.mode == "strided":
-            return train_strided(cfg, run, policy, network)
-
-        prompts = truths_of(cfg, policy, network, cfg.data.data)
-        held_out = truths_of(cfg, policy, network, cfg.data.eval_data)[: cfg.data.max_eval_rows]
-        loader = Loader(prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
-        total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, cfg.num_iterations)
-        optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
-        rollouts.check_servers(cfg, policy, run)
-        planner = Planner(
-            loader,
-            num_generations=cfg.num_generations,
-            seed=cfg.run.seed,
-            reroll_from=overlap.reroll_from(total_steps // cfg.num_iterations),
-            reroll_max_groups=overlap.reroll_max_groups,
-            order=load_curriculum(overlap.curriculum),
-        )
-        replay = Replay(
-            size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=prompts
-        )
-        counters = Counters()
-        bad_steps = BadSteps(cfg.optim, counters, run.note)
-        state = {"planner": planner, "counters": counters, "replay": replay}
-        run.begin(total_steps, f"{run.method} {cfg.model.model}")
-        lead = Lead(policy, rollouts.start_engine(cfg, policy, run, prompts + held_out), prompts)
-        engine = lead.engine
-        step = run.restore(policy, optimizer, schedule, state)
-        multiplier = cfg.gt_length_multiplier if cfg.adaptive_max_tokens else None
-        episode = TruthEpisode(policy.tokenizer, gt_length_multiplier=multiplier)
-        sampling = rollouts.training_sampling(cfg, policy)
-        evaluation = run.keep(EpisodeSource(engine, sampling, episode))
-        producer = run.keep(
-            Producer(
-                EpisodeSource(engine, sampling, episode),
-                planner,
-                depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
-                max_staleness=overlap.max_staleness,
-                steps_per_batch=cfg.num_iterations,
-                last_step=total_steps,
-                tend=engine.tend,
-            )
-        )
-        rewards = structured.FeatureRewards(network, num_generations=cfg.num_generations)
-        lead.orders[structured.ORDER] = rewards.follow
-        groups = Groups(cfg, producer, rewards, replay, structured.advantages)
-
-        def sample(step: int) -> GroupBatch:
-            rollouts.sync(engine, step, overlap.vllm_sync_interval)
-            batch = groups.next(step, engine.version)
-            if not overlap.async_prefetch:
-                engine.sleep()
-            return batch
-
-        if step == 0 and held_out:
-            run.log(0, structured.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=0))
-
-        while step < total_steps:
-            timer = Timer()
-            whole = lead.run(partial(sample, step))  # on rank 0
-            feature_metrics = structured.feature_metrics(cfg, rewards, whole)
-            batch = lead.share(whole)  # whole groups, different ones on every rank
-            timer.lap("rollout_s")
-            timer.move("rollout_s", "reward_s", batch.reward_s)
-            advantage = structured.advantages(cfg, batch).flatten()  # (B,)
-            old_logps = batch.old_logps(overlap.replay_recompute_logps)
+    if cfg.mode == "strided":
+        return train_strided(cfg)
+    with Session(
+        cfg,
+        with_reference=has_reference(cfg),
+        frozen=lambda s: {"features": feature_network(cfg, s.policy)},
+        prompts=lambda s, specs: targets_of(cfg, s.policy, s.frozen["features"], specs),
+        source=lambda s, sampling: target_source(cfg, s),
+        rewards=lambda s: structured.FeatureRewards(s.frozen["features"], num_generations=cfg.num_generations),
+        advantage=partial(structured.estimate, cfg),
+        evaluate=lambda s: structured.evaluate(
+            cfg, s.policy, s.rank0, s.held_out_source, s.rewards, s.held_out, version=s.step
+        ),
+    ) as s:
+        while s.step < s.total_steps:
+            s.sync_weights()
+            batch = s.sample()  # rewards come from the feature networks of all ranks
+            feature_metrics = structured.feature_metrics(cfg, s.rewards, s.whole)
+            advantage = s.advantage(batch)  # (B,)
             # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
             weighted = advantage * cfg.features.rl_coef
-            rollout = prepare(cfg, policy, batch.completions, weighted, old_logps=old_logps)
-            truths = [group.planned.prompt for group in batch.groups]
-            run.sample(
-                step + 1, rollouts.sample_rows(batch.prompts, batch.completions, batch.table, advantage.tolist())
-            )
-            sampled = batch.sampled or batch  # all there was, on rank 0
-            counters.prompts = planner.consumed + len(sampled.groups)
+            rollout = prepare(cfg, s.policy, batch.completions, weighted, old_logps=s.old_logps(batch))
+            s.keep_samples(batch, advantage)
+            for part in s.updates(rollout):
+                sums = backward(cfg, s.policy, part)
+                num_target = structured.add_target(cfg, s.policy, [group.prompt for group in batch.groups], sums)
+                s.optimizer_step(sums, part, extra_tokens=num_target)
+                s.log(sums, part, feature_metrics)
+                s.refresh_ahead()
+            s.finish_rollout()
+        s.finish()
 
-            for iteration in range(min(cfg.num_iterations, total_steps - step)):
-                step += 1
-                learning_rate = float(schedule.get_last_lr()[0])
-                sums = backward(cfg, policy, rollout, first=iteration == 0)
-                num_truth = structured.add_truth(cfg, policy, truths, sums)
-                sources = ", ".join(dict.fromkeys(prompt.source for prompt in batch.prompts))
-                where, limit = f"step {step}, rank {rank()}, prompts {sources}", cfg.optim.max_grad_norm
-                grad_norm = clip_and_step(policy.model, optimizer, schedule, limit, where, sums, bad_steps)
-                num_tokens = num_truth + sum(mb.num_tokens for mb in rollout.micro_batches)
-                num_tokens = all_count(num_tokens, "tokens of the step")
-                timer.lap("train_s")
-                counters.tokens += num_tokens
-                metrics = {
-                    **rollouts.reward_metrics(sampled.table, sampled.reward),
-                    **rollouts.completion_metrics(sampled.completions),
-                    **rollouts.packing_metrics(rollout.micro_batches),
-                    **batch.metrics,
-                    **feature_metrics,
-                    **producer.metrics(step - 1),
-                    **sums.means(),
-                    "optim/grad_norm": grad_norm,
-                    "optim/lr": learning_rate,
-                    "data/epoch": planner.epoch,
-                    **counters.metrics(),
-                    **timer.metrics(num_tokens),
-                }
-                if held_out and cfg.run.eval_due(step, total_steps):
-                    metrics |= structured.evaluate(cfg, policy, lead, evaluation, rewards, held_out, version=step)
-                run.log(step, metrics | engine.metrics())
-                timer = Timer()
-                if overlap.async_prefetch and iteration + 1 < cfg.num_iterations:
-                    lead.run(partial(rollouts.go_on, engine, producer, step, overlap.vllm_sync_interval))
-            if is_main():
-                producer.done()
-            run.maybe_save(step, policy, optimizer, schedule, state)
+
+def has_reference(cfg: Config) -> bool:
+    return cfg.features.feature_model is None or cfg.policy_loss.beta > 0
+
+
+def feature_network(cfg: Config, policy: Policy) -> FeatureNetwork:
+    return FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy, cfg.parallel))
+
+
+def target_source(cfg: Config, s: Session) -> Source:
+    """Completions about as long as their targets, turn by turn; those of an evaluation are sampled as in training."""
+    multiplier = cfg.gt_length_multiplier if cfg.adaptive_max_tokens else None
+    return EpisodeSource(s.engine, s.sampling, TargetEpisode(s.policy.tokenizer, gt_length_multiplier=multiplier))
+
+
+def train_strided(cfg: Config) -> None:
+    with open_run(cfg, cfg.run.method) as run:
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=has_reference(cfg))
+        policy = parallelize(cfg.parallel, policy)
+        network = feature_network(cfg, policy)
+        size = cfg.run.sequences_per_step
+        documents = documents_of(cfg, policy, network, cfg.data.data)
+        held_out = documents_of(cfg, policy, network, cfg.data.eval_data, limit=cfg.data.max_eval_rows)
+        multiple = network.policy.row_multiple
+        offline = Offline(run, cfg, policy, documents, size=cfg.strided.plan.size)
+
+        def evaluate() -> dict[str, float]:
+            return strided.evaluate(cfg, policy, network, held_out, batch_size=size)
+
+        offline.begin(evaluate)
+        for batch in offline.steps():
+            # Of each document in the run: its seeds are those of a run that was not broken off, on any number of ranks.
+            numbers = [(offline.step - 1) * size + place for place in offline.places]
+            step = strided.continue_all(cfg, policy, batch, seed=cfg.run.seed, numbers=numbers, multiple=multiple)
+            offline.timer.lap("rollout_s")
+            step = strided.judge(network, step)
+            run.sample(offline.step, strided.sample_rows(policy, batch, step))
+            offline.timer.lap("reward_s")
+            sums = strided.backward(cfg, policy, step)
+            if offline.step == run.start_step + 1:  # once: it is about the model's code, and waits for the device
+                strided.check_gap(cfg, policy, sums, offline.step)
+            offline.take_step(sums)
+            offline.log_and_save(sums, step.num_computed, evaluate, strided.step_metrics(network, step))
         run.finish(policy)
-
-
-def train_strided(cfg: Config, run: Run, policy: Policy, network: FeatureNetwork) -> None:
-    size = cfg.run.sequences_per_step
-    documents = documents_of(cfg, policy, network, cfg.data.data)
-    held_out = documents_of(cfg, policy, network, cfg.data.eval_data, limit=cfg.data.max_eval_rows)
-    multiple = network.policy.row_multiple
-    offline = Offline(run, cfg, policy, documents, size=cfg.strided.plan.size)
-
-    def evaluate() -> dict[str, float]:
-        return strided.evaluate(cfg, policy, network, held_out, batch_size=size)
-
-    offline.begin(evaluate)
-    for batch in offline.steps():
-        # Of each document in the run: its seeds are those of a run that was not broken off, on any number of ranks.
-        numbers = [(offline.step - 1) * size + place for place in offline.places]
-        step = strided.continue_all(cfg, policy, batch, seed=cfg.run.seed, numbers=numbers, multiple=multiple)
-        offline.timer.lap("rollout_s")
-        step = strided.judge(network, step)
-        run.sample(offline.step, strided.sample_rows(policy, batch, step))
-        offline.timer.lap("reward_s")
-        sums = strided.backward(cfg, policy, step)
-        if offline.step == run.start_step + 1:  # once: it is about the model's code, and waits for the device
-            strided.check_gap(cfg, policy, sums, offline.step)
-        offline.take_step(sums)
-        offline.log_and_save(sums, step.num_computed, evaluate, strided.step_metrics(network, step))
-    run.finish(policy)
 
 
 def context_of(policy: Policy, network: FeatureNetwork) -> int | None:
@@ -203,10 +126,10 @@ def context_of(policy: Policy, network: FeatureNetwork) -> int | None:
     return min(lengths, default=None)
 
 
-def truths_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[TruthPrompt]:
+def targets_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[TargetPrompt]:
     if not specs:
         return []
-    return load_truths(
+    return load_targets(
         specs,
         policy.tokenizer,
         data_format=cfg.data.data_format,

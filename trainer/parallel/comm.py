@@ -233,6 +233,26 @@ def from_main(value: T | None, name: str) -> T:
     return json.loads(bytes(buffer.cpu().numpy().tobytes()))
 
 
+def tensors_from_main(tensors: Sequence[Tensor] | None, name: str) -> list[Tensor]:
+    """Rank 0's tensors on every rank, in main memory."""
+    if world_size() == 1:
+        assert tensors is not None
+        return list(tensors)
+    import torch.distributed as dist
+
+    kinds = None if tensors is None else [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
+    found = []
+    for place, (dtype, shape) in enumerate(from_main(kinds, f"{name}: shapes")):
+        buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=pick_device())
+        if tensors is not None:
+            buffer.copy_(tensors[place])
+        with inside(name):
+            dist.broadcast(buffer, src=0)
+            _wait(buffer)
+        found.append(buffer.cpu())
+    return found
+
+
 def of_all(value: Any, name: str) -> list[Any]:
     """Gather a JSON value from every rank, in rank order; also serves as a barrier."""
     if world_size() == 1:
@@ -253,31 +273,31 @@ def of_all(value: Any, name: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def leading() -> Iterator[None]:
-    """For rank 0, while it works alone and the others wait in await_order."""
-    assert _watch is not None and is_main(), "orders are rank 0's, to several processes"
-    _watch.leading = True
+def rank0_alone() -> Iterator[None]:
+    """For rank 0, while it works alone and the other ranks wait for its commands."""
+    assert _watch is not None and is_main(), "commands are rank 0's, to several processes"
+    _watch.rank0_alone = True
     try:
         yield
     finally:
-        _watch.leading = False
+        _watch.rank0_alone = False
 
 
-def give_order(order: str) -> None:
-    """Send a word to all other ranks, which wait in await_order. Main thread only: collectives follow."""
-    assert _watch is not None, "orders are for several processes"
-    assert _watch.leading, f"{order}: nobody waits for it, the others are at work of their own"
-    assert threading.current_thread() is threading.main_thread(), f"{order}: only the main thread may give it"
-    _watch.orders += 1
-    _watch.store.set(f"order/{_watch.orders}", order)
-    _watch.store.delete_key(f"order/{_watch.orders - 64}")  # every rank has read it
+def send_command(command: str) -> None:
+    """Rank 0 names what the other ranks do next; they wait in next_command. Main thread only: collectives follow."""
+    assert _watch is not None, "commands are for several processes"
+    assert _watch.rank0_alone, f"{command}: the other ranks do not wait for commands now"
+    assert threading.current_thread() is threading.main_thread(), f"{command}: only the main thread may send it"
+    _watch.commands += 1
+    _watch.store.set(f"command/{_watch.commands}", command)
+    _watch.store.delete_key(f"command/{_watch.commands - 64}")  # every rank is past that one
 
 
-def await_order() -> str:
-    """Wait for the next word of rank 0, without a timeout: the launcher ends this process if rank 0 ends."""
-    assert _watch is not None, "orders are for several processes"
-    _watch.orders += 1
-    key = f"order/{_watch.orders}"
+def next_command() -> str:
+    """Rank 0's next command, however long it takes: the launcher ends this process when rank 0 has ended."""
+    assert _watch is not None, "commands are for several processes"
+    _watch.commands += 1
+    key = f"command/{_watch.commands}"
     pause = 0.001
     # store.wait would block the connection, which the watch needs, and signal handlers.
     while not _watch.store.check([key]):
@@ -294,16 +314,16 @@ def on_main(work: Callable[[], T]) -> T | None:
     if world_size() == 1:
         return work()
     if not is_main():
-        if await_order() == "failed":
+        if next_command() == "failed":
             raise SystemExit(2)
         return None
-    with leading():
+    with rank0_alone():
         try:
             result = work()
         except BaseException:
-            give_order("failed")
+            send_command("failed")
             raise
-        give_order("done")
+        send_command("done")
     return result
 
 

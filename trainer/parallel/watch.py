@@ -66,8 +66,8 @@ class Watch:
 
         self.timeout_s = timeout_s
         self.store = PrefixStore("strop-watch", _get_default_store())
-        self.orders = 0  # sent or received
-        self.leading = False  # the others wait for orders
+        self.commands = 0  # sent or received
+        self.rank0_alone = False  # the other ranks wait for commands
         self.number = 0  # of the collective this rank is in, or was in last
         self.passes = 0  # started since then
         self.at = Place("start")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -252,3 +252,53 @@ def _in_shards(own: Tensor, like: Any) -> Tensor:
     return DTensor.from_local(
         own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+# modules trained beside the policy -------------------------------------------------------------------------------
+
+
+class TrainedModule:
+    """A module trained beside the policy (a critic, a value head): its own optimizer, and its part of a checkpoint.
+
+    Every rank holds it whole; gradients are summed over ranks. Weights and optimizer state are tensors of the
+    checkpoint, so a resumed run goes on with the same numbers.
+    """
+
+    def __init__(self, name: str, module: nn.Module, cfg: OptimConfig, total_steps: int) -> None:
+        self.name, self.module = name, module
+        self.optimizer, self.schedule = build_optimizer(module, cfg, total_steps)
+
+    def step(self, max_grad_norm: float, where: str) -> float:
+        """Gradient norm before clipping."""
+        return clip_and_step(self.module, self.optimizer, self.schedule, max_grad_norm, f"{where}, {self.name}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.schedule.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.last_epoch = state["updates"]
+        self.schedule._step_count = state["updates"] + 1
+        for group, base, factor in zip(
+            self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(state["updates"])
+        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`NAME` of a parameter, and `NAME/exp_avg` and so on of its optimizer state."""
+        found = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        for name, parameter in self.module.named_parameters():
+            slots = as_saved(self.optimizer.state.get(parameter, {}))
+            found |= {f"{name}/{key}": value for key, value in slots.items()}
+        return found
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(tensors[name])
+            saved = {key.removeprefix(f"{name}/"): tensors[key] for key in tensors if key.startswith(f"{name}/")}
+            if saved:
+                held = as_held(self.optimizer, parameter, saved)
+                self.optimizer.state[parameter] = {
+                    key: value if key == "step" else value.to(parameter.device) for key, value in held.items()
+                }

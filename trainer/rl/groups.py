@@ -2,9 +2,10 @@
 
     groups = Groups(cfg, producer, rewards, replay)
     batch = groups.next(step, engine.version)   # P groups: sampled, rewarded, resampled or replayed where that is on
-    advantage = advantages(cfg, batch)          # (P, G)
+    advantage = groups.advantage(batch)         # (B,), or a number for each id: the estimator of the run
 
-Statistics over a batch (scale_rewards batch, GDPO's last stage) are over all its groups and ranks, however they came.
+The same estimator judges which groups teach nothing, for dynamic sampling and replay. Statistics over a batch
+(scale_rewards batch, GDPO's last stage) are over all its groups and ranks, however they came.
 """
 
 from __future__ import annotations
@@ -12,36 +13,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.types import Prompt
-from losses.advantage import (
-    group_advantage,
-    has_signal,
-    leave_one_out_advantage,
-    moments,
-    nan_std,
-    normalize_batch,
-    normalize_then_sum,
-    overlong_penalty,
-    weighted_sum,
-)
+from losses.advantage import NOTHING, Advantage, GroupRewards, nan_std, overlong_penalty, weighted_sum
 from losses.kl import k1, reward_minus_kl
-from rollout.engine import Completion
+from rollout.engine import Completion, Group
 from rollout.rewards.table import Rewards, RewardTable
-from rollout.schedule.producer import Made, Producer
-from rollout.schedule.replay import Group, Replay
+from rollout.schedule.producer import Producer
+from rollout.schedule.replay import Replay
+from trainer.metrics.counters import Counters
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
-from trainer.rl.rollouts import logged_metrics, pack_completions
-from trainer.rl.step import score
-from trainer.rl.unrewarded import Unrewarded
-
-NOTHING = 1e-6  # rewards and advantages below this are none
+from trainer.rl.evaluate import logged_metrics
+from trainer.rl.step import pack_completions, score
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,7 @@ class GroupBatch:
 
     @property
     def prompts(self) -> list[Prompt]:  # one for each completion
-        return [group.planned.prompt for group in self.groups for _ in group.completions]
+        return [group.prompt for group in self.groups for _ in group.completions]
 
     @property
     def completions(self) -> list[Completion]:
@@ -68,15 +57,25 @@ class GroupBatch:
         rows = [[[float("nan") if x is None else x for x in row] for row in group.values] for group in self.groups]
         return torch.tensor(rows, dtype=torch.float32)
 
+    def for_advantage(
+        self,
+        kl: Tensor | None = None,  # (B,) of each completion to the reference, where it is a cost in the reward
+        *,
+        beta: float = 0.0,
+        all_sum: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> GroupRewards:
+        total = self.reward
+        if kl is not None:
+            total = reward_minus_kl(total, kl.view_as(total).to(total), beta=beta)
+        return GroupRewards(self.values, torch.tensor(self.weights), total, self.completions, all_sum)
+
     @property
-    def table(self) -> RewardTable:
-        totals = self.reward.flatten().tolist()
-        values = [row for group in self.groups for row in group.values]
-        extra = [row for group in self.groups for row in group.extra or [{}] * len(group.values)]
-        return RewardTable(
-            names=self.names, values=values, weights=self.weights, totals=[None if x != x else x for x in totals],
-            extra=extra,
-        )  # fmt: skip
+    def rows(self) -> list[list[float | None]]:  # of each completion: each reward, None = does not apply
+        return [row for group in self.groups for row in group.values]
+
+    @property
+    def extra(self) -> list[dict[str, Any]]:  # of each completion: what reward functions logged
+        return [row for group in self.groups for row in group.extra or [{}] * len(group.values)]
 
     def old_logps(self, recompute: bool) -> list[list[float] | None] | None:
         """Log-probs that the ratios of replayed groups are taken against, where not those of the weights of today."""
@@ -98,13 +97,13 @@ class Groups:
         producer: Producer,
         rewards: Rewards,
         replay: Replay,
-        advantages: Callable[[Any, GroupBatch], Tensor] | None = None,  # of a method that has its own
+        estimate: Callable[[GroupRewards], Advantage] | None = None,  # of a method that has its own
         unrewarded: Unrewarded | None = None,  # where rewards may be missing
     ) -> None:
         self.cfg, self.producer, self.rewards, self.replay = cfg, producer, rewards, replay
         self.unrewarded = unrewarded
         self._tables: list[RewardTable] = []  # of the batch in hand
-        self.own_advantages = advantages
+        self.estimate = estimate or cfg.advantage.estimate
         self.has_penalty = cfg.advantage.overlong_margin > 0
         self.names = [*rewards.names, *(["overlong"] if self.has_penalty else [])]
         self._weights: list[float] = []  # of the rewards, at the step in hand
@@ -139,11 +138,11 @@ class Groups:
             metrics["reward/trained_mean"] = batch.reward.nanmean().item()
         return batch
 
-    def _rewarded(self, arriving: Iterable[Made], step: int) -> list[Group]:
+    def _rewarded(self, arriving: Iterable[Group], step: int) -> list[Group]:
         """Rewards of groups, some at a time as they come in, or all at once; in the order they were planned."""
         overlap = self.cfg.overlap
-        pending: list[tuple[list[Made], Any]] = []
-        waiting: list[Made] = []
+        pending: list[tuple[list[Group], Any]] = []
+        waiting: list[Group] = []
         for made in arriving:
             waiting.append(made)
             if overlap.streaming_partial_batch and len(waiting) >= overlap.streaming_min_groups:
@@ -163,11 +162,11 @@ class Groups:
             for made in part:
                 values = [self._values(next(rows), completion) for completion in made.completions]
                 own = [next(extra) for _ in made.completions] if table.extra else None
-                groups.append(Group(planned=made.planned, completions=made.completions, values=values, extra=own))
+                groups.append(replace(made, values=values, extra=own))
         self._reward_s += time.perf_counter() - started
-        return sorted(groups, key=lambda group: group.planned.number)
+        return sorted(groups, key=lambda group: group.number)
 
-    def _submit(self, groups: Sequence[Made], step: int) -> Any:
+    def _submit(self, groups: Sequence[Group], step: int) -> Any:
         started = time.perf_counter()
         prompts = [made.prompt for made in groups for _ in made.completions]
         future = self.rewards.submit(prompts, [c for made in groups for c in made.completions], step=step)
@@ -185,24 +184,34 @@ class Groups:
         limits = {"max_length": self.cfg.max_completion_length, "margin": self.cfg.advantage.overlong_margin}
         return [*scores, *overlong_penalty(torch.tensor([float(len(completion.ids))]), **limits).tolist()]
 
-    def _teaches(self, group: Group) -> bool:
-        """Whether what advantages are made of tells any two completions of the group apart."""
+    def advantage(
+        self,
+        batch: GroupBatch,
+        kl: Tensor | None = None,  # (B,) of each completion to the reference, with kl_in_reward
+    ) -> Tensor | list[list[float]]:  # (B,), or for each completion one number per id
+        """By all ranks together: statistics over the batch are over the groups of all of them."""
+        beta = 0.0 if kl is None else self.cfg.policy_loss.beta
+        return checked_advantage(self.estimate(batch.for_advantage(kl, beta=beta, all_sum=all_sum)), batch)
+
+    def _advantage_alone(self, group: Group) -> Tensor:  # (any,)
+        """Of one group by itself, on rank 0 alone."""
         batch = GroupBatch([group], self.names, self._weights, {})
-        if self.own_advantages is not None:
-            return bool((self.own_advantages(self.cfg, batch) != 0).any())
-        if self.cfg.advantage.multi_objective_aggregation == "normalize_then_sum":
-            return bool(has_signal(batch.values[0].T).any())
-        return bool(has_signal(batch.reward).any())
+        advantage = checked_advantage(self.estimate(batch.for_advantage()), batch)
+        return advantage if isinstance(advantage, Tensor) else torch.tensor([x for own in advantage for x in own])
+
+    def _teaches(self, group: Group) -> bool:
+        """Whether any of its completions has an advantage."""
+        return bool(self._advantage_alone(group).count_nonzero())
 
     def _tell_planner(self, group: Group) -> None:
         """A prompt for which nothing was earned comes again later, when the policy may be better."""
         planner = self.producer.planner
         earned = [x for row in group.values for x in row if x is not None]
         if earned and max(map(abs, earned)) < NOTHING:
-            planner.reroll(group.planned)
-        totals = [x for x in GroupBatch([group], self.names, self._weights, {}).table.totals if x is not None]
+            planner.reroll(group)
+        totals = [x for x in GroupBatch([group], self.names, self._weights, {}).reward.flatten().tolist() if x == x]
         if totals:
-            planner.saw(group.planned, statistics.fmean(totals))
+            planner.saw(group, statistics.fmean(totals))
 
     def _replay(self, groups: list[Group], step: int) -> dict[str, float]:
         """Stored groups in the place of flat ones; then this batch's own are stored."""
@@ -215,29 +224,37 @@ class Groups:
         for group in fresh:
             batch = GroupBatch([group], self.names, self._weights, {})
             spread = nan_std(batch.values[0].T, dim=1).nansum().item()  # of each reward, added up
-            size = group_advantage(batch.reward).abs().sum().item()
+            size = self._advantage_alone(group).abs().sum().item()
             if spread * size > 0:
                 self.replay.add(group, score=spread * size, step=step)
         replayed = sum(group.replayed for group in groups)
         return {"rollout/replayed_groups": float(replayed), "rollout/replay_size": float(len(self.replay))}
 
 
-def advantages(
-    cfg: Any,
-    batch: GroupBatch,
-    kl: Tensor | None = None,  # (B,) of each completion to the reference, where it is a cost in the reward
-) -> Tensor:  # (P, G)
-    options = cfg.advantage
-    if options.multi_objective_aggregation == "normalize_then_sum":
-        summed = normalize_then_sum(batch.values, torch.tensor(batch.weights))
-        advantage = normalize_batch(summed, all_sum(moments(summed)))
-        return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # the mean of a batch is 0 up to rounding only
-    reward = batch.reward
-    if kl is not None:
-        reward = reward_minus_kl(reward, kl.view_as(reward).to(reward), beta=cfg.policy_loss.beta)
-    if options.advantage_estimator == "leave_one_out":
-        return leave_one_out_advantage(reward)
-    return group_advantage(reward, scale=options.scale_rewards, batch=all_sum(moments(reward)))
+def checked_advantage(found: Advantage, batch: GroupBatch) -> Tensor | list[list[float]]:
+    """What an estimator returned, as (B,) or as one list of numbers per completion; 0 where it has no number."""
+    shape = (len(batch.groups), len(batch.groups[0].completions)) if batch.groups else (0, 0)
+    if isinstance(found, Tensor):
+        if tuple(found.shape) != shape and batch.groups:
+            raise ValueError(
+                f"advantage_estimator: returned shape {tuple(found.shape)} for {shape} groups x completions"
+            )
+        return found.flatten().nan_to_num(nan=0.0)
+    rows = [torch.as_tensor(x, dtype=torch.float32).nan_to_num(nan=0.0).tolist() for x in found]
+    wanted = [len(completion.ids) for completion in batch.completions]
+    if [len(row) for row in rows] != wanted:
+        raise ValueError(
+            f"advantage_estimator: returned {len(rows)} lists of lengths {[len(row) for row in rows][:4]}..; a number "
+            f"for each id of each completion is {len(wanted)} lists of lengths {wanted[:4]}.."
+        )
+    return rows
+
+
+def per_completion(advantage: Tensor | Sequence[Sequence[float]]) -> list[float]:
+    """For samples.jsonl: the mean of a completion where there is a number for each id."""
+    if isinstance(advantage, Tensor):
+        return advantage.tolist()
+    return [statistics.fmean(own) if own else 0.0 for own in advantage]
 
 
 @torch.no_grad()
@@ -249,3 +266,93 @@ def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> 
         ref_logp = reference_logps(policy, mb, temperature=cfg.temperature)
         total = total.index_add(0, mb.sequence, k1(now.logp, ref_logp).float())
     return total.cpu()
+
+
+# Batches in which no completion gets a reward teach nothing: they are reported, and too many stop the run.
+
+
+class Unrewarded:
+    """Counts them in a row, in the checkpoint: a resumed run stops where an unbroken one would. Rank 0 only."""
+
+    def __init__(
+        self,
+        specs: Sequence[str],  # of the reward functions, as the user named them
+        counters: Counters,
+        note: Callable[[str], None],
+        *,
+        limit: int,  # batches in a row; 0: never stop
+        num_batches: int,  # of the whole run: one without a single reward does not pass for finished
+    ) -> None:
+        self.specs, self.counters, self.note, self.limit = tuple(specs), counters, note, limit
+        self.most = min(limit, num_batches)
+        self._silent: dict[str, int] = {}  # batches in a row without a score, of each function
+        self._told: set[str] = set()
+
+    def sampled(self, step: int, tables: Sequence[RewardTable], *, rewarded: bool, env_failed: int = 0) -> None:
+        """A batch for this step; `env_failed` of its completions have no reward because their environment failed."""
+        self._count_silent(tables)
+        if rewarded:
+            self._tell_silent(tables)
+            self.counters.unrewarded_in_a_row = 0
+            return
+        self.counters.unrewarded_in_a_row += 1
+        where = f"step {step}: none of {_num_rows(tables)} completions got a reward"
+        self._judge("batches", where, reasons(tables, env_failed), self.counters.unrewarded_in_a_row, self.most)
+
+    def evaluated(self, step: int, table: RewardTable) -> None:
+        """A held-out evaluation."""
+        if any(total is not None for total in table.totals):
+            self.counters.unrewarded_evaluations = 0
+            return
+        self.counters.unrewarded_evaluations += 1
+        where = f"evaluation at step {step}: none of {len(table.totals)} held-out completions got a reward"
+        self._judge("evaluations", where, reasons([table]), self.counters.unrewarded_evaluations, self.limit)
+
+    def _judge(self, what: str, where: str, why: str, count: int, most: int) -> None:
+        if self.limit and count >= most:
+            raise ValueError(
+                f"reward_funcs={' '.join(self.specs)}: {where}, number {count} of such {what} in a row ({why}); check "
+                "them with python -m rollout.rewards --check, or set --reward-none-limit 0 to go on without rewards"
+            )
+        if what not in self._told:
+            self._told.add(what)
+            stops = f"; the run stops after {most} such {what} in a row" if self.limit else ""
+            self.note(f"warning: {where} ({why}){stops}")
+
+    def _count_silent(self, tables: Sequence[RewardTable]) -> None:
+        for place, name in enumerate(tables[0].names):
+            scored = any(row[place] is not None for table in tables for row in table.values)
+            self._silent[name] = 0 if scored else self._silent.get(name, 0) + 1
+
+    def _tell_silent(self, tables: Sequence[RewardTable]) -> None:
+        """One of several rewards may not apply to a batch; to none of many batches is worth a word."""
+        for name, count in self._silent.items():
+            if self.limit and count >= self.limit and name not in self._told:
+                self._told.add(name)
+                why = reasons(tables, only=name)
+                self.note(f"warning: the reward {name} gave no score in {count} batches in a row ({why})")
+
+
+def reasons(tables: Sequence[RewardTable], env_failed: int = 0, *, only: str | None = None) -> str:
+    """What each function said instead of a score."""
+    told = [f"{env_failed} environments failed"] if env_failed else []
+    num_rows = _num_rows(tables)
+    for place, name in enumerate(tables[0].names if tables else ()):
+        gaps = [table.gaps[place] for table in tables if table.gaps]
+        if only not in (None, name) or not gaps:
+            continue
+        none, failed = sum(gap.none for gap in gaps), sum(gap.failed for gap in gaps)
+        last = next((gap.last for gap in reversed(gaps) if gap.last), None)
+        if none:
+            told.append(f"{name} returned None for {_of(none, num_rows)}")
+        if failed:
+            told.append(f"{name} failed on {_of(failed, num_rows)}, the last: {last}")
+    return "; ".join(told) or "no function gave a number"
+
+
+def _of(count: int, num_rows: int) -> str:
+    return f"all {num_rows} rows" if count == num_rows else f"{count} of {num_rows} rows"
+
+
+def _num_rows(tables: Sequence[RewardTable]) -> int:
+    return sum(len(table.values) for table in tables)

@@ -1,7 +1,7 @@
 """The loss of some trained tokens of a group method, by its options, and what is logged of it.
 
-trainer/rl/step.py computes what has to be known of whole completions (Known) and calls `loss` on the tokens that the
-head hands out, cut anywhere.
+trainer/rl/step.py computes what has to be known of whole completions (TokenInputs) and calls `loss` on the tokens that
+the head hands out, cut anywhere.
 
 Shapes: N = trained tokens.
 """
@@ -18,13 +18,12 @@ from losses import importance
 from losses.advantage import effective_sample_frac, moments
 from losses.entropy import entropy_bonus
 from losses.kl import KL_ESTIMATORS, kl_penalty
-from losses.policy import POLICY_LOSSES, Tokens, sequence_log_ratio, share_of, token_log_ratio
+from losses.policy import Tokens, sequence_log_ratio, token_log_ratio
 from losses.types import LossOut, merge
-from trainer.config.policy import CLIPPED, PolicyLossConfig
 from trainer.metrics.metrics import MetricSums
 
 
-class Known(NamedTuple):
+class TokenInputs(NamedTuple):
     """What the loss needs of each trained token besides the pass itself. All (N,)."""
 
     advantage: Tensor
@@ -39,8 +38,8 @@ class Known(NamedTuple):
     keep_on_policy: Tensor | None  # bool; None: all
     keep_entropy: Tensor | None  # bool; None: all
 
-    def at(self, rows: Tensor) -> Known:
-        return Known(*(None if x is None else x[rows] for x in self))
+    def at(self, rows: Tensor) -> TokenInputs:
+        return TokenInputs(*(None if x is None else x[rows] for x in self))
 
 
 def has_kl_term(cfg: Any) -> bool:
@@ -57,70 +56,45 @@ def filter_geometric(cfg: Any, m: importance.Mismatch) -> Tensor:  # (N,) bool
     return importance.keep_geometric(m, low=cfg.correction.geometric_min, high=cfg.correction.geometric_max)
 
 
-def loss(cfg: Any, tokens: TokenLogps, known: Known, micro_batch_tokens: Tensor) -> LossOut:
+def loss(cfg: Any, tokens: TokenLogps, inputs: TokenInputs, micro_batch_tokens: Tensor) -> LossOut:
     """The policy loss, and KL and entropy terms where they are asked for, over some trained tokens."""
     options, logp = cfg.policy_loss, tokens.logp
     now, mask = logp.detach(), torch.ones_like(logp, dtype=torch.bool)
-    old = now if known.old is None else torch.where(known.old.isnan(), now, known.old)
+    old = now if inputs.old is None else torch.where(inputs.old.isnan(), now, inputs.old)
     nothing = torch.zeros_like(now)
     if options.importance_sampling_level == "sequence":
-        log_ratio = sequence_log_ratio(logp, nothing if known.mean is None else known.mean, mask)
+        log_ratio = sequence_log_ratio(logp, nothing if inputs.mean is None else inputs.mean, mask)
     else:
         log_ratio = token_log_ratio(logp, old, mask)
     t = Tokens(
-        logp=logp, log_ratio=log_ratio, advantage=known.advantage, mask=mask, length=known.length,
-        weight=_weight(cfg, known, now, mask), sequence_log_ratio=nothing if known.total is None else known.total,
+        logp=logp, log_ratio=log_ratio, advantage=inputs.advantage, mask=mask, length=inputs.length,
+        weight=_weight(cfg, inputs, now, mask), sequence_log_ratio=nothing if inputs.total is None else inputs.total,
     )  # fmt: skip
     sizes = {"micro_batch_tokens": micro_batch_tokens, "max_completion_length": cfg.max_completion_length}
-    out = POLICY_LOSSES[options.loss_type](t, **loss_options(options, **sizes))
-    if known.reference is not None:
-        share = share_of(options.loss_type, t, **sizes)
+    out = options.loss(t, **options.loss_options, **sizes)
+    if inputs.reference is not None:
+        share = options.loss.share(t, **sizes)
         penalty = kl_penalty(
-            logp, old, known.reference, mask, beta=options.beta, ratio_weighted=options.use_bias_correction_kl,
+            logp, old, inputs.reference, mask, beta=options.beta, ratio_weighted=options.use_bias_correction_kl,
             estimator=KL_ESTIMATORS[options.kl_estimator], share=share.weight, count=share.count,
         )  # fmt: skip
         out = merge(out, penalty)
     if options.entropy_coef:
-        out = merge(out, entropy_bonus(tokens.entropy, mask, coef=options.entropy_coef, keep=known.keep_entropy))
+        out = merge(out, entropy_bonus(tokens.entropy, mask, coef=options.entropy_coef, keep=inputs.keep_entropy))
     out.metrics["policy/entropy"] = (tokens.entropy.detach().sum(), mask.sum())
     return out
 
 
-def _weight(cfg: Any, known: Known, now: Tensor, mask: Tensor) -> Tensor | None:  # (N,)
+def _weight(cfg: Any, inputs: TokenInputs, now: Tensor, mask: Tensor) -> Tensor | None:  # (N,)
     """Correction times filters. The correction of a token on the first step needs no pass of its own."""
-    weight = known.correction
-    if weight is None and cfg.correction.is_on and cfg.policy_loss.loss_type != "vespo":
-        d = importance.log_difference(now, known.behaviour, mask)
-        weight = correct(cfg, importance.Mismatch(token=d, total=d, mean=d, length=known.length))  # reads the token's
-    for keep in (known.keep_geometric, known.keep_on_policy, known.keep_entropy):
+    weight = inputs.correction
+    if weight is None and cfg.correction.is_on and cfg.policy_loss.loss.ratio != "weight":
+        d = importance.log_difference(now, inputs.behaviour, mask)
+        weight = correct(cfg, importance.Mismatch(token=d, total=d, mean=d, length=inputs.length))  # reads the token's
+    for keep in (inputs.keep_geometric, inputs.keep_on_policy, inputs.keep_entropy):
         if keep is not None:
             weight = keep.to(now.dtype) if weight is None else weight * keep
     return weight
-
-
-def loss_options(
-    options: PolicyLossConfig, *, max_completion_length: int, micro_batch_tokens: Tensor | None
-) -> dict[str, Any]:
-    """The keyword arguments of a loss of losses.policy."""
-    if options.loss_type in CLIPPED:
-        found = {"epsilon_low": options.epsilon, "epsilon_high": options.clip_high,
-                 "delta": options.delta, "dual_clip": options.dual_clip}  # fmt: skip
-        if options.loss_type == "bnpo":
-            found["micro_batch_tokens"] = micro_batch_tokens
-        if options.loss_type == "dr_grpo":
-            found["max_completion_length"] = max_completion_length
-        return found
-    return {
-        "cispo": {"cap": options.cispo_cap},
-        "sapo": {"tau_pos": options.sapo_temperature_pos, "tau_neg": options.sapo_temperature_neg},
-        "vespo": {
-            "k_pos": options.vespo_k_pos,
-            "lambda_pos": options.vespo_lambda_pos,
-            "k_neg": options.vespo_k_neg,
-            "lambda_neg": options.vespo_lambda_neg,
-        },
-        "reinforce": {},
-    }[options.loss_type]
 
 
 # Metrics: sums and counts, of the tokens that were computed unless said otherwise.
@@ -133,13 +107,13 @@ def add_loss_metrics(sums: MetricSums, out: LossOut) -> None:
 
 
 def add_gap_metrics(
-    cfg: Any, sums: MetricSums, known: Known, logp: Tensor, slot: Tensor, num_sequences: int
+    cfg: Any, sums: MetricSums, inputs: TokenInputs, logp: Tensor, slot: Tensor, num_sequences: int
 ) -> Tensor:  # (2, 3) moments of the raw ratios of tokens and of completions
     """How far the engine is from the trainer, and what is done about it."""
     correction = cfg.correction
     mask = torch.ones_like(slot, dtype=torch.bool)
-    old = logp if known.old is None or correction.proximal_policy == "behaviour" else known.old
-    m = importance.mismatch(old, known.behaviour, mask, slot, num_sequences=num_sequences)
+    old = logp if inputs.old is None or correction.proximal_policy == "behaviour" else inputs.old
+    m = importance.mismatch(old, inputs.behaviour, mask, slot, num_sequences=num_sequences)
     count, one = mask.sum(), 1 / m.length.to(m.token.dtype)  # adds up to 1 for each completion
     sums.add(importance.mismatch_metrics(m, mask))
     sums.add(
@@ -151,11 +125,11 @@ def add_gap_metrics(
     if correction.is_on:
         by_completion = correction.vllm_importance_sampling_mode in importance.SEQUENCE_CORRECTIONS
         sums.add(importance.correction_metrics(correct(cfg, m), m.total if by_completion else m.token, mask))
-    for name, keep in (("geometric", known.keep_geometric), ("off_policy", known.keep_on_policy)):
+    for name, keep in (("geometric", inputs.keep_geometric), ("off_policy", inputs.keep_on_policy)):
         if keep is not None:
             sums.add({f"policy/{name}_dropped_frac": ((one * ~keep).sum(), one.sum())})
-    if known.keep_entropy is not None:
-        sums.add({"policy/entropy_kept_frac": (known.keep_entropy.sum(), count)})
+    if inputs.keep_entropy is not None:
+        sums.add({"policy/entropy_kept_frac": (inputs.keep_entropy.sum(), count)})
     return torch.stack([moments(m.token.exp()), moments(m.total.exp(), one)])
 
 
@@ -163,15 +137,15 @@ def add_names(cfg: Any, sums: MetricSums, device: torch.device) -> None:
     """Metrics of no tokens: ranks must reduce the same names, also one that had nothing to compute."""
     none = torch.zeros(0, device=device)
     kept = none.bool()
-    known = Known(
+    inputs = TokenInputs(
         advantage=none, length=none.long(), behaviour=none, old=none, reference=none if has_kl_term(cfg) else None,
         correction=none, mean=none, total=none, keep_geometric=kept if cfg.correction.has_geometric_filter else None,
         keep_on_policy=None if cfg.correction.off_policy_mask_threshold is None else kept,
         keep_entropy=kept if cfg.policy_loss.top_entropy_quantile < 1 else None,
     )  # fmt: skip
     zero = none.sum()
-    add_loss_metrics(sums, loss(cfg, TokenLogps(none, none), known, zero + 1))
-    add_gap_metrics(cfg, sums, known, none, none.long(), 0)
+    add_loss_metrics(sums, loss(cfg, TokenLogps(none, none), inputs, zero + 1))
+    add_gap_metrics(cfg, sums, inputs, none, none.long(), 0)
     sums.add({"loss/total": (zero, zero)})
 
 

@@ -1,101 +1,185 @@
-"""Several processes where completions are made: rank 0 plans, samples and rewards; the others lend it their models.
+"""Several processes: rank 0 plans, samples and rewards; the other ranks execute its commands meanwhile.
 
-    lead = Lead(policy, start_engine(...), prompts)              # lead.engine is what rank 0 samples with
-    batch = lead.run(lambda: groups.next(step, version))         # rank 0 does it, the others do as they are told
-    batch = lead.share(batch)                                    # whole groups, each of them on one rank
+    rank0 = Rank0Rollout(policy, start_engine(...), prompts)     # rank0.engine is what rank 0 samples with
+    batch = rank0.run(lambda: groups.next(step, version))        # on rank 0; None elsewhere
+    batch = rank0.scatter(batch)                                 # whole groups to each rank
 
-Within `run` rank 0 may ask its engine for completions at any time: those of the engine in process are then made by all
-ranks, each a part of the requests. Servers are rank 0's to speak with, and get weights in shards from all (lend.py).
-The others wait for orders without a limit, since a reward function or a server may take its time. What they get at the
-end is different prompts for each rank: nobody repeats what another trains on.
-Whatever else rank 0 may ask for within is an entry of `lead.orders`: its word, and what the others do at it.
+Inside `run` rank 0 may use its engine at any time. The in-process engine then samples on all ranks, each a part of the
+requests. Servers are rank 0's alone to talk to; they get sharded weights by a gather in which all ranks take part. The
+other ranks wait for commands without a time limit, since a reward function or a server may take long. `handlers` says
+what they do at each command; a method adds its own there (EBFT measures features on all ranks).
+
+Token ids, log-probs and masks travel as tensors, the rest of a completion as JSON.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from data.types import Prompt
-from rollout.engine import Completion, Engine, Request, Sampling
+from rollout.engine import Completion, Engine, Group, Request, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.schedule.planner import Planned
-from rollout.schedule.replay import Group, as_json, completion_of
+from rollout.schedule.replay import is_json
 from trainer.parallel import comm
 from trainer.policy.logps import Policy
-from trainer.policy.sharding import gathered_weights
+from trainer.policy.sharding import gathered_head, gathered_weights
+from trainer.policy.weights import PolicyWeights
 from trainer.rl.groups import GroupBatch
-from trainer.rl.lend import Lender, LentScores
 
 T = TypeVar("T")
+Sequences = Sequence[tuple[list[int], list[int]]]
 
 
-class Lead:
-    """`engine` is the one to sample with: in process and on rank 0 that of all ranks together."""
+class Rank0Rollout:
+    """`engine` is the one to sample with; for several ranks and in process it samples on all of them."""
 
     def __init__(self, policy: Policy, engine: Engine, prompts: Sequence[Prompt]) -> None:
         self.policy, self.local, self.prompts = policy, engine, prompts
-        spreads = comm.world_size() > 1 and comm.is_main() and isinstance(engine, LocalEngine)
-        self.engine: Engine = SpreadEngine(policy, engine) if spreads else engine
-        self.orders: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
-        if isinstance(engine, LocalEngine):  # on rank 0 it may be that of servers, which lends nothing
-            self.orders |= Lender(policy, engine).orders
+        in_process = isinstance(engine, LocalEngine)
+        on_all = comm.world_size() > 1 and comm.is_main() and in_process
+        self.engine: Engine = AllRanksEngine(policy, engine) if on_all else engine
+        self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
+        if in_process:  # with servers, rank 0 has another engine here, and is sent no commands
+            self.handlers |= Helper(policy, engine).handlers
 
     def run(self, work: Callable[[], T]) -> T | None:
-        """What rank 0 does, and its result there; None elsewhere."""
+        """What rank 0 does, and its result there; None on the other ranks, which do what it asks for meanwhile."""
         if comm.world_size() == 1:
             return work()
         if comm.is_main():
-            with comm.leading():
+            with comm.rank0_alone():
                 result = work()
-                comm.give_order("done")
+                comm.send_command("done")
             return result
-        while (order := comm.await_order()) != "done":
-            name, *words = order.split()
-            self.orders[name](*words)
+        while (command := comm.next_command()) != "done":
+            name, *words = command.split()
+            self.handlers[name](*words)
         return None
 
-    def share(self, batch: GroupBatch | None) -> GroupBatch:
-        """Rank 0's groups dealt to all, about as many tokens for each. What was sampled stays whole on rank 0."""
+    def scatter(self, batch: GroupBatch | None) -> GroupBatch:
+        """Deal rank 0's groups to all ranks, about as many tokens to each. `batch.sampled` stays whole on rank 0."""
         if comm.world_size() == 1:
             assert batch is not None
             return batch
-        packed = None
+        header, tensors = None, None
         if batch is not None:
             sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in batch.groups]
-            packed = {
-                "groups": [_packed(group) for group in batch.groups],
+            rest, tensors = to_tensors([c for group in batch.groups for c in group.completions])
+            header = {
+                "groups": [[g.number, g.row, g.kind, g.values, g.replayed, len(g.completions)] for g in batch.groups],
+                "completions": rest,
                 "dealt": comm.shares(sizes, comm.data_size()),
                 "names": batch.names,
                 "weights": batch.weights,
             }
-        packed = comm.from_main(packed, "groups of the step")
-        own = [self._unpacked(packed["groups"][i]) for i in packed["dealt"][comm.data_rank()]]
+        header = comm.from_main(header, "groups of the step")
+        tensors = comm.tensors_from_main(tensors, "tokens of the step")
+        own = self._groups(header, tensors, header["dealt"][comm.data_rank()])
         if batch is not None:
             return replace(batch, groups=own)
-        return GroupBatch(own, packed["names"], packed["weights"], {})
+        return GroupBatch(own, header["names"], header["weights"], {})
 
-    def _unpacked(self, saved: dict[str, Any]) -> Group:
-        planned = Planned(saved["number"], self.prompts[saved["row"]], saved["row"], saved["kind"])
-        completions = [completion_of(completion) for completion in saved["completions"]]
-        return Group(planned=planned, completions=completions, values=saved["values"], replayed=saved["replayed"])
+    def _groups(self, header: dict[str, Any], tensors: list[Tensor], own: Sequence[int]) -> list[Group]:
+        completions = iter(from_tensors(header["completions"], tensors))
+        groups = []
+        for number, row, kind, values, replayed, count in header["groups"]:
+            made = [next(completions) for _ in range(count)]
+            groups.append(Group(number, self.prompts[row], row, kind, made, values, replayed))
+        return [groups[place] for place in own]
 
     def _generate_part(self) -> None:
         requests, sampling, version = comm.from_main(None, "requests")
         self.local.version = version
-        generate_part(self.policy, self.local, [Request(**r) for r in requests], _sampling(sampling))
+        requests = [Request(prompt_ids=ids, seed=seed) for ids, seed in requests]
+        generate_part(self.policy, self.local, requests, _sampling(sampling))
 
 
-class SpreadEngine(LentScores):
-    """The engine in process over several ranks: rank 0 asks, all make their part."""
+# Completions as tensors.
+
+
+def to_tensors(completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """(the rest of each as JSON, [ids, log-probs, masks] of all of them one after the other).
+
+    A prompt is sent once for completions in a row that share it. What a column or message holds that is not JSON stays
+    behind: rewards have been computed by now.
+    """
+    rest, ids, masks = [], [], []
+    before: list[int] | None = None
+    for c in completions:
+        same = c.prompt_ids == before
+        ids += [c.ids] if same else [c.prompt_ids, c.ids]
+        masks += [] if c.mask is None else [c.mask]
+        before = c.prompt_ids
+        rest.append({
+            "prompt": -1 if same else len(c.prompt_ids), "ids": len(c.ids), "masked": c.mask is not None,
+            "finish_reason": c.finish_reason, "text": c.text, "versions": c.versions,
+            "messages": c.messages if is_json(c.messages) else None,
+            "columns": {name: value for name, value in c.columns.items() if is_json(value)},
+        })  # fmt: skip
+    logps = [c.logps for c in completions]
+    return rest, [_flat(ids, np.int32), _flat(logps, np.float64), _flat(masks, np.bool_)]
+
+
+def _flat(lists: Sequence[Sequence[Any]], dtype: Any) -> Tensor:  # (N,)
+    count = sum(map(len, lists))
+    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype, count))
+
+
+def from_tensors(rest: Sequence[dict[str, Any]], tensors: Sequence[Tensor]) -> list[Completion]:
+    ids, logps, masks = (x.tolist() for x in tensors)
+    place = at_logp = at_mask = 0
+    prompt: list[int] = []
+    completions = []
+    for saved in rest:
+        if saved["prompt"] >= 0:
+            prompt = ids[place : place + saved["prompt"]]
+            place += saved["prompt"]
+        count = saved["ids"]
+        mask = masks[at_mask : at_mask + count] if saved["masked"] else None
+        completions.append(
+            Completion(
+                prompt_ids=prompt, ids=ids[place : place + count], logps=logps[at_logp : at_logp + count], mask=mask,
+                finish_reason=saved["finish_reason"], text=saved["text"], messages=saved["messages"],
+                versions=[(version, made) for version, made in saved["versions"]], columns=saved["columns"],
+            )
+        )  # fmt: skip
+        place, at_logp, at_mask = place + count, at_logp + count, at_mask + (count if saved["masked"] else 0)
+    return completions
+
+
+# Engines and weights for which rank 0 needs the other ranks.
+
+
+class AllRanksScores(LocalEngine):
+    """Rank 0's log-probs of a sharded policy: all ranks run the same passes, one block gathered at a time."""
+
+    def __init__(self, policy: Policy, local: LocalEngine) -> None:
+        super().__init__(
+            local.model, local.tokenizer, max_batch_size=local.max_batch_size, autocast_dtype=local.autocast_dtype
+        )
+        self.policy, self.local = policy, local
+
+    def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        comm.send_command("score")
+        comm.from_main([sequences, temperature], "sequences to score")
+        return score_together(self.policy, self.local, sequences, temperature)
+
+
+class AllRanksEngine(AllRanksScores):
+    """The in-process engine over several ranks: rank 0 asks, every rank samples its part."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        comm.give_order("generate")
-        comm.from_main([[asdict(request) for request in requests], asdict(sampling), self.version], "requests")
+        comm.send_command("generate")
+        asked = [[request.prompt_ids, request.seed] for request in requests]
+        comm.from_main([asked, asdict(sampling), self.version], "requests")
         self.local.version = self.version
         return generate_part(self.policy, self.local, requests, sampling)
 
@@ -103,25 +187,77 @@ class SpreadEngine(LentScores):
 def generate_part(
     policy: Policy, local: LocalEngine, requests: Sequence[Request], sampling: Sampling
 ) -> list[Completion]:
-    """This rank's part of the requests; all of them together on rank 0."""
+    """This rank's part of the requests; rank 0 gets all of them."""
     world, rank = comm.world_size(), comm.rank()
     first, stop = (len(requests) * part // world for part in (rank, rank + 1))
     with gathered_weights(policy):
         made = local.generate(requests[first:stop], sampling) if stop > first else []
-    text = json.dumps([as_json(completion) for completion in made]).encode()
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(policy.device)
-    parts = comm.all_gather(own, "completions", everyone=True)
+    rest, tensors = to_tensors(made)
+    all_rest = comm.of_all(rest, "completions")
+    parts = [comm.all_gather(x, "tokens of completions", everyone=True) for x in tensors]
     if not comm.is_main():
         return made
-    return [completion_of(c) for part in parts for c in json.loads(bytes(part.cpu().numpy().tobytes()))]
+    by_rank = zip(all_rest, zip(*parts, strict=True), strict=True)
+    return [completion for rest, own in by_rank for completion in from_tensors(rest, own)]
 
 
-def _packed(group: Group) -> dict[str, Any]:
-    planned = group.planned
-    return {
-        "number": planned.number, "row": planned.row, "kind": planned.kind, "values": group.values,
-        "replayed": group.replayed, "completions": [as_json(completion) for completion in group.completions],
-    }  # fmt: skip
+class SharedWeights(PolicyWeights):
+    """Sharded weights for servers that rank 0 talks to: the other ranks take part in every gather.
+
+    Rank 0 alone knows when weights are needed: after a step, when a server has come back, for a comparison. That is
+    always in its main thread and inside Rank0Rollout.run. One tensor is gathered at a time, never the model.
+    """
+
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
+        comm.send_command(f"weights {name_of(self.dtype)}")
+        tensors = super().tensors()
+        try:
+            while (pair := next(tensors, None)) is not None:  # `yield from` would close them with this generator
+                yield pair
+        finally:
+            for _ in tensors:  # if the transfer broke off: the other ranks gather all tensors
+                pass
+
+    def save_adapter(self, folder: Path) -> None:
+        _ = self.adapter  # an adapter that cannot be served is refused before the command is sent
+        comm.send_command(f"adapter {name_of(self.dtype)}")
+        super().save_adapter(folder)
+
+
+class Helper:
+    """What a rank other than 0 does for it."""
+
+    def __init__(self, policy: Policy, local: LocalEngine) -> None:
+        self.policy, self.local = policy, local
+        self._weights: PolicyWeights | None = None
+        self.handlers = {"score": self.score, "weights": self.weights, "adapter": self.adapter}
+
+    def weights(self, dtype: str) -> None:
+        for _ in self._source(dtype).tensors():
+            pass
+
+    def adapter(self, dtype: str) -> None:
+        self._source(dtype).adapter.read()
+
+    def score(self) -> None:
+        sequences, temperature = comm.from_main(None, "sequences to score")
+        score_together(self.policy, self.local, sequences, temperature)
+
+    def _source(self, dtype: str) -> PolicyWeights:
+        if self._weights is None:
+            self._weights = PolicyWeights(self.policy, getattr(torch, dtype))
+        assert name_of(self._weights.dtype) == dtype, (self._weights.dtype, dtype)
+        return self._weights
+
+
+def score_together(policy: Policy, local: LocalEngine, sequences: Sequences, temperature: float) -> list[list[float]]:
+    """Log-probs by all ranks at once; the model stays sharded, but for the current block and the head."""
+    with comm.inside("log-probs to compare"), gathered_head(policy):
+        return local.score(sequences, temperature)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _sampling(saved: dict[str, Any]) -> Sampling:

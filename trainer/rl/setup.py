@@ -1,78 +1,56 @@
 """What stands between prompts and rewards: nothing, tools, a function of the user, an environment, or NeMo Gym.
 
-around = Surroundings(cfg, policy, run.note)        # all that can be wrong with it shows before there is a run folder
-prompts = around.prompts(cfg.data.data)             # with tools in them, and rows of the gym
-source = around.source(engine, sampling)            # completions, by whatever means
+setup = RolloutSetup(cfg, policy, run.note)        # all that can be wrong with it shows before there is a run folder
+prompts = setup.prompts(cfg.data.data)             # with tools in them, and rows of the gym
+source = setup.source(engine, sampling)            # completions, by whatever means
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from data.chat import stop_ids
 from data.rows.nemo_gym import load_nemo_gym
+from data.rows.prompts import load_prompts
 from data.types import Prompt
 from data.user_code import find_callable
-from rollout.engine import Engine, Sampling
+from rollout.engine import Engine, EngineSource, Sampling, Source
+from rollout.engines.local import LocalEngine
+from rollout.engines.vllm import VllmEngine, check_start
 from rollout.episodes.episode import EpisodeSource
-from rollout.episodes.options import ToolConfig
 from rollout.episodes.rollout_func import RolloutFunction
 from rollout.episodes.tool_episode import ToolEpisode, show_tools
 from rollout.episodes.tools import load_tools
 from rollout.gyms.nemo_gym import COLUMNS, GymClient, RunSource, set_up_rewards
-from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.rewards.table import Rewards
 from rollout.schedule.planner import Order
-from rollout.schedule.source import EngineSource, Source
+from rollout.servers.command import shares_gpu
+from rollout.servers.lease import Owner
+from rollout.servers.options import VllmConfig
+from rollout.sync.base import time_limit
+from trainer.config.blocks import RolloutConfig
+from trainer.parallel.comm import context_size, data_size, is_main, next_command, rank0_alone, send_command, world_size
+from trainer.parallel.ranks import local_world_size
 from trainer.policy.logps import Policy
-from trainer.rl import rollouts
-
-
-def check_surroundings(cfg: Any) -> None:
-    """One of them at a time, and only with settings they can follow. For the Config of a method that samples."""
-    tools: ToolConfig = cfg.tools
-    env: OpenEnvConfig = cfg.openenv
-    gym: NemoGymConfig = cfg.nemo_gym
-    given = {
-        "tools": bool(tools.tools),
-        "rollout_func": tools.rollout_func is not None,
-        "openenv.env": env.env is not None,
-        "nemo_gym.multi_turn": gym.multi_turn,
-    }
-    names = [name for name, is_given in given.items() if is_given]
-    if len(names) > 1:
-        raise ValueError(f"{names[0]}, {names[1]}: each makes the whole completion; give one of them")
-    if not cfg.data.data and not gym.datasets:
-        raise ValueError("--data: required; name rows, or rows of a gym by --nemo-gym.datasets")
-    if gym.multi_turn and (cfg.data.data or cfg.data.eval_data):
-        raise ValueError(
-            f"data={' '.join((*cfg.data.data, *cfg.data.eval_data))}: the agents of nemo_gym.multi_turn play only rows "
-            "of the gym; leave it out"
-        )
-    by_adapter = cfg.overlap.vllm_lora_sync or cfg.sync.backend == "lora"
-    check_nemo_gym(
-        gym,
-        reward_funcs=cfg.reward.reward_funcs,
-        engine=cfg.rollout.engine,
-        vllm_url=cfg.vllm.url,
-        vllm_port=cfg.vllm.port,
-        lora_sync=by_adapter or (cfg.lora.r > 0 and cfg.sync.backend == "auto"),
-        in_flight=cfg.overlap.async_prefetch,
-        stop=cfg.stop,
-    )
-
+from trainer.policy.weights import PolicyWeights
+from trainer.rl.rank0_rollout import AllRanksScores, SharedWeights
+from trainer.run.run import Run
 
 UNSEEN = 2048  # tokens that an environment or a function of the user may put into a prompt
 
 
-class Surroundings:
+class RolloutSetup:
     """Made once in a run."""
 
     def __init__(self, cfg: Any, policy: Policy, say: Callable[[str], None]) -> None:
         self.cfg, self.policy = cfg, policy
         self.toolset = load_tools(cfg.tools.tools, timeout=cfg.tools.tool_timeout) if cfg.tools.tools else None
         self.function = RolloutFunction(cfg.tools.rollout_func) if cfg.tools.rollout_func else None
-        self.gym = GymClient(cfg.nemo_gym, say=say) if cfg.nemo_gym.datasets else None
+        self.gym = GymClient(cfg.nemo_gym, log=say) if cfg.nemo_gym.datasets else None
         self.episode: Any = None
         if self.toolset is not None:
             self.episode = ToolEpisode.of(cfg.tools, self.toolset, policy.tokenizer)
@@ -101,7 +79,7 @@ class Surroundings:
 
     def prompts(self, specs: Sequence[str], *, held_out: bool = False) -> list[Prompt]:
         cfg, policy = self.cfg, self.policy
-        prompts = rollouts.prompts_of(cfg, policy, specs)
+        prompts = prompts_of(cfg, policy, specs)
         if self.toolset is not None and prompts:
             room = None if policy.context_length is None else policy.context_length - cfg.max_completion_length
             prompts = show_tools(
@@ -162,3 +140,153 @@ class Surroundings:
 def load_curriculum(spec: str | None) -> Order | None:
     """The user's function, found before anything is sampled."""
     return None if spec is None else find_callable(spec, f"curriculum={spec}")[1]
+
+
+# The engine.
+
+
+def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
+    """Prompts of a method that samples, with its limits on length."""
+    if not specs:
+        return []
+    return load_prompts(
+        specs,
+        policy.tokenizer,
+        data_format=cfg.data.data_format,
+        system_prompt=cfg.model.system_prompt,
+        chat_template_kwargs=cfg.model.chat_template_kwargs,
+        max_prompt_length=cfg.max_prompt_length,
+        context_length=policy.context_length,
+        max_completion_length=cfg.max_completion_length,
+        cfg=cfg,
+    )
+
+
+def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
+    """What would keep a server from starting or answering, as far as it shows at once: before there is a run folder."""
+    if cfg.prompts_per_step < data_size():
+        those = "processes" if context_size() == 1 else f"times {context_size()} processes that share theirs"
+        raise ValueError(
+            f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step holds {cfg.prompts_per_step} "
+            f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, so that each has one"
+        )
+    if cfg.rollout.engine == "vllm":
+        if world_size() > 1:
+            check_places(cfg, policy)
+        if is_main():
+            check_start(cfg.vllm, policy.device, run.id)
+        if cfg.overlap.vllm_sync_interval > 1 and shares_gpu(cfg.vllm, policy.device):
+            raise ValueError(
+                f"vllm_sync_interval={cfg.overlap.vllm_sync_interval}: has no effect on a server that shares the "
+                "trainer's GPU, which gets its weights whenever it wakes; leave it out"
+            )
+        if cfg.overlap.async_prefetch and shares_gpu(cfg.vllm, policy.device):
+            raise ValueError(
+                "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it another "
+                "by --vllm.devices or --vllm.url, or let both run at a time with --vllm.colocate False "
+                "--vllm.devices 0 --vllm.gpu-memory-utilization 0.3"
+            )
+
+
+def check_places(cfg: Any, policy: Policy) -> None:
+    """Servers beside several processes: they have GPUs of their own, and may be as slow as the others can wait."""
+    if policy.device.type == "cuda":
+        if shares_gpu(cfg.vllm, policy.device):
+            raise ValueError(
+                f"vllm.colocate={cfg.vllm.colocate}: a server shares the GPU of one process, and {world_size()} train "
+                "on one each; give servers GPUs of their own by --vllm.devices or --vllm.url"
+            )
+        if cfg.sync.backend == "ipc":
+            raise ValueError(
+                f"sync.backend=ipc: is for a server on the trainer's GPU, and {world_size()} processes have one each; "
+                "use --sync.backend process_group"
+            )
+        if is_main():  # servers of ours run on its machine
+            check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
+    backend = "lora" if cfg.overlap.vllm_lora_sync else cfg.sync.backend
+    if policy.is_sharded and (backend == "process_group" or (backend == "auto" and not policy.is_lora)):
+        size = sum(p.numel() for p in policy.model.parameters()) * getattr(torch, serving_dtype(cfg, policy)).itemsize
+        if cfg.parallel.timeout_s < (longest := time_limit(size)):
+            raise ValueError(
+                f"parallel.timeout_s={cfg.parallel.timeout_s:g}: processes wait for each other while weights go to "
+                f"servers, which may take {longest:.0f} s when one hangs; raise it, or use --sync.backend filesystem"
+            )
+
+
+def check_gpus(vllm: VllmConfig, ours: int, there_are: int) -> None:
+    """Servers of our own on this machine: on GPUs that no process trains on."""
+    if vllm.url:
+        return
+    taken = [number for number in vllm.devices if number < ours]
+    if taken:
+        raise ValueError(
+            f"vllm.devices={' '.join(map(str, vllm.devices))}: GPU {taken[0]} is that of a process that trains here, "
+            f"as are all below {ours}; name others"
+        )
+    needed = vllm.replicas * vllm.tensor_parallel_size
+    if not vllm.devices and ours + needed > there_are:
+        raise ValueError(
+            f"vllm.replicas={vllm.replicas}: {needed} GPUs for servers beside {ours} that train, and this machine has "
+            f"{there_are}; start fewer processes, or servers elsewhere, and name them by --vllm.url"
+        )
+
+
+def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], *, unseen: int = 0) -> Engine:
+    """The engine of a method that samples, ended with the run; `prompts` are all it will be asked about.
+
+    `unseen` is how many tokens besides a prompt and its completion a sequence may get.
+    """
+    local = LocalEngine(
+        policy.model, policy.tokenizer, max_batch_size=cfg.rollout.max_batch_size, autocast_dtype=policy.autocast_dtype
+    )
+    if cfg.rollout.engine == "local":
+        return local
+    if not is_main():
+        next_command()  # servers take minutes to start, and the next collective has a limit
+        return local
+    dtype = serving_dtype(cfg, policy)
+    sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
+    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + unseen
+    engine = VllmEngine.start(
+        cfg.vllm,
+        sync,
+        model=policy.source,
+        source=(SharedWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
+        local=AllRanksScores(policy, local) if policy.is_sharded else local,
+        device=policy.device,
+        own_gpus=local_world_size(),
+        owner=Owner.here(run.id, str(run.dir.resolve())),
+        dtype=dtype,
+        lora_rank=cfg.lora.r if sync.backend in ("auto", "lora") else 0,
+        log_dir=run.dir / "logs",
+        max_model_len=min(longest, policy.context_length or longest),
+        trust_remote_code=cfg.model.trust_remote_code,
+        vocab_size=policy.model.config.get_text_config().vocab_size,
+        log=run.note,
+    )
+    run.keep(engine)
+    if world_size() > 1:
+        with rank0_alone():
+            send_command("started")
+    return engine
+
+
+def serving_dtype(cfg: Any, policy: Policy) -> str:
+    return str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
+
+
+def training_sampling(cfg: Any, policy: Policy) -> Sampling:
+    """The full distribution at the method's temperature, up to the model's end tokens or a stop string."""
+    return Sampling(
+        temperature=cfg.temperature,
+        max_tokens=cfg.max_completion_length,
+        stop_ids=stop_ids(policy.tokenizer, policy.generation_eos),
+        stop=cfg.stop,
+        for_training=True,
+    )
+
+
+def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
+    return replace(
+        sampling, temperature=cfg.eval_temperature, top_p=cfg.eval_top_p, top_k=cfg.eval_top_k, for_training=False
+    )

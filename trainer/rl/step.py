@@ -1,8 +1,8 @@
 """One optimizer step on scored completions: from advantages to gradients, for every loss of losses.policy.
 
     batch = prepare(cfg, policy, completions, advantage)      # pack, and passes without gradient, where wanted
-    for i in range(cfg.num_iterations):
-        sums = backward(cfg, policy, batch, first=i == 0)     # gradients; the caller clips and steps
+    for part in session.updates(batch):
+        sums = backward(cfg, policy, part)                    # gradients; the caller clips and steps
 
 `cfg` is a method's Config with policy_loss, correction, advantage, run, temperature, share_prompt, num_iterations and
 max_completion_length. The gradient is the same however the completions are cut into micro-batches, ordered or dealt to
@@ -31,22 +31,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import Batch
+from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import TokenLogps
 from losses import importance
 from losses.entropy import keep_top_entropy
 from losses.importance import sequence_mean, sequence_sum
 from losses.kl import MAX_LOG_RATIO
-from losses.policy import MIN_LOG_WEIGHT, denominator
+from losses.policy import MIN_LOG_WEIGHT
 from rollout.engine import Completion
+from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_count, all_sum, data_size
 from trainer.parallel.quantile import tolerance_of, top_threshold
 from trainer.policy.logps import Policy, reference_logps, token_logps, token_loss
 from trainer.policy.optim import total_loss
-from trainer.rl import rollouts
+from trainer.policy.sharding import to_device_and_pad
 from trainer.rl.loss import (
-    Known,
+    TokenInputs,
     add_gap_metrics,
     add_loss_metrics,
     add_names,
@@ -64,8 +65,8 @@ class StepBatch:
 
     completions: list[Completion]  # K of those given: the rest has nothing to teach and is not computed
     rows: list[int]  # their places in what was given
-    advantage: Tensor  # (K,)
     micro_batches: list[Batch]
+    advantage: list[Tensor]  # (N,)
     idle: list[bool]  # micro-batches that only statistics of the step need
     behaviour: list[Tensor]  # (N,) log-probs of the engine; NaN = it gave none
     start: list[TokenLogps] | None  # of the weights the step starts from; None: they are those of the backward pass
@@ -75,13 +76,14 @@ class StepBatch:
     total: dict[str, Tensor]  # () the same over all ranks
     skipped: int  # completions that count and are not computed, of this rank
     skipped_tokens: int
+    first: bool = True  # the weights are still those that prepare saw
 
 
 def prepare(
     cfg: Any,
     policy: Policy,
     completions: Sequence[Completion],
-    advantage: Tensor,  # (B,)
+    advantage: Tensor | Sequence[Sequence[float]],  # (B,), or for each completion one number per id
     *,
     old_logps: Sequence[Sequence[float] | None] | None = None,
 ) -> StepBatch:
@@ -99,14 +101,15 @@ def prepare(
     ]
     can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and options.entropy_coef == 0
     # These two are about all tokens of a micro-batch or of the step: rows stay, only idle micro-batches are left out.
-    whole = options.loss_type == "bnpo" or options.top_entropy_quantile < 1
-    values = advantage.tolist()
-    rows = [row for row in trained if not can_skip or whole or values[row] != 0]
+    whole = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
+    per_completion = isinstance(advantage, Tensor)
+    teaches = (advantage != 0).tolist() if per_completion else [any(x != 0 for x in own) for own in advantage]
+    rows = [row for row in trained if not can_skip or whole or teaches[row]]
     kept = [completions[row] for row in rows]
-    micro_batches = rollouts.pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
+    micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
     # Ranks of a sharded model run the same passes, those with nothing in them too.
     skips = can_skip and not policy.is_sharded
-    idle = [skips and all(values[rows[i]] == 0 for i in mb.rows) for mb in micro_batches]
+    idle = [skips and not any(teaches[rows[i]] for i in mb.rows) for mb in micro_batches]
     computed = {i for mb, skip in zip(micro_batches, idle, strict=True) if not skip for i in mb.rows}
     num_tokens = sum(completions[row].trained for row in trained)
 
@@ -117,8 +120,8 @@ def prepare(
     counts = torch.stack([number(num_tokens), number(len(trained)), number(num_micro_batches)])
     names = ("num_tokens", "num_completions", "num_micro_batches")
     batch = StepBatch(
-        completions=kept, rows=rows, advantage=advantage[rows].to(policy.device, _wide(policy)),
-        micro_batches=micro_batches, idle=idle,
+        completions=kept, rows=rows, micro_batches=micro_batches, idle=idle,
+        advantage=_token_advantages(policy, kept, micro_batches, advantage, rows),
         behaviour=[_per_token(policy, kept, mb, [c.logps for c in kept]) for mb in micro_batches],
         start=None, given=False, reference=None,
         local=dict(zip(names, counts, strict=True)), total=dict(zip(names, all_sum(counts), strict=True)),
@@ -134,6 +137,25 @@ def prepare(
     return batch
 
 
+def pack_completions(
+    run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool
+) -> list[Batch]:
+    """Micro-batches of prompts and completions, the completions trained; a group may lie behind one prompt."""
+    items = [
+        Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids)), len(c.prompt_ids))
+        for c in completions
+    ]
+    batches = make_batches(
+        items,
+        accumulation=run.gradient_accumulation_steps,
+        max_tokens=run.max_tokens_per_micro_batch,
+        packing=run.packing,
+        share_prompt=share_prompt,
+        multiple=policy.row_multiple,
+    )
+    return to_device_and_pad(policy, batches)
+
+
 def _per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequence[Sequence[float]]) -> Tensor:  # (N,)
     """A number for each id of each completion, as a tensor over the trained tokens of a micro-batch."""
     flat = [
@@ -141,6 +163,19 @@ def _per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequen
     ]
     assert len(flat) == len(mb.target), (len(flat), len(mb.target))
     return torch.tensor(flat, dtype=_wide(policy), device=policy.device)
+
+
+def _token_advantages(
+    policy: Policy,
+    kept: list[Completion],
+    micro_batches: list[Batch],
+    advantage: Tensor | Sequence[Sequence[float]],  # (B,), or for each completion one number per id
+    rows: list[int],
+) -> list[Tensor]:  # (N,) of each micro-batch
+    if isinstance(advantage, Tensor):
+        own = advantage[rows].to(policy.device, _wide(policy))  # (K,)
+        return [own[mb.sequence] for mb in micro_batches]
+    return [_per_token(policy, kept, mb, [advantage[row] for row in rows]) for mb in micro_batches]
 
 
 def _start(cfg: Any, policy: Policy, batch: StepBatch, given: list[Sequence[float] | None]) -> list[TokenLogps]:
@@ -169,21 +204,21 @@ def _wide(policy: Policy) -> torch.dtype:
     return torch.promote_types(policy.compute_dtype, torch.float32)
 
 
-def backward(cfg: Any, policy: Policy, batch: StepBatch, *, first: bool = False) -> MetricSums:
-    """Gradients of one optimizer step. `first` says that the weights are still those that prepare saw."""
-    now = _scores_now(cfg, policy, batch, first)
+def backward(cfg: Any, policy: Policy, batch: StepBatch) -> MetricSums:
+    """Gradients of one optimizer step, and its metrics."""
+    now = scores_beforehand(cfg, policy, batch)
     threshold, num_kept = _entropy_threshold(cfg, policy, batch, now)
-    shared = denominator(cfg.policy_loss.loss_type, max_completion_length=cfg.max_completion_length, **batch.total)
+    shared = cfg.policy_loss.loss.denominator(max_completion_length=cfg.max_completion_length, **batch.total)
     denominators = {"policy": shared, "kl": shared, "entropy": num_kept}
     sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
     for number, mb in enumerate(batch.micro_batches):
         if batch.idle[number]:
             continue
-        known = token_numbers(cfg, batch, number, None if now is None else now[number], threshold)
+        inputs = token_inputs(cfg, batch, number, None if now is None else now[number], threshold)
         num_tokens = torch.tensor(len(mb.target), device=policy.device)
 
-        def loss_of(tokens: TokenLogps, rows: Tensor, known=known, num_tokens=num_tokens) -> tuple[Tensor, Any]:
-            out = loss(cfg, tokens, known.at(rows), num_tokens)
+        def loss_of(tokens: TokenLogps, rows: Tensor, inputs=inputs, num_tokens=num_tokens) -> tuple[Tensor, Any]:
+            out = loss(cfg, tokens, inputs.at(rows), num_tokens)
             return total_loss(out, denominators), (out, tokens.logp.detach())
 
         total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature)
@@ -191,7 +226,7 @@ def backward(cfg: Any, policy: Policy, batch: StepBatch, *, first: bool = False)
         for out, _ in parts:
             add_loss_metrics(sums, out)
         logp = torch.cat([logp for _, logp in parts])
-        ratios += add_gap_metrics(cfg, sums, known, logp, mb.slot, len(mb.rows))
+        ratios += add_gap_metrics(cfg, sums, inputs, logp, mb.slot, len(mb.rows))
         sums.add({"loss/total": (total, torch.zeros_like(total))})
     if all(batch.idle):  # or there is no micro-batch at all
         _leave_zero_gradients(policy)
@@ -208,21 +243,32 @@ def backward(cfg: Any, policy: Policy, batch: StepBatch, *, first: bool = False)
     return sums
 
 
-def _scores_now(cfg: Any, policy: Policy, batch: StepBatch, first: bool) -> list[TokenLogps] | None:
-    """The policy as it is over whole completions, where an option needs it before the loss."""
-    options, correction = cfg.policy_loss, cfg.correction
-    sequence_ratio = options.importance_sampling_level == "sequence" or options.loss_type in ("rloo", "vespo")
-    sequence_weight = correction.is_on and (
-        correction.vllm_importance_sampling_mode in importance.SEQUENCE_CORRECTIONS
-        or correction.has_geometric_filter
-        or options.loss_type == "vespo"
-    )
-    has_ratio = batch.start is not None or correction.proximal_policy == "behaviour"
-    wanted = options.top_entropy_quantile < 1 or correction.off_policy_mask_threshold is not None
-    wanted = wanted or (sequence_ratio and has_ratio) or (sequence_weight and batch.start is None)
-    if not wanted:
+def extra_passes(cfg: Any) -> set[str]:
+    """What the loss, the correction and the filters must know before the pass with gradient; see scores_beforehand."""
+    loss, correction = cfg.policy_loss.loss, cfg.correction
+    by_completion = correction.vllm_importance_sampling_mode in importance.SEQUENCE_CORRECTIONS
+    needs = {
+        "ratio of a completion": cfg.policy_loss.importance_sampling_level == "sequence"
+        or loss.ratio in ("completion", "weight"),
+        "gap of a completion": correction.is_on
+        and (by_completion or correction.has_geometric_filter or loss.ratio == "weight"),
+        "policy of the step": cfg.policy_loss.top_entropy_quantile < 1
+        or correction.off_policy_mask_threshold is not None,
+    }
+    return {name for name, needed in needs.items() if needed}
+
+
+def scores_beforehand(cfg: Any, policy: Policy, batch: StepBatch) -> list[TokenLogps] | None:
+    """Log-probs and entropies of the current policy over whole completions; None where nothing needs them.
+
+    The ratio of a completion is 1, and needs no pass, where it is taken against the policy itself. The gap to the
+    engine is that of the weights at the step's start, where those were scored.
+    """
+    against_itself = batch.start is None and cfg.correction.proximal_policy == "step"
+    known = {"ratio of a completion": against_itself, "gap of a completion": batch.start is not None}
+    if all(known.get(need) for need in extra_passes(cfg)):
         return None
-    return batch.start if first and not batch.given and batch.start else score(cfg, policy, batch.micro_batches)
+    return batch.start if batch.first and not batch.given and batch.start else score(cfg, policy, batch.micro_batches)
 
 
 def _entropy_threshold(
@@ -238,13 +284,13 @@ def _entropy_threshold(
     return threshold, all_sum(keep_top_entropy(entropy, threshold).sum())
 
 
-def token_numbers(
+def token_inputs(
     cfg: Any,
     batch: StepBatch,
     number: int,
     now: TokenLogps | None,
     threshold: Tensor | None,  # ()
-) -> Known:
+) -> TokenInputs:
     """What the loss of a micro-batch needs, from what was computed before it."""
     options, correction = cfg.policy_loss, cfg.correction
     mb, behaviour = batch.micro_batches[number], batch.behaviour[number]
@@ -253,37 +299,37 @@ def token_numbers(
     start = None if batch.start is None else batch.start[number].logp
     old = behaviour if correction.proximal_policy == "behaviour" else start
     lengths = torch.tensor([batch.completions[row].trained for row in mb.rows], device=mb.target.device)
-    known = Known(
-        advantage=batch.advantage[mb.sequence], length=lengths[mb.slot], behaviour=behaviour, old=old,
+    inputs = TokenInputs(
+        advantage=batch.advantage[number], length=lengths[mb.slot], behaviour=behaviour, old=old,
         reference=None if batch.reference is None else batch.reference[number], correction=None, mean=None, total=None,
         keep_geometric=None, keep_on_policy=None, keep_entropy=None,
     )  # fmt: skip
     trainer_logp = start if start is not None or now is None else now.logp
     if correction.is_on and trainer_logp is not None:
         m = importance.mismatch(trainer_logp, behaviour, **per_completion)
-        known = known._replace(correction=correct(cfg, m))
+        inputs = inputs._replace(correction=correct(cfg, m))
         if correction.has_geometric_filter:
-            known = known._replace(keep_geometric=filter_geometric(cfg, m))
+            inputs = inputs._replace(keep_geometric=filter_geometric(cfg, m))
     if now is not None and old is not None:
         moved = importance.log_difference(now.logp, old, mask)
-        known = known._replace(
+        inputs = inputs._replace(
             mean=sequence_mean(moved, **per_completion)[mb.slot], total=sequence_sum(moved, **per_completion)[mb.slot]
         )
     if now is not None and correction.off_policy_mask_threshold is not None:
         made = behaviour if start is None else torch.where(behaviour.isnan(), start, behaviour)
         drift = importance.sequence_drift(now.logp, made, **per_completion)[mb.slot]
-        keep = importance.keep_on_policy(known.advantage, drift, threshold=correction.off_policy_mask_threshold)
-        known = known._replace(keep_on_policy=keep)
+        keep = importance.keep_on_policy(inputs.advantage, drift, threshold=correction.off_policy_mask_threshold)
+        inputs = inputs._replace(keep_on_policy=keep)
     if threshold is not None:
-        known = known._replace(keep_entropy=keep_top_entropy(now.entropy, threshold))
-    if options.loss_type == "vespo" and known.correction is not None:
+        inputs = inputs._replace(keep_entropy=keep_top_entropy(now.entropy, threshold))
+    if options.loss.ratio == "weight" and inputs.correction is not None:
         # The weight of the completion takes the place of the correction, and includes it.
-        log_weight = known.correction.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+        log_weight = inputs.correction.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
         if correction.vllm_importance_sampling_mode not in importance.SEQUENCE_CORRECTIONS:
             log_weight = sequence_sum(log_weight, **per_completion)[mb.slot]
-        total = log_weight if known.total is None else known.total + log_weight
-        known = known._replace(total=total, correction=None)
-    return known
+        total = log_weight if inputs.total is None else inputs.total + log_weight
+        inputs = inputs._replace(total=total, correction=None)
+    return inputs
 
 
 def _leave_zero_gradients(policy: Policy) -> None:

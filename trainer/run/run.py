@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from data.user_code import told, users_part
+from data.user_code import describe_error, users_part
 from trainer.config.blocks import RunConfig
 from trainer.config.errors import raised_on_purpose
 from trainer.config.flags import config_to_tree
@@ -542,6 +542,6 @@ def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, check
             if raised_on_purpose(error) or users_part(error):
                 raise
             raise ValueError(
-                f"resume={checkpoint}: the state of {name} in its state.json cannot be used ({told(error)}); resume "
-                "from another checkpoint"
+                f"resume={checkpoint}: the state of {name} in its state.json cannot be used ({describe_error(error)}); "
+                "resume from another checkpoint"
             ) from error

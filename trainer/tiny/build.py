@@ -22,6 +22,11 @@ FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenize
 WORDS = ("user", "assistant", "system")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
+USAGE = """usage: python -m trainer.tiny.build [FLAG ...]
+
+Rebuilds trainer/tiny in place, by training with trainer/recipes/make_tiny.yaml.
+Flags are those of python -m trainer --method sft."""
+
 
 def make_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -68,6 +73,9 @@ def make_model(tokenizer, seed: int = 0):
 def main() -> None:
     from trainer.__main__ import main as train
 
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(USAGE)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         start, run = Path(scratch) / "random", Path(scratch) / "run"
         tokenizer = make_tokenizer()

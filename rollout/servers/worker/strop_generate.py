@@ -1,15 +1,15 @@
-"""A route of ours in vLLM's server: token ids in, token ids and log-probs out, and nothing else is made of them.
+"""A lean route in vLLM's server: token ids in, token ids and log-probs out.
 
     python -m vllm.entrypoints.openai.api_server --middleware strop_generate.Generate ...
 
-    POST /strop/generate  {"model", "token_ids", "sampling_params", "cache_salt"}      as vLLM's /inference/v1/generate
+    POST /strop/generate  {"model", "token_ids", "sampling_params", "cache_salt"}    like vLLM's /inference/v1/generate
     -> {"choices": [{"token_ids": [9, 8], "logps": [-0.1, -1.2], "finish_reason": "stop", "weight_versions": null}]}
-    GET /strop/generate -> 200, for a client that asks whether the route is there
+    GET /strop/generate -> 200, so that a client can see that the route exists
 
-vLLM's own route builds two checked objects for every token to say its log-prob, in the one process that all replies go
-through: a batch of completions that end together waits for that longer than for the engine's last steps. Here log-probs
-stay the list of numbers that the engine's client keeps them in. This file is found by the server through PYTHONPATH;
-vLLM 0.24 and 0.32 have what it uses.
+vLLM's own route builds two validated objects per token for its log-prob, in the one process that all replies go
+through: a batch of completions that end together waits longer for that than for the engine's last steps. Here log-probs
+stay the flat list in which the engine's client has them. The server finds this file through PYTHONPATH; it uses only
+what vLLM 0.24 and 0.32 both have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATH = "/strop/generate"
 
 
 class Generate:
-    """ASGI middleware that answers PATH and hands on everything else."""
+    """ASGI middleware that serves PATH and passes everything else on."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
@@ -56,7 +56,7 @@ class Generate:
                     await task
 
     async def answer(self, state: Any, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Status and content: 400s for what should not be asked again, 500 for everything else."""
+        """Status and content: 4xx for requests that should not be repeated, 500 for everything else."""
         from vllm import exceptions
 
         wrong = (ValueError, TypeError, getattr(exceptions, "VLLMClientError", ValueError))  # 0.24 has none
@@ -66,7 +66,7 @@ class Generate:
             return 404, {"error": {"message": f"{error.args[0]}: is not there"}}
         except wrong as error:
             return 400, {"error": {"message": str(error)}}
-        except Exception as error:  # the engine has died, for one
+        except Exception as error:  # for example, the engine has died
             return 500, {"error": {"message": f"{type(error).__name__}: {error}"}}
 
     async def complete(self, state: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Generate:
 
 
 def logps_of(output: Any) -> list[float]:
-    """Of the sampled tokens. They come first at each place; without others asked for, they are all there is."""
+    """Log-probs of the sampled tokens, which come first at each position; no others are asked for."""
     found = output.logprobs
     if found is None or not len(found):
         return []

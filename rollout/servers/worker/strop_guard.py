@@ -1,14 +1,14 @@
-"""Runs a command in a process group of its own and ends that group when whoever started this is gone.
+"""Runs a command in its own process group, and ends the group when the process that started this one is gone.
 
     python strop_guard.py [--pid-fd N] [--scratch FOLDER] -- COMMAND ...
 
-The starter holds the other end of our stdin. When it closes it, or dies by whatever signal, stdin reaches its end and
-the group gets TERM, 15 seconds, KILL. SIGTERM to this process does the same; SIGINT leaves the group only one second.
-Else the command's exit status is passed on, and what it left running is ended too. Then the shared memory that a killed
-group leaves behind is removed, and the folder --scratch. The command's process id, which is also the group's, is
-written to file descriptor --pid-fd.
+The starter holds the other end of our stdin. When it closes it, or dies by any signal, stdin reaches its end and the
+group gets TERM, 15 seconds, KILL. SIGTERM to this process does the same; SIGINT gives the group only one second. If the
+command ends by itself, its exit status is passed on and what it left running is ended too. Then the shared memory that
+a killed group leaves behind is removed, and the folder --scratch. The command's process id, which is also the group's,
+is written to file descriptor --pid-fd.
 
-If this process itself is killed, nobody does that. So the names of the shared memory are kept in the folder --scratch,
+If this process itself is killed, none of that happens. So the names of the shared memory are recorded in --scratch,
 where rollout/servers/launch.py finds them when it stops the server or starts the next one.
 """
 
@@ -26,28 +26,28 @@ import sys
 import time
 
 GRACE = 15.0  # seconds between TERM and KILL
-SHORT_GRACE = 1.0  # after SIGINT: it has not served anybody yet
-CHECK = 1.0  # seconds between looks at our parent: a fork of it may hold stdin open for longer than it lives
-RECORD_S = 5.0  # seconds between looks for shared memory
+SHORT_GRACE = 1.0  # after SIGINT: the server has not served anybody yet
+CHECK = 1.0  # seconds between checks of our parent: a fork of it may keep stdin open after its death
+RECORD_S = 5.0  # seconds between searches for shared memory
 RECORD = "shared_memory"  # file in --scratch: one path a line
-# Of Python's multiprocessing: its resource tracker removes them, unless it was killed with the rest. vLLM's are 400 MB.
+# Names of Python's multiprocessing, whose resource tracker removes them unless it is killed too. vLLM's are 400 MB.
 SHARED = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of Linux's prctl
 
 
 def prctl(option: int, value: int) -> None:
-    """Other systems have no such call, and go without."""
+    """Linux only; other systems go without."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def end_with_guard() -> None:
-    """In the command, before it starts: kill -9 of the guard must not leave it running either."""
+    """Runs in the command's process before it starts: kill -9 of the guard must end the command too."""
     prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 
 def run(command: list[str], pid_fd: int | None, scratch: str | None = None) -> int:
-    # Orphans of the command come to us and not to process 1, which in a container may never take their status.
+    # Adopt orphans of the command: process 1 of a container may never reap them.
     prctl(SUBREAPER, 1)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -80,14 +80,14 @@ def run(command: list[str], pid_fd: int | None, scratch: str | None = None) -> i
 
 
 def end_group(child: subprocess.Popen[bytes], grace: float, recorded: set[str]) -> None:
-    """TERM, grace, KILL, for what is left of the group; returns when nothing is.
+    """TERM, grace, KILL for what is left of the group; returns when nothing is.
 
-    `recorded` is shared memory that processes of the group had earlier: someone may have killed them all.
+    `recorded`: shared memory that the group had earlier, in case all its processes have been killed.
     """
     shared = set(recorded)
     try:
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
-            shared |= shared_memory(child.pid)  # again before KILL: a process that is starting makes more meanwhile
+            shared |= shared_memory(child.pid)  # again before KILL: a starting process may have made more
             if not signal_group(child, number, seconds):
                 break
     finally:
@@ -97,7 +97,7 @@ def end_group(child: subprocess.Popen[bytes], grace: float, recorded: set[str]) 
 
 
 def shared_memory(group: int) -> set[str]:
-    """Files in memory that processes of the group have mapped."""
+    """Shared-memory files that processes of the group have mapped."""
     found: set[str] = set()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError):  # not a process, or gone meanwhile
@@ -107,14 +107,14 @@ def shared_memory(group: int) -> set[str]:
 
 
 def shared_memory_of(pid: int) -> set[str]:
-    """Files in memory that a process has mapped; none when it is gone."""
+    """Shared-memory files that a process has mapped; none if it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
         return set(SHARED.findall(maps.read()))
     return set()
 
 
 def record(found: set[str], recorded: set[str], scratch: str) -> set[str]:
-    """Keep the names in the scratch folder, whole or not at all; returns those that are kept."""
+    """Write the names to the scratch folder, atomically; returns those that are recorded."""
     if found == recorded:
         return recorded
     path = os.path.join(scratch, RECORD)
@@ -122,13 +122,13 @@ def record(found: set[str], recorded: set[str], scratch: str) -> set[str]:
         with open(f"{path}.tmp", "w", encoding="utf-8") as file:
             file.write("".join(f"{name}\n" for name in sorted(found)))
         os.replace(f"{path}.tmp", path)
-    except OSError:  # a full disk must not end the server; the next look tries again
+    except OSError:  # a full disk must not end the server; tried again next time
         return recorded
     return found
 
 
 def signal_group(child: subprocess.Popen[bytes], number: int, seconds: float) -> bool:
-    """Whether the group still has a member, so many seconds after the signal."""
+    """Send the signal; returns whether the group still has a member after that many seconds."""
     try:
         os.killpg(child.pid, number)
     except ProcessLookupError:
@@ -142,8 +142,8 @@ def signal_group(child: subprocess.Popen[bytes], number: int, seconds: float) ->
 
 
 def is_alive(child: subprocess.Popen[bytes]) -> bool:
-    """Whether the group has a member, once the dead ones have been taken away."""
-    if child.poll() is not None:  # not before: its own status must stay for Popen to find
+    """Whether the group has a living member; reaps the dead ones."""
+    if child.poll() is not None:  # not before: Popen must reap the child itself, for its status
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-child.pid, os.WNOHANG)[0]:
                 pass

@@ -1,4 +1,4 @@
-"""One trainer at a time: whoever changes a server's weights holds its lease; requests of others to do so get 409.
+"""One trainer at a time: only the holder of a server's lease may change its weights; others get 409.
 
     python -m vllm.entrypoints.openai.api_server --middleware strop_lease.Lease ...
 
@@ -9,9 +9,9 @@
 
 The lease lives in the API server's process, whose event loop runs one request at a time between awaits: taking it is
 atomic, and it ends with the server. It expires LEASE_S after its last renewal. `run` is the same for every --resume of
-a run, so a resumed run takes its lease back at once; `session` is that of one process, so the process it was taken
-from is refused from then on, even if it still runs. This file is found by the server through PYTHONPATH and imports
-nothing outside the standard library.
+a run, so a resumed run takes its lease back at once; `session` identifies one process, so the process that lost the
+lease is refused from then on, even if it still runs. The server finds this file through PYTHONPATH; it imports nothing
+outside the standard library.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from strop_token import Receive, Send, read, reply
 PATH = "/strop/lease"
 HEADER = b"strop-session"
 LEASE_S = 60.0
-FIELDS = ("run", "folder", "host", "pid", "user")  # of the holder, told to whoever is refused
-# What may be asked of a server that somebody else trains: completions, and reading. Everything else changes it.
+FIELDS = ("run", "folder", "host", "pid", "user")  # of the holder, shown to those who are refused
+# Allowed on a server that somebody else trains: completions and reads. Everything else changes it.
 OPEN = (
     "/v1/", "/v2/", "/cohere/", "/strop/", "/inference/v1/generate", "/tokenize", "/detokenize", "/pooling", "/score",
     "/rerank", "/classify", "/generative_scoring", "/invocations", "/ping",
 )  # fmt: skip
 CLOSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 RPC = "/collective_rpc"
-READS = ("strop_info", "check_health")  # methods of workers that change nothing
+READS = ("strop_info", "check_health")  # worker methods that change nothing
 
 
 class Lease:
-    """ASGI middleware that answers PATH and refuses changes by anybody but the holder."""
+    """ASGI middleware that serves PATH and refuses changes by anybody but the holder."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], clock: Callable[[], float] = time.monotonic) -> None:
         self.app = app
         self.clock = clock
-        self.holder: dict[str, Any] | None = None  # the last one, also when the lease has expired
+        self.holder: dict[str, Any] | None = None  # the last one, even after the lease has expired
         self.session: str | None = None
         self.until = 0.0
 
@@ -73,8 +73,8 @@ class Lease:
         return max(0.0, self.until - self.clock()) if self.holder is not None else 0.0
 
     def may_change(self, scope: dict[str, Any]) -> bool:
-        """A session that is not the last holder's has lost the lease, even if nobody holds it now: the weights are
-        another trainer's. A request that names no session is no trainer's, and may do what it likes with a free server.
+        """A session other than the last holder's has lost the lease, even if nobody holds it now: the weights are
+        another trainer's. A request without a session does not come from a trainer, and may change a free server.
         """
         named = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == HEADER]
         if not named:
@@ -96,7 +96,7 @@ class Lease:
         except (KeyError, TypeError, ValueError):
             await reply(send, 400, {"error": "lease: wants action (take, renew or release), session and run"})
             return
-        # No await between the question and the change: two trainers that come at the same time cannot both get it.
+        # No await between the check and the change: two trainers that ask at the same time cannot both get it.
         if action == "release":
             if allowed:
                 self.until = 0.0
@@ -114,7 +114,7 @@ class Lease:
         return self.left == 0.0 or self.holder is None or self.holder["run"] == run
 
     def can_renew(self, session: str) -> bool:
-        """Also late, if nobody took it meanwhile; and on a server that was started again, which knows nobody."""
+        """Also after it expired, if nobody took it meanwhile, and on a restarted server, which has no holder."""
         return self.holder is None or session == self.session
 
     def state(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def only_reads(body: bytes) -> bool:
 
 
 def again(body: bytes, receive: Receive) -> Receive:
-    """A body that was read is there for the next one to read."""
+    """A receive() that replays a body that was read already."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def get() -> dict[str, Any]:

@@ -1,11 +1,17 @@
-"""Replace the weights of a running vLLM model, all of them, through vLLM's layerwise reload.
+"""Replace all weights of a running vLLM model, through vLLM's layerwise reload.
 
-vLLM packs, fuses and shards weights while it loads them, so they cannot simply be copied. Its reload takes checkpoint
-names again: initialize puts every parameter on the meta device, loaders then fill layer after layer, finalize brings
-back what is left. Between the two the model cannot run, which is why all of it happens in one call of the worker.
-Added here: modules wrapped for LoRA are unwrapped meanwhile, every parameter must get all its elements, bytes are
-checked against the sender's sum, and a failure puts the old tensors back where the new ones are not whole.
-Reads the same functions in vLLM 0.24 and 0.32.
+    with Loading(worker) as loading:
+        loading.begin()                 # initialize_layerwise_reload: every parameter goes to the meta device
+        loading.add(piece)              # model.load_weights fills layer after layer; once per bucket
+        loading.finish()                # check everything, then finalize_layerwise_reload
+
+vLLM packs, fuses and shards weights while it loads them, so they cannot simply be copied; its reload takes checkpoint
+names. Between begin and finish the model cannot run, so all of it happens within one call of the worker.
+
+Added here: layers wrapped for LoRA are unwrapped meanwhile, every parameter must get all its elements, bytes are
+checked against the sender's checksum, and after a failure every incomplete layer gets its old tensors back.
+
+Uses functions that vLLM 0.24 and 0.32 both have.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from torch import Tensor, nn
 
 
 class Loading:
-    """One change of all weights: begin, add pieces, finish; leaving without finish puts old tensors back."""
+    """One change of all weights: begin, add pieces, finish. Leaving without finish restores the old tensors."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -32,7 +38,7 @@ class Loading:
         self.num_bytes = 0
         self.num_tensors = 0
         self.seconds = {"wait": 0.0, "load": 0.0, "finish": 0.0}
-        self._right: list[Tensor] = []  # per piece: its bytes are those that were sent
+        self._right: list[Tensor] = []  # per piece: whether its checksum matches
         self._names: set[str] = set()
         self._contexts = contextlib.ExitStack()
         self._clock = time.monotonic()
@@ -47,7 +53,7 @@ class Loading:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if self.begun:
-                self._put_back()
+                self._restore()
         finally:
             self._contexts.close()
 
@@ -90,7 +96,7 @@ class Loading:
         pack_again(self.model)
         self.begun = False
         self._contexts.close()  # LoRA wrappers are back from here on
-        self._forget()
+        self._drop_caches()
         synchronize(self.worker.device)
         self._lap("finish")
 
@@ -98,20 +104,20 @@ class Loading:
         if is_tied(self.config) and "lm_head.weight" in self._names:
             raise ValueError("lm_head.weight was sent, but this server ties it to the embeddings and would ignore it")
 
-    def _forget(self) -> None:
-        """Drop what was computed with the old weights; the prefix cache was cleared when the server was paused."""
+    def _drop_caches(self) -> None:
+        """Drop what was computed with the old weights; pausing the server has cleared the prefix cache already."""
         self.worker.reset_mm_cache()
         self.worker.reset_encoder_cache()
         runner = self.worker.model_runner
-        if hasattr(runner, "reset_lora_state"):  # 0.32: adapters beside new base weights are read again
+        if hasattr(runner, "reset_lora_state"):  # 0.32: adapters are read again with the new base
             runner.reset_lora_state()
 
-    def _put_back(self) -> None:
-        """Old tensors for every layer that is not whole, so that none stays on the meta device."""
+    def _restore(self) -> None:
+        """Restore the old tensors of every incomplete layer, so that none stays on the meta device."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        for _, info in waiting(self.model):
-            info.loaded_weights, info.load_numel = [], 0  # finalize takes this for "got nothing"
+        for _, info in unfinished(self.model):
+            info.loaded_weights, info.load_numel = [], 0  # tells finalize that nothing was loaded
         finalize_layerwise_reload(self.model, self.config.model_config)
         pack_again(self.model)
         synchronize(self.worker.device)
@@ -122,8 +128,8 @@ class Loading:
         self._clock = now
 
 
-def waiting(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Layers that initialize has taken apart and nothing has put together again, with vLLM's notes on them."""
+def unfinished(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Layers that initialize has emptied and that are not loaded again yet, with vLLM's record of each."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -133,11 +139,11 @@ def waiting(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def keep_pending(model: nn.Module, piece: Piece) -> None:
-    """Copy what vLLM holds back until the rest of its layer comes: the buffer it lies in will be filled anew."""
+    """Copy the tensors that vLLM keeps until the rest of their layer arrives: their buffer will be reused."""
     if not piece.is_borrowed:
         return
     storages = {tensor.untyped_storage().data_ptr() for _, tensor in piece.tensors}
-    for _, info in waiting(model):
+    for _, info in unfinished(model):
         for _, bound in info.loaded_weights:
             for key, value in bound.arguments.items():
                 if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in storages:
@@ -145,14 +151,14 @@ def keep_pending(model: nn.Module, piece: Piece) -> None:
 
 
 def incomplete(model: nn.Module, tied: bool) -> list[str]:
-    """Layers with parameters that got fewer elements than they have, by name."""
+    """Names of layers that got fewer elements than they have."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     names = {module: name for name, module in model.named_modules()}
     missing = []
-    for layer, info in waiting(model):
-        if isinstance(layer, Attention | MLAAttention):  # scales of a quantised cache, kept as they are
+    for layer, info in unfinished(model):
+        if isinstance(layer, Attention | MLAAttention):  # scales of a quantised KV cache stay as they are
             continue
         if tied and isinstance(layer, ParallelLMHead):  # shares the tensor of the embeddings
             continue
@@ -163,7 +169,7 @@ def incomplete(model: nn.Module, tied: bool) -> list[str]:
 
 
 def elements(layer: nn.Module) -> int:
-    """Elements of the layer's own parameters that a checkpoint holds: padding of the vocabulary is not among them."""
+    """Elements of the layer's own parameters that a checkpoint holds, so without padding of the vocabulary."""
     total = 0
     for name, parameter in layer._parameters.items():
         if parameter is None:
@@ -181,10 +187,10 @@ def is_tied(config: Any) -> bool:
 
 
 def pack_again(model: nn.Module) -> None:
-    """On a CPU a matrix product uses a packed copy of the weight: made anew where the weight itself lives on.
+    """On a CPU, matrix products use a packed copy of the weight: pack again every layer that still has its weight.
 
-    vLLM's reload packs the layer that was loaded; a head tied to the embeddings is another layer and would go on with
-    its old copy, without an error. Layers whose weight is gone after packing were packed when they were loaded.
+    vLLM's reload packs the layer that was loaded. A head tied to the embeddings is another layer and would keep its old
+    copy, without an error. Layers whose weight is dropped after packing were packed when they were loaded.
     """
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -194,7 +200,7 @@ def pack_again(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_lora(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """The model with plain layers in place of those wrapped for LoRA, whose names no checkpoint has."""
+    """Put plain layers in place of those wrapped for LoRA, whose names no checkpoint has, for the duration."""
     wrapped = []
     if enabled:
         from vllm.lora.layers import BaseLayerWithLoRA

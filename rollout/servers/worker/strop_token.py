@@ -1,10 +1,10 @@
-"""Who may talk to a server: every route, vLLM's control routes too, asks for the token of STROP_VLLM_TOKEN.
+"""Access check of a server: every route, including vLLM's control routes, needs the token of STROP_VLLM_TOKEN.
 
     python -m vllm.entrypoints.openai.api_server --middleware strop_token.TokenCheck ...
 
-vLLM's own --api-key guards only part of its routes: /collective_rpc, /pause and /metrics stay open. Requests of web
-pages are refused even with the token: a browser names the page in Origin, nobody else does. This file is found by the
-server through PYTHONPATH and imports nothing outside the standard library.
+vLLM's own --api-key guards only part of its routes: /collective_rpc, /pause and /metrics stay open. Requests from web
+pages are refused even with the token: only browsers send an Origin header. The server finds this file through
+PYTHONPATH; it imports nothing outside the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TokenCheck:
 
     def __init__(self, app: Callable[..., Awaitable[None]], token: str | None = None) -> None:
         token = os.environ.get(VARIABLE, "") if token is None else token
-        if not token:  # without one the check would let everybody in, or nobody
+        if not token:  # an empty token would admit everybody or nobody
             raise ValueError(f"{VARIABLE}: is not set in the server's environment; set it, or leave out --middleware")
         self.app = app
         self.wanted = f"Bearer {token}".encode()
@@ -34,7 +34,7 @@ class TokenCheck:
         if scope["type"] == "lifespan" or self.is_allowed(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await receive()  # websocket.connect; a close before it is accepted is answered by 403
+            await receive()  # websocket.connect; closing before accepting makes it a 403
             await send({"type": "websocket.close", "code": 1008})
         elif self.knows_token(scope):
             await reply(send, 403, {"error": "this server takes no requests from web pages (it has an Origin header)"})
@@ -46,7 +46,7 @@ class TokenCheck:
 
     def knows_token(self, scope: dict[str, Any]) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self.wanted)  # takes the same time for any wrong one
+        return len(given) == 1 and hmac.compare_digest(given[0], self.wanted)  # constant time
 
 
 async def refuse(send: Send) -> None:
@@ -55,7 +55,7 @@ async def refuse(send: Send) -> None:
 
 
 async def reply(send: Send, status: int, content: dict[str, Any], *more: tuple[bytes, bytes]) -> None:
-    """JSON, with `more` headers."""
+    """Send a JSON reply, with `more` headers."""
     body = json.dumps(content, separators=(",", ":")).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -63,7 +63,7 @@ async def reply(send: Send, status: int, content: dict[str, Any], *more: tuple[b
 
 
 async def read(receive: Receive) -> bytes | None:
-    """The body of a request; None when the client leaves before its end."""
+    """The body of a request; None if the client disconnects before its end."""
     parts = []
     while True:
         message = await receive()

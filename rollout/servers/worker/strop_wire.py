@@ -1,14 +1,17 @@
-"""How weights travel between the trainer and a server's workers; both sides run this file, which needs torch only.
+"""How weights travel between the trainer and a server's workers. Both sides run this file; it needs torch only.
 
-Weights go in buckets: a flat byte buffer with tensors at known offsets and, in its last 8 bytes, a sum of the others.
-A link moves buckets one way: over a process group (nccl or gloo, one broadcast per bucket), or through two buffers
-that both processes have mapped (CUDA IPC on one GPU, a file in memory on a CPU), filled and read in turns. The trainer
-waits at a TCPStore; each attempt has its own prefix in it, so that leftovers of a failed one are never read.
+Weights are sent in buckets: a flat byte buffer with tensors at known offsets and a checksum in its last 8 bytes. A link
+moves buckets from the trainer to the workers: over a process group (nccl or gloo, one broadcast per bucket), or through
+two buffers that both processes have mapped (CUDA IPC on one GPU, a file in /dev/shm on a CPU), used in turns. Both
+sides meet at a TCPStore of the trainer; each attempt has its own prefix, so keys left by a failed one are never read.
 
-A TCPStore lets in whoever can connect to it, and lists its keys. So every link has a secret, which workers get with
-the call to join, over the authenticated control route: our keys are codes that only a holder of the secret can make,
-and the members of a new process group prove to each other that they hold it. A process without the secret cannot join.
-One that relays between members is not noticed, and nothing is encrypted: keep the port in a network of your own.
+A TCPStore accepts every connection and lists its keys. So every link has a secret, which workers get with the join
+call, over the authenticated control route. Keys in the store are HMACs under the secret, and the members of a new
+process group prove to each other that they hold it: a process without the secret cannot join. A relay between members
+is not detected, and nothing is encrypted: keep the port in a private network.
+
+In this file: buckets; the store and waiting; the process group; shared buffers; the worker's end of a link (join,
+GroupLink, SharedLink). The trainer's end is Link in rollout/sync/base.py.
 """
 
 from __future__ import annotations
@@ -33,31 +36,34 @@ from torch import Tensor
 
 SUM_BYTES = 8
 CODE_BYTES = 32  # of sha256
-BLOCK = 1024  # words per block of the sum
-POLL_S = 0.25  # how often a waiting side looks whether the other one has given up
-DROP_S = 3.0  # for a group to end, which takes a millisecond unless the other side hangs
-END = "end"  # the trainer sets it when it gives up
+BLOCK = 1024  # words per block of the checksum
+POLL_S = 0.25  # how often a waiting side checks whether the other one has given up
+DROP_S = 3.0  # seconds for a group to end; it takes a millisecond unless the other side hangs
+END = "end"  # key that the trainer sets when it gives up
 
 
 class PeerError(RuntimeError):
-    """The other side is gone, late or has given up: this side did nothing wrong."""
+    """The other side is gone, late or has given up; this side is not the cause."""
 
     strop_peer = True
 
 
+# buckets ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Some tensors under their checkpoint names, ready to load."""
+    """The tensors of one bucket, or of one file, under their checkpoint names, ready to load."""
 
     tensors: list[tuple[str, Tensor]]
     num_bytes: int
-    right: Tensor | None = None  # () bool: the bytes are those that were sent
-    is_borrowed: bool = False  # the tensors lie in a buffer that is filled anew after release
+    right: Tensor | None = None  # () bool: the checksum matches
+    is_borrowed: bool = False  # the tensors are views of a buffer that is reused after release
     release: Callable[[], None] = lambda: None
 
 
 def checksum(data: Tensor) -> Tensor:  # () int64
-    """A sum of the bytes (a multiple of 4) that also changes when blocks of them change places."""
+    """Sum of the bytes (a multiple of 4), weighted by block so that swapped blocks change it too."""
     words = data.view(torch.int32)
     whole = len(words) // BLOCK * BLOCK
     blocks = words[:whole].view(-1, BLOCK).sum(dim=1, dtype=torch.int64)
@@ -66,18 +72,18 @@ def checksum(data: Tensor) -> Tensor:  # () int64
 
 
 def span(bucket: dict[str, Any], buffer: Tensor) -> Tensor:
-    """The part of the buffer that travels."""
+    """The part of the buffer that is sent."""
     return buffer[: bucket["size"] + SUM_BYTES]
 
 
 def seal(bucket: dict[str, Any], buffer: Tensor) -> None:
-    """Write the sum behind the bytes."""
+    """Write the checksum behind the bytes."""
     size = bucket["size"]
     buffer[size : size + SUM_BYTES].view(torch.int64).copy_(checksum(buffer[:size]))
 
 
 def views(bucket: dict[str, Any], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The bucket's tensors, lying in the buffer."""
+    """The bucket's tensors as views of the buffer."""
     for name, dtype_name, shape, offset in bucket["tensors"]:
         dtype = getattr(torch, dtype_name)
         num_bytes = dtype.itemsize * math.prod(shape)
@@ -91,11 +97,14 @@ def piece_of(bucket: dict[str, Any], buffer: Tensor, release: Callable[[], None]
     return Piece(tensors, size, checksum(buffer[:size]) == sent, is_borrowed=True, release=release)
 
 
-class Store:
-    """Keys that one side sets and the other looks for; can be left, which torch's own store cannot.
+# the store, and waiting ------------------------------------------------------------------------------------------
 
-    That one listens as long as anything refers to it, be it a frame in an old traceback, and sides that wait in it
-    for each other stop only when it ends. A key is stored under its code: nobody else can set it in advance.
+
+class Store:
+    """Keys that one side sets and the other polls; can be closed, unlike torch's own store.
+
+    torch's store listens as long as anything refers to it, even a frame in an old traceback, and sides that wait in it
+    stop only when it ends. A key is stored as its HMAC, so nobody without the secret can set it.
     """
 
     def __init__(self, inner: Any, prefix: str, secret: str) -> None:
@@ -124,32 +133,32 @@ class Store:
 
 
 def code(secret: str, *parts: bytes) -> bytes:
-    """What only a holder of the secret can compute for these parts; CODE_BYTES long."""
+    """HMAC of these parts under the secret; CODE_BYTES long."""
     return hmac.digest(secret.encode(), b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
 def new_store(host: str, prefix: str, secret: str, timeout: float) -> tuple[Store, int]:
-    """The trainer's store and its port: a free one, bound at once, at that address only."""
+    """The trainer's store and its port, a free one that is bound at once, at that address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     limit = timedelta(seconds=timeout)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         listener.listen(128)
         port = listener.getsockname()[1]
-        handle = listener.detach()  # the store's from now on
+        handle = listener.detach()  # the store owns it from now on
         return Store(dist.TCPStore(host, port, None, True, limit, False, master_listen_fd=handle), prefix, secret), port
 
 
 def wait_keys(store: Store, keys: list[str], deadline: float, check: Callable[[], None]) -> None:
-    """Until all keys are set; `check` raises when there is nothing left to wait for.
+    """Wait until all keys are set; `check` raises when waiting has become pointless.
 
-    Asks again and again: torch's own wait writes a warning to the console each time it ends without an answer.
+    By polling: torch's own wait prints a warning every time it ends without an answer.
     """
     wait_until(lambda: store.has(keys), deadline, check, f"no sign of {keys[0]}")
 
 
 def wait_until(done: Callable[[], bool], deadline: float, check: Callable[[], None], what: str) -> None:
-    """Nothing here blocks, so a dead peer is noticed whatever a backend does."""
+    """Poll without blocking, so that a dead peer is noticed whatever the backend does."""
     looked = time.monotonic()
     pause = 1e-5
     while not done():
@@ -164,26 +173,29 @@ def wait_until(done: Callable[[], bool], deadline: float, check: Callable[[], No
 
 
 def wait_work(work: Any, deadline: float, check: Callable[[], None]) -> None:
-    """Until the collective is done."""
+    """Wait until the collective is done."""
     wait_until(work.is_completed, deadline, check, "a bucket was not moved")
     try:
         work.wait()
-    except RuntimeError as error:  # gloo and nccl raise it, in their own words, for a connection that broke
+    except RuntimeError as error:  # gloo and nccl: the connection broke
         raise PeerError(f"the group broke: {str(error)[:200]}") from None
 
 
 def address_towards(host: str) -> str:
-    """Our own address on the way to `host`."""
+    """Our own address on the route to `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return probe.getsockname()[0]
 
 
+# the process group -----------------------------------------------------------------------------------------------
+
+
 def make_group(
     store: Store, rank: int, world: int, *, backend: str, device: torch.device, host: str, timeout: float
 ) -> Any:
-    """A process group of its own: the default group of either side is never touched."""
+    """A separate process group: the default group of either side is not touched."""
     limit = timedelta(seconds=timeout)
     try:
         if backend == "gloo":
@@ -192,18 +204,18 @@ def make_group(
             options._timeout = limit
             return dist.ProcessGroupGloo(store.inner, rank, world, options)
         with environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"), torch.cuda.device(device):
-            # 2: after a failure clean up, but do not end the process.
+            # 2: clean up after a failure, but do not end the process.
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             group = dist.ProcessGroupNCCL(store.inner, rank, world, options)
             group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
             return group
-    except RuntimeError as error:  # gloo and nccl, in their own words: another one did not come
+    except RuntimeError as error:  # gloo and nccl: another member did not come
         raise PeerError(f"the group could not be made: {str(error)[:200]}") from None
 
 
 def broadcast(group: Any, data: Tensor) -> Any:
-    """Begin to send from rank 0 to all others."""
+    """Start sending from rank 0 to all others."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
@@ -215,11 +227,11 @@ def check_members(
 ) -> None:
     """Raise unless every member of a new group holds the secret.
 
-    Each sends a random challenge, then a code over its rank and all challenges, so an old proof is of no use.
+    Each sends a random challenge, then an HMAC of its rank and all challenges, so an old proof cannot be replayed.
     """
 
-    def exchange(mine: bytes) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)  # (CODE_BYTES,)
+    def exchange(payload: bytes) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)  # (CODE_BYTES,)
         got = [torch.empty_like(sent) for _ in range(world)]
         wait_work(group.allgather([got], [sent]), deadline, check)
         return [one.cpu().numpy().tobytes() for one in got]
@@ -247,19 +259,22 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def drop_group(held: list[Any], backend: str) -> None:
-    """Give up the group in the list, whatever it is doing; nothing else may refer to it."""
+    """End the group in the list, whatever it is doing. It comes in a list because nothing else may refer to it."""
     if backend == "nccl":
         held[0].abort()  # shutdown would wait for collectives that never end
         return
-    # A gloo group ends with its last reference, and waits then for its collectives, so for the other side: not for
-    # ever, but a process that exits in the middle of it aborts.
+    # A gloo group ends with its last reference, and then waits for its collectives, that is, for the other side. Not
+    # forever, but a process that exits meanwhile aborts.
     end = threading.Thread(target=held.clear, daemon=True)
     end.start()
     end.join(DROP_S)
 
 
+# shared buffers --------------------------------------------------------------------------------------------------
+
+
 def share(buffer: Tensor, path: str | None = None) -> dict[str, Any]:
-    """What another process needs to map the buffer, as JSON; CUDA wants one call per process that will open it."""
+    """What another process needs to map the buffer, as JSON. For CUDA, call it once per process that will open it."""
     if buffer.device.type != "cuda":
         return {"kind": "file", "path": path, "size": len(buffer)}
     _, handle, size, offset, counter, counter_offset, event, wait = buffer.untyped_storage()._share_cuda_()
@@ -277,7 +292,7 @@ def share(buffer: Tensor, path: str | None = None) -> dict[str, Any]:
 
 
 def open_shared(shared: dict[str, Any], device: torch.device) -> Tensor:
-    """The buffer of `share`, in another process of the same machine."""
+    """Map the buffer of `share` in another process of the same machine."""
     if shared["kind"] == "file":
         return torch.from_file(shared["path"], shared=True, size=shared["size"], dtype=torch.uint8)
     storage = torch.UntypedStorage._new_shared_cuda(
@@ -291,6 +306,9 @@ def open_shared(shared: dict[str, Any], device: torch.device) -> Tensor:
         shared["wait"],
     )
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: shared["length"]]
+
+
+# the worker's end of a link --------------------------------------------------------------------------------------
 
 
 def join(
@@ -307,7 +325,7 @@ def join(
     timeout: float,
     staging: list[list[dict[str, Any]]] | None = None,  # per worker of this server, for ipc
 ) -> GroupLink | SharedLink:
-    """A worker's end of a link."""
+    """Connect to the trainer's store, and with process_group enter the group."""
     tcp = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     store = Store(tcp, prefix, secret)
     number = rank_offset + rank
@@ -316,7 +334,7 @@ def join(
         shared = SharedLink(prefix, store, number, [open_shared(one, device) for one in staging[rank]])
         store.set(f"here/{number}")
         return shared
-    store.set(f"here/{number}")  # the trainer enters the group, which blocks, when all are there
+    store.set(f"here/{number}")  # the trainer enters the group, which blocks, once all are here
     group = make_group(store, number, world, backend=backend, device=device, host=host, timeout=timeout)
     link = GroupLink(prefix, store, group, backend, device)
     try:
@@ -332,7 +350,7 @@ def join(
 
 @dataclass
 class GroupLink:
-    """A worker's end of a process group."""
+    """A worker's end of a process group: receives bucket i + 1 while bucket i is being loaded."""
 
     prefix: str
     store: Store
@@ -348,7 +366,7 @@ class GroupLink:
         work = broadcast(self.group, span(buckets[0], buffers[0]))
         for i, bucket in enumerate(buckets):
             wait_work(work, deadline, self.check)
-            if i + 1 < len(buckets):  # into the buffer whose tensors have been loaded by now
+            if i + 1 < len(buckets):  # into the buffer whose tensors are loaded by now
                 work = broadcast(self.group, span(buckets[i + 1], buffers[(i + 1) % 2]))
             yield piece_of(bucket, buffers[i % 2])
 
@@ -364,7 +382,7 @@ class GroupLink:
 
 @dataclass
 class SharedLink:
-    """A worker's end of two shared buffers: bucket i lies in buffer i % 2 from ready/i until done/i."""
+    """A worker's end of two shared buffers: bucket i is in buffer i % 2 from ready/i until done/i."""
 
     prefix: str
     store: Store

@@ -1,13 +1,19 @@
-"""What our vLLM servers can do beside serving: `--worker-extension-cls strop_worker.Worker`.
+"""The worker extension of our vLLM servers, which takes new weights: `--worker-extension-cls strop_worker.Worker`.
 
-Mixed into every worker of a server, which finds this file through PYTHONPATH. All methods are called by name through
-/collective_rpc with JSON arguments and answer with a dict; a failure is {"error": reason}, not an exception: with
-several workers vLLM raises at the first one and leaves the others' answers in its queue for the next call to find.
+    strop_join(link)            connect to the trainer (strop_wire.join)
+    strop_receive(plan)         take all weights from the link: receive a bucket, load it (strop_load), confirm
+    strop_reload(path, version) take all weights from the safetensors files of a folder
+    strop_mark(tag)             remember whose weights these are
+    strop_info()                version, tag, dirty, link: for health checks, and whether to join again
 
-One strop_receive or strop_reload replaces all weights within one call, so no forward pass can see half a model. If it
-fails the worker is dirty, which it remembers and strop_info tells, until another one has gone through.
+vLLM mixes the class into every worker and finds this file through PYTHONPATH. The trainer calls the methods by name
+through /collective_rpc with JSON arguments. Each answers with a dict; a failure is {"error": reason}, not an exception:
+with several workers vLLM would raise the first one and leave the other answers in its queue, for the next call to find.
 
-A worker also ends itself and its engine when the API server is gone: vLLM's engine survives its kill -9 otherwise.
+strop_receive and strop_reload replace all weights within one call, so no forward pass sees half a model. If one fails,
+the worker is dirty, and strop_info reports it, until a later one succeeds.
+
+The worker also ends itself and its engine when the API server is gone: vLLM's engine would survive its kill -9.
 """
 
 from __future__ import annotations
@@ -29,13 +35,13 @@ class State:
 
     version: int | None = None  # None: the weights the server was started with
     tag: str | None = None  # whose version that is, "RUN:12", as its trainer calls it
-    dirty: bool = False  # a change of weights has begun and not been finished
+    dirty: bool = False  # a change of weights has started and not been finished
     link: Any = None  # strop_wire.Link to the trainer
     seconds: dict[str, float] = field(default_factory=dict)  # phases of the last change
 
 
 class Worker:
-    """The extension; every name begins with strop_ since vLLM refuses names its own worker has."""
+    """The extension. Names begin with strop_, since vLLM refuses names that its own worker has."""
 
     def strop_info(self) -> dict[str, Any]:
         state = strop_state(self)
@@ -54,12 +60,12 @@ class Worker:
         }
 
     def strop_mark(self, tag: str) -> dict[str, Any]:
-        """Remember whose weights these are: another trainer that loads its own leaves its own tag."""
+        """Remember whose weights these are: another trainer that loads its weights leaves its own tag."""
         strop_state(self).tag = tag
         return {}
 
     def strop_join(self, link: dict[str, Any]) -> dict[str, Any]:
-        """Meet the trainer, which waits at a store; `link` as in strop_wire.join."""
+        """Connect to the trainer, which waits at a store; `link`: the arguments of strop_wire.join."""
         import strop_wire
 
         def join() -> dict[str, Any]:
@@ -73,25 +79,56 @@ class Worker:
         return answer(self, lambda: leave(self) or {})
 
     def strop_receive(self, plan: dict[str, Any]) -> dict[str, Any]:
-        """Take all weights from the trainer: `plan` as made by rollout/sync/base.py."""
+        """Take all weights from the trainer; `plan`: version, buckets and timeout, from rollout/sync/process_group.py
+        or ipc.py.
+        """
 
         def receive() -> dict[str, Any]:
             link = strop_state(self).link
             if link is None:
                 raise ValueError("this worker has not joined the trainer, or has lost it; join again")
-            return replace(self, link.receive(plan), plan["version"])
+            return load_weights(self, link.receive(plan), plan["version"])
 
         result = answer(self, receive)
-        if "error" in result:  # what is left of the group cannot be used again
+        if "error" in result:  # a broken group cannot be used again
             leave(self)
-        give_back(self.device)
+        free_memory(self.device)
         return result
 
     def strop_reload(self, path: str, version: int) -> dict[str, Any]:
         """Take all weights from the safetensors files of a folder."""
         import strop_load
 
-        return answer(self, lambda: replace(self, strop_load.files(path, self.device), version))
+        return answer(self, lambda: load_weights(self, strop_load.files(path, self.device), version))
+
+
+def load_weights(worker: Any, pieces: Iterator[Any], version: int) -> dict[str, Any]:
+    """Load all weights from `pieces` (strop_wire.Piece); on an exception the worker stays dirty."""
+    import strop_load
+
+    state = strop_state(worker)
+    with strop_load.Loading(worker) as loading:
+        for piece in pieces:
+            if not loading.begun:  # nothing is touched before the first bytes have arrived
+                state.dirty = True
+                loading.begin()
+            loading.add(piece)
+        loading.finish()
+    state.dirty, state.version, state.seconds = False, version, loading.seconds
+    return {"version": version, "bytes": loading.num_bytes, "tensors": loading.num_tensors, "phases": loading.seconds}
+
+
+def answer(worker: Any, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The reply of a call, or {"error": reason} if it raised."""
+    started = time.monotonic()
+    try:
+        result = call()
+    except Exception as error:  # vLLM and torch may raise anything: report it to the trainer, keep serving
+        traceback.print_exc()
+        text = " ".join(str(error).split()) or "no reason given"
+        result = {"error": f"{type(error).__name__}: {text[:500]}", "peer": getattr(error, "strop_peer", False)}
+    state = strop_state(worker)
+    return {**result, "rank": worker.rank, "dirty": state.dirty, "seconds": time.monotonic() - started}
 
 
 def strop_state(worker: Any) -> State:
@@ -105,36 +142,8 @@ def leave(worker: Any) -> None:
         link.close()
 
 
-def answer(worker: Any, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    started = time.monotonic()
-    try:
-        result = call()
-    except Exception as error:  # whatever vLLM or torch raise: the trainer is told, the server lives on
-        traceback.print_exc()
-        text = " ".join(str(error).split()) or "no reason given"
-        result = {"error": f"{type(error).__name__}: {text[:500]}", "peer": getattr(error, "strop_peer", False)}
-    state = strop_state(worker)
-    return {**result, "rank": worker.rank, "dirty": state.dirty, "seconds": time.monotonic() - started}
-
-
-def replace(worker: Any, pieces: Iterator[Any], version: int) -> dict[str, Any]:
-    """All weights from `pieces` (strop_wire.Piece), or an exception and a dirty worker."""
-    import strop_load
-
-    state = strop_state(worker)
-    with strop_load.Loading(worker) as loading:
-        for piece in pieces:
-            if not loading.begun:  # nothing is touched before the first bytes have come
-                state.dirty = True
-                loading.begin()
-            loading.add(piece)
-        loading.finish()
-    state.dirty, state.version, state.seconds = False, version, loading.seconds
-    return {"version": version, "bytes": loading.num_bytes, "tensors": loading.num_tensors, "phases": loading.seconds}
-
-
-def give_back(device: Any) -> None:
-    """Memory of buffers and of half-made layers: a server has little to spare beside its cache."""
+def free_memory(device: Any) -> None:
+    """Free the memory of buffers and temporary layers: a server has little to spare besides its cache."""
     import torch
 
     if device.type == "cuda":
@@ -149,9 +158,9 @@ def device_uuid(device: Any) -> str | None:
 
 
 def end_with_server(grace: float = 10.0, every: float = 1.0) -> None:
-    """In a thread of this process: when a process between us and the API server has lost its parent, end all below.
+    """Start a thread that ends this process and those between it and the API server once one has lost its parent.
 
-    vLLM runs a worker in its engine's process or in a child of it. Not by Linux's parent-death signal, which is also
+    vLLM runs a worker in its engine's process or in a child of it. Linux's parent-death signal would not do: it is also
     sent when only the thread that started a process ends.
     """
     chain = [os.getpid()]  # up to the API server, which leads the process group
@@ -173,7 +182,7 @@ def end_with_server(grace: float = 10.0, every: float = 1.0) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """Its parent's process id; 0 when it is gone, or on a system without /proc."""
+    """The parent's process id; 0 if the process is gone, or on a system without /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return int(stat.read().rpartition(")")[2].split()[1])
@@ -181,7 +190,7 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-# As vLLM imports it, in a worker's process, of a server that our guard started: there the API server leads its process
-# group. Of a server started by hand, that may be a shell that ends.
+# Only in a worker of a server that our guard started: there the API server leads the process group. If the server was
+# started by hand, the leader may be a shell that exits.
 if __name__ == "strop_worker" and os.environ.get("STROP_GUARDED") == "1":
     end_with_server()

@@ -1,3 +1,5 @@
+"""The ebft_* formats: prompts, targets and thoughts of a row."""
+
 from __future__ import annotations
 
 import pytest
@@ -56,7 +58,7 @@ def test_last_turn_and_all_turns():
     assert made("ebft_chat_multiturn.transform_all_turns", messages=CHAT) == [first, last]
 
 
-def test_conversations_of_people_and_gpt_are_read_as_messages():
+def test_sharegpt_conversations_are_read_as_messages():
     turns = [
         {"from": "system", "value": "Be brief."},
         {"from": "human", "value": "2+2="},
@@ -85,8 +87,8 @@ THOUGHTS = [
     ("<think>\nadd\n</think>\n\n4", "add", "4"),
     ("<reasoning>add</reasoning>4", "add", "4"),
     ("<|begin_of_thought|> add <|end_of_thought|> 4", "add", "4"),
-    ("So: <think>a\nb</think> 4 <think>c</think>", "a\nb", "So:  4 <think>c</think>"),  # the first of them only
-    ("<reasoning>r</reasoning><think>t</think>4", "t", "<reasoning>r</reasoning>4"),  # by kind, not by place
+    ("So: <think>a\nb</think> 4 <think>c</think>", "a\nb", "So:  4 <think>c</think>"),  # only the first
+    ("<reasoning>r</reasoning><think>t</think>4", "t", "<reasoning>r</reasoning>4"),  # by kind of tag, not by position
     ("4", None, "4"),
     ("<think>never closed", None, "<think>never closed"),
 ]
@@ -103,7 +105,7 @@ def test_thoughts_are_split_off(content, thought, answer):
     assert row == {"prompt": [user("2+2="), turn, user("3+3=")], "ground_truth": [assistant("6")]}
 
 
-def test_thoughts_that_are_a_key_already_are_written_into_the_truth():
+def test_thoughts_in_a_key_are_written_into_the_target():
     row = made(
         "ebft_reasoning.transform_split_thinking", messages=[user("2+2="), assistant("4", reasoning_content="add")]
     )
@@ -133,14 +135,14 @@ def test_strided_formats_give_what_sft_reads():
         {"input": "q", "output": "a"},
         {"prompt": "q", "completion": "a"},
         {"question": "q", "answer": "a"},
-        {"input": "q", "prompt": "no", "output": "a", "answer": "no"},  # the first that a row has
+        {"input": "q", "prompt": "no", "output": "a", "answer": "no"},  # the first column present
     ):
         assert made("ebft_strided_structured.transform", **row) == {"prompt": "q", "completion": "a"}
     with pytest.raises(ValueError, match="has none of 'output', 'completion', 'answer' .its columns: input"):
         made("ebft_strided_structured.transform", input="q")
 
 
-def test_a_format_of_the_other_mode_is_refused_wherever_it_is_named():
+def test_formats_of_the_other_mode_are_refused():
     refuse_formats(["a.jsonl:format=alpaca"], "auto", EBFT_FORMATS, "structured")
     expected = "^data_format=ebft_opencode.transform: gives rows for --mode structured; set that"
     for specs, name in ((["a.jsonl"], "ebft_opencode.transform"), (["b", "a:format=ebft_opencode.transform"], "auto")):
@@ -148,7 +150,7 @@ def test_a_format_of_the_other_mode_is_refused_wherever_it_is_named():
             refuse_formats(specs, name, EBFT_FORMATS, "structured")
 
 
-def test_thoughts_in_parts_and_beside_calls():
+def test_thoughts_in_text_parts_and_next_to_calls():
     parts = [{"type": "text", "text": "<think>two"}, {"type": "text", "text": "</think>4"}]
     messages = [user("2+2="), assistant(parts)]
     made = EBFT_FORMATS["ebft_reasoning.transform_answer_only"]({"messages": messages})

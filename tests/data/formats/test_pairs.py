@@ -1,4 +1,4 @@
-"""Each documented row, filled in, and exactly what is trained on: decoded ids, nothing left out."""
+"""One row of each documented format, and the decoded ids that are trained on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHATML_LONG = CHATML + "4<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_star
 LLAMA3 = "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 LLAMA3_SYSTEM = "<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|>" + LLAMA3
 
-# The documented row of each text format, its system apart.
+# The documented row of each text format, without its system.
 ROWS = {
     "default": {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
     "argilla": {"instruction": "2+2?", "chosen_response": "4", "rejected_response": "5"},
@@ -63,7 +63,7 @@ def test_text_families(texts, family, kind):
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_a_familys_name_alone_is_its_default(texts, name):
+def test_a_bare_family_name_is_its_default(texts, name):
     for column in ("prompt", "input", "question", "instruction"):
         for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response")):
             row = {column: "2+2?", chosen: "4", rejected: "5"}
@@ -156,7 +156,7 @@ def test_chat_template_default_keeps_tools_and_reasoning(texts, tokenizer_of, ca
     assert capsys.readouterr().err == ""
 
 
-def test_a_template_that_does_not_write_tools_or_reasoning_is_told(texts, chatml, capsys):
+def test_tools_or_reasoning_that_the_template_drops_are_logged(texts, chatml, capsys):
     row = {"messages": [USER], "tools": [{"name": "add"}], "chosen": GOOD, "rejected": BAD}
     texts(row, "chat_template.default", chatml)
     assert capsys.readouterr().err == "data: of 1 rows, 1 with tools that the chat template does not write\n"
@@ -264,7 +264,7 @@ def test_sharegpt_pairs_keep_their_system_column(texts, chatml):
     assert texts(row, "auto", chatml) == (CHATML_SYSTEM, "4<|im_end|>", "5<|im_end|>")
 
 
-def test_options_of_one_data_entry_win_over_those_of_the_run(tmp_path, chatml):
+def test_options_of_one_data_entry_override_those_of_the_run(tmp_path, chatml):
     for name, question in (("one", "q"), ("two", "asked")):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({question: "2+2?", "chosen": "4", "rejected": "5"}) + "\n")
     entries = [
@@ -358,12 +358,12 @@ def test_bad_rows(texts, tokenizer_of, chatml, name, row, message):
         (dict(roles="usr=human"), "role 'usr' is unknown; did you mean 'user'"),
     ],
 )
-def test_options_that_cannot_be_followed(settings, message):
+def test_options_without_effect_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         FormatOptions(**settings)
 
 
-def test_a_question_is_not_dropped_in_silence():
+def test_a_question_is_not_dropped_silently():
     row = {"system": "Be brief", "question": "2+2?", "chosen": "14", "rejected": "15"}
     with pytest.raises(ValueError, match="has no 'prompt', but 'question' and 'system'; name its format"):
         PAIR_FORMATS["auto"](row, FormatOptions())

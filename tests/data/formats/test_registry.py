@@ -1,4 +1,4 @@
-"""User transforms, found from the working directory."""
+"""User transforms, imported from the working directory."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_bad_transforms(rows, chatml, name, message):
     assert "\n" not in str(caught.value)
 
 
-def test_batched_transforms_work_as_datasets_map_has_them(rows, chatml, tmp_path):
+def test_batched_transforms_work_as_in_datasets_map(rows, chatml, tmp_path):
     problems = [{"problem": f"{n}"} | ({"level": n} if n else {}) for n in range(3)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     prompts = load_prompts([rows], chatml, data_format="my_transforms.batched")
@@ -197,7 +197,7 @@ def test_sharegpt_rows(tmp_path, chatml, row, suffix):
     assert prompt.prompt == turns and "a.b" not in prompt.columns
 
 
-def test_what_a_sharegpt_message_must_be(tmp_path, chatml):
+def test_malformed_sharegpt_messages_are_refused(tmp_path, chatml):
     bad = [
         ({"from": "narrator", "value": "x"}, r"conversations\[1\]: from='narrator' is unknown; use one of human, "),
         ({"from": "gpt", "value": None}, r"conversations\[1\]: its value is None, not text"),
@@ -213,7 +213,7 @@ def test_what_a_sharegpt_message_must_be(tmp_path, chatml):
 
 
 def test_format_options_of_one_data_entry(tmp_path, chatml):
-    """Nested names, keys and roles; each entry has its own, and one that nothing reads is refused."""
+    """Nested names, keys and roles per entry; an option that nothing reads is refused."""
     (tmp_path / "one.jsonl").write_text(
         json.dumps({"request": {"input": [{"who": "person", "says": "2+2?"}, {"who": "bot", "says": "4"}]}}) + "\n"
     )
@@ -235,7 +235,7 @@ def test_format_options_of_one_data_entry(tmp_path, chatml):
             load_prompts([spec], chatml)
 
 
-def test_a_null_column_is_said_to_be_null(tmp_path, chatml):
+def test_a_null_column_is_reported_as_null(tmp_path, chatml):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": None, "answer": "4"}) + "\n")
     with pytest.raises(ValueError, match="rows.jsonl:1: 'question' is null; fill it in"):
         load_prompts([f"{tmp_path}/rows.jsonl:format=question_answer"], chatml)
@@ -254,7 +254,7 @@ def test_unimportable(rows, chatml, tmp_path):
             load_prompts([rows], chatml, data_format=name)
 
 
-def test_the_factory_is_told_the_number_of_its_data_entry(rows, chatml):
+def test_the_factory_gets_the_index_of_its_data_entry(rows, chatml):
     first, second = load_prompts([rows, rows], chatml, data_format="my_transforms.numbered")
     assert (first.prompt, second.prompt) == ("0: 2+2=", "1: 2+2=")
     entries = [f"{rows}:format=my_transforms.bare", f"{rows}:format=my_transforms.all_kwargs"]

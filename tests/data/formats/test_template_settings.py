@@ -1,4 +1,4 @@
-"""What chat templates get besides the messages, and what they pass over: the same in the loaders of all methods."""
+"""What chat templates get besides the messages, and what they drop: the same in the loaders of all methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.stepwise import load_steps
-from data.rows.targets import load_truths
+from data.rows.targets import load_targets
 from data.rows.unpaired import load_labelled
 from data.sources import without_fillers
 
@@ -34,7 +34,7 @@ def write(tmp_path):
     return write_rows
 
 
-# By method: its loader, and how it takes an answer to a prompt.
+# By method: its loader, and the row for a prompt with an answer.
 LOADERS = {
     "sft": (load_examples, lambda prompt, answer: {"messages": [*prompt, answer]}),
     "sft_completion": (load_examples, lambda prompt, answer: {"prompt": prompt, "completion": [answer]}),
@@ -42,7 +42,7 @@ LOADERS = {
     "pairs": (load_pairs, lambda prompt, answer: {"prompt": prompt, "chosen": [answer], "rejected": "no"}),
     "rejected": (load_pairs, lambda prompt, answer: {"prompt": prompt, "chosen": "no", "rejected": [answer]}),
     "kto": (load_labelled, lambda prompt, answer: {"prompt": prompt, "completion": [answer], "label": True}),
-    "ebft": (load_truths, lambda prompt, answer: {"messages": [*prompt, answer]}),
+    "ebft": (load_targets, lambda prompt, answer: {"messages": [*prompt, answer]}),
 }
 PROMPTS = {
     "grpo": (load_prompts, lambda prompt: {"prompt": prompt}),
@@ -51,7 +51,7 @@ PROMPTS = {
 
 
 def prompt_ids(row):
-    """The ids before the first trained token, or all of a prompt."""
+    """The ids before the first trained token, or the whole prompt."""
     if hasattr(row, "prompt_ids"):
         return row.prompt_ids
     if hasattr(row, "labels"):
@@ -86,13 +86,16 @@ ALL = [*LOADERS, *PROMPTS]
 )
 def test_settings_by_flag_and_by_row(method, write, templated, flag, row, opening):
     tokenizer = templated("CALLS")
-    answer = {"role": "assistant", "content": opening[len(OPENING) :] + "4"}  # what the prompt opens, the answer has
+    answer = {
+        "role": "assistant",
+        "content": opening[len(OPENING) :] + "4",
+    }  # the answer contains what the prompt opens
     columns = {} if row is None else {"chat_template_kwargs": row}
     if method in ("pairs", "rejected"):
         columns |= {"rejected" if method == "pairs" else "chosen": opening[len(OPENING) :] + "5"}
     made = load(method, write, tokenizer, [USER], answer, columns, chat_template_kwargs=flag)
     assert tokenizer.decode(prompt_ids(made)) == opening
-    if method in ("grpo", "ebft"):  # later turns of an episode are written with the same
+    if method in ("grpo", "ebft"):  # later turns of an episode use the same settings
         assert made.settings == {**flag, **(row or {})}
 
 
@@ -125,7 +128,7 @@ def test_calls_of_an_answer_that_are_not_written_are_refused(method, write, chat
         ids = {"kto": "completion_ids", "pairs": "chosen_ids", "rejected": "rejected_ids"}.get(method)
         trained = getattr(made, ids) if ids else [t for t, on in zip(made.ids, made.mask, strict=True) if on]
     else:
-        trained = made.truth_ids
+        trained = made.target_ids
         assert made.columns["ground_truth"] == '<call>{"name": "add", "arguments": {"a": 2}}</call>'
     assert tokenizer.decode(trained) == '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
 
@@ -174,7 +177,7 @@ def test_earlier_thoughts_that_are_cut_out_of_trained_turns_are_counted(write, t
 
 @pytest.mark.parametrize("method", ["sft", "pairs", "grpo"])
 def test_nulls_that_a_table_adds_are_left_out(method, tmp_path, templated, monkeypatch):
-    """Arrow gives all structs of a column the same keys; JSON has only those that were written."""
+    """Arrow gives all structs of a column the same keys; JSON only has those that were written."""
     import pyarrow
     import pyarrow.parquet
 
@@ -202,7 +205,7 @@ def test_nulls_that_a_table_adds_are_left_out(method, tmp_path, templated, monke
     loader = {"sft": load_examples, "pairs": load_pairs, "grpo": load_prompts}[method]
     tokenizer = templated("CALLS")
     from_json = loader([str(tmp_path / "rows.jsonl")], tokenizer)
-    for path in ("rows.parquet", "hub"):  # a folder is read by the datasets library, as what is on the hub
+    for path in ("rows.parquet", "hub"):  # the datasets library reads a folder like a hub dataset
         from_table = loader([str(tmp_path / path)], tokenizer)
         for arguments, one, other in zip(('{"theta": 2}', '{"phi": {"x": 1}}'), from_table, from_json, strict=True):
             ids = [getattr(row, "ids", None) or row.prompt_ids + row.chosen_ids for row in (one, other)]
@@ -246,15 +249,15 @@ def test_formats_keep_the_columns_for_the_template(write, templated):
         assert tokenizer.decode(prompt_ids(document)) == OPENING + "!"
 
 
-def test_a_conversation_of_truths_has_the_settings_in_all_turns(write, templated):
+def test_a_conversation_of_targets_has_the_settings_in_all_turns(write, templated):
     tokenizer = templated("QWEN3")
     talk = [USER, ANSWER, {"role": "user", "content": "3+3="}, {"role": "assistant", "content": "6"}]
     row = {"messages": talk[:2], "chat_template_kwargs": {"enable_thinking": False}}
-    (prompt,) = load_truths([write(row)], tokenizer)
+    (prompt,) = load_targets([write(row)], tokenizer)
     assert tokenizer.decode(prompt.ids) == OPENING + "<think>\n\n</think>\n\n"
-    assert tokenizer.decode(prompt.truth_ids) == "4<|im_end|>"
+    assert tokenizer.decode(prompt.target_ids) == "4<|im_end|>"
     with pytest.raises(ValueError, match="rows.jsonl:1: the chat template opens an answer with '<think>"):
-        load_truths([write({**row, "messages": talk})], tokenizer, data_format="ebft_chat_multiturn.transform")
+        load_targets([write({**row, "messages": talk})], tokenizer, data_format="ebft_chat_multiturn.transform")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +268,7 @@ def test_a_conversation_of_truths_has_the_settings_in_all_turns(write, templated
         ({"tools": []}, "'tools' is not a setting of the template"),
     ],
 )
-def test_names_that_the_template_does_not_read(templated, kwargs, message):
+def test_names_that_the_template_does_not_read_are_refused(templated, kwargs, message):
     from data.formats.template_settings import check_kwargs
 
     check_kwargs(templated("QWEN3"), {"enable_thinking": False})
@@ -274,7 +277,7 @@ def test_names_that_the_template_does_not_read(templated, kwargs, message):
 
 
 @pytest.mark.parametrize("method", ["pairs", "kto"])
-def test_an_answer_that_begins_like_what_the_prompt_opens_keeps_its_first_letter(method, write, templated, capsys):
+def test_an_answer_that_begins_like_the_opened_text_keeps_its_first_letter(method, write, templated, capsys):
     tokenizer = templated("R1")
     columns = {"rejected": "<i>5</i>"} if method == "pairs" else {}
     made = load(method, write, tokenizer, [USER], {"role": "assistant", "content": "<b>4</b>"}, columns)
@@ -293,7 +296,7 @@ def test_an_answer_that_begins_like_what_the_prompt_opens_keeps_its_first_letter
         (["python"], "tools[0] is 'python', not the JSON schema of a tool"),
     ],
 )
-def test_a_column_called_tools_that_holds_something_else_is_named(tools, what):
+def test_a_column_tools_with_other_content_is_refused(tools, what):
     with pytest.raises(ValueError, match=re.escape(what) + ".*rename the column if it is not for the chat template"):
         for_template({"tools": tools})
     assert for_template({"tools": "", "chat_template_kwargs": None}) == {}

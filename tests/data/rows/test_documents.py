@@ -1,3 +1,5 @@
+"""Documents of the strided mode: prompts, trained tokens, lengths and refusals."""
+
 from __future__ import annotations
 
 import json
@@ -22,7 +24,7 @@ def write(tmp_path):
 
 
 def parts(tokenizer, document):
-    """The text that is given, and the text that is trained."""
+    """The text of the prompt, and the text that is trained."""
     given = tokenizer.decode(document.ids[: document.prompt_length])
     return given, tokenizer.decode([document.ids[place] for place in document.trained()])
 
@@ -54,7 +56,7 @@ def test_plain_text_has_no_prompt(write, chatml, tokenizer_of):
         ),
     ],
 )  # fmt: skip
-def test_what_is_given_and_what_is_trained(write, chatml, row, name, given, trained):
+def test_prompt_and_trained_text(write, chatml, row, name, given, trained):
     (document,) = load_documents([write(row)], chatml, data_format=name)
     assert parts(chatml, document) == (given, trained)
     assert document.mask is not None and document.mask.index(True) == document.prompt_length
@@ -72,12 +74,12 @@ def test_the_completion_is_cut_first_and_a_prompt_that_fills_the_row_leaves_it_o
     assert [len(document.ids) for document in documents] == [5, 5]
 
 
-def test_the_turns_of_a_user_are_neither_continued_nor_compared_with(write, chatml):
+def test_user_turns_have_no_anchors_and_are_no_targets(write, chatml):
     (document,) = load_documents([write({"messages": AGAIN})], chatml)
     plan = StridedPlan(stride=1, context_length=1, generate_max_len=2, n_samples_per_prompt=1)
     (batch,) = make_strided([document], plan, max_tokens=1)
-    truths = [chatml.decode(batch.input_ids[0, places]) for places in batch.truth]
-    assert truths == ["4<|im_end|>", "33", "33", "33", "36", "6<|im_end|>"]
+    targets = [chatml.decode(batch.input_ids[0, places]) for places in batch.target_place]
+    assert targets == ["4<|im_end|>", "33", "33", "33", "36", "6<|im_end|>"]
     assert chatml.decode(document.ids[: batch.anchor[0]]) == OPENING
     require_anchors([document], plan)
     long = StridedPlan(stride=1, context_length=1, generate_max_len=7, n_samples_per_prompt=1)
@@ -85,7 +87,7 @@ def test_the_turns_of_a_user_are_neither_continued_nor_compared_with(write, chat
         require_anchors([document], long)
 
 
-def test_a_users_transform_and_what_is_refused(write, chatml, tmp_path, monkeypatch):
+def test_a_users_transform_and_refusals(write, chatml, tmp_path, monkeypatch):
     (tmp_path / "strided_rows.py").write_text(
         "def shorten(cfg):\n    def transform(example):\n        return {'text': example['body'][:cfg]}\n"
         "    return transform, {'remove_columns': ['body']}\n"

@@ -1,4 +1,4 @@
-"""Rows of NeMo Gym as they ship become prompts, and nothing of them is lost."""
+"""NeMo Gym rows become prompts without losing any field."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_turn_of_the_input_stays_in_the_prompt_and_the_row_is_kept_whole(t
     assert "responses_create_params" not in prompt.columns
 
 
-def test_equal_questions_are_told_apart_by_their_index(tmp_path):
+def test_equal_questions_have_different_indices(tmp_path):
     path = write(tmp_path, ROW, ROW | {"answer": "5"})
     prompts = load_nemo_gym([f"{path}@math", f"{path}:split=train[1:]@other"], make_tokenizer())
     assert [p.columns["nemo_gym_index"] for p in prompts] == [0, 1, 2]
@@ -117,7 +117,7 @@ def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path, row, says):
     assert says in str(caught.value)
 
 
-def test_prompts_that_are_too_long_are_left_out_aloud_or_refused(tmp_path, capsys):
+def test_long_prompts_are_left_out_and_logged_or_refused(tmp_path, capsys):
     long = ROW | {"responses_create_params": {"input": "x" * 50}}
     path = write(tmp_path, ROW, long)
     assert len(load_nemo_gym([str(path)], make_tokenizer(), max_prompt_length=40)) == 1
@@ -126,7 +126,7 @@ def test_prompts_that_are_too_long_are_left_out_aloud_or_refused(tmp_path, capsy
         load_nemo_gym([str(path)], make_tokenizer(), context_length=60, max_completion_length=20)
 
 
-def test_tools_that_a_single_turn_cannot_call_are_said(tmp_path, capsys):
+def test_tools_that_a_single_turn_cannot_call_are_logged(tmp_path, capsys):
     tools = ROW | {"responses_create_params": {"input": "2+2=", "tools": [{"name": "add"}]}}
     path = write(tmp_path, ROW, tools)
     load_nemo_gym([str(path)], make_tokenizer(), multi_turn=True)

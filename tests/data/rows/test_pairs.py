@@ -1,3 +1,5 @@
+"""Preference pairs as token ids: boundaries, lengths, options and bad rows."""
+
 from __future__ import annotations
 
 import json
@@ -81,7 +83,7 @@ def test_templates_that_trim_or_add_a_thinking_stub(write, tokenizer_of):
     assert texts(tokenizer, pair) == (OPENING + "<think>", "</think>4<|im_end|>", "</think>5<|im_end|>")
 
 
-def test_templates_that_leave_a_response_no_place(write, tokenizer_of):
+def test_templates_that_are_missing_or_rewrite_the_prompt_are_refused(write, tokenizer_of):
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(ValueError, match="rows.jsonl:1: chat_template: writes the prompt differently once a response"):
@@ -91,7 +93,7 @@ def test_templates_that_leave_a_response_no_place(write, tokenizer_of):
         load_pairs([write(row([USER], "4", "5"))], tokenizer)
 
 
-def test_a_response_that_holds_text_of_the_prompt_keeps_its_place(write, chatml):
+def test_a_response_that_repeats_the_prompt_is_split_correctly(write, chatml):
     for answer in ("user", "assistant", "2+2?", "[[", "<", "\n"):
         (pair,) = load_pairs([write(row([USER], "x" + answer, answer + "y"))], chatml)
         assert texts(chatml, pair) == (OPENING, f"x{answer}<|im_end|>", f"{answer}y<|im_end|>")
@@ -146,7 +148,7 @@ def test_refusals(write, chatml, settings, message):
         load_pairs([write(row())], chatml, **settings)
 
 
-def test_system_prompt_stands_in_for_a_missing_system(write, chatml):
+def test_system_prompt_replaces_a_missing_system(write, chatml):
     system = "<|im_start|>system\nBe brief<|im_end|>\n"
     rows = [{"question": "2+2?", "chosen": "4", "rejected": "5", "system": text} for text in (None, "", "Be long")]
     pairs = load_pairs([write(*rows)], chatml, data_format="chatml.intel", system_prompt="Be brief")
@@ -168,7 +170,7 @@ def test_margin(write, chatml):
             load_pairs([write(row(margin=value))], chatml, margins=True)
 
 
-def test_a_margin_that_no_loss_uses_stops_nothing(write, chatml):
+def test_an_unused_margin_is_ignored(write, chatml):
     (pair,) = load_pairs([write(row(margin="large"))], chatml)
     assert pair.margin is None and texts(chatml, pair)[1:] == ("4<|endoftext|>", "5<|endoftext|>")
 

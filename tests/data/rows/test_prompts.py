@@ -1,3 +1,5 @@
+"""Prompts as token ids: formats, lengths and bad rows."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""SFT examples: which tokens are trained, at which boundary, and bad rows."""
+
 from __future__ import annotations
 
 import json
@@ -75,7 +77,7 @@ def test_bos_is_added_once_and_never_trained(write, tokenizer_of):
     assert texts(tokenizer, two) == ("<|begin_of_text|>", "ab<|endoftext|>")
 
 
-METASPACE = [  # prompt, completion, and the pieces before and after where the mask begins
+METASPACE = [  # prompt, completion, and the pieces before and after the start of the mask
     ("2+2=", "4", ["_", "2", "+", "2", "="], ["4"]),
     ("Once upon", " a time", ["_Once", "_upon"], ["_a", "_time"]),
     ("Once upon ", "a time", ["_Once", "_upon"], ["_a", "_time"]),  # the space is part of the completion's first token
@@ -83,7 +85,7 @@ METASPACE = [  # prompt, completion, and the pieces before and after where the m
     ("a", "bc", ["_a"], ["bc"]),
     ("2 a", "b", ["_", "2"], ["_ab"]),  # _ab straddles
     ("2+2=", "4</s>", ["_", "2", "+", "2", "="], ["4"]),  # not a second eos
-    ("2+2=</s>", "", ["_", "2", "+", "2", "=", "</s>"], []),  # but the prompt's is not the completion's
+    ("2+2=</s>", "", ["_", "2", "+", "2", "=", "</s>"], []),  # but the prompt's eos is not trained
 ]
 
 

@@ -1,3 +1,5 @@
+"""Solutions in steps: where labels are, lengths and bad rows."""
+
 from __future__ import annotations
 
 import json
@@ -28,7 +30,7 @@ def test_the_last_separator_token_of_each_step_is_labelled(load, tokenizer_of):
     (row,) = load({**ROW, "labels": [0, 1]}, step_separator="##", data_format="auto")
     assert tokenizer.decode(row.ids) == "abcde##fgh##"
     assert row.labels == [N, N, N, N, N, N, 0, N, N, N, N, 1]
-    (row,) = load({**ROW, "labels": ["True", "false"]})  # text, as some exports have it
+    (row,) = load({**ROW, "labels": ["True", "false"]})  # text, as in some exports
     assert row.labels == [N, N, N, N, N, 1, N, N, N, 0]
 
 
@@ -93,7 +95,7 @@ def test_bad_rows(load, capsys, change, message):
     assert "data: of 2 rows, 1 skipped as bad, the first: " in capsys.readouterr().err
 
 
-def test_settings_that_cannot_be_followed(load):
+def test_invalid_settings_are_refused(load):
     with pytest.raises(ValueError, match="step_separator='': must not be empty"):
         load(ROW, step_separator="")
     with pytest.raises(ValueError, match="max_length=1: must be 2 or more"):

@@ -1,3 +1,5 @@
+"""Prompts with targets: formats, token boundaries, several turns, lengths and refusals."""
+
 from __future__ import annotations
 
 import json
@@ -8,7 +10,7 @@ from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import SFT_FORMATS
 from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
-from data.rows.targets import TRUTH_FORMATS, load_truths
+from data.rows.targets import TARGET_FORMATS, load_targets
 
 
 def user(text):
@@ -35,11 +37,11 @@ def write(tmp_path):
 
 
 def texts(tokenizer, prompt):
-    return tokenizer.decode(prompt.ids), tokenizer.decode(prompt.truth_ids)
+    return tokenizer.decode(prompt.ids), tokenizer.decode(prompt.target_ids)
 
 
 @pytest.mark.parametrize(
-    ("row", "name", "before", "truth"),
+    ("row", "name", "before", "target"),
     [
         ({"prompt": "2+2=", "ground_truth": "4"}, "auto", "2+2=", "4<|endoftext|>"),
         ({"prompt": [USER], "ground_truth": "4"}, "auto", OPENING, "4<|im_end|>"),
@@ -68,48 +70,48 @@ def texts(tokenizer, prompt):
          "4<|im_end|>"),
     ],
 )  # fmt: skip
-def test_kinds_of_rows(write, chatml, row, name, before, truth):
-    (prompt,) = load_truths([write(row)], chatml, data_format=name)
-    assert texts(chatml, prompt) == (before, truth)
-    assert prompt.truth_mask is None and "remaining_turns" not in prompt.columns
+def test_kinds_of_rows(write, chatml, row, name, before, target):
+    (prompt,) = load_targets([write(row)], chatml, data_format=name)
+    assert texts(chatml, prompt) == (before, target)
+    assert prompt.target_mask is None and "remaining_turns" not in prompt.columns
     assert prompt.conversational == (before != "2+2=" and name != "chatml.intel")
     assert prompt.source.endswith("rows.jsonl:1")
 
 
 def test_all_formats_are_there():
-    assert SFT_FORMATS.keys() <= TRUTH_FORMATS.keys() | PAIR_FORMATS.keys()
-    assert PAIR_FORMATS.keys() & TRUTH_FORMATS.keys() == {"auto", "sharegpt"}
+    assert SFT_FORMATS.keys() <= TARGET_FORMATS.keys() | PAIR_FORMATS.keys()
+    assert PAIR_FORMATS.keys() & TARGET_FORMATS.keys() == {"auto", "sharegpt"}
 
 
 def test_sharegpt_rows(write, chatml):
     human, gpt = {"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}
     rows = [{"conversations": [human, gpt]}, {"conversations": [human], "chosen": gpt, "rejected": human | gpt}]
     for name in ("auto", "sharegpt"):
-        prompts = load_truths([write(*rows)], chatml, data_format=name)
+        prompts = load_targets([write(*rows)], chatml, data_format=name)
         assert [prompt.columns["ground_truth"] for prompt in prompts] == ["4", "4"]
         assert [chatml.decode(prompt.ids) for prompt in prompts] == [
             "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
         ] * 2
 
 
-def test_ids_are_those_of_rollouts_and_of_imitation(write, chatml):
-    """As prompts they are what an engine gets; as a whole, what SFT trains on (less the newline of the template)."""
+def test_ids_are_those_of_rollouts_and_of_sft(write, chatml):
+    """Prompts are what an engine gets; the whole is what SFT trains on (minus the newline of the template)."""
     row = {"prompt": [USER, ANSWER, user("3+3=")], "completion": "6", "answer": 6}
     for change in ({}, {"prompt": "3+3="}):
         path = write({**row, **change})
         system = None if change else "Be brief."
-        (prompt,) = load_truths([path], chatml, system_prompt=system)
+        (prompt,) = load_targets([path], chatml, system_prompt=system)
         (plain,) = load_prompts([path], chatml, system_prompt=system)
         (example,) = load_examples([path], chatml, system_prompt=system)
         assert (prompt.prompt, prompt.ids) == (plain.prompt, plain.ids)
-        whole = prompt.ids + prompt.truth_ids
+        whole = prompt.ids + prompt.target_ids
         assert whole == example.ids[: len(whole)] and not any(example.mask[len(whole) :])
-        assert example.mask[: len(whole)] == [False] * len(prompt.ids) + [True] * len(prompt.truth_ids)
+        assert example.mask[: len(whole)] == [False] * len(prompt.ids) + [True] * len(prompt.target_ids)
         assert prompt.columns == {"completion": "6", "answer": 6, "ground_truth": "6"}
 
 
 def test_task_rows_are_compared_with_their_completion(chatml):
-    prompts = load_truths(["task:addition:size=20,split=sft,sloppy=1.0,weight=0.5"], chatml)
+    prompts = load_targets(["task:addition:size=20,split=sft,sloppy=1.0,weight=0.5"], chatml)
     assert len(prompts) == 20 and {prompt.weight for prompt in prompts} == {0.5}
     for prompt in prompts:
         columns = prompt.columns
@@ -119,41 +121,41 @@ def test_task_rows_are_compared_with_their_completion(chatml):
     assert prompts[0].ids == load_prompts(["task:addition:size=20,split=sft"], chatml)[0].ids
 
 
-def test_a_token_of_both_is_the_truths(write, tokenizer_of, metaspace_of, capsys):
+def test_a_token_that_spans_prompt_and_target_belongs_to_the_target(write, tokenizer_of, metaspace_of, capsys):
     tokenizer = tokenizer_of("plain", merges=(("a", "b"),))
-    (prompt,) = load_truths([write({"prompt": "xa", "completion": "bc"})], tokenizer)
+    (prompt,) = load_targets([write({"prompt": "xa", "completion": "bc"})], tokenizer)
     assert texts(tokenizer, prompt) == ("x", "abc<|endoftext|>")
-    assert prompt.ids + prompt.truth_ids[:-1] == tokenizer("xabc", add_special_tokens=False)["input_ids"]
+    assert prompt.ids + prompt.target_ids[:-1] == tokenizer("xabc", add_special_tokens=False)["input_ids"]
     assert capsys.readouterr().err == (
         "data: of 1 rows, 1 whose prompt ends within a token of the response; that token counts as response\n"
     )
     tokenizer = metaspace_of()
-    (prompt,) = load_truths([write({"prompt": "Once upon", "completion": " a time"})], tokenizer)
+    (prompt,) = load_targets([write({"prompt": "Once upon", "completion": " a time"})], tokenizer)
     assert tokenizer.convert_ids_to_tokens(prompt.ids) == ["<s>", "\u2581Once", "\u2581upon"]
-    assert tokenizer.convert_ids_to_tokens(prompt.truth_ids) == ["\u2581a", "\u2581time", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(prompt.target_ids) == ["\u2581a", "\u2581time", "</s>"]
 
 
 def test_a_conversation_goes_on_with_the_users_turns_masked(write, chatml):
-    (prompt,) = load_truths([write({"messages": CHAT, "id": 7})], chatml, data_format="ebft_chat_multiturn.transform")
+    (prompt,) = load_targets([write({"messages": CHAT, "id": 7})], chatml, data_format="ebft_chat_multiturn.transform")
     assert texts(chatml, prompt) == (OPENING, f"4<|im_end|>{BETWEEN}6<|im_end|>")
-    marked = [token for token, mine in zip(prompt.truth_ids, prompt.truth_mask, strict=True) if mine]
+    marked = [token for token, mine in zip(prompt.target_ids, prompt.target_mask, strict=True) if mine]
     assert chatml.decode(marked) == "4<|im_end|>6<|im_end|>"
-    assert prompt.truth_mask == [True] * 2 + [False] * (len(prompt.truth_mask) - 4) + [True] * 2
+    assert prompt.target_mask == [True] * 2 + [False] * (len(prompt.target_mask) - 4) + [True] * 2
     assert prompt.columns == {"id": 7, "ground_truth": "4", "remaining_turns": CHAT[2:4]}
     whole, _ = load_examples([write({"messages": CHAT[:4]}, {"text": "x"})], chatml)
-    assert prompt.ids + prompt.truth_ids == whole.ids[:-1]
+    assert prompt.ids + prompt.target_ids == whole.ids[:-1]
     rows = [
         {"prompt": [USER], "completion": CHAT[1:]},
         {"prompt": [USER], "ground_truth": "4", "remaining_turns": CHAT[2:]},
     ]
-    for same in load_truths([write(*rows)], chatml):
-        assert (same.truth_ids, same.truth_mask) == (prompt.truth_ids, prompt.truth_mask)
+    for same in load_targets([write(*rows)], chatml):
+        assert (same.target_ids, same.target_mask) == (prompt.target_ids, prompt.target_mask)
         assert same.columns["remaining_turns"] == CHAT[2:4]
 
 
 def test_one_row_per_turn(write, chatml):
     path = write({"messages": [USER, ANSWER]}, {"messages": CHAT})
-    prompts = load_truths([path], chatml, data_format="ebft_chat_multiturn.transform_all_turns")
+    prompts = load_targets([path], chatml, data_format="ebft_chat_multiturn.transform_all_turns")
     assert [prompt.source.rpartition("/")[2] for prompt in prompts] == [
         "rows.jsonl:1#1",
         "rows.jsonl:2#1",
@@ -166,14 +168,14 @@ def test_one_row_per_turn(write, chatml):
     ]
     with pytest.raises(ValueError, match="rows.jsonl:1#2: the prompt ends with an assistant turn"):
         twice = write({"messages": [USER, ANSWER, ANSWER]})
-        load_truths([twice], chatml, data_format="ebft_chat_multiturn.transform_all_turns")
+        load_targets([twice], chatml, data_format="ebft_chat_multiturn.transform_all_turns")
 
 
 def test_lengths(write, tokenizer_of, capsys):
     tokenizer = tokenizer_of("plain")
     rows = [{"prompt": "ab", "completion": text} for text in ("cd", "cde", "cdef")]
     path = write(*rows, {"prompt": "abcdefg", "completion": "h"})
-    prompts = load_truths([path], tokenizer, max_completion_length=3, max_prompt_length=4, context_length=9)
+    prompts = load_targets([path], tokenizer, max_completion_length=3, max_prompt_length=4, context_length=9)
     assert [texts(tokenizer, prompt)[1] for prompt in prompts] == ["cd<|endoftext|>", "cde", "cde"]
     assert [prompt.columns["ground_truth"] for prompt in prompts] == ["cd", "cde", "cdef"]
     assert capsys.readouterr().err == (
@@ -181,28 +183,28 @@ def test_lengths(write, tokenizer_of, capsys):
         "data: of 4 rows, 2 with their true completion cut to max_completion_length=3 tokens\n"
     )
     with pytest.raises(ValueError, match="rows.jsonl:4: its prompt of 7 tokens and max_completion_length=3 do not fit"):
-        load_truths([path], tokenizer, max_completion_length=3, context_length=9)
+        load_targets([path], tokenizer, max_completion_length=3, context_length=9)
     with pytest.raises(ValueError, match="^max_completion_length=9: leaves no room for a prompt"):
-        load_truths([path], tokenizer, max_completion_length=9, context_length=9)
+        load_targets([path], tokenizer, max_completion_length=9, context_length=9)
     with pytest.raises(ValueError, match="^max_completion_length=0: must be 1 or more"):
-        load_truths([path], tokenizer, max_completion_length=0)
+        load_targets([path], tokenizer, max_completion_length=0)
     with pytest.raises(ValueError, match="^max_prompt_length=1: all 4 prompts are longer"):
-        load_truths([path], tokenizer, max_prompt_length=1)
+        load_targets([path], tokenizer, max_prompt_length=1)
 
 
-def test_a_truth_that_is_cut_ends_with_something_of_the_models(write, chatml, capsys):
+def test_a_cut_target_ends_with_an_assistant_token(write, chatml, capsys):
     path = write({"messages": CHAT})
     name = "ebft_chat_multiturn.transform"
-    (whole,) = load_truths([path], chatml, data_format=name)
-    length = len(whole.truth_ids)
+    (whole,) = load_targets([path], chatml, data_format=name)
+    length = len(whole.target_ids)
     for limit in range(1, length + 1):
-        (prompt,) = load_truths([path], chatml, data_format=name, max_completion_length=limit)
+        (prompt,) = load_targets([path], chatml, data_format=name, max_completion_length=limit)
         kept = limit if limit < 2 or limit > length - 2 else 2  # "4" and its end, then the user's turn, then "6" ...
-        assert prompt.truth_ids == whole.truth_ids[:kept]
-        assert prompt.truth_mask == (None if kept <= 2 else whole.truth_mask[:kept])
+        assert prompt.target_ids == whole.target_ids[:kept]
+        assert prompt.target_mask == (None if kept <= 2 else whole.target_mask[:kept])
 
 
-NO_TRUTH = [
+NO_TARGET = [
     ({"text": "abc"}, "auto", "has a 'text' but no prompt with a true completion; whole texts are for --mode strided"),
     ({"prompt": "2+2="}, "auto", "has no true completion: none of 'messages'"),
     ({"prompt": "2+2=", "ground_truth": None}, "auto", "has no true completion: none of 'messages'"),
@@ -224,24 +226,24 @@ NO_TRUTH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "name", "message"), NO_TRUTH)
-def test_a_row_without_a_truth_is_an_error_that_names_it(write, chatml, row, name, message):
+@pytest.mark.parametrize(("row", "name", "message"), NO_TARGET)
+def test_a_row_without_a_target_is_an_error_that_names_it(write, chatml, row, name, message):
     good = {"prompt": [USER], "completion": "4", "question": "2+2=", "answer": "#### 4"}
     with pytest.raises(ValueError, match=rf"rows.jsonl:2: {message}"):
-        load_truths([write(good, row)], chatml, data_format=name)
+        load_targets([write(good, row)], chatml, data_format=name)
 
 
-def test_formats_that_cannot_be_meant(write, chatml):
+def test_strided_and_misspelt_formats_are_refused(write, chatml):
     path = write({"messages": CHAT})
     with pytest.raises(ValueError, match="^data_format=ebft_strided_chat.transform: gives rows for --mode strided"):
-        load_truths([path], chatml, data_format="ebft_strided_chat.transform")
+        load_targets([path], chatml, data_format="ebft_strided_chat.transform")
     for wrong, meant in (("ebft_opencode.transfrom", "ebft_opencode.transform"), ("chatml.intl", "chatml.intel")):
         with pytest.raises(ValueError, match=f"^data_format={wrong}: no such format; .*{meant}"):
-            load_truths([path], chatml, data_format=wrong)
+            load_targets([path], chatml, data_format=wrong)
 
 
-def test_a_users_transform_is_read_as_any_row(write, chatml, tmp_path, monkeypatch):
-    (tmp_path / "truth_rows.py").write_text(
+def test_a_users_transform(write, chatml, tmp_path, monkeypatch):
+    (tmp_path / "target_rows.py").write_text(
         "def pick(cfg, dataset_idx):\n"
         "    def transform(example, tokenizer=None):\n"
         "        prompt = [{'role': 'user', 'content': example['q'] + cfg}]\n"
@@ -250,26 +252,26 @@ def test_a_users_transform_is_read_as_any_row(write, chatml, tmp_path, monkeypat
     )
     monkeypatch.chdir(tmp_path)
     specs = [write({"q": "2+2", "a": "4"}), write({"q": "2+2", "a": ""}, name="bad.jsonl")]
-    (prompt,) = load_truths(specs[:1], chatml, data_format="truth_rows.pick", cfg="=")
+    (prompt,) = load_targets(specs[:1], chatml, data_format="target_rows.pick", cfg="=")
     assert texts(chatml, prompt) == (OPENING, "4<|im_end|>")
     assert prompt.columns == {"set": 0, "ground_truth": "4"}
     with pytest.raises(ValueError, match="bad.jsonl:1: the true completion is empty"):
-        load_truths(specs, chatml, data_format="truth_rows.pick", cfg="=")
+        load_targets(specs, chatml, data_format="target_rows.pick", cfg="=")
 
 
-def test_system_prompts_and_plain_text_are_told_about(write, chatml, capsys):
+def test_system_prompts_and_plain_text_are_logged(write, chatml, capsys):
     path = write({"prompt": "2+2=", "completion": "4", "question": "2+2=", "chosen": "4", "rejected": "5"})
-    load_truths([path], chatml)
-    assert "the prompts are plain text and are given to the model as they are" in capsys.readouterr().err
+    load_targets([path], chatml)
+    assert "the prompts are plain text and go to the model unchanged" in capsys.readouterr().err
     with pytest.raises(ValueError, match="^system_prompt: has no effect, all rows are plain text"):
-        load_truths([path], chatml, system_prompt="Be brief.")
+        load_targets([path], chatml, system_prompt="Be brief.")
     capsys.readouterr()
-    (prompt,) = load_truths([path], chatml, data_format="chatml.intel", system_prompt="Be brief.")
+    (prompt,) = load_targets([path], chatml, data_format="chatml.intel", system_prompt="Be brief.")
     assert texts(chatml, prompt)[0] == f"<|im_start|>system\nBe brief.<|im_end|>\n{OPENING}"
     assert capsys.readouterr().err == ""
 
 
-def test_tools_of_a_pair_and_calls_as_a_truth(write, chatml):
+def test_tools_of_a_pair_and_calls_as_a_target(write, chatml):
     chatml.chat_template = (
         "{% if tools %}<|im_start|>system\n{{ tools[0].name }}<|im_end|>\n{% endif %}{% for m in messages %}"
         "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]"
@@ -277,14 +279,14 @@ def test_tools_of_a_pair_and_calls_as_a_truth(write, chatml):
     )
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     row = {"messages": [USER], "chosen": call, "rejected": ANSWER, "tools": [{"name": "add"}]}
-    (prompt,) = load_truths([write(row)], chatml, data_format="chat_template.default")
+    (prompt,) = load_targets([write(row)], chatml, data_format="chat_template.default")
     assert texts(chatml, prompt) == (f"<|im_start|>system\nadd<|im_end|>\n{OPENING}", "[add]<|im_end|>")
     assert prompt.columns == {"ground_truth": "[add]"}
 
 
 def test_gsm8k_asset(chatml, asset):
     path = f"{asset('data/gsm8k_test.jsonl.gz')}:split=train[:50]"
-    prompts = load_truths([path], chatml, data_format="gsm8k", max_completion_length=10_000)
+    prompts = load_targets([path], chatml, data_format="gsm8k", max_completion_length=10_000)
     plain = load_prompts([path], chatml, data_format="gsm8k")
     assert [prompt.ids for prompt in prompts] == [prompt.ids for prompt in plain]
     for prompt in prompts:

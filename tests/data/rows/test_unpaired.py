@@ -1,3 +1,5 @@
+"""Unpaired preferences: formats, pairs as two rows, lengths and bad rows."""
+
 from __future__ import annotations
 
 import json
@@ -22,7 +24,7 @@ SYSTEMS = {
     "llama3": "<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|>",
 }
 CLOSE = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
-# The documented rows, their label and system apart; argilla_chat is documented in two shapes.
+# The documented rows, without label and system; argilla_chat is documented in two shapes.
 ROWS = [
     ("argilla", {"instruction": "2+2?", "completion": "4"}),
     ("argilla_chat", {"chosen": [USER], "completion": [GOOD]}),
@@ -57,7 +59,7 @@ def test_text_families(load, family, kind, row):
     assert found == list(zip(prompts, [answer] * 3, [True, False, True], strict=True))
 
 
-def test_rows_of_one_label_only_are_told_with_their_number(load, capsys):
+def test_rows_of_a_single_label_are_logged(load, capsys):
     rows = [{"prompt": "2+2?", "completion": "4", "label": True}] * 3
     load(rows)
     assert "data: all 3 responses are desirable and none is undesirable; KTO learns" in capsys.readouterr().err

@@ -179,10 +179,10 @@ def test_a_continuation_that_is_the_true_one_scores_as_the_document_does():
         own = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(dim=-1)  # of tokens 1, 2, ...
     batch = row_of([Document(ids)], plan(stride=2))
     made = continued(model, batch, 0.0)
-    truth = batch.truth.unsqueeze(1).expand(batch.place.shape)  # one document: its places are its positions
+    target = batch.target_place.unsqueeze(1).expand(batch.place.shape)  # one document: its places are its positions
     tokens = torch.tensor(ids)
-    assert torch.equal(made.ids, tokens[truth]) and len(batch.anchor) == 5
-    want = own[torch.arange(len(ids) - 1), tokens[1:]][truth - 1]
+    assert torch.equal(made.ids, tokens[target]) and len(batch.anchor) == 5
+    want = own[torch.arange(len(ids) - 1), tokens[1:]][target - 1]
     assert_near(made.logps, want)
     assert_near(as_trained(model, batch, made.ids, 1.0), want)
 

@@ -7,18 +7,17 @@ import threading
 
 import pytest
 
-from rollout.engine import Request, Sampling
+from rollout.engine import Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.turns import Transcript, turn_seed
-from rollout.schedule.source import Job, run_groups
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(2,))
 
 
 def groups_of(prompts, copies):
-    return [[Job(prompt, 100 * i + c) for c in range(copies)] for i, prompt in enumerate(prompts)]
+    return [[Request.of(prompt, 100 * i + c) for c in range(copies)] for i, prompt in enumerate(prompts)]
 
 
 def turns_of(count, between=(9,), cap=60):
@@ -145,7 +144,7 @@ def test_limits_are_kept_for_each_turn_while_all_are_sampled_together(scripted):
 
     engine, source = scripted(episode)
     engine.reply = lambda text, seed: "abcdef"
-    (group,) = run_groups(source, [[Job(user_prompt("a"), seed) for seed in (0, 3, 9)]])
+    (group,) = run_groups(source, [[Request.of(user_prompt("a"), seed) for seed in (0, 3, 9)]])
     assert [c.finish_reason for c in group] == ["length", "length", "stop"]
     assert [c.text for c in group] == ["a", "abcd", "abcdef"]
     assert [(len(c.ids), len(c.logps), c.versions) for c in group] == [
@@ -200,5 +199,5 @@ def test_log_probs_of_several_turns_are_those_of_one_forward_pass(make_model):
             assert all(completion.logps[i] == 0.0 for i in range(len(completion.ids)) if i not in made)
     alone = engine.generate([Request(prompt_ids=prompts[0].ids, seed=0)], sampling)[0]
     source.close()
-    first = run_groups(EpisodeSource(engine, sampling, turns_of(1)), [[Job(prompts[0], 0)]])[0][0]
+    first = run_groups(EpisodeSource(engine, sampling, turns_of(1)), [[Request.of(prompts[0], 0)]])[0][0]
     assert first.ids == alone.ids and first.mask is None

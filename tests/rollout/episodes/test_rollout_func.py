@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from data.types import Prompt
-from rollout.engine import Sampling
+from rollout.engine import Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
 from rollout.episodes.rollout_func import RolloutFunction, kind_of
-from rollout.schedule.source import Job, run_groups
 from tests.rollout.scripted_engine import tiny_tokenizer, user_prompt
 
 SAMPLING = Sampling(max_tokens=12, stop_ids=(2,), for_training=True)
@@ -104,9 +103,9 @@ def engine(model):
     return engine
 
 
-def jobs(*texts: str, copies: int = 2) -> list[list[Job]]:
+def jobs(*texts: str, copies: int = 2) -> list[list[Request]]:
     return [
-        [Job(user_prompt(text, f"rows.jsonl:{i + 1}"), 10 * i + c) for c in range(copies)]
+        [Request.of(user_prompt(text, f"rows.jsonl:{i + 1}"), 10 * i + c) for c in range(copies)]
         for i, text in enumerate(texts)
     ]
 
@@ -149,7 +148,7 @@ def test_the_signature_of_documents_gets_dicts_and_a_tokenizer_that_writes_text(
     assert seen["ids"] == user_prompt("ab").ids
     assert engine.tokenizer.apply_chat_template == own
     plain = Prompt(source="rows.jsonl:1", prompt="2+2=", ids=[50], columns={"answer": "4"})
-    function.source(engine, SAMPLING).start([[Job(plain, 0)]])
+    function.source(engine, SAMPLING).start([[Request.of(plain, 0)]])
     turn = [{"role": "user", "content": "2+2="}]
     assert seen["prompt"] == {"answer": "4", "prompt": "2+2=", "messages": turn}
 
@@ -315,7 +314,7 @@ def test_texts_are_put_behind_the_prompt_with_its_settings(functions, engine):
         tokenizer.chat_template = "{{ greeting or '' }}" + plain
         settings = {"greeting": "hello "}
         prompt = replace(prompt, ids=render_prompt(tokenizer, prompt.prompt, settings=settings), settings=settings)
-        (group,) = run_groups(functions("texts").source(engine, SAMPLING), [[Job(prompt, 1)]])
+        (group,) = run_groups(functions("texts").source(engine, SAMPLING), [[Request.of(prompt, 1)]])
         assert group[0].prompt_ids == prompt.ids and tokenizer.decode(group[0].ids) == "twelve<|im_end|>"
     finally:
         tokenizer.chat_template = plain

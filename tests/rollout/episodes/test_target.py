@@ -1,4 +1,4 @@
-"""Episodes behind prompts with a truth: the engine's own samples, limits by the truth's length, later turns."""
+"""Episodes behind prompts with a target: the engine's own samples, limits by the target's length, later turns."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from data.rows.targets import load_truths
-from data.types import TruthPrompt
-from rollout.engine import Sampling
+from data.rows.targets import load_targets
+from data.types import TargetPrompt
+from rollout.engine import EngineSource, Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
 from rollout.episodes.episode import EpisodeSource
-from rollout.episodes.target import TruthEpisode, later_turns, turn_lengths
+from rollout.episodes.target import TargetEpisode, later_turns, turn_lengths
 from rollout.episodes.turns import turn_seed
-from rollout.schedule.source import EngineSource, Job, run_groups
 from tests.rollout.scripted_engine import TINY, ScriptedEngine, tiny_tokenizer
 
 STOP = tiny_tokenizer().eos_token_id
@@ -33,12 +32,12 @@ CHAT = [user("2+2="), assistant("4"), user("and"), user("3+3="), assistant("six"
 
 @pytest.fixture
 def conversation(tmp_path):
-    """A truth of three turns; the last is as long as asked for."""
+    """A target of three turns; the last is as long as asked for."""
 
-    def make(last="0", **lengths) -> TruthPrompt:
+    def make(last="0", **lengths) -> TargetPrompt:
         (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*CHAT[:-1], assistant(last)]}) + "\n")
         specs = [str(tmp_path / "rows.jsonl")]
-        (prompt,) = load_truths(specs, tiny_tokenizer(), data_format="ebft_chat_multiturn.transform", **lengths)
+        (prompt,) = load_targets(specs, tiny_tokenizer(), data_format="ebft_chat_multiturn.transform", **lengths)
         return prompt
 
     return make
@@ -46,13 +45,13 @@ def conversation(tmp_path):
 
 def single(length, source="rows.jsonl:1"):
     ids = tiny_tokenizer()("2+2=", add_special_tokens=False)["input_ids"]
-    return TruthPrompt(source=source, prompt="2+2=", ids=ids, truth_ids=[*[40] * (length - 1), STOP])
+    return TargetPrompt(source=source, prompt="2+2=", ids=ids, target_ids=[*[40] * (length - 1), STOP])
 
 
 def play(engine, episode, prompts, *, max_tokens, copies=1):
     source = EpisodeSource(engine, Sampling(max_tokens=max_tokens, stop_ids=(STOP,)), episode)
     try:
-        return run_groups(source, [[Job(prompt, 7 + n) for n in range(copies)] for prompt in prompts])
+        return run_groups(source, [[Request.of(prompt, 7 + n) for n in range(copies)] for prompt in prompts])
     finally:
         source.close()
 
@@ -70,24 +69,24 @@ def tiny_engine():
 
 
 def test_one_turn_is_bit_for_bit_what_the_engine_gives(tiny_engine):
-    prompts = load_truths(["task:addition:size=6"], tiny_tokenizer(), max_completion_length=8)
-    groups = [[Job(prompt, 100 * n + copy) for copy in range(3)] for n, prompt in enumerate(prompts)]
+    prompts = load_targets(["task:addition:size=6"], tiny_tokenizer(), max_completion_length=8)
+    groups = [[Request.of(prompt, 100 * n + copy) for copy in range(3)] for n, prompt in enumerate(prompts)]
     sampling = Sampling(max_tokens=8, stop_ids=(STOP,))
     expected = run_groups(EngineSource(tiny_engine, sampling), groups)
     for multiplier in (None, 1.5):  # a limit of 64 and more is none here
-        source = EpisodeSource(tiny_engine, sampling, TruthEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier))
+        source = EpisodeSource(tiny_engine, sampling, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier))
         assert run_groups(source, groups) == expected
         source.close()
     assert len({tuple(one.ids) for group in expected for one in group}) > 6
 
 
 def test_a_limit_cuts_the_same_sample(tiny_engine):
-    """At a high temperature the tiny model rambles: a truth of 50 tokens allows 75 of them, one of 2 allows 64."""
+    """At a high temperature the tiny model rambles: a target of 50 tokens allows 75 of them, one of 2 allows 64."""
     prompts = [single(50, "rows.jsonl:1"), single(2, "rows.jsonl:2"), single(200, "rows.jsonl:3")]
-    groups = [[Job(prompt, 10 * n + copy) for copy in range(2)] for n, prompt in enumerate(prompts)]
+    groups = [[Request.of(prompt, 10 * n + copy) for copy in range(2)] for n, prompt in enumerate(prompts)]
     sampling = Sampling(max_tokens=100, temperature=9.0)
     whole = run_groups(EngineSource(tiny_engine, sampling), groups)
-    source = EpisodeSource(tiny_engine, sampling, TruthEpisode(tiny_tokenizer(), gt_length_multiplier=1.5))
+    source = EpisodeSource(tiny_engine, sampling, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.5))
     cut = run_groups(source, groups)
     source.close()
     assert [[len(one.ids) for one in group] for group in cut] == [[75, 75], [64, 64], [100, 100]]
@@ -103,19 +102,19 @@ def test_a_limit_cuts_the_same_sample(tiny_engine):
 )  # fmt: skip
 def test_limits_by_hand(length, multiplier, max_tokens, expected):
     engine = ScriptedEngine(lambda text, seed: "x" * 400)
-    episode = TruthEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier)
+    episode = TargetEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier)
     ((made,),) = play(engine, episode, [single(length)], max_tokens=max_tokens)
     assert len(made.ids) == expected and made.finish_reason == "length"
     assert made.mask is None and made.messages is None and made.columns == {}
 
 
-def test_a_model_that_says_what_the_data_says_makes_the_truth(conversation):
+def test_a_model_that_says_what_the_data_says_makes_the_target(conversation):
     prompt = conversation("0")
     engine = answers("4", "six", "0")
-    ((one, other),) = play(engine, TruthEpisode(tiny_tokenizer()), [prompt], max_tokens=256, copies=2)
+    ((one, other),) = play(engine, TargetEpisode(tiny_tokenizer()), [prompt], max_tokens=256, copies=2)
     assert one.prompt_ids == prompt.ids
-    assert one.ids == other.ids == prompt.truth_ids
-    assert one.mask == prompt.truth_mask and [logp == 0.0 for logp in one.logps] == [not mine for mine in one.mask]
+    assert one.ids == other.ids == prompt.target_ids
+    assert one.mask == prompt.target_mask and [logp == 0.0 for logp in one.logps] == [not mine for mine in one.mask]
     assert (one.finish_reason, one.text, one.columns) == ("stop", "0", {"num_turns": 3})
     assert one.messages == [*CHAT[1:-1], assistant("0")]
     assert one.versions == [(3, sum(one.mask))]
@@ -126,7 +125,7 @@ def test_a_model_that_says_what_the_data_says_makes_the_truth(conversation):
 def test_the_users_turns_follow_whatever_the_model_said(conversation):
     engine = answers("five", "no", "dunno")
     ((made,),) = play(
-        engine, TruthEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [conversation()], max_tokens=256
+        engine, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [conversation()], max_tokens=256
     )
     assert tiny_tokenizer().decode(made.ids) == (
         "five<|im_end|>\n<|im_start|>user\nand<|im_end|>\n<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n"
@@ -140,8 +139,8 @@ def test_the_users_turns_follow_whatever_the_model_said(conversation):
 def test_a_turn_that_is_cut_ends_the_episode(conversation):
     prompt = conversation()
     engine = answers("4", "x" * 99, "0")
-    ((made,),) = play(engine, TruthEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [prompt], max_tokens=256)
-    start = prompt.truth_mask.index(True, prompt.truth_mask.index(False))  # of the second turn
+    ((made,),) = play(engine, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [prompt], max_tokens=256)
+    start = prompt.target_mask.index(True, prompt.target_mask.index(False))  # of the second turn
     assert made.finish_reason == "length" and len(made.ids) == start + 64
     assert made.columns == {"num_turns": 2} and made.text == "x" * 64
     assert made.messages == [assistant("4"), *CHAT[2:4], assistant("x" * 64)]
@@ -152,31 +151,31 @@ def test_a_turn_that_is_cut_ends_the_episode(conversation):
 def test_the_limit_of_the_episode_counts_the_users_turns_too(conversation, left):
     """max_tokens leaves so many for the second answer, `six` and its end."""
     prompt = conversation()
-    start = prompt.truth_mask.index(True, prompt.truth_mask.index(False))
-    ((made,),) = play(answers("4", "six", "0"), TruthEpisode(tiny_tokenizer()), [prompt], max_tokens=start + left)
+    start = prompt.target_mask.index(True, prompt.target_mask.index(False))
+    ((made,),) = play(answers("4", "six", "0"), TargetEpisode(tiny_tokenizer()), [prompt], max_tokens=start + left)
     assert made.finish_reason == "length"
-    expected = prompt.truth_ids[: start + left] if left > 0 else prompt.truth_ids[:2]
+    expected = prompt.target_ids[: start + left] if left > 0 else prompt.target_ids[:2]
     assert made.ids == expected and made.columns == {"num_turns": 2 if left > 0 else 1}
-    assert made.mask == (prompt.truth_mask[: len(expected)] if left > 0 else None)
+    assert made.mask == (prompt.target_mask[: len(expected)] if left > 0 else None)
 
 
-def test_turns_have_the_limits_of_their_own_truths(conversation):
+def test_turns_have_the_limits_of_their_own_targets(conversation):
     prompt = conversation("0" * 79)
     assert turn_lengths(prompt) == [2, 4, 80]
     ((made,),) = play(
-        answers("4", "six", "y" * 300), TruthEpisode(tiny_tokenizer(), gt_length_multiplier=1.25), [prompt],
+        answers("4", "six", "y" * 300), TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.25), [prompt],
         max_tokens=256,
     )  # fmt: skip
     assert made.text == "y" * 100 and made.columns == {"num_turns": 3}
 
 
-def test_a_truth_that_was_cut_is_played_as_far_as_it_goes(conversation):
+def test_a_target_that_was_cut_is_played_as_far_as_it_goes(conversation):
     whole = conversation()
-    second = whole.truth_mask.index(True, whole.truth_mask.index(False))
+    second = whole.target_mask.index(True, whole.target_mask.index(False))
     prompt = conversation(max_completion_length=second + 4)
     assert turn_lengths(prompt) == [2, 4]
-    ((made,),) = play(answers("4", "six", "0"), TruthEpisode(tiny_tokenizer()), [prompt], max_tokens=256)
-    assert made.ids == prompt.truth_ids and (made.finish_reason, made.columns) == ("stop", {"num_turns": 2})
+    ((made,),) = play(answers("4", "six", "0"), TargetEpisode(tiny_tokenizer()), [prompt], max_tokens=256)
+    assert made.ids == prompt.target_ids and (made.finish_reason, made.columns) == ("stop", {"num_turns": 2})
 
 
 def test_what_the_user_says_before_each_answer():
@@ -186,14 +185,14 @@ def test_what_the_user_says_before_each_answer():
 
 def test_what_is_refused(conversation):
     with pytest.raises(ValueError, match="^gt_length_multiplier=0: must be above 0"):
-        TruthEpisode(tiny_tokenizer(), gt_length_multiplier=0)
+        TargetEpisode(tiny_tokenizer(), gt_length_multiplier=0)
     engine = answers("4", "six", "0")
     engine.tokenizer = bare = type(tiny_tokenizer()).from_pretrained(TINY)
     bare.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     with pytest.raises(ValueError, match="^chat_template: closes an assistant turn with no special token"):
-        play(engine, TruthEpisode(bare), [conversation()], max_tokens=256)
-    one = replace(conversation(), columns={}, truth_mask=None)
-    ((made,),) = play(engine, TruthEpisode(bare), [one], max_tokens=256)  # asks nothing of the template
+        play(engine, TargetEpisode(bare), [conversation()], max_tokens=256)
+    one = replace(conversation(), columns={}, target_mask=None)
+    ((made,),) = play(engine, TargetEpisode(bare), [one], max_tokens=256)  # asks nothing of the template
     assert made.text == "4"
 
 
@@ -206,7 +205,7 @@ def test_settings_of_a_prompt_hold_in_later_turns(conversation):
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
     )
     prompt = replace(conversation(), settings={"style": "!"})
-    ((made,),) = play(answers("4", "6", "0"), TruthEpisode(tokenizer), [prompt], max_tokens=200)
+    ((made,),) = play(answers("4", "6", "0"), TargetEpisode(tokenizer), [prompt], max_tokens=200)
     assert tokenizer.decode(made.ids).split("<|im_start|>assistant\n")[1:] == [
         "!6<|im_end|>\n<|im_start|>user\n0+0=<|im_end|>\n", "!0<|im_end|>"
     ]  # fmt: skip

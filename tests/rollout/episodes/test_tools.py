@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine import Request, Sampling, run_groups
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.options import ToolConfig
 from rollout.episodes.tool_calls import Call
 from rollout.episodes.tool_episode import ToolEpisode, show_tools
 from rollout.episodes.tools import Tool, Toolset, Turns, calculator, load_tools, problem, schema_of
-from rollout.schedule.source import Job, run_groups
 from tests.rollout.episodes.test_turns import HERMES, with_template
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 
@@ -322,7 +321,7 @@ def play(reply, toolset: Toolset, *prompts, max_tokens: int = 200, **settings: A
     engine = ScriptedEngine(reply)
     episode = ToolEpisode(toolset, tiny_tokenizer(), **{"tool_format": "pythonic", **settings})
     source = EpisodeSource(engine, Sampling(max_tokens=max_tokens, stop_ids=(2,)), episode)
-    jobs = [[Job(prompt, seed)] for seed, prompt in enumerate(prompts)]
+    jobs = [[Request.of(prompt, seed)] for seed, prompt in enumerate(prompts)]
     made = [group[0] for group in run_groups(source, jobs)]
     source.close()
     return made
@@ -446,10 +445,10 @@ def test_an_object_that_cannot_begin_names_the_row(tools_file):
 def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
     tokenizer, toolset, said = with_template(HERMES), load_tools(("lookup",)), []
     prompts = [user_prompt("ab?"), user_prompt("a" * 50)]
-    shown = show_tools(prompts, tokenizer, toolset.schemas, say=said.append)
+    shown = show_tools(prompts, tokenizer, toolset.schemas, log=said.append)
     assert "Look up what is stored under a key." in tokenizer.decode(shown[0].ids) and said == []
     short = len(shown[0].ids)
-    assert len(show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=short, say=said.append)) == 1
+    assert len(show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=short, log=said.append)) == 1
     assert said == [f"data: left out 1 of 2 prompts over max_prompt_length={short} with the tools"]
     with pytest.raises(ValueError, match=f"rows.jsonl:1: with the tools in it the prompt has {short + 47} tokens"):
         show_tools(prompts, tokenizer, toolset.schemas, longest=short)
@@ -457,7 +456,7 @@ def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
         show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=5)
     with pytest.raises(ValueError, match="rows.jsonl:1: is plain text, and tools need turns"):
         show_tools([replace(prompts[0], prompt="ab?")], tokenizer, toolset.schemas)
-    assert show_tools(prompts, tiny_tokenizer(), toolset.schemas, say=said.append) == prompts
+    assert show_tools(prompts, tiny_tokenizer(), toolset.schemas, log=said.append) == prompts
     assert "the chat template does not show them to the model" in said[-1]
 
 
@@ -542,6 +541,6 @@ def test_settings_of_a_prompt_hold_in_all_turns():
         Sampling(max_tokens=200, stop_ids=(tokenizer.eos_token_id,)),
         ToolEpisode(toolset, tokenizer, tool_format="pythonic"),
     )
-    ((completion,),) = run_groups(source, [[Job(shown, 5)]])
+    ((completion,),) = run_groups(source, [[Request.of(shown, 5)]])
     source.close()
     assert tokenizer.decode(completion.ids).split("<|im_start|>assistant\n")[1] == "!37<|im_end|>"

@@ -12,7 +12,7 @@ import pytest
 
 from data.rows.nemo_gym import nemo_gym_columns
 from data.types import Prompt
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.gyms.nemo_gym import (
     GIVE_UP,
     GymClient,
@@ -28,7 +28,6 @@ from rollout.gyms.nemo_gym import (
 )
 from rollout.gyms.options import NemoGymConfig, check_nemo_gym
 from rollout.rewards.table import Rewards, load_rewards
-from rollout.schedule.source import Job, run_groups
 from tests.rollout.gyms.nemo_replay import CLOSE, Replay
 
 SAMPLING = Sampling(max_tokens=64, stop_ids=(2,), for_training=True)
@@ -81,7 +80,7 @@ def reply_of(*items: dict[str, Any], reward: Any = 1.0, **response: Any) -> dict
 
 
 def rewards_of(gym: GymClient, on_error: str = "stop") -> Rewards:
-    rewards = load_rewards(["nemo_gym:verify"], on_error=on_error, say=lambda text: None)
+    rewards = load_rewards(["nemo_gym:verify"], on_error=on_error, log=lambda text: None)
     set_up_rewards(rewards, gym, on_error)
     return rewards
 
@@ -432,7 +431,7 @@ def test_episodes_of_a_group_come_back_in_order_with_our_sampling_in_every_reque
     gym = client(replay, max_connections=3)
     source = source_of(gym, prompts)
     replay.faults.extend([0.3, 0.0, 0.2])
-    groups = run_groups(source, [[Job(prompt, seed=2**63 + i) for i in range(3)] for prompt in prompts])
+    groups = run_groups(source, [[Request.of(prompt, seed=2**63 + i) for i in range(3)] for prompt in prompts])
     source.close()
     gym.close()
     assert [[c.columns["env_reward"] for c in group] for group in groups] == [[1.0] * 3, [0.5] * 3]
@@ -481,14 +480,14 @@ def test_an_episode_that_fails_costs_its_own_row_and_is_said_once(replay):
     for fault, why in ((500, "answered 500 (inner failure)"), (1.2, "has not answered for 0.5 s"), (CLOSE, "failed")):
         for _ in range(2):
             replay.faults.append(fault)
-            ((completion,),) = run_groups(source, [[Job(prompt, 1)]])
+            ((completion,),) = run_groups(source, [[Request.of(prompt, 1)]])
             assert completion.mask == [False] and completion.trained == 0
             assert completion.columns["env_reward"] is None
             assert completion.columns["env_failed"] == 1.0
             assert completion.prompt_ids == [1, 7, 9]
         assert sum(why in line for line in gym.said) == 1
     replay.faults.append(None)
-    ((good,),) = run_groups(source, [[Job(prompt, 1)]])
+    ((good,),) = run_groups(source, [[Request.of(prompt, 1)]])
     gym.close()
     assert good.columns["env_reward"] == 1.0
 
@@ -499,7 +498,7 @@ def test_a_failed_episode_is_run_again_where_that_may_help(replay):
     gym = client(replay)
     source = source_of(gym, [prompt])
     replay.faults.append(500)
-    ((completion,),) = run_groups(source, [[Job(prompt, 1)]])
+    ((completion,),) = run_groups(source, [[Request.of(prompt, 1)]])
     gym.close()
     assert completion.columns["env_reward"] == 1.0
     assert len(replay.requests) == 2
@@ -514,7 +513,7 @@ def test_nothing_but_failures_stops_the_run(replay, rule):
     with pytest.raises(
         ValueError, match=f"nemo_gym: {GIVE_UP} episodes in a row have failed, the last one rows.jsonl:1"
     ):
-        run_groups(source, [[Job(prompt, i) for i in range(GIVE_UP)]])
+        run_groups(source, [[Request.of(prompt, i) for i in range(GIVE_UP)]])
     gym.close()
 
 
@@ -527,9 +526,9 @@ def test_a_prompt_that_does_not_continue_is_treated_as_configured(replay, rule):
     try:
         if rule == "stop":
             with pytest.raises(ValueError, match="nemo_gym.prefix_mismatch=stop: rows.jsonl:1: the prompt of a turn"):
-                run_groups(source, [[Job(prompt, 1)]])
+                run_groups(source, [[Request.of(prompt, 1)]])
             return
-        ((completion,),) = run_groups(source, [[Job(prompt, 1)]])
+        ((completion,),) = run_groups(source, [[Request.of(prompt, 1)]])
         assert sum("not the turns before it" in line for line in gym.said) == 1
         if rule == "last":
             assert (completion.prompt_ids, completion.ids) == ([1, 2, 4], [5, 6])
@@ -548,7 +547,7 @@ def test_a_model_server_that_keeps_its_token_ids_to_itself_stops_the_run(replay)
     gym = client(replay)
     source = source_of(gym, [prompt])
     with pytest.raises(ValueError, match="set return_token_id_information: true in the gym's model server"):
-        run_groups(source, [[Job(prompt, 1), Job(prompt, 2)]])
+        run_groups(source, [[Request.of(prompt, 1), Request.of(prompt, 2)]])
     gym.close()
 
 
@@ -558,7 +557,7 @@ def test_closing_the_source_ends_what_runs_at_once(replay):
     gym = client(replay)
     source = source_of(gym, [prompt])
     replay.faults.extend([3.0] * 4)
-    futures = source.start([[Job(prompt, i) for i in range(4)]])
+    futures = source.start([[Request.of(prompt, i) for i in range(4)]])
     time.sleep(0.2)
     started = time.monotonic()
     source.close()

@@ -20,11 +20,10 @@ import pytest
 
 from data.chat import render_conversation, render_prompt
 from data.types import Prompt
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
 from rollout.gyms.openenv import Failed, OpenEnvSource, environment_seed, find_environment, load_episode, opening
 from rollout.gyms.options import OpenEnvConfig
-from rollout.schedule.source import Job, run_groups
 from rollout.servers.loop import Loop
 from tests.rollout.scripted_engine import ScriptedEngine
 
@@ -155,7 +154,7 @@ class Served(ScriptedEngine):
 
     def __init__(self, reply: Any) -> None:
         super().__init__(reply)
-        self.loop, self.own = Loop(), self
+        self.loop, self.local = Loop(), self
 
     async def complete(self, request: Request, sampling: Sampling) -> Completion:
         await asyncio.sleep(0.01)
@@ -186,7 +185,7 @@ def play(tiny, turns: list[str], *, max_tokens: int = 200, prompt: Prompt | None
     engine = saying(turns)
     cfg = OpenEnvConfig(**{"env": f"{HERE}HigherLower", **settings})
     source = OpenEnvSource(engine, Sampling(max_tokens=max_tokens), load_episode(cfg, tokenizer))
-    ((completion,),) = run_groups(source, [[Job(prompt or a_prompt(tokenizer), 11)]])
+    ((completion,),) = run_groups(source, [[Request.of(prompt or a_prompt(tokenizer), 11)]])
     source.close()
     return completion, engine
 
@@ -296,7 +295,7 @@ def test_never_more_episodes_at_a_time_than_the_environment_bears(tiny, env, lim
     sampling = Sampling(max_tokens=40, stop_ids=(2,))
     source = OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
     loaded(env).open = loaded(env).most = 0
-    jobs = [[Job(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(3)]
+    jobs = [[Request.of(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(3)]
     futures = source.start(jobs)
     assert all(isinstance(future, Future) and future.done() for future in futures)
     groups = [future.result() for future in futures]
@@ -315,7 +314,9 @@ def test_over_servers_episodes_run_side_by_side_up_to_the_limit(tiny, limit):
     source = OpenEnvSource(engine, Sampling(max_tokens=200), load_episode(cfg, tokenizer))
     loaded().open = loaded().most = 0
     try:
-        groups = run_groups(source, [[Job(a_prompt(tokenizer), n), Job(a_prompt(tokenizer), n + 9)] for n in range(4)])
+        groups = run_groups(
+            source, [[Request.of(a_prompt(tokenizer), n), Request.of(a_prompt(tokenizer), n + 9)] for n in range(4)]
+        )
     finally:
         source.close()
         engine.loop.close()
@@ -463,7 +464,7 @@ def test_an_episode_over_the_websocket_is_the_episode_in_this_process(tiny, serv
 def test_episodes_on_a_server_run_side_by_side_up_to_its_room(tiny, server):
     model, tokenizer = tiny
     url, _ = server
-    jobs = [[Job(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(3)]
+    jobs = [[Request.of(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(3)]
     sampling = Sampling(max_tokens=40, stop_ids=(2,))
 
     def source(limit: int) -> OpenEnvSource:
@@ -515,7 +516,7 @@ def test_settings_of_a_prompt_hold_in_all_turns(tiny):
     cfg = OpenEnvConfig(env=f"{HERE}HigherLower")
     source = OpenEnvSource(engine, Sampling(max_tokens=200), load_episode(cfg, tokenizer))
     prompt = dataclasses.replace(a_prompt(tokenizer), settings={"style": "!"})
-    ((completion,),) = run_groups(source, [[Job(prompt, 11)]])
+    ((completion,),) = run_groups(source, [[Request.of(prompt, 11)]])
     source.close()
     assert tokenizer.decode(completion.prompt_ids).endswith("<|im_start|>assistant\n!")
     assert tokenizer.decode(completion.ids) == (

@@ -67,7 +67,7 @@ def test_what_a_worker_logs_comes_back_in_the_order_of_the_rows(open_rewards):
                 raise RuntimeError("not together with others")
             return [1.0] * len(completions)
     """
-    rewards = open_rewards(source, "my_rewards.logs", num_workers=2, on_error="none", say=lambda text: None)
+    rewards = open_rewards(source, "my_rewards.logs", num_workers=2, on_error="none", log=lambda text: None)
     rewards.run = TrainerState(max_steps=9)
     table = rewards.score(*rows(["a", "b", "bad", "c"]), step=3)
     assert [row["step and text"] for row in table.extra] == ["3 a", "3 b", "3 bad", "3 c"]
@@ -247,7 +247,7 @@ def test_a_fault_costs_its_row_and_nothing_else(open_rewards, name, num_workers)
     said: list[str] = []
     names = ("my_rewards.judge", "my_rewards.easy")
     source = SOURCE.format(body=body) + "def easy(completions):\n    return [len(text) for text in completions]\n"
-    rewards = open_rewards(source, *names, on_error="none", say=said.append, **options(num_workers))
+    rewards = open_rewards(source, *names, on_error="none", log=said.append, **options(num_workers))
     table = rewards.score(*rows(TEXTS))
     assert table.totals == LEFT and table.failed == 1
     assert table.values[2] == [None, None], "half a reward would be another one"
@@ -266,7 +266,7 @@ def test_a_list_of_the_wrong_length_names_its_rows(open_rewards, num_workers):
     with pytest.raises(ValueError, match=f"^reward_funcs=my_rewards.drops: {sentence}"):
         rewards.score(*rows(TEXTS))
     said: list[str] = []
-    rewards = open_rewards(source, "my_rewards.drops", on_error="none", say=said.append, **options(num_workers))
+    rewards = open_rewards(source, "my_rewards.drops", on_error="none", log=said.append, **options(num_workers))
     assert rewards.score(*rows(TEXTS)).totals == [1.0, 2.0, None, 4.0, 5.0, 1.0, 1.0, 1.0]
     assert said == [
         "reward_funcs=my_rewards.drops: returned 0 scores for 1 completions (row rows.jsonl:3); return one per "
@@ -287,7 +287,7 @@ def test_several_faults_of_different_kinds_in_one_call(open_rewards):
             return [one(text) for text in completions]
     """
     said: list[str] = []
-    rewards = open_rewards(source, "my_rewards.judge", on_error="none", say=said.append, timeout=1.0)
+    rewards = open_rewards(source, "my_rewards.judge", on_error="none", log=said.append, timeout=1.0)
     texts = ["a", "exit", "b", "hang", "nan", "raise", "c", "d", "exit", "e"]
     table = rewards.score(*rows(texts))
     assert table.totals == [1.0, None, 1.0, None, None, None, 1.0, 1.0, None, 1.0]
@@ -296,7 +296,7 @@ def test_several_faults_of_different_kinds_in_one_call(open_rewards):
 
 def test_when_every_row_hangs_the_search_is_given_up_in_time(open_rewards):
     source = "import time\ndef judge(completions):\n    time.sleep(1e6)\n"
-    rewards = open_rewards(source, "my_rewards.judge", on_error="none", say=lambda _: None, timeout=0.3)
+    rewards = open_rewards(source, "my_rewards.judge", on_error="none", log=lambda _: None, timeout=0.3)
     started = time.perf_counter()
     assert rewards.score(*rows(["a"] * 32)).totals == [None] * 32
     assert time.perf_counter() - started < 20, "a limit for the call and four for the search, and starts of workers"
@@ -310,7 +310,7 @@ def test_a_hanging_worker_takes_its_own_children_with_it(open_rewards, tmp_path)
             open("pid", "w").write(str(child.pid))
             time.sleep(1e6)
     """
-    rewards = open_rewards(source, "my_rewards.judge", on_error="none", say=lambda _: None, timeout=1.0)
+    rewards = open_rewards(source, "my_rewards.judge", on_error="none", log=lambda _: None, timeout=1.0)
     assert rewards.score(*rows(["a"])).totals == [None]
     assert not alive(int((tmp_path / "pid").read_text()))
 
@@ -413,7 +413,7 @@ def test_a_missing_column_is_an_error_whatever_the_setting(open_rewards):
 def test_a_fault_that_no_part_has_loses_no_row(open_rewards):
     source = "def judge(completions):\n    assert len(completions) < 3, 'many'\n    return [1.0] * len(completions)\n"
     said: list[str] = []
-    rewards = open_rewards(source, "my_rewards.judge", num_workers=0, on_error="none", say=said.append)
+    rewards = open_rewards(source, "my_rewards.judge", num_workers=0, on_error="none", log=said.append)
     assert rewards.score(*rows(list("abcdef"))).totals == [1.0] * 6
     assert "raised AssertionError: many (my_rewards.py, line 2)" in said[0] and "0 of the 6 rows" in said[0]
 

@@ -41,7 +41,7 @@ def test_batches_are_those_of_the_loader_and_seeds_follow_from_the_group_number(
         assert [group.number for group in groups] == [4 * batch + i for i in range(4)]
         assert {group.kind for group in groups} == {"fresh"}
         planner.done()
-    seeds = [job.seed for job in planner.jobs(groups[1])]
+    seeds = [request.seed for request in planner.requests(groups[1])]
     assert seeds == [sample_seed(3, 2 * groups[1].number), sample_seed(3, 2 * groups[1].number + 1)]
     assert sample_seed(0, 0) == 3153696582655363665  # a resumed run must draw what the first would have drawn
     assert planner.epoch == loader.epoch == 1 + 8 / 12
@@ -60,7 +60,7 @@ def test_prompts_that_earned_nothing_come_again_once_in_the_last_places_and_cost
     assert [group.kind for group in third] == ["fresh", "fresh", "reroll", "reroll"]
     assert [group.row for group in third[2:]] == [first[2].row, first[0].row], "oldest first"
     assert [group.number for group in third] == [8, 9, 10, 11]
-    assert planner.jobs(third[2])[0].seed != planner.jobs(first[2])[0].seed
+    assert planner.requests(third[2])[0].seed != planner.requests(first[2])[0].seed
     assert planner.metrics() == {"rollout/rerolled_groups": 2.0, "rollout/reroll_waiting": 0.0}
     planner.reroll(third[2])  # for nothing once more: it has had its turn
     planner.done()

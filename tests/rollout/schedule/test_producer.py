@@ -16,11 +16,10 @@ import pytest
 
 from data.loader import Loader
 from data.types import Prompt
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import Completion, EngineSource, Group, Request, Sampling, finished, run_groups
 from rollout.engines.local import LocalEngine
-from rollout.schedule.planner import Planned, Planner
-from rollout.schedule.producer import Made, Producer, sync_due
-from rollout.schedule.source import EngineSource, Job, finished, run_groups
+from rollout.schedule.planner import Planner
+from rollout.schedule.producer import Producer, sync_due
 
 
 class World:
@@ -30,7 +29,7 @@ class World:
         self.rng, self.slowest = rng, slowest
         self.now, self.version = 0.0, 0
         self.loads = [(0.0, 0)]  # time, version
-        self.running: list[tuple[float, int, Future, list[Job], float]] = []
+        self.running: list[tuple[float, int, Future, list[Request], float]] = []
         self.order = itertools.count()
         self.tended = 0
 
@@ -41,7 +40,7 @@ class World:
         self.version = version
         self.loads.append((self.now, version))
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         futures: list[Future] = [Future() for _ in groups]
         for group, future in zip(groups, futures, strict=True):
             end = self.now + self.rng.choice([0.0, 1.0, self.slowest]) * self.rng.random()
@@ -74,7 +73,7 @@ class World:
         pass
 
 
-def made(job: Job, spans: list[tuple[int, int]]) -> Completion:
+def made(job: Request, spans: list[tuple[int, int]]) -> Completion:
     count = sum(n for _, n in spans)
     return Completion(
         prompt_ids=job.prompt.ids, ids=[job.seed] * count, logps=[0.0] * count, finish_reason="stop", text="",
@@ -105,7 +104,7 @@ class Schedule:
             "reroll_from": rng.choice([None, 0, 2]),
         }  # fmt: skip
         self.restart(None, 0)
-        self.consumed: list[Planned] = []
+        self.consumed: list[Group] = []
         self.trained: list[list[int]] = []  # numbers of the groups of each batch, as planned
         self.ages: list[int] = []
         self.most_ahead = 0
@@ -140,11 +139,11 @@ class Schedule:
         if sync_due(self.step, self.world.version, self.interval):
             self.world.load(self.step)
         groups = self.take()
-        numbers = [group.planned.number for group in groups]
+        numbers = [group.number for group in groups]
         if self.dynamic:
             groups += self.producer.more(self.rng.randint(0, 2))
         if groups and self.rng.random() < 0.5:
-            self.planner.reroll(self.rng.choice(groups).planned)
+            self.planner.reroll(self.rng.choice(groups))
         if self.rng.random() < 0.05:
             return False
         self.check(groups)
@@ -155,11 +154,11 @@ class Schedule:
                 self.world.load(self.step)
                 self.producer.top_up(self.world.version)
         self.producer.done()
-        self.consumed += [group.planned for group in groups]
+        self.consumed += groups
         self.trained.append(numbers)
         return True
 
-    def take(self) -> list[Made]:
+    def take(self) -> list[Group]:
         if not self.streaming:
             return self.producer.take(self.step, self.world.version)
         self.producer.begin(self.step, self.world.version)
@@ -167,9 +166,9 @@ class Schedule:
         for group in self.producer.arrived():
             groups.append(group)
             self.world.pass_time(0.2 * self.rng.random())  # its rewards
-        return sorted(groups, key=lambda group: group.planned.number)
+        return sorted(groups, key=lambda group: group.number)
 
-    def check(self, groups: list[Made]) -> None:
+    def check(self, groups: list[Group]) -> None:
         ages = [self.step - min(v for v, _ in c.versions) for group in groups for c in group.completions]
         limit = self.depth * self.iterations + self.interval - 1 if self.bound is None else self.bound
         assert 0 <= min(ages) and max(ages) <= limit
@@ -183,7 +182,7 @@ class Schedule:
         self.ages += ages
         self.most_ahead = max(self.most_ahead, int(ahead))
         for group in groups:
-            seeds = [job.seed for job in self.planner.jobs(group.planned)]
+            seeds = [request.seed for request in self.planner.requests(group)]
             assert [c.ids[0] for c in group.completions] == seeds
 
     def account(self) -> None:
@@ -290,10 +289,10 @@ class Scripted:
     def __init__(self, later: dict[int, float] | None = None) -> None:
         self.later = later or {}  # seconds by number of the future
         self.futures: list[Future] = []
-        self.groups: list[list[Job]] = []
+        self.groups: list[list[Request]] = []
         self.closed = 0
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         new: list[Future] = [Future() for _ in groups]
         self.futures += new
         self.groups += [list(group) for group in groups]
@@ -319,7 +318,7 @@ def test_a_group_that_fails_is_raised_with_its_prompt(error, kind):
     source.finish(0)
     source.futures[1].set_exception(error)
     arrived = producer.arrived()
-    name = next(arrived).planned
+    name = next(arrived)
     words = "no server is left" if kind is ValueError else "'x'"
     with pytest.raises(kind, match=rf"^prompt=rows:\d: its completions could not be made; {words}$") as raised:
         next(arrived)
@@ -347,15 +346,15 @@ def test_groups_arrive_as_they_finish_and_take_puts_them_in_order():
     arrived = producer.arrived()
     for i in (2, 0, 1):
         source.finish(i)
-        assert next(arrived).planned.number == i
+        assert next(arrived).number == i
     producer.done()
-    assert [group.planned.number for group in producer.take(1, version=0)] == [3, 4, 5]
+    assert [group.number for group in producer.take(1, version=0)] == [3, 4, 5]
     assert producer.metrics(step=2)["rollout/staleness_max"] == 2.0, "the second step on the same batch"
 
 
 def test_run_groups_keeps_the_order_and_tends_while_it_waits():
     source, tended = Scripted({0: 0.8, 1: 0.1}), []
-    job = Job(Prompt(source="rows:0", prompt="", ids=[1]), 5)
+    job = Request.of(Prompt(source="rows:0", prompt="", ids=[1]), 5)
     groups = run_groups(source, [[job, job], [job]], lambda: tended.append(time.monotonic()))
     assert [len(group) for group in groups] == [2, 1] and tended
 
@@ -363,7 +362,7 @@ def test_run_groups_keeps_the_order_and_tends_while_it_waits():
 def test_run_groups_ends_the_others_when_one_fails():
     source = Scripted({1: 0.05})
     source.finish = lambda i: source.futures[i].set_exception(ValueError("no"))
-    job = Job(Prompt(source="rows:0", prompt="", ids=[1]), 5)
+    job = Request.of(Prompt(source="rows:0", prompt="", ids=[1]), 5)
     with pytest.raises(ValueError, match="^no$"):
         run_groups(source, [[job], [job], [job]])
     assert [future.cancelled() for future in source.futures] == [True, False, True]

@@ -170,7 +170,7 @@ def test_error_replies_are_told_in_one_line():
 
 
 def pool_of(count, **options):
-    return Pool([VllmServer(f"http://127.0.0.1:{9 + i}") for i in range(count)], say=lambda text: None, **options)
+    return Pool([VllmServer(f"http://127.0.0.1:{9 + i}") for i in range(count)], log=lambda text: None, **options)
 
 
 def ready(pool, *loads):
@@ -305,7 +305,7 @@ def test_a_completion_has_time_for_each_of_its_tokens():
 
         async with await asyncio.start_server(hang, "127.0.0.1", 0) as listener:
             server = VllmServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-            pool = Pool([server], say=lambda text: None, timeout=0.1, retries=0)
+            pool = Pool([server], log=lambda text: None, timeout=0.1, retries=0)
             ready(pool, 0)
             begin = time.monotonic()
             with pytest.raises(ServerError) as raised:

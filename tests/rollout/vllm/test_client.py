@@ -64,7 +64,7 @@ def with_server(fixture, work, **options):
 
 
 async def ready_pool(servers, **options):
-    pool = Pool(servers, say=lambda text: None, **options)
+    pool = Pool(servers, log=lambda text: None, **options)
     for member in pool.members:
         await pool.empty(member)
         await pool.refill(member, 1)
@@ -72,7 +72,7 @@ async def ready_pool(servers, **options):
 
 
 def test_connect_learns_what_the_server_is(tied_server, untied_server):
-    log = tied_server.launched.log
+    log = tied_server.launched.log_path
     size = log.stat().st_size
 
     async def info(server):

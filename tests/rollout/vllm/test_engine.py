@@ -48,13 +48,13 @@ def change(policy: Policy, seed: int, size: float = 0.02) -> None:
 
 def make_engine(
     server: Any, policy: Policy, backend: str, monkeypatch: Any, *, owner: Owner | None = None, url: str | None = None,
-    say: Any = lambda line: None, **sync: Any,
+    log: Any = lambda line: None, **sync: Any,
 ) -> VllmEngine:  # fmt: skip
     monkeypatch.setenv(TOKEN, server.token)
     return VllmEngine.start(
         VllmConfig(url=(url or server.url,)), SyncConfig(backend=backend, **sync), model=policy.source,
-        source=PolicyWeights(policy, torch.float32), own=LocalEngine(policy.model, policy.tokenizer), device=CPU,
-        owner=owner, dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, say=say,
+        source=PolicyWeights(policy, torch.float32), local=LocalEngine(policy.model, policy.tokenizer), device=CPU,
+        owner=owner, dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, log=log,
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def engine(request: Any, tied_server: Any, monkeypatch: Any) -> Iterator[VllmEng
 
 
 def own_logps(engine: VllmEngine, completions: Any, temperature: float) -> list[list[float]]:
-    return engine.own.score([(c.prompt_ids, c.ids) for c in completions], temperature)
+    return engine.local.score([(c.prompt_ids, c.ids) for c in completions], temperature)
 
 
 def largest_gap(a: list[list[float]], b: list[list[float]]) -> float:
@@ -104,7 +104,7 @@ def test_log_probs_are_those_of_the_trainer_at_its_temperature_after_every_sync(
 def test_texts_end_tokens_and_order_are_those_of_the_local_engine(engine, requests_):
     engine.load(0)
     sampling = Sampling(temperature=0.0, max_tokens=10, stop_ids=(2,))
-    ours, theirs = engine.generate(requests_, sampling), engine.own.generate(requests_, sampling)
+    ours, theirs = engine.generate(requests_, sampling), engine.local.generate(requests_, sampling)
     assert [(c.prompt_ids, c.ids, c.text, c.finish_reason) for c in ours] == [
         (c.prompt_ids, c.ids, c.text, c.finish_reason) for c in theirs
     ]
@@ -304,7 +304,7 @@ def test_without_a_lease_another_trainers_weights_stop_the_run(tied_server, monk
     with proxies_of(tied_server, 2, plain=True) as proxies, contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(contextlib.closing(make_engine(
-                tied_server, policy, "process_group", monkeypatch, owner=owner, url=proxy.url, say=said.append
+                tied_server, policy, "process_group", monkeypatch, owner=owner, url=proxy.url, log=said.append
             )))
             for policy, owner, proxy in zip(policies, owners, proxies, strict=True)
         ]  # fmt: skip

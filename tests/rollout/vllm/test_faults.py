@@ -24,7 +24,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=32)
 async def watched(servers, **options):
     """A pool of connected servers that all hold version 1, with its watch, and what it said."""
     said = []
-    pool = Pool(servers, say=said.append, **options)
+    pool = Pool(servers, log=said.append, **options)
     await pool.connect()
     for member in pool.members:
         await pool.empty(member)
@@ -56,7 +56,7 @@ def expected(untied_server):
     async def work():
         server = VllmServer(untied_server.url, token=untied_server.token)
         await server.connect()
-        pool = Pool([server], say=lambda text: None)
+        pool = Pool([server], log=lambda text: None)
         await pool.empty(pool.members[0])
         await pool.refill(pool.members[0], 1)
         return [sampled.ids for sampled in await pool.generate_all(REQUESTS, GREEDY)]

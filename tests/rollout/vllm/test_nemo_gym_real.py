@@ -21,12 +21,11 @@ import torch
 from data.chat import render_conversation, render_prompt
 from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
 from rollout.gyms.nemo_gym import GymClient, RunSource, set_up_rewards
 from rollout.gyms.options import NemoGymConfig
 from rollout.rewards.table import load_rewards
-from rollout.schedule.source import Job, run_groups
 from rollout.servers.command import device_of
 from rollout.servers.launch import Launched, launch, wait_ready
 from rollout.servers.options import VllmConfig
@@ -192,7 +191,7 @@ def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python,
         gym.connect(prompts, multi_turn=True)
         sampling = Sampling(temperature=0.5, max_tokens=256, stop_ids=(END,), for_training=True)
         source = RunSource(gym, sampling, version=lambda: 7, vocab_size=275)
-        groups = run_groups(source, [[Job(prompts[0], seed) for seed in (1, 2, 1)]])
+        groups = run_groups(source, [[Request.of(prompts[0], seed) for seed in (1, 2, 1)]])
         check_weather(groups[0], prompts[0], tokenizer)
         assert groups[0][0].ids == groups[0][2].ids  # the seed reaches vLLM
         assert not [line for line in told if "failed" in line or "answered" in line]

@@ -14,12 +14,11 @@ import torch
 
 from data.loader import Loader
 from data.types import Prompt
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import Completion, EngineSource, Group, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine
 from rollout.schedule.planner import Planner
-from rollout.schedule.producer import Made, Producer, sync_due
-from rollout.schedule.source import EngineSource
+from rollout.schedule.producer import Producer, sync_due
 from rollout.servers.command import TOKEN
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.config.blocks import LoraConfig, ModelConfig
@@ -38,8 +37,8 @@ def make_engine(server: Any, monkeypatch: Any, *, backend: str, rank: int = 0) -
     policy = load_policy(ModelConfig(model=str(server.model_folder)), lora, CPU, with_reference=False)
     engine = VllmEngine.start(
         VllmConfig(url=(server.url,)), SyncConfig(backend=backend, probe_every=10 if rank else 1), model=policy.source,
-        source=PolicyWeights(policy, torch.float32), own=LocalEngine(policy.model, policy.tokenizer), device=CPU,
-        dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, say=print,
+        source=PolicyWeights(policy, torch.float32), local=LocalEngine(policy.model, policy.tokenizer), device=CPU,
+        dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, log=print,
     )  # fmt: skip
     return engine, policy
 
@@ -78,7 +77,7 @@ def train(policy: Policy, step: int) -> dict[str, torch.Tensor]:
 def gaps(engine: VllmEngine, completions: list[Completion], version: int) -> list[float]:
     """Of the tokens that this version made, between its log-probs there and here."""
     found = []
-    scored = engine.own.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    scored = engine.local.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
     for completion, row in zip(completions, scored, strict=True):
         at = 0
         for of, count in completion.versions:
@@ -98,7 +97,7 @@ def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_t
     engine, policy = pair
     interval = 1 if engine.weights.sync.needs_pause else 2
     producer = make_producer(engine, LONG, depth=2, max_staleness=2, last_step=6)
-    batches: list[list[Made]] = []
+    batches: list[list[Group]] = []
     weights: dict[int, dict[str, torch.Tensor]] = {}
     stale, loaded, in_use, num_tokens = [], [], [], 0
     for step in range(6):
@@ -205,7 +204,7 @@ def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair):
         if engine.metrics()["rollout/resumed_samples"]:
             break
     assert engine.metrics()["rollout/resumed_samples"], "no group was in the middle of its tokens; try other delays"
-    ours = engine.own.score([([5, 17], [30, 31])], 1.0)
+    ours = engine.local.score([([5, 17], [30, 31])], 1.0)
     assert engine.score([([5, 17], [30, 31])], 1.0)[0] == pytest.approx(ours[0], abs=LIMIT)
 
 

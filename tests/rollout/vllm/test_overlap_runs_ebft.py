@@ -14,7 +14,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def test_rollouts_that_run_ahead_are_drawn_to_the_truth(tied_server, tmp_path):
+def test_rollouts_that_run_ahead_are_drawn_to_the_target(tied_server, tmp_path):
     """Turns end after 64 tokens: the true sums are short, and no turn may be cut below that."""
     run = tmp_path / "ebft"
     process = start(run, *FLAGS, "--vllm.url", tied_server.url, **{TOKEN: tied_server.token})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine import Request, Sampling, run_groups
 from rollout.engines.vllm import VllmEngine
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.rollout_func import RolloutFunction
@@ -18,7 +18,6 @@ from rollout.episodes.tool_calls import Call, Parsed
 from rollout.episodes.tool_episode import ToolEpisode
 from rollout.episodes.tools import load_tools
 from rollout.episodes.turns import turn_seed
-from rollout.schedule.source import Job, run_groups
 from tests.rollout.scripted_engine import user_prompt
 from tests.rollout.vllm.test_engine import LIMIT, change, make_engine, make_policy
 
@@ -37,19 +36,19 @@ def engine(tied_server: Any, monkeypatch: Any) -> Iterator[VllmEngine]:
 
 def always_calls(engine: VllmEngine, max_turns: int = 3) -> ToolEpisode:
     """The tiny model knows no tools, so whatever it says is taken for a call."""
-    episode = ToolEpisode(load_tools(("lookup",)), engine.own.tokenizer, tool_format="pythonic", max_turns=max_turns)
+    episode = ToolEpisode(load_tools(("lookup",)), engine.local.tokenizer, tool_format="pythonic", max_turns=max_turns)
     episode.parse = lambda text: Parsed("", [Call(name="lookup", arguments={"key": "ab"})])
     return episode
 
 
-def groups_of(count: int, copies: int = 4) -> list[list[Job]]:
+def groups_of(count: int, copies: int = 4) -> list[list[Request]]:
     prompts = [user_prompt(f"{i}+{i}=", f"rows:{i}", table={"ab": f"value {i}"}) for i in range(count)]
-    return [[Job(prompt, 100 * i + c) for c in range(copies)] for i, prompt in enumerate(prompts)]
+    return [[Request.of(prompt, 100 * i + c) for c in range(copies)] for i, prompt in enumerate(prompts)]
 
 
 def check(engine: VllmEngine, completions: Any) -> None:
     """Log-probs behind all that stands before them, results of tools included, are those of the trainer."""
-    scored = engine.own.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    scored = engine.local.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
     for completion, logps in zip(completions, scored, strict=True):
         mask = completion.mask or [True] * len(completion.ids)
         expected = [logp if own else 0.0 for logp, own in zip(logps, mask, strict=True)]
@@ -68,7 +67,7 @@ def test_episodes_with_tools_are_token_exact(engine):
             assert completion.versions == [(0, completion.trained)]
             results = [m["content"] for m in completion.messages if m["role"] == "tool"]
             assert set(results) <= {f"value {i}"}
-            text = engine.own.tokenizer.decode(completion.ids)
+            text = engine.local.tokenizer.decode(completion.ids)
             assert text.count(f"<|im_start|>tool\nvalue {i}<|im_end|>") == len(results)
     assert max(c.columns["num_turns"] for c in made) == 3
     assert run_groups(source, groups_of(4), engine.tend) == groups  # seeds fix what every turn draws

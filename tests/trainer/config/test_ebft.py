@@ -100,8 +100,8 @@ STRUCTURED: dict[str, tuple[dict[str, Any], str]] = {
     "temperature 0": ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
     "temperature nan": ({"temperature": float("nan")}, "temperature=nan: must be above 0"),
     "temperature inf": ({"temperature": float("inf")}, "temperature=inf: must be above 0"),
-    "a truth times nothing": ({"gt_length_multiplier": 0.0}, "gt_length_multiplier=0.0: must be 0.1 or more"),
-    "a truth times nan": ({"gt_length_multiplier": float("nan")}, "gt_length_multiplier=nan: must be 0.1 or more"),
+    "a target times nothing": ({"gt_length_multiplier": 0.0}, "gt_length_multiplier=0.0: must be 0.1 or more"),
+    "a target times nan": ({"gt_length_multiplier": float("nan")}, "gt_length_multiplier=nan: must be 0.1 or more"),
     "a length that is not asked for": (
         {"gt_length_multiplier": 2.0, "adaptive_max_tokens": False},
         "gt_length_multiplier=2.0: has no effect without adaptive_max_tokens",

@@ -1,6 +1,6 @@
-"""Energy-based fine-tuning, slowly: every anchor, sample and token by itself, in plain loops over plain forwards.
+"""Energy-based fine-tuning in plain loops: every anchor, sample and token by itself, with plain forward passes.
 
-Written from the formulas alone; nothing of losses.ebft, trainer.ebft.features or trainer.ebft.strided is used here.
+Written from the formulas; uses nothing of losses.ebft, trainer.ebft.features or trainer.ebft.strided.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def states(model: Any, ids: list[int], layers: list[int]) -> list[Tensor]:
-    """Outputs of the blocks numbered `layers` (from 1), (T, D) each, by a forward of this sequence alone."""
+    """Outputs of the blocks `layers` (from 1), (T, D) each, from a forward pass of this sequence alone."""
     hidden = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
     return [hidden[number][0] for number in layers]
 
@@ -30,7 +30,7 @@ def token_vectors(model: Any, ids: list[int], layers: list[int], norm: str) -> T
 
 
 def pooled(vectors: Tensor, method: str, prompt_length: int) -> Tensor:
-    """Of a whole sequence: `vectors` of all its tokens, those of the prompt first."""
+    """The feature of a whole sequence from the `vectors` of its tokens, prompt first."""
     length = len(vectors)
     if method == "last_token":
         return vectors[length - 1]
@@ -42,7 +42,7 @@ def pooled(vectors: Tensor, method: str, prompt_length: int) -> Tensor:
     return torch.cat([vectors[length // 4], vectors[length // 2], vectors[3 * length // 4]])
 
 
-def whitened(x: Tensor, g: Tensor, how: str) -> tuple[Tensor, list[Tensor]]:  # (n, D), one truth per rollout
+def whitened(x: Tensor, g: Tensor, how: str) -> tuple[Tensor, list[Tensor]]:  # (n, D), one target per rollout
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     keep = s > 1e-5 * s.max()
     u, s, vh = u[:, keep], s[keep], vh[keep]
@@ -53,16 +53,16 @@ def whitened(x: Tensor, g: Tensor, how: str) -> tuple[Tensor, list[Tensor]]:  # 
 
 
 def reward_parts(x: Tensor, g: Tensor, options: Any) -> tuple[list[float], list[float], float]:
-    """Alignment and diversity of each rollout, with coefficients, and the distance of the mean to the truth."""
+    """Alignment and diversity of each rollout, with coefficients, and the distance from the mean to the target."""
     distance = float((x.mean(dim=0) - g).square().sum())
-    truths = [g] * len(x)
+    targets = [g] * len(x)
     if options.use_whitening:
-        x, truths = whitened(x, g, options.whiten_gt)
+        x, targets = whitened(x, g, options.whiten_gt)
     alignment, diversity = [], []
-    for j, (own, truth) in enumerate(zip(x, truths, strict=True)):
-        product = float(own @ truth)
+    for j, (own, target) in enumerate(zip(x, targets, strict=True)):
+        product = float(own @ target)
         if options.alignment == "cosine":
-            product /= float(own.norm() * truth.norm())
+            product /= float(own.norm() * target.norm())
         alignment.append(options.alignment_coef * 2 * product)
         others = [float(own @ x[k]) for k in range(len(x)) if k != j]
         diversity.append(options.diversity_coef * 2 * sum(others) / max(1, len(others)))
@@ -87,7 +87,7 @@ def advantages(alignment: list[float], diversity: list[float], estimator: str) -
 
 
 def logps(model: Any, ids: list[int], first: int, temperature: float) -> Tensor:
-    """Log-probs of ids[first:], each given all before it."""
+    """Log-probs of ids[first:], each given the ids before it."""
     logits = model(input_ids=torch.tensor([ids])).logits[0] / temperature
     return torch.stack([logits[place - 1].log_softmax(dim=-1)[ids[place]] for place in range(first, len(ids))])
 
@@ -96,7 +96,7 @@ def strided_loss(
     model: Any, frozen: Any, documents: list[Any], blocks: dict[tuple[int, int], list[list[int]]], cfg: Any,
     layers: list[int],
 ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
-    """The loss of a step, and what it is made of. `blocks` has the generated ids by document and anchor."""
+    """The loss of a step, and its parts. `blocks` has the generated ids by document and anchor."""
     options = cfg.features
     policy_sum, num_generated, ce_sum, num_text = 0.0, 0, 0.0, 0
     found: dict[str, Any] = {"advantage": [], "cfm": [], "alignment": [], "diversity": []}

@@ -1,4 +1,4 @@
-"""Features of whole completions against plain forwards of one sequence at a time: values, batching, whose they are."""
+"""Features of whole completions against plain forward passes of one sequence: values, batching, which model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Item, make_batches
-from data.types import TruthPrompt
+from data.types import TargetPrompt
 from losses.ebft import layer_indices
 from rollout.engine import Completion
 from tests.trainer.ebft import naive_ebft
@@ -36,19 +36,19 @@ def draw(generator: torch.Generator, length: int) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=generator).tolist()
 
 
-def completion(prompt: TruthPrompt, ids: list[int], mask: list[bool] | None = None) -> Completion:
+def completion(prompt: TargetPrompt, ids: list[int], mask: list[bool] | None = None) -> Completion:
     return Completion(
         prompt_ids=prompt.ids, ids=ids, logps=[0.0] * len(ids), finish_reason="stop", text="", mask=mask,
         versions=[(0, len(ids))],
     )  # fmt: skip
 
 
-def make_groups(*sizes: tuple[int, int]) -> tuple[list[TruthPrompt], list[Completion]]:
-    """A group of four for each (tokens of the prompt, tokens of the truth); prompts once for each completion."""
+def make_groups(*sizes: tuple[int, int]) -> tuple[list[TargetPrompt], list[Completion]]:
+    """A group of four per (prompt length, target length); prompts are repeated per completion."""
     generator, prompts, completions = torch.Generator().manual_seed(5), [], []
     for row, (head, tail) in enumerate(sizes):
-        prompt = TruthPrompt(
-            source=f"rows:{row}", prompt="", ids=draw(generator, head), truth_ids=draw(generator, tail)
+        prompt = TargetPrompt(
+            source=f"rows:{row}", prompt="", ids=draw(generator, head), target_ids=draw(generator, tail)
         )
         prompts += [prompt] * SIZE
         completions += [completion(prompt, draw(generator, length)) for length in (1, 3, 7, tail)]
@@ -66,19 +66,19 @@ def network_of(policy: Policy | None = None, *, max_tokens: int = 4096, **option
 
 
 def vector(model: Any, layers: list[int], cfg: FeatureConfig, prompt: list[int], ids: list[int]) -> Tensor:
-    """The feature of one sequence, by itself."""
+    """The feature of one sequence, computed alone."""
     with torch.no_grad():
         tokens = naive_ebft.token_vectors(model, [*prompt, *ids], layers, cfg.feature_norm)
     return naive_ebft.pooled(tokens, cfg.embed_method, len(prompt))
 
 
-def vectors(network: FeatureNetwork, model: Any, prompts: list[TruthPrompt], completions: list[Completion]):
+def vectors(network: FeatureNetwork, model: Any, prompts: list[TargetPrompt], completions: list[Completion]):
     def one(prompt: list[int], ids: list[int]) -> Tensor:
         return vector(model, network.layers, network.cfg, prompt, ids)
 
     rollout = torch.stack([one(p.ids, c.ids) for p, c in zip(prompts, completions, strict=True)])
-    truth = torch.stack([one(p.ids, p.truth_ids) for p in prompts[::SIZE]])
-    return rollout.view(len(truth), SIZE, -1), truth
+    target = torch.stack([one(p.ids, p.target_ids) for p in prompts[::SIZE]])
+    return rollout.view(len(target), SIZE, -1), target
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
@@ -96,13 +96,13 @@ def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitenin
     network = network_of(embed_method=method, feature_norm=norm, alignment_coef=1.3, diversity_coef=0.6, **options)
     prompts, completions = make_groups(*GROUPS)
     found = network.of_groups(prompts, completions, num_generations=SIZE)
-    rollout, truth = vectors(network, network.policy.reference, prompts, completions)
+    rollout, target = vectors(network, network.policy.reference, prompts, completions)
     assert network.layers == [1, 2] and rollout.shape[-1] == 16 * (3 if method == "concat" else 1)
     close(found.rollout, rollout)
-    close(found.truth, truth)
+    close(found.target, target)
     measured = network.measure(found)
     for place in range(len(GROUPS)):
-        alignment, diversity, cfm = naive_ebft.reward_parts(rollout[place], truth[place], network.cfg)
+        alignment, diversity, cfm = naive_ebft.reward_parts(rollout[place], target[place], network.cfg)
         assert measured.reward.alignment[place].tolist() == pytest.approx(alignment, rel=1e-9, abs=1e-9)
         assert measured.reward.diversity[place].tolist() == pytest.approx(diversity, rel=1e-9, abs=1e-9)
         assert measured.cfm[place].item() == pytest.approx(cfm, rel=1e-9, abs=1e-12)
@@ -111,7 +111,7 @@ def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitenin
 
 
 @pytest.mark.parametrize(("whiten_gt", "method"), list(itertools.product(("feature", "sample"), METHODS)))
-def test_duplicates_are_one_and_the_same_to_whitening(whiten_gt, method):
+def test_whitening_treats_duplicates_as_one(whiten_gt, method):
     network = network_of(embed_method=method, use_whitening=True, whiten_gt=whiten_gt, max_tokens=30)
     prompts, completions = make_groups((3, 5), (4, 5))
     completions[2] = completions[0]  # two of four
@@ -125,30 +125,30 @@ def test_duplicates_are_one_and_the_same_to_whitening(whiten_gt, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_rollout_equal_to_the_truth_has_exactly_its_features(method):
+def test_a_rollout_equal_to_the_target_has_exactly_its_features(method):
     network = network_of(embed_method=method, max_tokens=1)
     prompts, completions = make_groups(*GROUPS)
-    completions[1] = completion(prompts[1], prompts[1].truth_ids)
-    completions[8:12] = [completion(prompts[8], prompts[8].truth_ids)] * SIZE
+    completions[1] = completion(prompts[1], prompts[1].target_ids)
+    completions[8:12] = [completion(prompts[8], prompts[8].target_ids)] * SIZE
     found = network.of_groups(prompts, completions, num_generations=SIZE)
-    assert torch.equal(found.rollout[0, 1], found.truth[0]) and torch.equal(found.rollout[2, 3], found.truth[2])
+    assert torch.equal(found.rollout[0, 1], found.target[0]) and torch.equal(found.rollout[2, 3], found.target[2])
     measured = network.measure(found)
     assert measured.reward.alignment[0, 1].item() == pytest.approx(2.0, abs=1e-12)
     assert measured.cfm[2].item() == 0.0 and measured.cfm[0].item() > 0
 
 
-def test_only_the_tokens_of_the_model_are_averaged_over():
-    """Two turns, what the user said in between is seen and not counted; so in the truth."""
+def test_only_the_models_tokens_are_averaged():
+    """Two turns: the user's text between them is context and not averaged, also in the target."""
     network = network_of(embed_method="completion_mean")
     prompts, completions = make_groups((3, 6))
     mask = [True, True, False, False, True, True]
-    prompts = [replace(prompts[0], truth_mask=mask)] * SIZE
+    prompts = [replace(prompts[0], target_mask=mask)] * SIZE
     made = [True, False, False, False, True, True, True]
     completions[2] = replace(completions[2], mask=made)
     found = network.of_groups(prompts, completions, num_generations=SIZE)
     for got, ids, chosen in (
         (found.rollout[0, 2], completions[2].ids, made),
-        (found.truth[0], prompts[0].truth_ids, mask),
+        (found.target[0], prompts[0].target_ids, mask),
     ):
         with torch.no_grad():
             tokens = naive_ebft.token_vectors(network.policy.reference, [*prompts[0].ids, *ids], [1, 2], "token")
@@ -156,24 +156,24 @@ def test_only_the_tokens_of_the_model_are_averaged_over():
         close(got, sum(mine) / len(mine))
 
 
-def test_equal_tokens_with_other_bounds_are_not_taken_for_each_other():
-    """One sequence in two groups, cut elsewhere, and once with some of it said by the user."""
+def test_equal_tokens_with_other_masks_are_not_shared():
+    """One sequence in two groups, with different prompt lengths, and once with tokens of the user."""
     network = network_of(embed_method="completion_mean")
     ids = draw(torch.Generator().manual_seed(3), 9)
-    first = TruthPrompt(source="a", prompt="", ids=ids[:3], truth_ids=ids[3:])
-    second = TruthPrompt(source="b", prompt="", ids=ids[:6], truth_ids=ids[6:])
+    first = TargetPrompt(source="a", prompt="", ids=ids[:3], target_ids=ids[3:])
+    second = TargetPrompt(source="b", prompt="", ids=ids[:6], target_ids=ids[6:])
     turns = completion(first, ids[3:], mask=[True, False, True, True, True, True])
     completions = [turns, *[completion(first, ids[3:])] * 3, *[completion(second, ids[6:])] * 4]
     found = network.of_groups([first] * 4 + [second] * 4, completions, num_generations=SIZE)
     model, layers = network.policy.reference, network.layers
     close(found.rollout[0, 1], vector(model, layers, network.cfg, ids[:3], ids[3:]))
-    close(found.truth[1], vector(model, layers, network.cfg, ids[:6], ids[6:]))
+    close(found.target[1], vector(model, layers, network.cfg, ids[:6], ids[6:]))
     with torch.no_grad():
         tokens = naive_ebft.token_vectors(model, ids, layers, "token")
     close(found.rollout[0, 0], (tokens[3] + tokens[5:].sum(dim=0)) / 5)
 
 
-def test_a_completion_without_tokens_has_no_features_of_its_own():
+def test_a_completion_without_tokens_has_zero_features_or_those_of_its_prompt():
     prompts, completions = make_groups((3, 5))
     completions[0] = completion(prompts[0], [])
     network = network_of(embed_method="completion_mean")
@@ -190,12 +190,12 @@ def test_a_completion_without_tokens_has_no_features_of_its_own():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("max_tokens", [1, 17, 60])
-def test_how_many_tokens_a_pass_takes_does_not_matter(max_tokens, method):
+def test_features_do_not_depend_on_the_token_budget(max_tokens, method):
     prompts, completions = make_groups(*GROUPS)
     whole = network_of(embed_method=method).of_groups(prompts, completions, num_generations=SIZE)
     cut = network_of(embed_method=method, max_tokens=max_tokens).of_groups(prompts, completions, num_generations=SIZE)
     close(cut.rollout, whole.rollout, 1e-12)
-    close(cut.truth, whole.truth, 1e-12)
+    close(cut.target, whole.target, 1e-12)
 
 
 def test_the_order_of_groups_does_not_matter():
@@ -205,12 +205,12 @@ def test_the_order_of_groups_does_not_matter():
     order = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
     back = network.of_groups([prompts[i] for i in order], [completions[i] for i in order], num_generations=SIZE)
     close(back.rollout, there.rollout[[2, 0, 1]], 1e-12)
-    close(back.truth, there.truth[[2, 0, 1]], 1e-12)
+    close(back.target, there.target[[2, 0, 1]], 1e-12)
 
 
 def test_every_distinct_sequence_is_computed_once(monkeypatch):
     prompts, completions = make_groups((3, 5))
-    completions = [completions[0]] * 3 + [completion(prompts[0], prompts[0].truth_ids)]
+    completions = [completions[0]] * 3 + [completion(prompts[0], prompts[0].target_ids)]
     seen = []
     monkeypatch.setattr(
         "trainer.ebft.features.make_batches", lambda items, **k: seen.append(items) or make_batches(items, **k)
@@ -220,7 +220,7 @@ def test_every_distinct_sequence_is_computed_once(monkeypatch):
 
 
 def test_a_sequence_may_fill_the_context():
-    """Where position embeddings end with it."""
+    """With position embeddings that end there."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -231,9 +231,9 @@ def test_a_sequence_may_fill_the_context():
     for method in METHODS:
         network = network_of(policy, embed_method=method)
         found = network.of_groups(prompts, completions, num_generations=SIZE)
-        rollout, truth = vectors(network, model, prompts, completions)
+        rollout, target = vectors(network, model, prompts, completions)
         close(found.rollout, rollout)
-        close(found.truth, truth)
+        close(found.target, target)
 
 
 # Which states.
@@ -250,7 +250,7 @@ def test_states_are_the_outputs_of_blocks():
             hidden_states(policy, lm, batch)
         for number in (1, 2):
             close(states[number - 1], hidden[number][0, [0, 4, 10]], 1e-12)
-        close(lm.model.norm(states[2]), hidden[3][0, [0, 4, 10]], 1e-12)  # transformers puts the last norm on it
+        close(lm.model.norm(states[2]), hidden[3][0, [0, 4, 10]], 1e-12)  # transformers applies the last norm to it
         assert (states[2] - hidden[3][0, [0, 4, 10]]).abs().max() > 1e-3
 
 
@@ -265,21 +265,21 @@ def test_fractions_of_the_depth_name_blocks_of_the_network(fractions, layers):
     model, kept = network.policy.reference, []
     hooks = [block.register_forward_hook(lambda _, __, out: kept.append(out)) for block in model.model.layers]
     with torch.no_grad():
-        model(input_ids=torch.tensor([[*prompts[0].ids, *prompts[0].truth_ids]]))
+        model(input_ids=torch.tensor([[*prompts[0].ids, *prompts[0].target_ids]]))
     for hook in hooks:
         hook.remove()
     want = torch.cat([kept[number - 1][0, -1] for number in sorted(layers)])
-    close(network.of_groups(prompts, completions, num_generations=SIZE).truth[0], want)
+    close(network.of_groups(prompts, completions, num_generations=SIZE).target[0], want)
 
 
-def test_nothing_is_left_on_the_network(monkeypatch):
+def test_hooks_are_removed_from_the_network(monkeypatch):
     network = network_of()
     prompts, completions = make_groups((3, 5))
 
     def hooks() -> int:
         return sum(len(module._forward_hooks) for module in network.policy.reference.modules())
 
-    before, within = hooks(), []  # transformers leaves some of its own, for output_hidden_states
+    before, within = hooks(), []  # transformers leaves its own hooks, for output_hidden_states
     network.of_groups(prompts, completions, num_generations=SIZE)
     assert hooks() == before
 
@@ -303,23 +303,23 @@ def test_a_model_without_a_list_of_blocks_is_refused():
         blocks_of(lm, "mine")
 
 
-# Whose states.
+# Which model.
 
 
 def of_tiny(policy: Policy, source: Policy | None = None) -> Tensor:
-    """Features of the same completions, whatever they mean to a model."""
+    """Features of the same completions by any model."""
     network = network_of(source or policy, feature_layers=(0.34, 0.67))
     prompts, completions = make_groups(*GROUPS)
     found = network.of_groups(prompts, completions, num_generations=SIZE)
-    return torch.cat([found.rollout, found.truth.unsqueeze(1)], dim=1)
+    return torch.cat([found.rollout, found.target.unsqueeze(1)], dim=1)
 
 
 def of_model(model: Any) -> Tensor:
     cfg = FeatureConfig(feature_layers=(0.34, 0.67))
     layers = layer_indices(cfg.feature_layers, model.config.num_hidden_layers)
     prompts, completions = make_groups(*GROUPS)
-    rollout, truth = vectors(SimpleNamespace(layers=layers, cfg=cfg), model, prompts, completions)
-    return torch.cat([rollout, truth.unsqueeze(1)], dim=1)
+    rollout, target = vectors(SimpleNamespace(layers=layers, cfg=cfg), model, prompts, completions)
+    return torch.cat([rollout, target.unsqueeze(1)], dim=1)
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +328,7 @@ def tiny() -> Any:
 
 
 def train_a_little(policy: Policy) -> Tensor:
-    """Steps of an optimizer on some sequence; gives the parameters as they were."""
+    """A few optimizer steps on some sequence; returns the parameters from before."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     before = torch.cat([p.detach().flatten().clone() for p in parameters])
     optimizer = torch.optim.SGD(parameters, lr=0.5)
@@ -351,11 +351,11 @@ def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(t
     train_a_little(policy)
     before = of_tiny(policy)
     close(before, expected, 1e-5)
-    assert policy.model.training and torch.equal(of_tiny(policy), before)  # no dropout in it
+    assert policy.model.training and torch.equal(of_tiny(policy), before)  # without dropout
     assert (of_model(policy.model.eval()) - expected).abs().max() > 1e-2
 
 
-def test_with_all_weights_features_stay_those_of_the_start(tiny):
+def test_with_full_training_features_stay_those_of_the_initial_weights(tiny):
     policy = load_policy(TINY, LoraConfig(), CPU, with_reference=True)
     before = of_tiny(policy)
     close(before, of_model(tiny), 1e-5)
@@ -363,7 +363,7 @@ def test_with_all_weights_features_stay_those_of_the_start(tiny):
     assert torch.equal(of_tiny(policy), before)
 
 
-def test_a_continued_adapter_is_the_network_as_it_was(tiny, tmp_path):
+def test_with_a_loaded_adapter_features_are_those_of_the_initial_weights(tiny, tmp_path):
     first = load_policy(TINY, LoraConfig(r=4), CPU, with_reference=False)
     train_a_little(first)
     first.model.save_pretrained(tmp_path / "adapter")
@@ -419,8 +419,8 @@ def test_two_layers_is_the_network_of_these_tests():
     policy = make_policy()
     assert policy.reference is two_layers(1)
     prompts, completions = make_groups((3, 5))
-    before = network_of(policy).of_groups(prompts, completions, num_generations=SIZE).truth
+    before = network_of(policy).of_groups(prompts, completions, num_generations=SIZE).target
     with torch.no_grad():
         for p in policy.model.parameters():
             p.add_(0.1)
-    assert torch.equal(network_of(policy).of_groups(prompts, completions, num_generations=SIZE).truth, before)
+    assert torch.equal(network_of(policy).of_groups(prompts, completions, num_generations=SIZE).target, before)

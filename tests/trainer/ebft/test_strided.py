@@ -25,7 +25,7 @@ STRIDED = StridedConfig(stride=3, context_length=4, generate_max_len=3, n_sample
 
 @cache
 def two_layers(seed: int) -> Any:
-    """Two blocks, of which the features are the first and the second."""
+    """Two blocks; features are the outputs of both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -35,7 +35,7 @@ def two_layers(seed: int) -> Any:
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    for module in (model.model, *model.model.layers):  # Llama's own norm rounds to float32
+    for module in (model.model, *model.model.layers):  # Llama's norm rounds to float32
         for name in [name for name, _ in module.named_children() if "norm" in name]:
             setattr(module, name, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
     return model.double()
@@ -121,12 +121,12 @@ def test_rewards_advantages_and_the_whole_gradient_are_those_of_plain_loops(opti
     assert gradients(slow).norm() > 1e-3
     assert sums["loss/total"] == pytest.approx(loss.item(), rel=1e-6)
     if cfg.features.rl_coef:
-        assert sums["policy/behaviour_gap"] < 1e-6  # those of sampling are kept in float32
+        assert sums["policy/behaviour_gap"] < 1e-6  # log-probs of sampling are stored in float32
         check_gap(cfg, policy, backward(cfg, policy, step), 1)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 90, 200, 4096])
-def test_the_gradient_is_the_same_however_documents_are_dealt_to_rows(max_tokens):
+def test_the_gradient_does_not_depend_on_how_documents_are_packed(max_tokens):
     documents = make_documents(16, 6, 23, 11, 30)
     whole, cut = make_cfg(ce_coef=0.1), make_cfg(ce_coef=0.1, max_tokens=max_tokens)
     expected, policy = make_policy(), make_policy()
@@ -137,7 +137,7 @@ def test_the_gradient_is_the_same_however_documents_are_dealt_to_rows(max_tokens
     torch.testing.assert_close(gradients(policy.model), gradients(expected.model), rtol=1e-10, atol=1e-12)
 
 
-def test_one_document_is_continued_alike_wherever_it_lies():
+def test_continuations_of_a_document_do_not_depend_on_its_row():
     cfg, policy = make_cfg(), make_policy()
     documents = make_documents(16, 23, 11)
     together = blocks_of(continue_all(cfg, policy, documents, seed=3, numbers=[10, 11, 12]), documents)
@@ -153,7 +153,7 @@ def test_one_document_is_continued_alike_wherever_it_lies():
 
 
 def test_equal_samples_have_equal_features_and_whitening_counts_them_as_one():
-    """With four equal continuations of every anchor diversity is 1/2, with independent ones 0."""
+    """Diversity is 1/2 with four equal continuations per anchor, and 0 with independent ones."""
     cfg, policy = make_cfg(use_whitening=True), make_policy()
     documents = make_documents(16, 23)
     network = FeatureNetwork(cfg.features, cfg.run, policy)
@@ -174,20 +174,20 @@ def test_equal_samples_have_equal_features_and_whitening_counts_them_as_one():
     assert 3 in distinct
 
 
-def test_a_continuation_equal_to_the_truth_has_its_features():
+def test_a_continuation_equal_to_the_target_has_its_features():
     cfg, policy = make_cfg(), make_policy()
     documents = make_documents(16, 23)
     network = FeatureNetwork(cfg.features, cfg.run, policy)
     (row,) = continue_all(cfg, policy, documents, seed=3, numbers=range(len(documents))).rows
-    true = row.input_ids[0, row.truth]  # (A, G)
+    true = row.input_ids[0, row.target_place]  # (A, G)
     found = network.of_blocks(row.with_generated(true.unsqueeze(1).expand(row.place.shape)))
-    torch.testing.assert_close(found.rollout, found.truth.unsqueeze(1).expand_as(found.rollout), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.rollout, found.target.unsqueeze(1).expand_as(found.rollout), rtol=0, atol=1e-12)
     measured = network.measure(found)
     assert measured.reward.alignment == pytest.approx(torch.full(row.place.shape[:2], 2.0), abs=1e-9)
     assert measured.cfm.abs().max() < 1e-20 and measured.cfm_unbiased.abs().max() < 1e-12
 
 
-def test_documents_without_anchors_train_by_cross_entropy_alone():
+def test_documents_without_anchors_only_train_cross_entropy():
     cfg, policy = make_cfg(ce_coef=1.0), make_policy()
     documents = make_documents(5, 6)
     step = run_step(cfg, policy, documents)
@@ -203,7 +203,7 @@ def test_documents_without_anchors_train_by_cross_entropy_alone():
 
 @pytest.mark.parametrize("options", [{}, {"ce_coef": 0.5}, {"rl_coef": 0.0, "ce_coef": 1.0}], ids=str)
 def test_a_step_with_nothing_to_train_writes_losses_of_zero(options):
-    """Documents too short for an anchor, none of their tokens trained: every loss that another step writes."""
+    """Documents too short for an anchor, without trained tokens: the same loss metrics as any other step."""
     cfg, policy = make_cfg(**options), make_policy()
     documents = [replace(document, mask=[False] * len(document.ids)) for document in make_documents(5, 6)]
     logged = backward(cfg, policy, run_step(cfg, policy, documents)).means()
@@ -229,7 +229,7 @@ def test_held_out_numbers_are_those_of_training_at_the_same_seeds():
     assert metrics["eval/rows"] == 4 and 0 < metrics["eval/cfm_unbiased"] < metrics["eval/cfm"]
 
 
-def test_a_model_that_scores_otherwise_than_it_samples_is_refused():
+def test_a_model_whose_sampling_and_training_logps_differ_is_refused():
     cfg, policy = make_cfg(), make_policy()
     step = run_step(cfg, policy, make_documents(16, 23))
     wrong = replace(step, behaviour=[logps - 0.5 for logps in step.behaviour])

@@ -12,15 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.types import TruthPrompt
+from data.types import TargetPrompt
 from losses.ebft import ADVANTAGES
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Group, Request, Sampling, finished
 from rollout.engines.local import LocalEngine
 from rollout.episodes.episode import EpisodeSource
-from rollout.episodes.target import TruthEpisode
-from rollout.schedule.planner import Planned
-from rollout.schedule.replay import Group
-from rollout.schedule.source import Job, finished
+from rollout.episodes.target import TargetEpisode
 from tests.trainer.ebft import naive_ebft
 from tests.trainer.ebft.test_features import SIZE, draw, vector
 from tests.trainer.ebft.test_strided import gradients, make_policy
@@ -28,15 +25,15 @@ from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft.features import FeatureNetwork
-from trainer.ebft.structured import FeatureRewards, add_truth, advantages, evaluate
+from trainer.ebft.structured import FeatureRewards, add_target, estimate, evaluate
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch
-from trainer.rl.rank0_rollout import Lead
+from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.step import backward, prepare
 
 TEMPERATURE = 0.7
-LENGTHS = ((3, 5), (1, 4), (6, 7))  # of prompts and truths
+LENGTHS = ((3, 5), (1, 4), (6, 7))  # of prompts and targets
 
 
 def make_cfg(
@@ -53,13 +50,17 @@ def make_cfg(
     )  # fmt: skip
 
 
-def make_groups(policy: Policy) -> tuple[list[TruthPrompt], list[list[Completion]]]:
-    """Three groups of four as the policy would have sampled them: two turns, a truncated one, two equal ones."""
+def make_groups(policy: Policy) -> tuple[list[TargetPrompt], list[list[Completion]]]:
+    """Three groups of four as sampled by the policy: two turns, a truncated one, two equal ones."""
     generator, prompts, groups = torch.Generator().manual_seed(9), [], []
     for row, (head, tail) in enumerate(LENGTHS):
         mask = [True, True, False, False, True, True, True] if row == 2 else None
-        prompt = TruthPrompt(
-            source=f"rows:{row}", prompt="", ids=draw(generator, head), truth_ids=draw(generator, tail), truth_mask=mask
+        prompt = TargetPrompt(
+            source=f"rows:{row}",
+            prompt="",
+            ids=draw(generator, head),
+            target_ids=draw(generator, tail),
+            target_mask=mask,
         )
         ids = [draw(generator, length) for length in (1, 8, tail, 5)]
         if row == 1:
@@ -70,7 +71,7 @@ def make_groups(policy: Policy) -> tuple[list[TruthPrompt], list[list[Completion
     return prompts, groups
 
 
-def make_completion(policy: Policy, prompt: TruthPrompt, ids: list[int], mask: list[bool] | None) -> Completion:
+def make_completion(policy: Policy, prompt: TargetPrompt, ids: list[int], mask: list[bool] | None) -> Completion:
     with torch.no_grad():
         logps = naive_ebft.logps(policy.model, [*prompt.ids, *ids], len(prompt.ids), TEMPERATURE).tolist()
     logps = [logp if own else 0.0 for logp, own in zip(logps, mask or [True] * len(ids), strict=True)]
@@ -80,7 +81,7 @@ def make_completion(policy: Policy, prompt: TruthPrompt, ids: list[int], mask: l
     )  # fmt: skip
 
 
-def flat(prompts: list[TruthPrompt], groups: list[list[Completion]]) -> tuple[list[TruthPrompt], list[Completion]]:
+def flat(prompts: list[TargetPrompt], groups: list[list[Completion]]) -> tuple[list[TargetPrompt], list[Completion]]:
     return [prompt for prompt in prompts for _ in range(SIZE)], [one for group in groups for one in group]
 
 
@@ -88,18 +89,18 @@ def rewards_of(cfg: Any, policy: Policy) -> FeatureRewards:
     return FeatureRewards(FeatureNetwork(cfg.features, cfg.run, policy), num_generations=SIZE)
 
 
-def take_step(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]):
-    """What trainer/methods/ebft.py does with a batch, rewards kept in float64. Gives metrics and advantages."""
+def take_step(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]):
+    """What trainer/methods/ebft.py does with a batch, with rewards in float64. Returns metrics and advantages."""
     measured = rewards_of(cfg, policy).measure(*flat(prompts, groups))
     values = torch.stack(measured.reward, dim=-1)  # (P, G, 2)
-    advantage = advantages(cfg, SimpleNamespace(values=values))
+    advantage = estimate(cfg, SimpleNamespace(rewards=values))
     batch = prepare(cfg, policy, flat(prompts, groups)[1], advantage.flatten() * cfg.features.rl_coef)
-    sums = backward(cfg, policy, batch, first=True)
-    num_tokens = add_truth(cfg, policy, prompts, sums)
+    sums = backward(cfg, policy, batch)
+    num_tokens = add_target(cfg, policy, prompts, sums)
     return sums.means(), advantage, num_tokens
 
 
-def feature(policy: Policy, cfg: Any, prompt: TruthPrompt, ids: list[int], mask: list[bool] | None) -> Tensor:
+def feature(policy: Policy, cfg: Any, prompt: TargetPrompt, ids: list[int], mask: list[bool] | None) -> Tensor:
     if cfg.features.embed_method != "completion_mean" or mask is None:
         return vector(policy.reference, [1, 2], cfg.features, prompt.ids, ids)
     with torch.no_grad():
@@ -108,22 +109,22 @@ def feature(policy: Policy, cfg: Any, prompt: TruthPrompt, ids: list[int], mask:
     return sum(mine) / len(mine)
 
 
-def by_hand(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]):
-    """Loss, its two parts and advantages, by plain loops: one forward for each sequence."""
+def by_hand(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]):
+    """Loss, its two parts and advantages, in plain loops: one forward pass per sequence."""
     options = cfg.features
     policy_sum, num_made, ce_sum, num_true, found = 0.0, 0, 0.0, 0, []
     for prompt, group in zip(prompts, groups, strict=True):
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, c.mask) for c in group])
-        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
-        alignment, diversity, _ = naive_ebft.reward_parts(rollout, truth, options)
+        target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
+        alignment, diversity, _ = naive_ebft.reward_parts(rollout, target, options)
         found.append(naive_ebft.advantages(alignment, diversity, options.advantage_estimator))
         for c, a in zip(group, found[-1], strict=True):
             logps = naive_ebft.logps(policy.model, [*prompt.ids, *c.ids], len(prompt.ids), TEMPERATURE)
             for logp, own in zip(logps, c.mask or [True] * len(c.ids), strict=True):
                 if own:
                     policy_sum, num_made = policy_sum - a * logp, num_made + 1
-        logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
-        for logp, own in zip(logps, prompt.truth_mask or [True] * len(prompt.truth_ids), strict=True):
+        logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
+        for logp, own in zip(logps, prompt.target_mask or [True] * len(prompt.target_ids), strict=True):
             if own:
                 ce_sum, num_true = ce_sum - logp, num_true + 1
     ce = ce_sum / num_true
@@ -163,7 +164,7 @@ def test_the_whole_gradient_is_that_of_plain_loops(options):
         assert num_tokens == sum(map(sum, LENGTHS))
     else:
         assert "loss/ce" not in logged and num_tokens == 0
-    # The surrogate of the first step is -A, of ratio 1: its value is not that of -A logp, whose gradient it has.
+    # At ratio 1 the surrogate is -A: it has the gradient of -A logp, but not its value.
     expected = cfg.features.ce_coef * ce + logged.get("loss/policy", 0.0)
     assert logged["loss/total"] == pytest.approx(expected, rel=1e-6, abs=1e-9)
     if cfg.features.rl_coef:
@@ -178,7 +179,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_the_gradient_is_the_same_however_a_step_is_cut(cut):
+def test_the_gradient_does_not_depend_on_how_a_step_is_split(cut):
     options = {"ce_coef": 0.2, "embed_method": "completion_mean"}
     expected, policy = make_policy(), make_policy()
     prompts, groups = make_groups(policy)
@@ -200,8 +201,8 @@ def test_the_order_of_groups_does_not_matter():
     close(gradients(policy.model), gradients(expected.model), 1e-12)
 
 
-def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
-    """Not a completion is computed, and the gradient is that of SFT on the true ones."""
+def test_without_a_policy_loss_the_step_is_only_cross_entropy():
+    """No completion is computed, and the gradient is that of SFT on the targets."""
     cfg, policy, slow = make_cfg(rl_coef=0.0, ce_coef=0.5), make_policy(), make_policy()
     prompts, groups = make_groups(policy)
     batch = prepare(cfg, policy, flat(prompts, groups)[1], torch.zeros(len(LENGTHS) * SIZE))
@@ -210,8 +211,8 @@ def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
     _, ce, _ = by_hand(cfg, slow, prompts, groups)
     total, count = 0.0, 0
     for prompt in prompts:
-        logps = naive_ebft.logps(slow.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
-        kept = logps[torch.tensor(prompt.truth_mask or [True] * len(prompt.truth_ids))]
+        logps = naive_ebft.logps(slow.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
+        kept = logps[torch.tensor(prompt.target_mask or [True] * len(prompt.target_ids))]
         total, count = total - kept.sum(), count + len(kept)
     (0.5 * total / count).backward()
     close(gradients(policy.model), gradients(slow.model))
@@ -219,34 +220,31 @@ def test_without_a_policy_loss_the_step_is_one_of_cross_entropy_alone():
     assert logged["policy/skipped_frac"] == 1.0
 
 
-@pytest.mark.parametrize("truths", [True, False])
-def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_zero(truths):
-    """Truncated ones are masked; where the true completions have no trained token either, nothing is left."""
+@pytest.mark.parametrize("targets", [True, False])
+def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_zero(targets):
+    """Truncated completions are masked; if the targets have no trained token either, nothing is trained."""
     cfg, policy = make_cfg(ce_coef=0.5), make_policy()
     cfg.policy_loss = PolicyLossConfig(mask_truncated_completions=True)
     prompts, groups = make_groups(policy)
-    if not truths:
-        prompts = [replace(prompt, truth_mask=[False] * len(prompt.truth_ids)) for prompt in prompts]
+    if not targets:
+        prompts = [replace(prompt, target_mask=[False] * len(prompt.target_ids)) for prompt in prompts]
     cut = [[replace(one, finish_reason="length") for one in group] for group in groups]
     batch = prepare(cfg, policy, flat(prompts, cut)[1], torch.ones(len(LENGTHS) * SIZE))
-    sums = backward(cfg, policy, batch, first=True)
-    add_truth(cfg, policy, prompts, sums)
+    sums = backward(cfg, policy, batch)
+    add_target(cfg, policy, prompts, sums)
     logged, (_, ce, _) = sums.means(), by_hand(make_cfg(ce_coef=0.5), make_policy(), *make_groups(policy))
-    ce = ce if truths else 0.0
+    ce = ce if targets else 0.0
     losses = {name: value for name, value in logged.items() if name.startswith("loss/")}
     assert losses == pytest.approx({"loss/policy": 0.0, "loss/ce": ce, "loss/total": 0.5 * ce})
 
 
-# Rewards and advantages, as trainer/rl/groups.py passes them on.
+# Rewards and advantages, as trainer/rl/groups.py passes them.
 
 
-def group_batch(cfg: Any, policy: Policy, prompts: list[TruthPrompt], groups: list[list[Completion]]) -> GroupBatch:
+def group_batch(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]) -> GroupBatch:
     table = rewards_of(cfg, policy).submit(*flat(prompts, groups), step=1).result()
     made = [
-        Group(
-            planned=Planned(number=row, prompt=prompt, row=row, kind="fresh"), completions=group,
-            values=table.values[row * SIZE : (row + 1) * SIZE],
-        )
+        Group(row, prompt, row, completions=group, values=table.values[row * SIZE : (row + 1) * SIZE])
         for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
     ]  # fmt: skip
     return GroupBatch(made, table.names, table.weights, {})
@@ -260,7 +258,9 @@ def test_advantages_are_those_of_plain_loops(estimator, whitening):
     prompts, groups = make_groups(policy)
     _, _, found = by_hand(cfg, policy, prompts, groups)
     batch = group_batch(cfg, policy, prompts, groups)
-    close(advantages(cfg, batch).double(), torch.tensor(found, dtype=torch.float64), 1e-5)  # tables are float32
+    close(
+        estimate(cfg, batch.for_advantage()).double(), torch.tensor(found, dtype=torch.float64), 1e-5
+    )  # tables are float32
     totals = [[a - d for a, d in group.values] for group in batch.groups]
     close(batch.reward.double(), torch.tensor(totals, dtype=torch.float64), 1e-6)
 
@@ -277,8 +277,8 @@ def test_the_table_has_both_parts_and_their_difference():
     distances = []
     for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, c.mask) for c in group])
-        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
-        alignment, diversity, distance = naive_ebft.reward_parts(rollout, truth, cfg.features)
+        target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
+        alignment, diversity, distance = naive_ebft.reward_parts(rollout, target, cfg.features)
         spread = float(rollout.var(dim=0, correction=1).sum())
         distances.append((distance, distance - spread / SIZE))
         for place in range(SIZE):
@@ -291,12 +291,12 @@ def test_the_table_has_both_parts_and_their_difference():
     assert rewards.metrics() == {}
 
 
-def test_the_distance_is_over_all_that_was_sampled_since_it_was_last_asked_for():
+def test_metrics_cover_everything_sampled_since_the_last_call():
     cfg, policy = make_cfg(), make_policy()
     prompts, groups = make_groups(policy)
     whole, parts = rewards_of(cfg, policy), rewards_of(cfg, policy)
     whole.submit(*flat(prompts, groups), step=1)
-    parts.submit(*flat(prompts[:1], groups[:1]), step=1)  # as groups come in, one by one
+    parts.submit(*flat(prompts[:1], groups[:1]), step=1)  # as groups arrive, one by one
     parts.submit(*flat(prompts[1:], groups[1:]), step=1)
     assert parts.metrics() == pytest.approx(whole.metrics(), rel=1e-9)
 
@@ -305,16 +305,16 @@ def test_the_distance_is_over_all_that_was_sampled_since_it_was_last_asked_for()
 
 
 class Writer:
-    """A source and an engine at once, whose completions follow from the seed of the job."""
+    """A source and an engine in one, whose completions depend on the seed of the job."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.calls = policy, []
 
-    def start(self, groups: Sequence[Sequence[Job]]) -> list[Future[list[Completion]]]:
+    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         self.jobs = [job for group in groups for job in group]
         return [finished([self.write(job) for job in group]) for group in groups]
 
-    def write(self, job: Job) -> Completion:
+    def write(self, job: Request) -> Completion:
         ids = draw(torch.Generator().manual_seed(job.seed), 1 + job.seed % 7)
         return make_completion(self.policy, job.prompt, ids, None)
 
@@ -332,19 +332,21 @@ def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
     cfg, policy = make_cfg(use_whitening=True, max_tokens=max_tokens), make_policy()
     prompts, _ = make_groups(policy)
     writer = Writer(policy)
-    logged = evaluate(cfg, policy, Lead(policy, writer, prompts), writer, rewards_of(cfg, policy), prompts, version=7)
+    logged = evaluate(
+        cfg, policy, Rank0Rollout(policy, writer, prompts), writer, rewards_of(cfg, policy), prompts, version=7
+    )
     assert writer.calls == ["load 7", "sleep"] and policy.model.training
     assert [job.seed for job in writer.jobs] == list(range(len(prompts) * SIZE))
     aligned, spread, distances, total, count = [], [], [], 0.0, 0
     for row, prompt in enumerate(prompts):
-        group = [writer.write(Job(prompt, row * SIZE + place)) for place in range(SIZE)]
+        group = [writer.write(Request.of(prompt, row * SIZE + place)) for place in range(SIZE)]
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, None) for c in group])
-        truth = feature(policy, cfg, prompt, prompt.truth_ids, prompt.truth_mask)
-        alignment, diversity, distance = naive_ebft.reward_parts(rollout, truth, cfg.features)
+        target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
+        alignment, diversity, distance = naive_ebft.reward_parts(rollout, target, cfg.features)
         aligned, spread, distances = aligned + alignment, spread + diversity, [*distances, distance]
         with torch.no_grad():
-            logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.truth_ids], len(prompt.ids), 1.0)
-        for logp, own in zip(logps.tolist(), prompt.truth_mask or [True] * len(prompt.truth_ids), strict=True):
+            logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
+        for logp, own in zip(logps.tolist(), prompt.target_mask or [True] * len(prompt.target_ids), strict=True):
             total, count = total - logp * own, count + own
     assert logged["eval/cfm"] == pytest.approx(sum(distances) / len(distances), rel=1e-9)
     assert logged["eval/nll"] == pytest.approx(total / count, rel=1e-6)
@@ -356,26 +358,26 @@ def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
     assert logged["eval/len_mean"] == sum(lengths) / len(lengths) and logged["eval/rows"] == 3
 
 
-def test_held_out_groups_are_sampled_alike_every_time_and_follow_the_weights():
+def test_held_out_groups_have_fixed_seeds_and_follow_the_weights():
     policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), torch.device("cpu"), with_reference=True)
     prompts = []
     for row, (text, answer) in enumerate((("17+25=", "42"), ("8+3=", "11"))):
-        ids, truth = (policy.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, answer))
-        truth = [*truth, policy.tokenizer.eos_token_id]
-        prompts.append(TruthPrompt(source=f"rows:{row}", prompt=text, ids=ids, truth_ids=truth))
+        ids, target = (policy.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, answer))
+        target = [*target, policy.tokenizer.eos_token_id]
+        prompts.append(TargetPrompt(source=f"rows:{row}", prompt=text, ids=ids, target_ids=target))
     cfg = make_cfg()
     engine = LocalEngine(policy.model, policy.tokenizer)
     sampling = Sampling(temperature=1.0, max_tokens=6, stop_ids=(policy.tokenizer.eos_token_id,), for_training=True)
-    source = EpisodeSource(engine, sampling, TruthEpisode(policy.tokenizer, gt_length_multiplier=1.5))
+    source = EpisodeSource(engine, sampling, TargetEpisode(policy.tokenizer, gt_length_multiplier=1.5))
     rewards = rewards_of(cfg, policy)
 
     def look() -> dict[str, float]:
-        return evaluate(cfg, policy, Lead(policy, engine, prompts), source, rewards, prompts, version=0)
+        return evaluate(cfg, policy, Rank0Rollout(policy, engine, prompts), source, rewards, prompts, version=0)
 
     first = look()
     assert look() == first and policy.model.training
     assert 0 < first["eval/cfm"] and first["eval/rows"] == 2
-    assert rewards.metrics() == {}  # those of training are apart
+    assert rewards.metrics() == {}  # separate from those of training
     with torch.no_grad():
         for p in policy.model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))

@@ -13,10 +13,10 @@ import trainer.offline.loop
 from tests.entry import metrics
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
-from trainer.methods import grpo
 from trainer.metrics.counters import Counters
 from trainer.metrics.metrics import MetricSums, describe
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step, not_finite
+from trainer.rl import session
 from trainer.run.run import Run
 
 SMALL = ["--max-steps", "4", "--save-steps", "2", "--per-device-train-batch-size", "8", "--max-eval-rows", "4",
@@ -28,7 +28,7 @@ class Poison:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
         self.bad, self.after = bad, {}
-        for module in (grpo, trainer.offline.loop):
+        for module in (session, trainer.offline.loop):
             monkeypatch.setattr(module, "build_optimizer", self.build)
         log = Run.log
 

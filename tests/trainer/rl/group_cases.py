@@ -143,7 +143,7 @@ def step(
     batch = prepare(cfg, policy, completions, advantage, **more)
     if cfg.num_iterations > 1:
         policy.model = moved_llama().train()
-    sums = backward(cfg, policy, batch, first=cfg.num_iterations == 1)
+    sums = backward(cfg, policy, replace(batch, first=cfg.num_iterations == 1))
     return gradient(policy.model), sums.means(), batch
 
 

@@ -18,7 +18,7 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
 from trainer.config.groups import AdvantageConfig, AsyncConfig
-from trainer.rl.groups import GroupBatch, Groups, advantages
+from trainer.rl.groups import GroupBatch, Groups
 
 G = 2
 PROMPTS = [Prompt(source=f"rows:{row}", prompt=f"{row}?", ids=[1], columns={"answer": "yes"}) for row in range(64)]
@@ -65,6 +65,10 @@ def groups_of(cfg: Any, script: list[str], *, num_prompts: int = 3, reroll_from:
     return Groups(cfg, producer, load_rewards(["exact_match"]), replay)
 
 
+def advantages(cfg: Any, batch: GroupBatch, kl: torch.Tensor | None = None) -> torch.Tensor:  # (P, G)
+    return cfg.advantage.estimate(batch.for_advantage(kl, beta=cfg.policy_loss.beta))
+
+
 def words(batch: GroupBatch) -> list[str]:
     return ["".join(c.text[0] for c in group.completions) for group in batch.groups]
 
@@ -75,7 +79,7 @@ def test_a_batch_is_what_was_planned_in_order_with_its_rewards(streaming):
     batch = groups.next(0, 0)
     assert words(batch) == ["yn", "nn", "yy"]
     assert batch.reward.tolist() == [[1, 0], [0, 0], [1, 1]]
-    assert batch.table.totals == [1, 0, 0, 0, 1, 1] and batch.table.names == ["exact_match"]
+    assert batch.rows == [[1], [0], [0], [0], [1], [1]] and batch.names == ["exact_match"]
     assert [p.source for p in batch.prompts[::G]] == groups.producer.source.asked
 
 
@@ -163,7 +167,6 @@ def test_leave_one_out_and_a_kl_in_the_reward():
 def test_a_reward_that_does_not_apply_is_left_out_of_the_sum():
     batch = batch_of([[[1.0, None], [0.0, 2.0], [None, None]]], [1.0, 0.5])
     assert batch.reward[0, :2].tolist() == [1.0, 1.0] and math.isnan(batch.reward[0, 2])
-    assert batch.table.totals == [1.0, 1.0, None]
     assert advantages(settings(), batch).tolist() == [[0.0, 0.0, 0.0]]
 
 

@@ -41,7 +41,6 @@ from tests.trainer.rl.group_cases import (
     step,
 )
 from tests.trainer.rl.naive_groups import padded, padded_scores
-from trainer.config.policy import SEQUENCE_LEVEL
 from trainer.rl import step as group_step
 from trainer.rl.step import backward, prepare
 
@@ -58,6 +57,7 @@ CORRECTION_CASES: dict[str, dict[str, Any]] = {
     "geometric": {"vllm_importance_sampling_cap": 1.3, "geometric_min": 0.85, "geometric_max": 1.2},
     "behaviour": {"proximal_policy": "behaviour"},
 }
+SEQUENCE_LEVEL = [kind for kind, loss in POLICY_LOSSES.items() if loss.ratio == "token"]
 LEVELS = [
     (kind, level)
     for kind, level in itertools.product(POLICY_LOSSES, ("token", "sequence"))
@@ -227,7 +227,7 @@ def test_equal_tokens_are_on_the_same_side_of_the_entropy_threshold_in_every_lay
         for cut in COPIED_CUTS:
             cfg = make_config(cut, num_iterations=1, top_entropy_quantile=top)
             batch = prepare(cfg, policy, copied, advantage)
-            logged = backward(cfg, policy, batch, first=True).means()
+            logged = backward(cfg, policy, batch).means()
             found.append((gradient(policy.model), round(42 * logged["policy/entropy_kept_frac"])))
         assert {kept for _, kept in found} == {found[0][1]} and found[0][1] % COPIES == 0, [kept for _, kept in found]
         for other, _ in found[1:]:
@@ -283,10 +283,10 @@ def test_a_step_without_any_advantage_leaves_a_gradient_of_zero_and_the_same_nam
     policy = make_policy()
     policy.model.zero_grad(set_to_none=True)
     batch = prepare(cfg, policy, make_completions(), torch.zeros_like(ADVANTAGE))
-    sums = backward(cfg, policy, batch, first=True)
+    sums = backward(cfg, policy, batch)
     assert all(p.grad is not None and not p.grad.any() for p in policy.model.parameters())
     policy.model.zero_grad(set_to_none=True)
-    full = backward(cfg, policy, prepare(cfg, policy, make_completions(), ADVANTAGE), first=True)
+    full = backward(cfg, policy, prepare(cfg, policy, make_completions(), ADVANTAGE))
     assert sums.pairs.keys() == full.pairs.keys()
     assert sums.means()["loss/total"] == 0.0 and sums.means()["policy/skipped_frac"] == 1.0
     policy.model.zero_grad(set_to_none=True)
@@ -355,7 +355,7 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, cfg: Any, **more: Any) -> dict
     policy = make_policy()
     batch = prepare(cfg, policy, make_completions(), ADVANTAGE, **more)
     for phase[0] in ("first", "second"):
-        backward(cfg, policy, batch, first=phase[0] == "first")
+        backward(cfg, policy, replace(batch, first=phase[0] == "first"))
     policy.model.zero_grad(set_to_none=True)
     return counts
 
@@ -445,7 +445,7 @@ def test_cispo_gradient_flows_through_capped_tokens_where_a_clip_stops_it():
         behaviour = {} if kind == "reinforce" else {"proximal_policy": "behaviour"}
         behaviour = behaviour or {"vllm_importance_sampling_correction": False}
         cfg = make_config(num_iterations=1, loss_type=kind, correction=behaviour, **settings)
-        backward(cfg, policy, prepare(cfg, policy, [completion], torch.ones(1)), first=True)
+        backward(cfg, policy, prepare(cfg, policy, [completion], torch.ones(1)))
         gradients[kind] = gradient(policy.model)
     assert gradients["reinforce"].norm() > 1e-3
     assert not gradients["dapo"].any()
@@ -466,7 +466,7 @@ def test_the_off_policy_mask_drops_exactly_the_documented_rows():
     def gradient_of(threshold: float | None, advantage: Tensor) -> tuple[Tensor, dict[str, float]]:
         correction = {"vllm_importance_sampling_correction": False, "off_policy_mask_threshold": threshold}
         cfg = make_config(num_iterations=1, correction=correction)
-        sums = backward(cfg, policy, prepare(cfg, policy, completions, advantage), first=True)
+        sums = backward(cfg, policy, prepare(cfg, policy, completions, advantage))
         return gradient(policy.model), sums.means()
 
     got, logged = gradient_of(0.5, advantage)
@@ -520,7 +520,7 @@ def test_the_first_step_is_the_same_without_being_told_that_it_is():
     policy.model.zero_grad(set_to_none=True)
     gradients = []
     for first in (True, False):
-        backward(cfg, policy, batch, first=first)
+        backward(cfg, policy, replace(batch, first=first))
         gradients.append(gradient(policy.model))
     assert close(gradients[1], gradients[0])
 

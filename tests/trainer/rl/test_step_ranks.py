@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from tests.trainer.rl.group_cases import (
     moved_llama,
     step,
 )
-from trainer.metrics.metrics import metrics
+from trainer.metrics import metrics
 from trainer.parallel import quantile
 from trainer.parallel.quantile import kth_smallest, tolerance_of, top_threshold
 from trainer.rl import step as group_step
@@ -92,7 +93,7 @@ def dealt_step(
         batch = prepare(cfg, policy, [completions[row] for row in rows], advantage[rows])
         if cfg.num_iterations > 1:
             policy.model = models[rank][1].train()
-        sums = backward(cfg, policy, batch, first=cfg.num_iterations == 1)
+        sums = backward(cfg, policy, replace(batch, first=cfg.num_iterations == 1))
         return gradient(policy.model), sums.means()
 
     for model in models[0] + models[1]:

@@ -14,7 +14,7 @@ from tests.trainer.rl.test_groups import groups_of, settings
 from trainer.__main__ import main
 from trainer.config.groups import AdvantageConfig
 from trainer.metrics.counters import Counters
-from trainer.rl.unrewarded import Unrewarded
+from trainer.rl.groups import Unrewarded
 
 REWARDS = """
 def never(completions): return [None] * len(completions)

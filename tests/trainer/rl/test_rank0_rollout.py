@@ -16,16 +16,16 @@ from tests.trainer.policy.test_weights import make_model, policy_of, with_lora
 from trainer.config.blocks import ParallelConfig
 from trainer.parallel import comm
 from trainer.policy import weights
-from trainer.rl import lend, rollouts
-from trainer.rl.lend import Lender, LentWeights
+from trainer.rl import rank0_rollout, setup
+from trainer.rl.rank0_rollout import Helper, SharedWeights
 
 
 @pytest.fixture
 def read(monkeypatch) -> list[str]:
-    """Orders given and tensors gathered, in order; on one rank, whose gathers are as real as they get there."""
+    """Commands sent and tensors gathered, in order; on one rank, whose gathers are as real as they get there."""
     done: list[str] = []
     real = weights.gather_on_device
-    monkeypatch.setattr(lend.comm, "give_order", lambda order: done.append(f"order {order}"))
+    monkeypatch.setattr(rank0_rollout.comm, "send_command", lambda command: done.append(f"command {command}"))
     monkeypatch.setattr(
         weights, "gather_on_device", lambda tensor, policy, name: (done.append(name), real(tensor, policy, name))[1]
     )
@@ -36,51 +36,51 @@ def read(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("left_after", [1, 5, None])
 def test_a_transfer_that_breaks_off_is_read_to_the_end(kind, left_after, read):
     policy = policy_of(make_model(kind))
-    Lender(policy, None).weights("bfloat16")
+    Helper(policy, None).weights("bfloat16")
     others = list(read)
     read.clear()
-    tensors = LentWeights(policy, torch.bfloat16).tensors()
+    tensors = SharedWeights(policy, torch.bfloat16).tensors()
     assert read == [], "nothing is read, and nobody told, before the first tensor is asked for"
-    for _ in range(left_after or len(LentWeights(policy, torch.bfloat16).specs())):
+    for _ in range(left_after or len(SharedWeights(policy, torch.bfloat16).specs())):
         next(tensors)
     tensors.close()
-    assert read == ["order weights bfloat16", *others]
+    assert read == ["command weights bfloat16", *others]
 
 
 def test_an_adapter_is_read_by_all_once_it_is_known_to_be_servable(read, tmp_path):
     policy = policy_of(with_lora(make_model("llama")))
-    Lender(policy, None).adapter("float32")
+    Helper(policy, None).adapter("float32")
     others = list(read)
     assert set(others) == {"adapter"} and len(others) == 2 * 7 * 2  # A and B of seven matrices in two layers
     read.clear()
-    LentWeights(policy, torch.float32).save_adapter(tmp_path)
-    assert read == ["order adapter float32", *others]
+    SharedWeights(policy, torch.float32).save_adapter(tmp_path)
+    assert read == ["command adapter float32", *others]
     read.clear()
     odd = policy_of(with_lora(make_model("llama"), rank_pattern={"q_proj": 2}))
     with pytest.raises(ValueError, match="rank_pattern="):
-        LentWeights(odd, torch.float32).save_adapter(tmp_path)
+        SharedWeights(odd, torch.float32).save_adapter(tmp_path)
     assert read == [], "the others would wait for ever"
 
 
-def test_orders_come_from_the_main_thread_while_the_others_wait(monkeypatch):
+def test_commands_come_from_the_main_thread_while_the_others_wait(monkeypatch):
     store = SimpleNamespace(set=lambda *_: None, delete_key=lambda *_: None)
-    monkeypatch.setattr(comm, "_watch", SimpleNamespace(orders=0, leading=False, store=store))
-    with pytest.raises(AssertionError, match="nobody waits"):
-        comm.give_order("weights")
+    monkeypatch.setattr(comm, "_watch", SimpleNamespace(commands=0, rank0_alone=False, store=store))
+    with pytest.raises(AssertionError, match="do not wait for commands"):
+        comm.send_command("weights")
     failed: list[str] = []
 
     def elsewhere() -> None:
         try:
-            comm.give_order("weights")
+            comm.send_command("weights")
         except AssertionError as error:
             failed.append(str(error))
 
-    with comm.leading():
-        comm.give_order("weights")
+    with comm.rank0_alone():
+        comm.send_command("weights")
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert failed == ["weights: only the main thread may give it"] and comm._watch.orders == 1
+    assert failed == ["weights: only the main thread may send it"] and comm._watch.commands == 1
 
 
 def settings(*, vllm: VllmConfig, sync: SyncConfig | None = None, timeout_s: float = 600.0) -> Any:
@@ -112,25 +112,25 @@ def test_servers_that_do_not_go_with_several_processes_are_refused(device, vllm,
     monkeypatch.setenv("WORLD_SIZE", "4")
     cfg = settings(vllm=VllmConfig(**vllm), sync=SyncConfig(**sync), timeout_s=30.0)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        rollouts.check_places(cfg, policy_on(device))
+        setup.check_places(cfg, policy_on(device))
 
 
 def test_a_short_limit_is_no_matter_where_nobody_waits_for_a_server(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    rollouts.check_places(settings(vllm=VllmConfig(), timeout_s=30.0), policy_on("cpu", is_lora=True))
+    setup.check_places(settings(vllm=VllmConfig(), timeout_s=30.0), policy_on("cpu", is_lora=True))
     filesystem = SyncConfig(backend="filesystem")
-    rollouts.check_places(settings(vllm=VllmConfig(), sync=filesystem, timeout_s=30.0), policy_on("cpu"))
+    setup.check_places(settings(vllm=VllmConfig(), sync=filesystem, timeout_s=30.0), policy_on("cpu"))
 
 
 def test_servers_get_gpus_that_nobody_trains_on():
-    rollouts.check_gpus(VllmConfig(replicas=2, devices=(6, 7)), 6, 8)
-    rollouts.check_gpus(VllmConfig(replicas=2), 6, 8)
-    rollouts.check_gpus(VllmConfig(url=("http://127.0.0.1:8000",)), 8, 8)
+    setup.check_gpus(VllmConfig(replicas=2, devices=(6, 7)), 6, 8)
+    setup.check_gpus(VllmConfig(replicas=2), 6, 8)
+    setup.check_gpus(VllmConfig(url=("http://127.0.0.1:8000",)), 8, 8)
     with pytest.raises(
         ValueError, match=r"^vllm.devices=5 7: GPU 5 is that of a process that trains here, as are all "
     ):
-        rollouts.check_gpus(VllmConfig(replicas=2, devices=(5, 7)), 6, 8)
+        setup.check_gpus(VllmConfig(replicas=2, devices=(5, 7)), 6, 8)
     with pytest.raises(
         ValueError, match=r"^vllm.replicas=2: 4 GPUs for servers beside 6 that train, and this machine "
     ):
-        rollouts.check_gpus(VllmConfig(replicas=2, tensor_parallel_size=2), 6, 8)
+        setup.check_gpus(VllmConfig(replicas=2, tensor_parallel_size=2), 6, 8)

@@ -1,0 +1,23 @@
+"""How many of our files one GRPO step runs (python -m tests.structure --step)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from tests.entry import ROOT, environment
+from tests.structure import MOST_IN_A_STEP
+
+MOST_TODAY = 42  # lower it with every file that leaves the step, down to MOST_IN_A_STEP
+
+
+def test_a_step_runs_few_files():
+    env = environment() | {"CUDA_VISIBLE_DEVICES": ""}  # another device takes other kernels
+    command = [sys.executable, "-m", "tests.structure", "--step"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = done.stdout.partition("Files that one GRPO step runs")[2]
+    files = re.findall(r"^ +(\w+/\S+\.py) +\d", table, flags=re.MULTILINE)
+    assert {"trainer/methods/grpo.py", "rollout/engines/local.py", "losses/policy.py"} <= set(files)
+    assert len(files) <= max(MOST_IN_A_STEP, MOST_TODAY), table

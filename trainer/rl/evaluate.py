@@ -1,0 +1,118 @@
+"""What is measured of completions: metrics of a step, rows of samples.jsonl, and the evaluation on held-out prompts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from data.packing import Batch
+from data.types import Prompt
+from losses.advantage import nan_std, zero_std_frac
+from rollout.engine import Completion, Engine, Request, Source, run_groups
+from rollout.rewards.table import Rewards, RewardTable
+from trainer.parallel.comm import all_count
+
+SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
+EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",
+                   "retokenised")  # fmt: skip
+
+
+def reward_metrics(
+    names: Sequence[str],
+    values: Sequence[Sequence[float | None]],  # per completion, per reward; None = does not apply
+    total: Tensor,  # (P, G) NaN = no reward applies
+) -> dict[str, float]:
+    metrics = {
+        "reward/mean": total.nanmean().item(),
+        "reward/std": nan_std(total.flatten(), dim=0).item(),
+        "reward/zero_std_frac": zero_std_frac(total).item(),
+    }
+    for name, scores in scores_by_function(names, values).items():
+        metrics[f"reward/{name}/mean"] = statistics.fmean(scores)
+        metrics[f"reward/{name}/std"] = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    return metrics
+
+
+def scores_by_function(names: Sequence[str], values: Sequence[Sequence[float | None]]) -> dict[str, list[float]]:
+    """Scores that apply, per function; a function that applied to no completion is left out."""
+    columns = zip(names, zip(*values, strict=True), strict=True)
+    applied = {name: [score for score in scores if score is not None] for name, scores in columns}
+    return {name: scores for name, scores in applied.items() if scores}
+
+
+def logged_metrics(logged: dict[str, list[float]], kind: str) -> dict[str, float]:
+    """Means of what reward functions logged by log_metric, over the calls of a step or of an evaluation."""
+    return {f"{kind}/log/{name}": statistics.fmean(values) for name, values in logged.items() if values}
+
+
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    lengths = [len(completion.ids) for completion in completions]
+    return {
+        "rollout/len_mean": statistics.fmean(lengths),
+        "rollout/len_max": float(max(lengths)),
+        "rollout/truncated_frac": statistics.fmean(c.finish_reason == "length" for c in completions),
+        **episode_metrics(completions),
+    }
+
+
+def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Means over episodes of what they say of themselves."""
+    metrics = {}
+    for name in EPISODE_COLUMNS:
+        values = [float(c.columns[name]) for c in completions if c.columns.get(name) is not None]
+        if values:
+            name = {"retokenised": "retokenised_frac"}.get(name, name)
+            metrics[f"rollout/{name}"] = statistics.fmean(values)
+    return metrics
+
+
+def packing_metrics(micro_batches: Sequence[Batch]) -> dict[str, float]:
+    num_tokens = all_count(sum(mb.num_tokens for mb in micro_batches), "tokens")
+    num_computed = all_count(sum(mb.num_computed for mb in micro_batches), "computed tokens")
+    return {"data/shared_frac": 1 - num_computed / num_tokens} if num_tokens else {}
+
+
+def evaluate_rewards(
+    engine: Engine,
+    source: Source,
+    version: int,
+    prompts: Sequence[Prompt],
+    rewards: Rewards,
+    check: Callable[[int, RewardTable], None] | None = None,  # of evaluations without any reward
+) -> dict[str, float]:
+    """Completions of held-out prompts by the weights as they are, scored by the same rewards; always the same seeds."""
+    engine.load(version)
+    groups = run_groups(source, [[Request.of(prompt, seed)] for seed, prompt in enumerate(prompts)], engine.tend)
+    engine.sleep()
+    completions = [completion for group in groups for completion in group]
+    table = rewards.score(list(prompts), completions, step=version)
+    if check is not None:
+        check(version, table)
+    totals = [total for total in table.totals if total is not None]
+    metrics = {"eval/reward/mean": statistics.fmean(totals) if totals else float("nan")}
+    scored = scores_by_function(table.names, table.values)
+    metrics |= {f"eval/{name}/mean": statistics.fmean(scores) for name, scores in scored.items()}
+    metrics |= logged_metrics(table.logged, "eval")
+    return {**metrics, "eval/len_mean": statistics.fmean(len(c.ids) for c in completions), "eval/rows": len(prompts)}
+
+
+def sample_rows(batch: Any, advantage: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl, from groups spread over a GroupBatch."""
+    prompts, completions, values, extra = batch.prompts, batch.completions, batch.rows, batch.extra
+    stride = max(1, len(completions) // SAMPLES_PER_STEP)
+    return [
+        {
+            "prompt": prompts[i].prompt,
+            "completion": completions[i].text,
+            "rewards": dict(zip(batch.names, values[i], strict=True)),
+            "advantage": advantage[i],
+            "source": prompts[i].source,
+            "finish_reason": completions[i].finish_reason,
+            **({"messages": completions[i].messages} if completions[i].messages else {}),
+            **({"extra": extra[i]} if extra[i] else {}),
+        }
+        for i in range(0, len(completions), stride)
+    ][:SAMPLES_PER_STEP]

@@ -1,0 +1,323 @@
+"""Session: what every sampling method builds and keeps, so that a method file is its loop.
+
+    with Session(cfg) as s:                       # reads all input, makes the run folder, starts the engine, restores
+        while s.step < s.total_steps:
+            s.sync_weights()                      # if due, or the engine sleeps
+            batch = s.sample()                    # rank 0 generates, rewards, replaces; whole groups to each rank
+            advantage = s.advantage(batch)        # by the estimator that sample() judged groups with
+            rollout = prepare(cfg, s.policy, batch.completions, advantage, old_logps=s.old_logps(batch))
+            s.keep_samples(batch, advantage)      # some rows for samples.jsonl
+            for part in s.updates(rollout):       # s.step counts optimizer steps
+                sums = backward(cfg, s.policy, part)
+                s.optimizer_step(sums, part)      # clip, check for non-finite numbers, step, schedule
+                s.log(sums, part)                 # one line per optimizer step; evaluates when due
+                s.refresh_ahead()                 # async only: new weights and prompts between updates
+            s.finish_rollout()                    # the batch counts as consumed; then a checkpoint, if due
+        s.finish()                                # the last checkpoint, the exported model, the report
+
+What a method does differently it passes in, as functions of the session, called once s.policy is loaded:
+
+    rewards(s)                 an object with names, submit(prompts, completions, step=) and metrics(), instead of
+                               reward functions; it may use all ranks (s.rank0.handlers)
+    prompts(s, specs)          other rows than prompts
+    source(s, sampling)        other completions than the engine's own
+    evaluate(s)                another evaluation, called by all ranks
+    advantage                  another estimator: (GroupRewards) -> (P, G), or one number per id
+    frozen(s)                  further models without gradient, by name: s.frozen["teacher"]
+    trained(s)                 further trained modules, by name: s.trained["critic"]; they get an optimizer of the
+                               same settings, are stepped with the policy, clipped on their own, and checkpointed
+    extra_state                anything with state_dict and load_state_dict that a checkpoint keeps
+    steps_per_rollout          optimizer steps on one batch, if not num_iterations (several mini-batches): the
+                               schedule, staleness and the number of rollouts follow from it
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from data.loader import Loader
+from data.types import Prompt
+from losses.advantage import Advantage, GroupRewards
+from rollout.engine import Sampling, Source
+from rollout.rewards.calls import TrainerState
+from rollout.rewards.table import open_rewards
+from rollout.schedule.planner import Planner
+from rollout.schedule.producer import Producer, sync_due
+from rollout.schedule.replay import Replay
+from trainer.metrics.counters import Counters, Timer
+from trainer.metrics.metrics import MetricSums
+from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy
+from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, clip_and_step
+from trainer.policy.sharding import parallelize
+from trainer.rl import setup
+from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
+from trainer.rl.groups import GroupBatch, Groups, Unrewarded, per_completion, sequence_kl
+from trainer.rl.rank0_rollout import Rank0Rollout
+from trainer.rl.step import StepBatch
+from trainer.run.run import open_run
+
+
+class Session:
+    def __init__(
+        self,
+        cfg: Any,
+        *,
+        rewards: Callable[[Session], Any] | None = None,
+        prompts: Callable[[Session, Sequence[str]], list[Prompt]] | None = None,
+        source: Callable[[Session, Sampling], Source] | None = None,
+        evaluate: Callable[[Session], dict[str, float]] | None = None,
+        advantage: Callable[[GroupRewards], Advantage] | None = None,
+        frozen: Callable[[Session], dict[str, Policy]] | None = None,
+        trained: Callable[[Session], dict[str, nn.Module]] | None = None,
+        extra_state: Mapping[str, Any] | None = None,
+        with_reference: bool | None = None,
+        steps_per_rollout: int | None = None,
+    ) -> None:
+        self.cfg, self.step = cfg, 0
+        self.steps_per_rollout = steps_per_rollout or cfg.num_iterations
+        self.overlap = cfg.overlap
+        self._own_evaluate, self._own_source = evaluate, source
+        self.run = open_run(cfg, cfg.run.method)
+        try:
+            self._read_input(rewards, prompts, frozen, trained, with_reference)
+            self._make_plan(extra_state or {})
+            self._start(advantage)
+        except BaseException:
+            self.run.__exit__(*sys.exc_info())
+            raise
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.run.__exit__(*error)
+
+    # Set-up, in this order: whatever can be wrong with the input shows before there is a run folder.
+
+    def _read_input(self, rewards: Any, prompts: Any, frozen: Any, trained: Any, with_reference: bool | None) -> None:
+        cfg, run = self.cfg, self.run
+        if rewards is None:
+            self.rewards = run.keep(open_rewards(cfg.reward, run.note, trust_remote_code=cfg.model.trust_remote_code))
+        with_reference = cfg.policy_loss.beta > 0 if with_reference is None else with_reference
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference)
+        self.policy = parallelize(cfg.parallel, policy)
+        self.frozen = frozen(self) if frozen else {}
+        self.sampling = setup.training_sampling(cfg, self.policy)
+        self.setup = run.keep(setup.RolloutSetup(cfg, self.policy, run.note)) if prompts is None else None
+        if prompts is None:
+            self.prompts = self.setup.prompts(cfg.data.data)
+            held_out = self.setup.prompts(cfg.data.eval_data, held_out=True)
+        else:
+            self.prompts, held_out = prompts(self, cfg.data.data), prompts(self, cfg.data.eval_data)
+        self.held_out = held_out[: cfg.data.max_eval_rows]
+        if rewards is not None:
+            self.rewards = rewards(self)
+        elif self.setup is not None:
+            self.rewards.check_columns(self.prompts, "data", self.setup.columns)
+            self.rewards.check_columns(self.held_out, "eval_data", self.setup.columns)
+        self.trained = {
+            name: module.to(self.policy.device) for name, module in (trained(self) if trained else {}).items()
+        }
+
+    def _make_plan(self, extra_state: Mapping[str, Any]) -> None:
+        """How many steps there are, the optimizer, and which prompts come when."""
+        cfg, run, overlap, steps = self.cfg, self.run, self.overlap, self.steps_per_rollout
+        loader = Loader(self.prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
+        self.total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, steps)
+        if hasattr(self.rewards, "run"):  # reward functions may ask for the progress of the run
+            epochs = self.total_steps * cfg.prompts_per_step / (steps * loader.rows_per_epoch)
+            self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)
+        self.optimizer, self.schedule = build_optimizer(self.policy.model, cfg.optim, self.total_steps)
+        self.trained_modules = [
+            TrainedModule(name, module, cfg.optim, self.total_steps) for name, module in self.trained.items()
+        ]
+        setup.check_servers(cfg, self.policy, run)
+        if is_main() and self.setup is not None:
+            self.setup.connect(self.prompts, self.rewards)
+        self.planner = Planner(
+            loader,
+            num_generations=cfg.num_generations,
+            seed=cfg.run.seed,
+            reroll_from=overlap.reroll_from(self.total_steps // steps),
+            reroll_max_groups=overlap.reroll_max_groups,
+            order=setup.load_curriculum(overlap.curriculum),
+        )
+        self.replay = Replay(
+            size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=self.prompts
+        )
+        self.counters = Counters()
+        self.bad_steps = BadSteps(cfg.optim, self.counters, run.note)
+        self.state = {"planner": self.planner, "counters": self.counters, "replay": self.replay}
+        if hasattr(self.rewards, "state_dict"):
+            self.state["rewards"] = self.rewards
+        self.state |= {f"trained.{module.name}": module for module in self.trained_modules} | dict(extra_state)
+
+    def _start(self, advantage: Callable[[GroupRewards], Advantage] | None) -> None:
+        """Make the run folder, start the engine, restore a checkpoint, evaluate before the first step."""
+        cfg, run, overlap = self.cfg, self.run, self.overlap
+        run.begin(self.total_steps, f"{run.method} {cfg.model.model}")
+        unseen = 0 if self.setup is None else self.setup.unseen
+        engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, unseen=unseen)
+        self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
+        self.engine = self.rank0.engine
+        for name, handler in getattr(self.rewards, "handlers", {}).items():
+            self.rank0.handlers[name] = handler
+        self.step = run.restore(self.policy, self.optimizer, self.schedule, self.state)
+        source = self._source(self.sampling)
+        self.held_out_source = run.keep(self._source(setup.evaluation_sampling(self.sampling, cfg.rollout)))
+        self.producer = run.keep(
+            Producer(
+                source,
+                self.planner,
+                depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
+                max_staleness=overlap.max_staleness,
+                steps_per_batch=self.steps_per_rollout,
+                last_step=self.total_steps,
+                tend=self.engine.tend,
+            )
+        )
+        self.unrewarded = None
+        if self.setup is not None and hasattr(self.rewards, "functions"):
+            self.unrewarded = Unrewarded(
+                [function.spec for function in self.rewards.functions],
+                self.counters,
+                run.note,
+                limit=cfg.reward.reward_none_limit,
+                num_batches=math.ceil(self.total_steps / self.steps_per_rollout),
+            )
+        self.groups = Groups(cfg, self.producer, self.rewards, self.replay, advantage, unrewarded=self.unrewarded)
+        if self.step == 0 and self.held_out:
+            run.log(0, self.evaluate())
+
+    def _source(self, sampling: Sampling) -> Source:
+        if self._own_source is not None:
+            return self._own_source(self, sampling)
+        assert self.setup is not None, "a session with prompts of its own needs a source of its own"
+        return self.setup.source(self.engine, sampling)
+
+    # One rollout.
+
+    def sync_weights(self) -> None:
+        """The engine's weights are never vllm_sync_interval steps old when it is asked for more."""
+        self.timer = Timer()
+        self.rank0.run(self._sync)
+
+    def _sync(self) -> None:
+        if self.engine.asleep or sync_due(self.step, self.engine.version, self.overlap.vllm_sync_interval):
+            self.engine.load(self.step)
+
+    def sample(self) -> GroupBatch:
+        """The next batch: sampled and rewarded by rank 0, whole groups of it on every rank.
+
+        `s.sampled` is all that was sampled for it, before replacements; whole on rank 0.
+        """
+        self.whole = self.rank0.run(self._sample)
+        batch = self.rank0.scatter(self.whole)
+        self.timer.lap("rollout_s")
+        self.timer.move("rollout_s", "reward_s", batch.reward_s)
+        self.batch, self.sampled = batch, batch.sampled or batch
+        self.counters.prompts = self.planner.consumed + len(self.sampled.groups)
+        return batch
+
+    def _sample(self) -> GroupBatch:
+        batch = self.groups.next(self.step, self.engine.version)
+        if not self.overlap.async_prefetch:
+            self.engine.sleep()
+        return batch
+
+    def advantage(self, batch: GroupBatch) -> Tensor | list[list[float]]:  # (B,), or for each completion one per id
+        in_reward = self.cfg.advantage.kl_in_reward
+        self.kl = sequence_kl(self.cfg, self.policy, batch.completions) if in_reward else None
+        return self.groups.advantage(batch, self.kl)
+
+    def old_logps(self, batch: GroupBatch) -> list[list[float] | None] | None:
+        """Log-probs that the ratios of replayed groups are taken against, if not those of the current weights."""
+        return batch.old_logps(self.overlap.replay_recompute_logps)
+
+    def keep_samples(self, batch: GroupBatch, advantage: Tensor | Sequence[Sequence[float]]) -> None:
+        self.run.sample(self.step + 1, sample_rows(batch, per_completion(advantage)))
+
+    def finish_rollout(self) -> None:
+        """The batch counts as consumed; a checkpoint is only ever taken here, between rollouts."""
+        if is_main():
+            self.producer.done()
+        self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)
+
+    def finish(self) -> None:
+        self.run.finish(self.policy)
+
+    # Optimizer steps on it.
+
+    def updates(self, *batches: StepBatch) -> Iterator[StepBatch]:
+        """Each of the prepared batches, as often as there are steps on a rollout, within total_steps."""
+        for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
+            self.step += 1
+            self._steps_left = self.steps_per_rollout - number - 1  # on this rollout
+            yield replace(batches[number % len(batches)], first=number == 0)
+
+    def optimizer_step(self, sums: MetricSums, part: StepBatch, *, extra_tokens: int = 0) -> None:
+        """`extra_tokens`: what the method computed besides the batch, for the count of tokens."""
+        sources = ", ".join(dict.fromkeys(prompt.source for prompt in self.batch.prompts))
+        where, limit = f"step {self.step}, rank {rank()}, prompts {sources}", self.cfg.optim.max_grad_norm
+        self.learning_rate = float(self.schedule.get_last_lr()[0])
+        self.grad_norm = clip_and_step(
+            self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps
+        )
+        for module in self.trained_modules:
+            module.step(limit, where)
+        own = extra_tokens + sum(mb.num_tokens for mb in part.micro_batches)
+        self.num_tokens = all_count(own, "tokens of the step")
+        self.timer.lap("train_s")
+        self.counters.tokens += self.num_tokens
+
+    def log(self, sums: MetricSums, part: StepBatch, more: Mapping[str, float] | None = None) -> None:
+        """One line of metrics.jsonl; `more` are metrics of the method's own."""
+        sampled = self.sampled
+        metrics = {
+            **reward_metrics(sampled.names, sampled.rows, sampled.reward),
+            **completion_metrics(sampled.completions),
+            **packing_metrics(part.micro_batches),
+            **self.batch.metrics,
+            **({} if self.kl is None else {"policy/ref_kl": mean_over_ranks(self.kl)}),
+            **self.rewards.metrics(),
+            **(more or {}),
+            **self.producer.metrics(self.step - 1),
+            **sums.means(),
+            "optim/grad_norm": self.grad_norm,
+            "optim/lr": self.learning_rate,
+            "data/epoch": self.planner.epoch,
+            **self.counters.metrics(),
+            **self.timer.metrics(self.num_tokens),
+        }
+        every = self.cfg.run.eval_steps
+        if self.held_out and (self.step == self.total_steps or (every and self.step % every == 0)):
+            metrics |= self.evaluate()
+        self.run.log(self.step, metrics | self.engine.metrics())
+        self.timer = Timer()
+
+    def evaluate(self) -> dict[str, float]:
+        """Of the held-out prompts, by all ranks together."""
+        if self._own_evaluate is not None:
+            return self._own_evaluate(self)
+        return self.rank0.run(self._evaluate) or {}
+
+    def _evaluate(self) -> dict[str, float]:
+        check = None if self.unrewarded is None else self.unrewarded.evaluated
+        return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check)
+
+    def refresh_ahead(self) -> None:
+        """Between two steps on one batch, what is sampled ahead goes on with the current weights."""
+        if self.overlap.async_prefetch and self._steps_left:
+            self.rank0.run(self._refresh)
+
+    def _refresh(self) -> None:
+        self._sync()
+        self.producer.top_up(self.engine.version)

@@ -314,7 +314,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_its_checkpoint(
             time.sleep(0.02)
         os.kill(rank_1_of(process.pid), signal.SIGKILL)
         assert process.wait(timeout=180) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert "going on after step" in (tmp_path / "log").read_text()
+    assert "resuming after step" in (tmp_path / "log").read_text()
     alike(metrics(tmp_path / "run"), metrics(tmp_path / "whole"))
 
 

@@ -275,7 +275,7 @@ def _latest_run(template: str, method: str | None) -> Path:
         run_dir = Path(template.replace("{method}", name or "{method}"))
         if not (run_dir / "config.yaml").is_file():
             raise ValueError(
-                f"--resume: {run_dir} holds no run (no config.yaml); check --output-dir or start it afresh"
+                f"--resume: {run_dir} holds no run (no config.yaml); check --output-dir or start a new run"
             )
         return run_dir
     parent = Path(template).parent

@@ -266,7 +266,7 @@ class RunConfig:
     save_total_limit: int = 3
     """Checkpoints kept, newest first."""
     save_async: bool = True
-    """Write checkpoints while training goes on, from a copy in main memory; --no-save-async waits and needs no copy."""
+    """Write checkpoints in the background, from a copy in main memory; --no-save-async waits and needs no copy."""
     stop_grace_s: float = 60.0
     """Seconds that SIGTERM leaves for the step under way and its checkpoint; then the process ends as it is."""
     logging_steps: int = 1

@@ -56,7 +56,7 @@ class Counters:
         self.unrewarded_in_a_row = 0  # batches, up to the last one
         self.unrewarded_evaluations = 0  # in a row
         self.started = time.perf_counter()
-        self.earlier_s = 0.0  # before the checkpoint this run goes on from
+        self.earlier_s = 0.0  # before the checkpoint that this run resumed from
 
     @property
     def wall_s(self) -> float:

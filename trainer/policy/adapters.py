@@ -59,7 +59,7 @@ def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:
     saved = read_adapter(adapter)
     if saved["r"] != lora.r:
         raise ValueError(
-            f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; go on with it by --lora.r {saved['r']}, "
+            f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; continue it with --lora.r {saved['r']}, "
             "or use --lora.r 0 to merge it and train all weights"
         )
     for flag, was in (("alpha", saved["lora_alpha"]), ("dropout", saved["lora_dropout"])):

@@ -1,7 +1,7 @@
 """Model folders read and written one tensor at a time, so that no process holds a full model.
 
 files = model_tensors("Qwen/Qwen3-0.6B")                        # a TensorFiles: reads slices
-export = WholeModel(lm, dtype, get)                             # get(name) returns a full tensor of lm
+export = ExportedModel(lm, dtype, get)                             # get(name) returns a full tensor of lm
 write_model(folder, export.specs(), export.tensors())           # files of at most 5 GB, and their index
 """
 
@@ -25,7 +25,7 @@ from trainer.policy.weights import block_by_block, lora_layers, refuse_unmergeab
 LIMIT = 5 * 10**9  # bytes of one file
 
 
-class WholeModel:
+class ExportedModel:
     """The tensors of a model folder of `lm`: adapter merged, checkpoint names and layout, floats in `dtype`.
 
     `lm` is a transformers model, with or without adapters, on any device: only its names and shapes are used. `get`

@@ -1,5 +1,5 @@
-"""Metrics: the glossary of names, sums over micro-batches, the files and services they are written to; the counters of a
-run, which a resume keeps, and the timer of a step.
+"""Metrics: the glossary of names, sums over micro-batches, the files and services they are written to; the counters
+of a run, which a resume keeps, and the timer of a step.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_copies_of_shards_and_gradients_reduced_once_have_it_too(mode, tmp_path)
     assert all(result["gradient"] < 1e-12 and result["norm"] < 1e-12 for result in found), found
 
 
-@pytest.mark.slow  # trainer/test_sharded_checkpoint.py reads checkpoints of two processes in one, every time
+@pytest.mark.slow  # trainer/run/test_sharded_checkpoint.py reads checkpoints of two processes in one, every time
 @pytest.mark.parametrize("mode", ["replicate", "fsdp"])
 def test_sft_saved_by_two_goes_on_with_one_and_the_reverse(mode, tmp_path):
     one_batch, two_batch = ("--per-device-train-batch-size", "16"), ("--per-device-train-batch-size", "8")

@@ -73,6 +73,19 @@ def lr_factor(kind: str, warmup_ratio: float, total_steps: int) -> Callable[[int
 # from losses to an update ----------------------------------------------------------------------------------------
 
 
+def restore_schedule(schedule: LambdaLR, *, last_epoch: int, step_count: int) -> None:
+    """Count from where it was; the rate follows from the count, as LambdaLR itself computes it."""
+    schedule.last_epoch, schedule._step_count = last_epoch, step_count
+    groups = schedule.optimizer.param_groups
+    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        rate = base * factor(last_epoch)
+        if isinstance(group["lr"], Tensor):  # torchao's optimizers hold on to it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    schedule._last_lr = [float(group["lr"]) for group in groups]
+
+
 def total_loss(out: LossOut, denominators: dict[str, Tensor]) -> Tensor:
     """Each term divided once, by its count over the whole optimizer step and all ranks."""
     assert out.terms.keys() <= denominators.keys(), f"terms {sorted(out.terms)} vs {sorted(denominators)}"
@@ -275,13 +288,7 @@ class TrainedModule:
         return {"updates": self.schedule.last_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.schedule.last_epoch = state["updates"]
-        self.schedule._step_count = state["updates"] + 1
-        for group, base, factor in zip(
-            self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(state["updates"])
-        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        restore_schedule(self.schedule, last_epoch=state["updates"], step_count=state["updates"] + 1)
 
     def tensors(self) -> dict[str, Tensor]:
         """`NAME` of a parameter, and `NAME/exp_avg` and so on of its optimizer state."""

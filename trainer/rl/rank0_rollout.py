@@ -82,18 +82,19 @@ class Rank0Rollout:
             }
         header = comm.from_main(header, "groups of the step")
         tensors = comm.tensors_from_main(tensors, "tokens of the step")
-        own = self._groups(header, tensors, header["dealt"][comm.data_rank()])
+        own = header["dealt"][comm.data_rank()]
         if batch is not None:
-            return replace(batch, groups=own)
-        return GroupBatch(own, header["names"], header["weights"], {})
+            return replace(batch, groups=[batch.groups[place] for place in own])
+        return GroupBatch(self._groups(header, tensors, own), header["names"], header["weights"], {})
 
     def _groups(self, header: dict[str, Any], tensors: list[Tensor], own: Sequence[int]) -> list[Group]:
-        completions = iter(from_tensors(header["completions"], tensors))
+        wanted = [place in own for place, group in enumerate(header["groups"]) for _ in range(group[-1])]
+        completions = iter(from_tensors(header["completions"], tensors, wanted))
         groups = []
-        for number, row, kind, values, replayed, count in header["groups"]:
+        for number, row, kind, values, replayed, count in (header["groups"][place] for place in own):
             made = [next(completions) for _ in range(count)]
             groups.append(Group(number, self.prompts[row], row, kind, made, values, replayed))
-        return [groups[place] for place in own]
+        return groups
 
     def _generate_part(self) -> None:
         requests, sampling, version = comm.from_main(None, "requests")
@@ -133,25 +134,31 @@ def _flat(lists: Sequence[Sequence[Any]], dtype: Any) -> Tensor:  # (N,)
     return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype, count))
 
 
-def from_tensors(rest: Sequence[dict[str, Any]], tensors: Sequence[Tensor]) -> list[Completion]:
-    ids, logps, masks = (x.tolist() for x in tensors)
+def from_tensors(
+    rest: Sequence[dict[str, Any]],
+    tensors: Sequence[Tensor],
+    wanted: Sequence[bool] | None = None,  # which of them to build; None: all
+) -> list[Completion]:
+    ids, logps, masks = tensors
     place = at_logp = at_mask = 0
-    prompt: list[int] = []
+    prompt = ids[:0]
     completions = []
-    for saved in rest:
+    for saved, build in zip(rest, wanted or [True] * len(rest), strict=True):
         if saved["prompt"] >= 0:
             prompt = ids[place : place + saved["prompt"]]
             place += saved["prompt"]
-        count = saved["ids"]
-        mask = masks[at_mask : at_mask + count] if saved["masked"] else None
-        completions.append(
-            Completion(
-                prompt_ids=prompt, ids=ids[place : place + count], logps=logps[at_logp : at_logp + count], mask=mask,
-                finish_reason=saved["finish_reason"], text=saved["text"], messages=saved["messages"],
-                versions=[(version, made) for version, made in saved["versions"]], columns=saved["columns"],
-            )
-        )  # fmt: skip
-        place, at_logp, at_mask = place + count, at_logp + count, at_mask + (count if saved["masked"] else 0)
+        count, num_masked = saved["ids"], saved["ids"] if saved["masked"] else 0
+        if build:
+            mask = masks[at_mask : at_mask + count].tolist() if saved["masked"] else None
+            completions.append(
+                Completion(
+                    prompt_ids=prompt.tolist(), ids=ids[place : place + count].tolist(), mask=mask,
+                    logps=logps[at_logp : at_logp + count].tolist(), finish_reason=saved["finish_reason"],
+                    text=saved["text"], versions=[(version, made) for version, made in saved["versions"]],
+                    messages=saved["messages"], columns=saved["columns"],
+                )
+            )  # fmt: skip
+        place, at_logp, at_mask = place + count, at_logp + count, at_mask + num_masked
     return completions
 
 

@@ -71,7 +71,7 @@ from trainer.parallel.comm import is_main, of_all, rank, world_size
 from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, reshard
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
-from trainer.policy.optim import SCALE, as_held, as_saved
+from trainer.policy.optim import SCALE, as_held, as_saved, restore_schedule
 from trainer.run import stop
 
 FORMAT = 1
@@ -293,7 +293,7 @@ def load_checkpoint(
         for name, own in names.items():
             local(trained[own]).copy_(weights.read(name, local_slices(trained[own])))
     _restore_slots(optimizer, trained, moments)
-    _restore_schedule(schedule, record["schedule"])
+    restore_schedule(schedule, **record["schedule"])
     restore_rng(folder)
     return {"step": record["step"], "run": record["run"], "tensors": stored.below("extra/")}
 
@@ -375,20 +375,6 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
 
 def _schedule_state(schedule: LambdaLR) -> dict[str, int]:
     return {"last_epoch": schedule.last_epoch, "step_count": schedule._step_count}
-
-
-def _restore_schedule(schedule: LambdaLR, state: dict[str, int]) -> None:
-    """Restore the count; the rate follows from it, as LambdaLR computes it."""
-    schedule.last_epoch = state["last_epoch"]
-    schedule._step_count = state["step_count"]
-    groups = schedule.optimizer.param_groups
-    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        rate = base * factor(schedule.last_epoch)
-        if isinstance(group["lr"], Tensor):  # torchao's optimizers keep a reference to it
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    schedule._last_lr = [float(group["lr"]) for group in groups]
 
 
 def _python_rng() -> dict[str, Any]:

@@ -225,7 +225,7 @@ def set_up_rewards(rewards: Any, gym: GymClient, on_error: Literal["stop", "none
             function.call.gym, function.call.on_error = gym, on_error
 
 
-# the gym's servers ---------------------------------------------------------------------------------------------------
+# the gym's servers -----------------------------------------------------------------------------------------------
 
 
 class GymError(Exception):
@@ -494,7 +494,7 @@ def error_text(body: bytes) -> str:
     return " ".join(str(detail).split())[:200] or "no reason given"
 
 
-# requests and replies: plain functions, no connection ----------------------------------------------------------------
+# requests and replies: plain functions, no connection ------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -295,7 +295,7 @@ def _taken(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, A
     return {name: value for name, value in columns.items() if name in parameters}
 
 
-# schemas -------------------------------------------------------------------------------------------------------------
+# schemas ---------------------------------------------------------------------------------------------------------
 
 
 def schema_of(
@@ -398,7 +398,7 @@ def _read_doc(doc: str) -> tuple[str, dict[str, str]]:
     return " ".join(about.split()), described
 
 
-# built-in tools ------------------------------------------------------------------------------------------------------
+# built-in tools --------------------------------------------------------------------------------------------------
 
 
 MAX_LENGTH = 200  # characters of an expression

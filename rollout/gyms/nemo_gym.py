@@ -224,7 +224,7 @@ def set_up_rewards(rewards: Any, gym: GymClient, on_error: Literal["stop", "none
             function.call.gym, function.call.on_error = gym, on_error
 
 
-# the gym's servers ---------------------------------------------------------------------------------------------------
+# the gym's servers -----------------------------------------------------------------------------------------------
 
 
 class GymError(Exception):
@@ -493,7 +493,7 @@ def error_text(body: bytes) -> str:
     return " ".join(str(detail).split())[:200] or "no reason given"
 
 
-# requests and replies: plain functions, no connection ----------------------------------------------------------------
+# requests and replies: plain functions, no connection ------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class OpenEnvSource:
         self._inner.close()
 
 
-# adapters: between the model's text and the environment's objects ----------------------------------------------------
+# adapters: between the model's text and the environment's objects ------------------------------------------------
 
 
 class Adapter(Protocol):
@@ -284,7 +284,7 @@ def _text_field(cfg: OpenEnvConfig, schema: dict[str, Any]) -> str:
     )
 
 
-# sessions: one episode of the environment, in this process or on a server --------------------------------------------
+# sessions: one episode of the environment, in this process or on a server ----------------------------------------
 
 
 class Step(NamedTuple):

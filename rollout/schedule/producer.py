@@ -161,7 +161,7 @@ class Producer:
         except Exception as error:
             words = " ".join(str(error).split()) or type(error).__name__
             kind = ValueError if isinstance(error, ValueError) else RuntimeError
-            raise kind(f"prompt={planned.prompt.source}: its completions could not be made; {words}") from error
+            raise kind(f"prompt={planned.prompt.source}: its completions could not be sampled; {words}") from error
         size = self.planner.num_generations
         assert len(completions) == size, f"{planned.prompt.source}: {len(completions)} completions, not {size}"
         oldest = [min(version for version, _ in c.versions) for c in completions if c.versions]

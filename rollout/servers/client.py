@@ -433,7 +433,7 @@ class VllmServer:
         return status, reply
 
 
-# requests and replies: plain functions, no connection ----------------------------------------------------------------
+# requests and replies: plain functions, no connection ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,7 +554,7 @@ def _check_logps(logps: list[Any], num_ids: int) -> None:
         raise ValueError(f"a log-prob of {max(logps):g}, above 0")
 
 
-# HTTP ----------------------------------------------------------------------------------------------------------------
+# HTTP ------------------------------------------------------------------------------------------------------------
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -364,7 +364,7 @@ def _start_again(server: Launched, name: str, tries: dict[Launched, int], log: L
     log(f"{name}: its port was taken meanwhile, trying {server.url}")
 
 
-# ports, and what a killed guard leaves behind ------------------------------------------------------------------------
+# ports, and what a killed guard leaves behind --------------------------------------------------------------------
 
 
 def reserve(host: str, port: int) -> socket.socket:
@@ -452,7 +452,7 @@ def _is_zombie(pid: int) -> bool:
         return False
 
 
-# reading a server's log ----------------------------------------------------------------------------------------------
+# reading a server's log ------------------------------------------------------------------------------------------
 
 
 TAIL_BYTES = 2**18

@@ -196,7 +196,7 @@ def write_files(files: Sequence[TensorFile], tensors: Iterator[tuple[str, Tensor
             file.data.copy_(staging[: len(file.data)])
 
 
-# the folder -------------------------------------------------------------------------------------------------------
+# the folder ------------------------------------------------------------------------------------------------------
 
 
 class WeightFolder:

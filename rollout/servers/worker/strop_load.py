@@ -58,6 +58,7 @@ class Loading:
             self._contexts.close()
 
     def begin(self) -> None:
+        """Unwrap LoRA layers and empty every parameter."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._lap("wait")
@@ -68,6 +69,7 @@ class Loading:
         self._lap("load")
 
     def add(self, piece: Piece) -> None:
+        """Load the tensors of one bucket, then release its buffer."""
         self._lap("wait")
         self.num_bytes += piece.num_bytes
         self.num_tensors += len(piece.tensors)
@@ -81,6 +83,7 @@ class Loading:
         self._lap("load")
 
     def finish(self) -> None:
+        """Check that all bytes arrived and every layer is complete, then make the model runnable again."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if not self.begun:

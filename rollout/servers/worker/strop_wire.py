@@ -359,6 +359,7 @@ class GroupLink:
     device: torch.device
 
     def receive(self, plan: dict[str, Any]) -> Iterator[Piece]:
+        """The buckets of the plan, one by one; the caller loads each before it takes the next."""
         deadline = time.monotonic() + plan["timeout"]
         buckets = plan["buckets"]
         size = max(bucket["size"] for bucket in buckets) + SUM_BYTES
@@ -390,6 +391,7 @@ class SharedLink:
     buffers: list[Tensor]
 
     def receive(self, plan: dict[str, Any]) -> Iterator[Piece]:
+        """The buckets of the plan, one by one; Piece.release tells the trainer that the buffer is free."""
         deadline = time.monotonic() + plan["timeout"]
         turn = plan["turn"]
         for i, bucket in enumerate(plan["buckets"]):

@@ -320,7 +320,7 @@ def test_a_group_that_fails_is_raised_with_its_prompt(error, kind):
     arrived = producer.arrived()
     name = next(arrived)
     words = "no server is left" if kind is ValueError else "'x'"
-    with pytest.raises(kind, match=rf"^prompt=rows:\d: its completions could not be made; {words}$") as raised:
+    with pytest.raises(kind, match=rf"^prompt=rows:\d: its completions could not be sampled; {words}$") as raised:
         next(arrived)
     assert name.number == 0 and raised.value.__cause__ is error
     producer.close()
@@ -332,7 +332,7 @@ def test_close_cancels_what_runs_and_its_groups_stay_pending():
     producer = Producer(source, make_planner(), depth=1)
     producer.begin(0)
     threading.Timer(0.05, producer.close).start()
-    with pytest.raises(RuntimeError, match="could not be made; CancelledError"):
+    with pytest.raises(RuntimeError, match="could not be sampled; CancelledError"):
         list(producer.arrived())
     producer.close()
     assert source.closed == 2 and all(future.cancelled() for future in source.futures)

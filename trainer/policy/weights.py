@@ -5,7 +5,7 @@
     source.save_adapter(Path("v000012"))          # for vLLM's LoRA, if the policy has an adapter
 
 An adapter is merged into new tensors, W + scaling B A in float32 and rounded once; the policy itself is not changed.
-Sharded weights are gathered one tensor at a time, and all ranks must read them together (trainer/rl/lend.py).
+Sharded weights are gathered one tensor at a time, and all ranks must read them together (trainer/rl/rank0_rollout.py).
 """
 
 from __future__ import annotations

@@ -466,7 +466,10 @@ def test_every_flag_has_help_of_one_paragraph(method):
     for block in own_classes(cli.load_method(method).Config):
         family = [kind for kind in reversed(block.__mro__) if dataclasses.is_dataclass(kind)]  # ipo extends dpo
         described = {p.arg_name: p.description or "" for kind in family for p in parse_from_object(kind).params}
+        hints = flags.get_type_hints(block, include_extras=True)
         for field in dataclasses.fields(block):
+            for marker in getattr(hints[field.name], "__metadata__", ()):  # tyro.conf.arg(help=...)
+                described.setdefault(field.name, getattr(marker, "help", None))
             if not dataclasses.is_dataclass(flags.get_type_hints(block)[field.name]):
                 assert described.get(field.name), f"{block.__qualname__}.{field.name} has no text under it"
                 assert "\n" not in described[field.name], f"{field.name}: write long help as ('a ' 'b')"
@@ -546,11 +549,10 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
     """Each method's own call of its loader, with a tokenizer in place of a model."""
     from types import SimpleNamespace
 
-    from trainer.rl.rollouts import prompts_of
-
     from trainer.methods import ebft, kto, prm, rm, sft
     from trainer.offline.pairs import pairs_of
     from trainer.policy.load import load_tokenizer
+    from trainer.rl.setup import prompts_of
 
     (tmp_path / "styled.jinja").write_text(STYLED)
     user = [{"role": "user", "content": "2+2="}]

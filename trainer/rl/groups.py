@@ -5,7 +5,7 @@
     advantage = groups.advantage(batch)         # (B,), or a number for each id: the estimator of the run
 
 The same estimator judges which groups teach nothing, for dynamic sampling and replay. Statistics over a batch
-(scale_rewards batch, GDPO's last stage) are over all its groups and ranks, however they came.
+(scale_rewards batch, GDPO's last stage) are over all its groups and ranks, replayed and resampled ones included.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from trainer.rl.step import pack_completions, score
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """What one step trains on: P groups of G completions, and how they came about."""
+    """What one step trains on: P groups of G completions, and how they were obtained."""
 
     groups: list[Group]
     names: list[str]  # of the rewards
     weights: list[float]
-    metrics: dict[str, float]  # of how it came about
+    metrics: dict[str, float]  # of sampling, replay and rewards
     sampled: GroupBatch | None = None  # all that was sampled for it, before anything was replaced
     reward_s: float = 0.0  # seconds in reward functions
 
@@ -78,7 +78,7 @@ class GroupBatch:
         return [row for group in self.groups for row in group.extra or [{}] * len(group.values)]
 
     def old_logps(self, recompute: bool) -> list[list[float] | None] | None:
-        """Log-probs that the ratios of replayed groups are taken against, where not those of the weights of today."""
+        """Log-probs that the ratios of replayed groups are taken against, if not those of the current weights."""
         if recompute or not any(group.replayed for group in self.groups):
             return None
         return [c.logps if group.replayed else None for group in self.groups for c in group.completions]
@@ -102,16 +102,16 @@ class Groups:
     ) -> None:
         self.cfg, self.producer, self.rewards, self.replay = cfg, producer, rewards, replay
         self.unrewarded = unrewarded
-        self._tables: list[RewardTable] = []  # of the batch in hand
+        self._tables: list[RewardTable] = []  # of the current batch
         self.estimate = estimate or cfg.advantage.estimate
         self.has_penalty = cfg.advantage.overlong_margin > 0
         self.names = [*rewards.names, *(["overlong"] if self.has_penalty else [])]
-        self._weights: list[float] = []  # of the rewards, at the step in hand
+        self._weights: list[float] = []  # of the rewards, at the current step
         self._reward_s = 0.0
-        self._logged: dict[str, list[float]] = {}  # by the reward functions, in the step in hand
+        self._logged: dict[str, list[float]] = {}  # by the reward functions, in the current step
 
     def next(self, step: int, version: int) -> GroupBatch:
-        """The batch that comes after `step` optimizer steps; `version` is that of the engine's weights."""
+        """The batch for the next update, after `step` optimizer steps; `version` is that of the engine's weights."""
         self._reward_s, self._logged, self._tables = 0.0, {}, []
         self.producer.begin(step, version)
         groups = self._rewarded(self.producer.arrived(), step)
@@ -139,7 +139,7 @@ class Groups:
         return batch
 
     def _rewarded(self, arriving: Iterable[Group], step: int) -> list[Group]:
-        """Rewards of groups, some at a time as they come in, or all at once; in the order they were planned."""
+        """Reward groups, as they arrive or all at once; returned in the order they were planned."""
         overlap = self.cfg.overlap
         pending: list[tuple[list[Group], Any]] = []
         waiting: list[Group] = []
@@ -171,7 +171,7 @@ class Groups:
         prompts = [made.prompt for made in groups for _ in made.completions]
         future = self.rewards.submit(prompts, [c for made in groups for c in made.completions], step=step)
         if future.done():
-            future.result()  # computed by this very thread: now, while other groups are being sampled
+            future.result()  # computed in this thread, while other groups are being sampled
         self._reward_s += time.perf_counter() - started
         return future
 
@@ -204,7 +204,7 @@ class Groups:
         return bool(self._advantage_alone(group).count_nonzero())
 
     def _tell_planner(self, group: Group) -> None:
-        """A prompt for which nothing was earned comes again later, when the policy may be better."""
+        """A prompt that earned nothing is planned again later; the curriculum learns the mean reward."""
         planner = self.producer.planner
         earned = [x for row in group.values for x in row if x is not None]
         if earned and max(map(abs, earned)) < NOTHING:
@@ -214,7 +214,7 @@ class Groups:
             planner.saw(group, statistics.fmean(totals))
 
     def _replay(self, groups: list[Group], step: int) -> dict[str, float]:
-        """Stored groups in the place of flat ones; then this batch's own are stored."""
+        """Replace groups without signal by stored ones, then store the groups of this batch that have it."""
         if not self.replay.size:
             return {}
         fresh = [group for group in groups if self._teaches(group)]
@@ -239,8 +239,8 @@ def checked_advantage(found: Advantage, batch: GroupBatch) -> Tensor | list[list
             raise ValueError(
                 f"advantage_estimator: returned shape {tuple(found.shape)} for {shape} groups x completions"
             )
-        return found.flatten().nan_to_num(nan=0.0)
-    rows = [torch.as_tensor(x, dtype=torch.float32).nan_to_num(nan=0.0).tolist() for x in found]
+        return torch.where(found.isnan(), 0.0, found).flatten()
+    rows = [[0.0 if x != x else x for x in torch.as_tensor(own).tolist()] for own in found]
     wanted = [len(completion.ids) for completion in batch.completions]
     if [len(row) for row in rows] != wanted:
         raise ValueError(
@@ -259,7 +259,7 @@ def per_completion(advantage: Tensor | Sequence[Sequence[float]]) -> list[float]
 
 @torch.no_grad()
 def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> Tensor:  # (B,)
-    """k1 of each completion, summed over its tokens: log-prob of the policy as it is, less that of the reference."""
+    """k1 of each completion, summed over its tokens: log-prob of the current policy minus that of the reference."""
     total = torch.zeros(len(completions), device=policy.device)
     micro_batches = pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt)
     for mb, now in zip(micro_batches, score(cfg, policy, micro_batches), strict=True):

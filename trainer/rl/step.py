@@ -59,12 +59,12 @@ class StepBatch:
     rows: list[int]  # their places in what was given
     micro_batches: list[Batch]
     advantage: list[Tensor]  # (N,)
-    idle: list[bool]  # micro-batches that only statistics of the step need
+    idle: list[bool]  # micro-batches without advantage: only statistics of the step need them
     behaviour: list[Tensor]  # (N,) log-probs of the engine; NaN = it gave none
     start: list[TokenLogps] | None  # of the weights the step starts from; None: they are those of the backward pass
     given: bool  # `start` holds log-probs of earlier weights
     reference: list[Tensor] | None  # (N,)
-    local: dict[str, Tensor]  # () counts of this rank, as losses.policy.denominator takes them
+    local: dict[str, Tensor]  # () counts of this rank, as PolicyLoss.denominator takes them
     total: dict[str, Tensor]  # () the same over all ranks
     skipped: int  # completions that count and are not computed, of this rank
     skipped_tokens: int
@@ -78,12 +78,14 @@ def prepare(
     advantage: Tensor | Sequence[Sequence[float]],  # (B,), or for each completion one number per id
     *,
     old_logps: Sequence[Sequence[float] | None] | None = None,
+    steps: int | None = None,
 ) -> StepBatch:
-    """Micro-batches, the same for every iteration, and what has to be known before the first.
+    """Micro-batches, the same for every step on them, and what has to be known before the first step.
 
-    `old_logps` are log-probs that the ratio is to be taken against, one list per completion as long as its ids (a
-    replayed group brings those of its first use); None for a completion, or NaN for a token, means the weights as they
-    are. Where the ratio is against the engine anyway they are not looked at.
+    `old_logps` are log-probs that the ratio is taken against, one list per completion as long as its ids (a replayed
+    group brings those of its first use); None for a completion, or NaN for a token, means the current weights. They
+    are not read where the ratio is against the engine anyway. `steps` is the number of optimizer steps of the whole
+    rollout, if not num_iterations: with more than one, the log-probs of the current weights are kept.
     """
     options, correction = cfg.policy_loss, cfg.correction
     trained = [
@@ -92,14 +94,14 @@ def prepare(
         if c.trained and not (options.mask_truncated_completions and c.finish_reason == "length")
     ]
     can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and options.entropy_coef == 0
-    # These two are about all tokens of a micro-batch or of the step: rows stay, only idle micro-batches are left out.
+    # These two depend on all tokens of a micro-batch or step: only whole micro-batches without advantage are skipped.
     whole = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
     per_completion = isinstance(advantage, Tensor)
     teaches = (advantage != 0).tolist() if per_completion else [any(x != 0 for x in own) for own in advantage]
     rows = [row for row in trained if not can_skip or whole or teaches[row]]
     kept = [completions[row] for row in rows]
     micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
-    # Ranks of a sharded model run the same passes, those with nothing in them too.
+    # Ranks of a sharded model must run the same passes, empty ones too.
     skips = can_skip and not policy.is_sharded
     idle = [skips and not any(teaches[rows[i]] for i in mb.rows) for mb in micro_batches]
     computed = {i for mb, skip in zip(micro_batches, idle, strict=True) if not skip for i in mb.rows}
@@ -108,7 +110,7 @@ def prepare(
     def number(x: int) -> Tensor:
         return torch.tensor(float(x), device=policy.device)
 
-    num_micro_batches = sum(len(mb.target) > 0 for mb in micro_batches)  # without those that only fill up for others
+    num_micro_batches = sum(len(mb.target) > 0 for mb in micro_batches)  # without the empty ones that pad the list
     counts = torch.stack([number(num_tokens), number(len(trained)), number(num_micro_batches)])
     names = ("num_tokens", "num_completions", "num_micro_batches")
     batch = StepBatch(
@@ -121,7 +123,7 @@ def prepare(
     )  # fmt: skip
     given = [None if old_logps is None else old_logps[row] for row in rows]
     has_given = all_count(any(x is not None for x in given), "replayed log-probs") > 0  # ranks do the same passes
-    if correction.proximal_policy == "step" and (cfg.num_iterations > 1 or has_given):
+    if correction.proximal_policy == "step" and ((steps or cfg.num_iterations) > 1 or has_given):
         batch = replace(batch, start=_start(cfg, policy, batch, given), given=has_given)
     if has_kl_term(cfg):
         reference = [reference_logps(policy, mb, temperature=cfg.temperature) for mb in micro_batches]
@@ -132,7 +134,7 @@ def prepare(
 def pack_completions(
     run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool
 ) -> list[Batch]:
-    """Micro-batches of prompts and completions, the completions trained; a group may lie behind one prompt."""
+    """Micro-batches of prompts and completions; only completions are trained. A group may share one prompt."""
     items = [
         Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids)), len(c.prompt_ids))
         for c in completions
@@ -171,7 +173,7 @@ def _token_advantages(
 
 
 def _start(cfg: Any, policy: Policy, batch: StepBatch, given: list[Sequence[float] | None]) -> list[TokenLogps]:
-    """The policy as it is, except where log-probs are given."""
+    """Log-probs of the current policy, except where others are given."""
     scored = score(cfg, policy, batch.micro_batches)
     unknown = float("nan")
     values = [[unknown] * len(c.ids) if x is None else x for c, x in zip(batch.completions, given, strict=True)]
@@ -183,7 +185,7 @@ def _start(cfg: Any, policy: Policy, batch: StepBatch, given: list[Sequence[floa
 
 @torch.no_grad()
 def score(cfg: Any, policy: Policy, micro_batches: Sequence[Batch]) -> list[TokenLogps]:
-    """Log-probs and entropies by the weights as they are, without the dropout an adapter may have."""
+    """Log-probs and entropies of the current policy, without an adapter's dropout."""
     was_training = policy.model.training
     policy.model.eval()
     try:
@@ -228,7 +230,7 @@ def backward(cfg: Any, policy: Policy, batch: StepBatch) -> MetricSums:
     share = torch.where(of_step > 0, own / of_step.clamp(min=1), 1 / data_size())
     divisors = {name: count.clamp(min=1) * share for name, count in denominators.items()}  # as total_loss has them
     add_step_metrics(sums, divisors, share, all_sum(ratios))
-    # An advantage of 0 is never clipped: these fractions are known of all tokens, computed or not.
+    # Skipped tokens count as unclipped.
     nothing = torch.zeros_like(share)
     sums.add({name: (nothing, batch.skipped_tokens) for name in list(sums.pairs) if name.startswith("policy/clip_")})
     sums.add({"policy/skipped_frac": (nothing + batch.skipped, batch.local["num_completions"])})
@@ -325,7 +327,7 @@ def token_inputs(
 
 
 def _leave_zero_gradients(policy: Policy) -> None:
-    """Nothing to learn from: the optimizer does what it does for a gradient of zero."""
+    """No token has a gradient: the optimizer steps as for gradients of zero."""
     for p in policy.model.parameters():
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)

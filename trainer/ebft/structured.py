@@ -1,10 +1,10 @@
 """What structured energy-based fine-tuning adds to a step of GRPO: rewards from features, and the true completions.
 
-    rewards = FeatureRewards(network, num_generations=4)       # in the place of reward functions
+    rewards = FeatureRewards(network, num_generations=4)       # instead of reward functions
     batch = groups.next(step, engine.version)
     advantage = groups.advantage(batch)                        # (B,), by `estimate`
     sums = backward(cfg, policy, rollout)                      # trainer/rl/step.py
-    add_target(cfg, policy, targets, sums)                     # gradients of the cross-entropy besides
+    add_target(cfg, policy, targets, sums)                     # adds gradients of the cross-entropy
 
 Alignment and diversity are two rewards, the second with weight -1, so that everything that looks at groups (replay,
 dynamic sampling, samples.jsonl) sees them apart and their sum as the reward.
@@ -43,7 +43,7 @@ MEASURE = "measure"  # rank 0's command when it wants rewards
 
 
 class FeatureRewards:
-    """Rewards as trainer/rl/groups.py asks for them, made by the feature networks of all processes."""
+    """Rewards from the feature networks of all ranks, in the form that trainer/rl/groups.py reads."""
 
     names = ["alignment", "diversity"]
     weights = [1.0, -1.0]
@@ -56,7 +56,7 @@ class FeatureRewards:
     def submit(
         self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, step: int
     ) -> Future[RewardTable]:
-        """Computes now, on whole groups: the future has its result."""
+        """Computes at once, on whole groups: the future has its result."""
         measured = self.measure(prompts, completions)
         self._measured.append(measured)
         parts = torch.stack(measured.reward, dim=-1).flatten(0, 1).tolist()  # (P * G, 2)
@@ -77,9 +77,9 @@ class FeatureRewards:
         """What another rank does at the command."""
         self._measure_part(None)
 
-    def _measure_part(self, told: list[list[list[Any]]] | None) -> MeasuredFeatures:
-        """This rank's part of the groups that rank 0 tells; all of them together, in their order."""
-        groups = [[Item(*item) for item in group] for group in comm.from_main(told, "groups to measure")]
+    def _measure_part(self, sent: list[list[list[Any]]] | None) -> MeasuredFeatures:
+        """Measure this rank's part of rank 0's groups; returns all of them, in their order."""
+        groups = [[Item(*item) for item in group] for group in comm.from_main(sent, "groups to measure")]
         dealt = comm.shares([sum(len(item.ids) for item in group) for group in groups], comm.world_size())
         own = [groups[number] for number in dealt[comm.rank()]]
         found = of_all_ranks([self.network.measure(self.network.of_items(own, self.num_generations))])
@@ -91,14 +91,14 @@ class FeatureRewards:
         return {}
 
     def feature_metrics(self) -> dict[str, float]:
-        """Of all that was sampled since the last call; what is trained on may be less, or older."""
+        """Of everything sampled since the last call; what is trained on may be fewer groups, or replayed ones."""
         measured, self._measured = self._measured, []
         metrics = measured_metrics(measured, "reward") if measured else {}
         return {name: value for name, value in metrics.items() if "cfm" in name}
 
 
 def feature_metrics(cfg: Any, rewards: FeatureRewards, batch: GroupBatch | None) -> dict[str, float]:
-    """Of the whole batch, for every step that is taken on it; rank 0 has it, and is the one to write them down."""
+    """Metrics of the whole batch, for every step on it; on rank 0, which writes them."""
     if batch is None:
         return {}
     advantage = estimate(cfg, batch.for_advantage())
@@ -110,13 +110,13 @@ def feature_metrics(cfg: Any, rewards: FeatureRewards, batch: GroupBatch | None)
 
 
 def estimate(cfg: Any, r: GroupRewards) -> Tensor:  # (P, G)
-    """Of the two parts of the reward, by the estimator asked for."""
+    """Advantages from the two parts of the reward, by the chosen estimator."""
     reward = ebft.Reward(*r.rewards.unbind(dim=-1))
     return ebft.advantage_of(reward, advantage_estimator=cfg.features.advantage_estimator)
 
 
 def target_batches(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], accumulation: int) -> list[Batch]:
-    """Prompts with their true completions, which are what is trained."""
+    """Prompts with their targets, which are the trained tokens."""
     items = [
         Item(
             [*prompt.ids, *prompt.target_ids],
@@ -135,7 +135,7 @@ def target_batches(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], ac
 
 
 def add_target(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], sums: MetricSums) -> int:
-    """Add the gradients of the cross-entropy, and its metrics; gives the tokens this took."""
+    """Add the gradients of the cross-entropy and its metrics; returns the number of tokens computed."""
     if not cfg.features.ce_coef:
         return 0
     micro_batches = target_batches(cfg, policy, prompts, cfg.run.gradient_accumulation_steps)

@@ -1,4 +1,4 @@
-"""What is measured of completions: metrics of a step, rows of samples.jsonl, and the evaluation on held-out prompts."""
+"""Metrics of sampled completions, rows of samples.jsonl, and the evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Means over episodes of what they say of themselves."""
+    """Means over episodes of the columns that they report."""
     metrics = {}
     for name in EPISODE_COLUMNS:
         values = [float(c.columns[name]) for c in completions if c.columns.get(name) is not None]
@@ -83,7 +83,7 @@ def evaluate_rewards(
     rewards: Rewards,
     check: Callable[[int, RewardTable], None] | None = None,  # of evaluations without any reward
 ) -> dict[str, float]:
-    """Completions of held-out prompts by the weights as they are, scored by the same rewards; always the same seeds."""
+    """Complete the held-out prompts with the current weights and fixed seeds, and score them by the same rewards."""
     engine.load(version)
     groups = run_groups(source, [[Request.of(prompt, seed)] for seed, prompt in enumerate(prompts)], engine.tend)
     engine.sleep()

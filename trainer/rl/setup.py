@@ -1,8 +1,9 @@
-"""What stands between prompts and rewards: nothing, tools, a function of the user, an environment, or NeMo Gym.
+"""Set-up of a rollout: the engine, and how completions are made with it (plain, with tools, by a user's function, in an
+environment or a gym).
 
-setup = RolloutSetup(cfg, policy, run.note)        # all that can be wrong with it shows before there is a run folder
-prompts = setup.prompts(cfg.data.data)             # with tools in them, and rows of the gym
-source = setup.source(engine, sampling)            # completions, by whatever means
+    setup = RolloutSetup(cfg, policy, run.note)        # bad settings are refused before there is a run folder
+    prompts = setup.prompts(cfg.data.data)             # with tools in them, and rows of the gym
+    source = setup.source(engine, sampling)            # where completions come from
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from data.chat import stop_ids
-from data.rows.nemo_gym import load_nemo_gym
 from data.rows.prompts import load_prompts
 from data.types import Prompt
 from data.user_code import find_callable
@@ -25,7 +25,6 @@ from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.rollout_func import RolloutFunction
 from rollout.episodes.tool_episode import ToolEpisode, show_tools
 from rollout.episodes.tools import load_tools
-from rollout.gyms.nemo_gym import COLUMNS, GymClient, RunSource, set_up_rewards
 from rollout.rewards.table import Rewards
 from rollout.schedule.planner import Order
 from rollout.servers.command import shares_gpu
@@ -44,13 +43,17 @@ UNSEEN = 2048  # tokens that an environment or a function of the user may put in
 
 
 class RolloutSetup:
-    """Made once in a run."""
+    """Tools, functions, environments and gyms of one run. Gyms are imported only when a run uses them."""
 
-    def __init__(self, cfg: Any, policy: Policy, say: Callable[[str], None]) -> None:
+    def __init__(self, cfg: Any, policy: Policy, log: Callable[[str], None]) -> None:
         self.cfg, self.policy = cfg, policy
         self.toolset = load_tools(cfg.tools.tools, timeout=cfg.tools.tool_timeout) if cfg.tools.tools else None
         self.function = RolloutFunction(cfg.tools.rollout_func) if cfg.tools.rollout_func else None
-        self.gym = GymClient(cfg.nemo_gym, log=say) if cfg.nemo_gym.datasets else None
+        self.gym: Any = None
+        if cfg.nemo_gym.datasets:
+            from rollout.gyms.nemo_gym import GymClient
+
+            self.gym = GymClient(cfg.nemo_gym, log=log)
         self.episode: Any = None
         if self.toolset is not None:
             self.episode = ToolEpisode.of(cfg.tools, self.toolset, policy.tokenizer)
@@ -61,10 +64,12 @@ class RolloutSetup:
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """What completions bring to the rewards besides the columns of the data; None: only they will show."""
+        """Columns that completions add to those of the data, for rewards; None: not known before they are made."""
         if self.function is not None:
             return None
         if self.cfg.nemo_gym.multi_turn:
+            from rollout.gyms.nemo_gym import COLUMNS
+
             return COLUMNS
         if self.toolset is not None:
             return ("num_turns", *(["env_reward"] if self.toolset.pays else []))
@@ -72,7 +77,7 @@ class RolloutSetup:
 
     @property
     def unseen(self) -> int:
-        """Tokens that a sequence may get besides its prompt and completion."""
+        """Tokens that a sequence may have besides its prompt and completion."""
         if self.cfg.nemo_gym.multi_turn:
             return self.cfg.max_completion_length  # its agents ask for a whole answer in every turn, the last included
         return UNSEEN if self.cfg.openenv.env is not None or self.function is not None else 0
@@ -91,6 +96,8 @@ class RolloutSetup:
             )
             self.toolset.check_rows(prompts, "eval_data" if held_out else "data")
         if self.gym is not None and not held_out:
+            from data.rows.nemo_gym import load_nemo_gym
+
             prompts += load_nemo_gym(
                 cfg.nemo_gym.datasets,
                 policy.tokenizer,
@@ -107,12 +114,16 @@ class RolloutSetup:
     def connect(self, prompts: Sequence[Prompt], rewards: Rewards) -> None:
         """Find the gym's servers, before anything is written."""
         if self.gym is not None:
+            from rollout.gyms.nemo_gym import set_up_rewards
+
             self.gym.connect(prompts, multi_turn=self.cfg.nemo_gym.multi_turn)
             set_up_rewards(rewards, self.gym, self.cfg.reward.reward_on_error)
 
     def source(self, engine: Engine, sampling: Sampling) -> Source:
         if self.cfg.nemo_gym.multi_turn:
             assert self.gym is not None
+            from rollout.gyms.nemo_gym import RunSource
+
             vocab_size = self.policy.model.config.get_text_config().vocab_size
             return RunSource(
                 self.gym,
@@ -138,7 +149,7 @@ class RolloutSetup:
 
 
 def load_curriculum(spec: str | None) -> Order | None:
-    """The user's function, found before anything is sampled."""
+    """The user's function, or None."""
     return None if spec is None else find_callable(spec, f"curriculum={spec}")[1]
 
 
@@ -163,7 +174,7 @@ def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
 
 
 def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
-    """What would keep a server from starting or answering, as far as it shows at once: before there is a run folder."""
+    """Refuse what would keep a server from starting or answering, before there is a run folder."""
     if cfg.prompts_per_step < data_size():
         those = "processes" if context_size() == 1 else f"times {context_size()} processes that share theirs"
         raise ValueError(
@@ -189,7 +200,7 @@ def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
 
 
 def check_places(cfg: Any, policy: Policy) -> None:
-    """Servers beside several processes: they have GPUs of their own, and may be as slow as the others can wait."""
+    """Servers beside several processes need GPUs of their own, and syncs within the time limit of collectives."""
     if policy.device.type == "cuda":
         if shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
@@ -214,7 +225,7 @@ def check_places(cfg: Any, policy: Policy) -> None:
 
 
 def check_gpus(vllm: VllmConfig, ours: int, there_are: int) -> None:
-    """Servers of our own on this machine: on GPUs that no process trains on."""
+    """Servers that the run starts need GPUs that no process trains on."""
     if vllm.url:
         return
     taken = [number for number in vllm.devices if number < ours]
@@ -232,7 +243,7 @@ def check_gpus(vllm: VllmConfig, ours: int, there_are: int) -> None:
 
 
 def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], *, unseen: int = 0) -> Engine:
-    """The engine of a method that samples, ended with the run; `prompts` are all it will be asked about.
+    """The engine, closed with the run; `prompts` are all that it will complete.
 
     `unseen` is how many tokens besides a prompt and its completion a sequence may get.
     """

@@ -462,8 +462,10 @@ class TritonHead:
         step = PART * max(1, self.width // 1024)
         for i in range(0, count, step):
             part = slice(i, min(i + step, count))
-            product = _product(e[part, : self.vocab], self.weight)
-            self._finish_hidden(product, start, plan, part, apply_coef=not rewritten)
+            # In one expression: a name would keep this product in memory beside the next one.
+            self._finish_hidden(
+                _product(e[part, : self.vocab], self.weight), start, plan, part, apply_coef=not rewritten
+            )
 
     def finish(self) -> bool:
         self._last_was_full()

@@ -1,7 +1,7 @@
 """Two advantage estimators: REINFORCE++ with one number per completion, and a discounted one with one per token.
 
-    python -m trainer --method grpo --advantage-estimator my_advantage.batch_normalized
-    python -m trainer --method grpo --advantage-estimator my_advantage.discounted --advantage-kwargs '{"discount": 0.9}'
+python -m trainer --method grpo --advantage-estimator my_advantage.batch_normalized
+python -m trainer --method grpo --advantage-estimator my_advantage.discounted --advantage-kwargs '{"discount": 0.9}'
 """
 
 from __future__ import annotations
@@ -25,6 +25,4 @@ def batch_normalized(r: GroupRewards) -> Tensor:  # (P, G)
 def discounted(r: GroupRewards, *, discount: float = 0.95) -> list[Tensor]:
     """GRPO's advantage, faded by `discount` for every token that follows: A_t = discount^(T - t) A at token t of T."""
     advantage = group_advantage(r.total).flatten()  # (B,)
-    return [
-        a * discount ** torch.arange(len(c.ids) - 1, -1, -1) for a, c in zip(advantage, r.completions, strict=True)
-    ]
+    return [a * discount ** torch.arange(len(c.ids) - 1, -1, -1) for a, c in zip(advantage, r.completions, strict=True)]

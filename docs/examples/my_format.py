@@ -1,7 +1,7 @@
 """A data format for rows such as {"terms": [17, 25], "total": 42}, which no built-in format reads.
 
-    python -m data.show --data sums.jsonl --data-format my_format.sums --model builtin:tiny
-    python -m trainer --method grpo --data sums.jsonl --data-format my_format.sums
+python -m data.show --data sums.jsonl --data-format my_format.sums --model builtin:tiny
+python -m trainer --method grpo --data sums.jsonl --data-format my_format.sums
 """
 
 from __future__ import annotations

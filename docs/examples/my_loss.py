@@ -1,7 +1,7 @@
 """A policy loss, as a function and as a record with another average.
 
-    python -m trainer --method grpo --loss-type my_loss.topr --proximal-policy behaviour --num-iterations 2
-    python -m trainer --method grpo --loss-type my_loss.topr_by_completion --loss-kwargs '{"topr_cap": 0.5}'
+python -m trainer --method grpo --loss-type my_loss.topr --proximal-policy behaviour --num-iterations 2
+python -m trainer --method grpo --loss-type my_loss.topr_by_completion --loss-kwargs '{"topr_cap": 0.5}'
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two rewards: one of the text alone, and one that reads a column of the data.
 
-    python -m rollout.rewards --check my_reward.closeness --data task:addition --model builtin:tiny
-    python -m trainer --method grpo --reward-funcs my_reward.closeness my_reward.digits_only --reward-weights 1.0 0.2
+python -m rollout.rewards --check my_reward.closeness --data task:addition --model builtin:tiny
+python -m trainer --method grpo --reward-funcs my_reward.closeness my_reward.digits_only --reward-weights 1.0 0.2
 """
 
 from __future__ import annotations

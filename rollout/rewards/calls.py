@@ -203,7 +203,7 @@ def copied(value: Any) -> Any:
 
 def as_completed(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
     """The completion as messages if the prompt is messages, else as text."""
-    if not prompt.conversational:
+    if isinstance(prompt.prompt, str):
         return completion.text
     if completion.messages is not None:
         return completion.messages

@@ -306,9 +306,6 @@ class RunConfig:
         """max_steps, or as many as num_train_epochs take."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows_per_epoch / rows_per_step) * steps_per_batch
 
-    def eval_due(self, step: int, total_steps: int) -> bool:
-        return step == total_steps or (self.eval_steps > 0 and step % self.eval_steps == 0)
-
 
 def check_evaluation(data: DataConfig, run: RunConfig) -> None:
     """A block cannot see the other's fields; every Config with both calls this."""

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -56,6 +56,9 @@ _Options = dataclasses.make_dataclass(
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig(_Options):
     """What is minimised over the completions of a step."""
+
+    loss: ClassVar[PolicyLoss]  # set from loss_type, not flags
+    loss_options: ClassVar[dict[str, Any]]
 
     loss_type: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(POLICY_LOSSES)}}}|MODULE.FUNCTION")] = "dapo"
     """Loss of a token and what it is averaged over: losses/policy.py has the table. Or my_module.my_loss."""
@@ -112,21 +115,12 @@ class PolicyLossConfig(_Options):
                     f"{name}={getattr(self, name)}: has no effect with beta=0; set --beta, or leave it out"
                 )
 
-    @property
-    def loss(self) -> PolicyLoss:
-        return self._loss
-
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        """The keyword arguments of the loss: flags that it reads, and loss_kwargs."""
-        return self._loss_options
-
     def _resolve_loss(self) -> None:
-        """Find the record. What the loss does not read is refused; what it needs must be there."""
+        """Find `loss`, the record, and `loss_options`, its keyword arguments; refuse what the loss does not read."""
         loss = find_loss(self.loss_type)
         flags = {name: getattr(self, name) for name in OPTIONS if name in loss.options}
-        object.__setattr__(self, "_loss", loss)
-        object.__setattr__(self, "_loss_options", flags | self.loss_kwargs)
+        object.__setattr__(self, "loss", loss)
+        object.__setattr__(self, "loss_options", flags | self.loss_kwargs)
         for name in OPTIONS:
             if name not in loss.options and getattr(self, name) != getattr(PolicyLossConfig, name):
                 readers = [kind for kind, other in POLICY_LOSSES.items() if name in other.options]
@@ -153,6 +147,10 @@ class PolicyLossConfig(_Options):
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     """The gap between the policy that is trained and the engine that sampled."""
+
+    is_on: ClassVar[bool]  # whether there is a weight for the gap; these three follow from the flags
+    bounds: ClassVar[tuple[float | None, float | None]]  # of that weight
+    has_geometric_filter: ClassVar[bool]
 
     vllm_importance_sampling_correction: bool = True
     """Weigh tokens by the ratio of the trainer's log-probs to those of the engine that sampled."""
@@ -186,7 +184,13 @@ class CorrectionConfig:
                      "geometric_min", "geometric_max"):  # fmt: skip
             if reason and getattr(self, name) != getattr(CorrectionConfig, name):
                 raise ValueError(f"{name}={getattr(self, name)}: has no effect with {reason}; leave one of them out")
-        low, high = self.bounds
+        low, high = self.vllm_importance_sampling_min, self.vllm_importance_sampling_cap
+        if low is None and self.vllm_importance_sampling_mode == "icepop":
+            low = 0.5
+        object.__setattr__(self, "bounds", (low, high))
+        object.__setattr__(self, "is_on", self.vllm_importance_sampling_correction and self.proximal_policy == "step")
+        filters = self.geometric_min is not None or self.geometric_max is not None
+        object.__setattr__(self, "has_geometric_filter", filters)
         if low is None and high is None:
             raise ValueError(
                 f"vllm_importance_sampling_cap=None: {self.vllm_importance_sampling_mode} needs a bound; set the cap, "
@@ -196,22 +200,6 @@ class CorrectionConfig:
             raise ValueError("vllm_importance_sampling_cap=None: icepop masks on both sides; set it, or use token_mask")
         _check_order("vllm_importance_sampling_min", low, "vllm_importance_sampling_cap", high)
         _check_order("geometric_min", self.geometric_min, "geometric_max", self.geometric_max)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a weight for the gap to the engine."""
-        return self.vllm_importance_sampling_correction and self.proximal_policy == "step"
-
-    @property
-    def bounds(self) -> tuple[float | None, float | None]:
-        low = self.vllm_importance_sampling_min
-        if low is None and self.vllm_importance_sampling_mode == "icepop":
-            low = 0.5
-        return low, self.vllm_importance_sampling_cap
-
-    @property
-    def has_geometric_filter(self) -> bool:
-        return self.geometric_min is not None or self.geometric_max is not None
 
 
 def check_policy_options(

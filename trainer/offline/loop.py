@@ -16,8 +16,7 @@ from typing import Any
 from data.loader import Loader
 from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import RunConfig
-from trainer.metrics.counters import Counters, Timer
-from trainer.metrics.metrics import MetricSums
+from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, rank, share
 from trainer.policy.logps import Policy
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
@@ -122,7 +121,7 @@ class Offline:
             **self.counters.metrics(),
             **self.timer.metrics(num_tokens),
         }
-        if self.cfg.run.eval_due(self.step, self.total_steps):
+        if self.run.eval_due(self.step):
             metrics |= evaluate()
         self.run.log(self.step, metrics)
         self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)

@@ -27,8 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from kernels.adamw import Held, Rates, step_
 from losses.types import LossOut
 from trainer.config.blocks import OptimConfig
-from trainer.metrics.counters import Counters
-from trainer.metrics.metrics import MetricSums
+from trainer.metrics.metrics import Counters, MetricSums
 from trainer.parallel.comm import all_sum
 from trainer.parallel.dtensor import is_dtensor, local
 from trainer.policy.sharding import clip_gradients, sum_gradients

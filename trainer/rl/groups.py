@@ -26,7 +26,7 @@ from rollout.engine import Completion, Group
 from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
-from trainer.metrics.counters import Counters
+from trainer.metrics.metrics import Counters
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
 from trainer.rl.evaluate import logged_metrics

@@ -50,8 +50,7 @@ from rollout.rewards.table import open_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
-from trainer.metrics.counters import Counters, Timer
-from trainer.metrics.metrics import MetricSums
+from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
@@ -297,8 +296,7 @@ class Session:
             **self.counters.metrics(),
             **self.timer.metrics(self.num_tokens),
         }
-        every = self.cfg.run.eval_steps
-        if self.held_out and (self.step == self.total_steps or (every and self.step % every == 0)):
+        if self.held_out and self.run.eval_due(self.step):
             metrics |= self.evaluate()
         self.run.log(self.step, metrics | self.engine.metrics())
         self.timer = Timer()

@@ -205,6 +205,10 @@ class Run:
         stop.work_begins()
         return self.start_step
 
+    def eval_due(self, step: int) -> bool:
+        every = self.cfg.run.eval_steps
+        return step == self.total_steps or (every > 0 and step % every == 0)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of this step as one line, health findings added, and show it."""
         assert self._metrics is not None and self._console is not None, "restore() comes before log()"

@@ -84,7 +84,7 @@ def test_messages_are_one_sentence_that_says_what_to_do():
 
 @pytest.mark.parametrize("shift", [2.0, -2.0])
 def test_an_engine_whose_log_probs_are_shifted_is_a_warning_at_the_fifth_step(shift):
-    """As of a proxy that added two nats to every log-prob; the numbers are those of trainer/rl/loss.py."""
+    """As of a proxy that added two nats to every log-prob; the numbers are those of trainer/rl/step.py."""
     watch, shown = Watch(), []
     for step in range(1, 7):
         gap, kl = abs(shift), math.expm1(-shift) + shift

@@ -13,8 +13,7 @@ import trainer.offline.loop
 from tests.entry import metrics
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
-from trainer.metrics.counters import Counters
-from trainer.metrics.metrics import MetricSums, describe
+from trainer.metrics.metrics import Counters, MetricSums, describe
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step, not_finite
 from trainer.rl import session
 from trainer.run.run import Run

@@ -13,7 +13,7 @@ from rollout.rewards.table import load_rewards
 from tests.trainer.rl.test_groups import groups_of, settings
 from trainer.__main__ import main
 from trainer.config.groups import AdvantageConfig
-from trainer.metrics.counters import Counters
+from trainer.metrics.metrics import Counters
 from trainer.rl.groups import Unrewarded
 
 REWARDS = """

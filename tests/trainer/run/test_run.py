@@ -32,8 +32,7 @@ import trainer.run.run
 from trainer.config.blocks import Flat, ModelConfig, RunConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import evaluation_lines
-from trainer.metrics.counters import Counters
-from trainer.metrics.metrics import JsonlLog
+from trainer.metrics.metrics import Counters, JsonlLog
 from trainer.policy.logps import Policy
 from trainer.run import checkpoint as saver
 from trainer.run.run import Run, expand, load_states, open_run

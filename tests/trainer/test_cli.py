@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer import cli
-from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig, flags
+from trainer.config import flags
+from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
 from trainer.config.flags import config_to_tree
 from trainer.config.yaml import save_config
 

@@ -38,8 +38,7 @@ from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
 from losses import ebft
 from rollout.engine import Sampling
-from rollout.engines.local import evaluating
-from rollout.engines.sampling import uniform
+from rollout.engines.local import evaluating, uniform
 from rollout.engines.strided import continue_documents, draw
 from trainer.config.blocks import DataConfig, ModelConfig
 from trainer.config.ebft import EbftConfig, FeatureConfig, StridedConfig

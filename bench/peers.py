@@ -96,11 +96,11 @@ def plain_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:  # (N
     return torch.cat(parts)
 
 
-def surrogate(problem: Problem, logp: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
-    """The clipped policy-gradient loss of these rows, as a share of the mean over all tokens of the problem."""
+def surrogate(problem: Problem, logp: Tensor, index: Tensor | slice = slice(None)) -> Tensor:
+    """The clipped policy-gradient loss of these tokens, as a share of the mean over all tokens of the problem."""
     mask = torch.ones_like(logp, dtype=torch.bool)
-    log_ratio = token_log_ratio(logp, problem.old_logp[rows], mask)
-    out = dapo(Tokens(logp, log_ratio, problem.advantage[rows], mask, length=mask), epsilon=0.2)
+    log_ratio = token_log_ratio(logp, problem.old_logp[index], mask)
+    out = dapo(Tokens(logp, log_ratio, problem.advantage[index], mask, length=mask), epsilon=0.2)
     return out.terms["policy"].sum / len(problem.target)
 
 
@@ -163,8 +163,8 @@ def compiled_forward(p: Problem) -> Made:
 def ours_one_pass(p: Problem, *, entropy: bool = False) -> Made:
     """Loss and gradients in the pass that makes the log-probs."""
 
-    def loss_fn(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any]:
-        return surrogate(p, tokens.logp, rows), (rows, *(x.detach() for x in tokens if x is not None))
+    def loss_fn(tokens: TokenLogps, index: Tensor) -> tuple[Tensor, Any]:
+        return surrogate(p, tokens.logp, index), (index, *(x.detach() for x in tokens if x is not None))
 
     loss, parts = linear_logprob_loss(p.hidden, p.weight, p.target, loss_fn, entropy=entropy, ignore_index=None)
     order, *columns = (torch.cat(column) for column in zip(*parts, strict=True))

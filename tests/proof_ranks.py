@@ -99,7 +99,7 @@ def resume(folder: Path, *flags: str) -> int | None:
 
 
 def gone_on(text: str) -> int | None:
-    found = re.search(r"going on after step (\d+)", text)
+    found = re.search(r"resuming after step (\d+)", text)
     return int(found[1]) if found else None
 
 
@@ -130,7 +130,7 @@ def killed_rank(scratch: Path) -> Fault:
         os.kill(rank_1_of(process.pid), signal.SIGKILL)
         code = process.wait(timeout=600)
     text = log.read_text()
-    return Fault("`kill -9` of rank 1 of 2, `torchrun --max-restarts 1`", code, last_line(text, "going on after"),
+    return Fault("`kill -9` of rank 1 of 2, `torchrun --max-restarts 1`", code, last_line(text, "resuming after"),
                  saved, gone_on(text), same(folder, "whole-two"))  # fmt: skip
 
 
@@ -199,12 +199,13 @@ def asleep(scratch: Path) -> Fault:
 
 SLEEPY = """
 import os, signal, sys, time
-from trainer import __main__ as entry, dist
+from trainer import __main__ as entry
+from trainer.parallel import comm
 import trainer.methods.sft as sft
 backward, made = sft.backward, [0]
 def late(policy, batches):
     made[0] += 1
-    if made[0] == 4 and dist.rank() == 1 and not os.path.exists("slept"):
+    if made[0] == 4 and comm.rank() == 1 and not os.path.exists("slept"):
         open("slept", "w").write(max(os.listdir("sleepy/checkpoints")))
         time.sleep(600)
     return backward(policy, batches)

@@ -148,6 +148,8 @@ def files_of_a_step(root: Path = ROOT) -> dict[str, set[str]]:
                 return  # part of an import
             caller = caller.f_back
         ran.add(frame.f_code)
+        if event == "call" and frame.f_back and frame.f_back.f_code.co_filename.startswith(ours):
+            ran.add(frame.f_back.f_code)  # a loop entered before the step, such as train(), runs on in it
 
     log = Run.log
 

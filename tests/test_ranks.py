@@ -229,7 +229,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_waited_for(tmp_path):
 
 SLOW_DISK = """
 import sys, time
-from trainer import checkpoint
+from trainer.run import checkpoint
 from trainer.cli import parse
 from trainer.parallel.comm import of_all, process_group, rank
 from trainer.run.run import open_run
@@ -274,7 +274,7 @@ import time, torch
 from data.packing import Item, make_batches
 from tests.ranks.worker import make_policy
 from trainer.parallel.comm import process_group, rank
-from trainer.policy.load import token_logps
+from trainer.policy.logps import token_logps
 from trainer.policy.sharding import ParallelConfig, parallelize, to_device_and_pad
 with process_group(4.0):
     policy = parallelize(ParallelConfig(mode="fsdp"), make_policy())
@@ -314,7 +314,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_its_checkpoint(
             time.sleep(0.02)
         os.kill(rank_1_of(process.pid), signal.SIGKILL)
         assert process.wait(timeout=180) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert "going on after step" in (tmp_path / "log").read_text()
+    assert "resuming after step" in (tmp_path / "log").read_text()
     alike(metrics(tmp_path / "run"), metrics(tmp_path / "whole"))
 
 

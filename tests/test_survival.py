@@ -144,7 +144,7 @@ def test_ctrl_c_is_as_it_was(tmp_path):
 
 FORK = """
 import os, signal, time
-from trainer import stop
+from trainer.run import stop
 with stop.end_on_sigterm():
     stop.work_begins()
     child = os.fork()

@@ -89,7 +89,7 @@ def test_server_and_trainer_killed_together_lose_nothing_that_was_saved(flags, t
         argv = ("--resume", run)
     process = start(run, *argv)
     assert process.wait(timeout=900) == 0, text(run)[-3000:]
-    assert f"going on after step {newest} of {STEPS}" in text(run)
+    assert f"resuming after step {newest} of {STEPS}" in text(run)
     assert repeatable(metrics(run))[: len(kept)] == kept
     assert [row["step"] for row in metrics(run)] == list(range(STEPS + 1))
     assert max(row["policy/sync_gap"] for row in metrics(run)[1:]) < 1e-3

@@ -16,10 +16,9 @@ A run from Python, in one process, with no flags and no environment variables:
         run=RunConfig(max_steps=10, output_dir="runs/short"),
     ))
 
-Every method has such a Config and train. What is wrong with a setting is a ValueError. The run goes on with
-RunConfig(resume="runs/short"), or by `python -m trainer --resume runs/short` if each function can be imported by name:
-config.yaml says module.function, or python:module.function of one that cannot (a lambda, a function of the script
-itself).
+Every method has such a Config and train. A wrong setting is a ValueError. RunConfig(resume="runs/short") resumes the
+run, as does `python -m trainer --resume runs/short` if each function can be imported by name: config.yaml stores
+module.function, or python:module.function if it cannot be (a lambda, a function of the script itself).
 """
 
 import strop_names

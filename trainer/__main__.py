@@ -1,4 +1,4 @@
-"""python -m trainer: parse, then hand over to the method."""
+"""python -m trainer: parse flags, then run the method."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code of one run: 0 finished, 2 something to put right, 143 stopped by SIGTERM, 130 by Ctrl-C.
+    """Exit code of one run: 0 finished, 2 an error the user can fix, 143 stopped by SIGTERM, 130 by Ctrl-C.
 
-    What a user can put right is told in a few words; a bug, ours or in the user's code, keeps its traceback.
+    An error the user can fix is one sentence; a bug, ours or in the user's code, keeps its traceback.
     """
-    # A CPU without bfloat16 takes another way to multiply, and torch would show where it is in C++.
+    # On a CPU without bfloat16 torch falls back to another product, with a warning about its C++ code.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     debug = os.environ.get("STROP_DEBUG") == "1"
     cfg = None
@@ -43,14 +43,14 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             print("interrupted; continue with --resume", file=sys.stderr)
             return INTERRUPTED
-        except BrokenPipeError:  # --help | head; a training run must not stop without a word either
+        except BrokenPipeError:  # --help | head; a training run must not stop silently either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             print("stopped: nobody reads the output any more", file=sys.stderr)
             return 1
         except Exception as error:
             if debug:
                 raise
-            if stop.signalled:  # whoever stops a run may well have stopped its servers too
+            if stop.signalled:  # the servers may have been stopped too
                 print(f"stopped by SIGTERM, the step could not end ({one_line(error)}); continue with --resume",
                       file=sys.stderr)  # fmt: skip
                 return EXIT_CODE
@@ -59,14 +59,14 @@ def main(argv: list[str] | None = None) -> int:
                 return 2
             if not isinstance(error, ValueError) or not raised_on_purpose(error):
                 raise
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # each process has the same flags
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes have the same flags
                 print("error:", one_line(error), file=sys.stderr)
             return 2
 
 
 def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
-    """Exit code. What is wrong is said, if `tell` allows it, while processes are together: so that one of them does."""
-    parallel = getattr(cfg, "parallel", None)  # a method of a fork may not have the block
+    """Exit code. Errors are logged, if `tell()`, inside the process group, so that only one rank logs them."""
+    parallel = getattr(cfg, "parallel", None)  # a method outside the repository may not have the block
     timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
     with process_group(timeout_s, context):
         try:
@@ -80,10 +80,10 @@ def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """After Ctrl-C. All that is ours is closed by then; Python would take apart the rest for seconds."""
+    """After Ctrl-C. Our things are closed by then; Python's own shutdown would take seconds."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(code)
 

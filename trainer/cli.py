@@ -4,9 +4,9 @@
     python -m trainer --config runs/dev/config.yaml --max-steps 10
     python -m trainer --resume
 
-Later wins: dataclass default (learning_rate: that of the method for all weights or for LoRA) < tiny recipe (only when
-nothing names a model) < saved config of the run being resumed < --config < flag. The method is peeked at first, because
-it decides which flags exist.
+Later wins: dataclass default (learning_rate: the method's for full weights or for LoRA) < tiny recipe (only if nothing
+names a model) < saved config of the run being resumed < --config < flag. The method is read first, because it decides
+which flags exist.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def load_method(name: str) -> ModuleType:
         module = import_beside(name)
     except ModuleNotFoundError as error:
         if not is_missing(name, error):
-            raise  # the module is there; something it imports is not
+            raise  # the module exists, but something it imports does not
         raise ValueError(f"--method={name}: no module {error.name} here or installed; {_hint(name)}") from None
     for part in ("Config", "train"):
         if not hasattr(module, part):
@@ -161,7 +161,7 @@ def print_help(config: type, prog: str) -> NoReturn:
 
 
 def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: Values) -> Values:
-    """The recipe of the tiny model: ours in trainer/recipes/, a fork's beside its module; a mode may have its own."""
+    """The recipe of the tiny model: in trainer/recipes/, or beside the user's module; a mode may have its own."""
     stem = name.rpartition(".")[2]
     folder = RECIPES if name in method_names() else Path(str(module.__file__)).parent
     recipe = folder / f"{stem}_tiny.yaml"
@@ -175,15 +175,15 @@ def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: 
     tree = load_config(recipe)
     tree.pop("method", None)
     if "num_train_epochs" in given:
-        tree.pop("max_steps", None)  # else the recipe would outvote a flag
+        tree.pop("max_steps", None)  # else the recipe would override a flag
     if "data" in given:
-        for key in ("eval_data", "eval_steps"):  # held-out rows of the recipe's task say nothing about other data
+        for key in ("eval_data", "eval_steps"):  # the recipe's held-out rows do not fit other data
             tree.pop(key, None)
     return read_tree(tree, table, _shown(recipe))
 
 
 def _with_learning_rate(cfg: Any) -> Any:
-    """The one default that depends on another flag: adapters take a higher rate. It is saved like any other number."""
+    """The one default that depends on another flag: adapters take a higher rate. It is saved like any other value."""
     rates = rates_of(type(cfg))
     if rates is None or cfg.lora.r == 0:
         return cfg
@@ -195,12 +195,12 @@ def _shown(path: Path) -> str:
 
 
 def _started_again() -> bool:
-    """Whether torchrun has started this process anew after one of them had died."""
+    """Whether torchrun has restarted the processes after one died."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _run_to_go_on_with(argv: Sequence[str]) -> bool:
-    """A run that was begun before the restart; without one the command starts from the beginning."""
+    """Whether a run was started before the restart; if not, the command starts from the beginning."""
     config_file = _peek(argv, "config")
     tree = load_config(Path(config_file)) if config_file else {}
     try:
@@ -246,7 +246,7 @@ def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | 
 
 
 def _as_launched(saved: dict[str, Any]) -> dict[str, Any]:
-    """How a model is spread belongs to the processes there are: what cannot take effect with them is left out."""
+    """Drop saved parallel settings that do not fit the present number of processes."""
     parallel = saved.get("parallel")
     if not isinstance(parallel, dict):
         return saved
@@ -270,13 +270,13 @@ def _run_of(path: Path) -> Path:
 
 
 def _latest_run(template: str, method: str | None) -> Path:
-    """The run folder of a plain output_dir; for one with {time} in it, the run beside it that was written to last."""
+    """The run folder of a plain output_dir; if it contains {time}, the matching run written to last."""
     name = method.rpartition(".")[2] if method else None
     if "{time}" not in template:
         run_dir = Path(template.replace("{method}", name or "{method}"))
         if not (run_dir / "config.yaml").is_file():
             raise ValueError(
-                f"--resume: {run_dir} holds no run (no config.yaml); check --output-dir or start it afresh"
+                f"--resume: {run_dir} holds no run (no config.yaml); check --output-dir or start a new run"
             )
         return run_dir
     parent = Path(template).parent
@@ -303,7 +303,7 @@ def _spell_out_resume(argv: Sequence[str]) -> list[str]:
 
 
 def _peek(argv: Sequence[str], key: str) -> str | None:
-    """The last value of one flag, before it is known which flags there are."""
+    """The last value of one flag, before the flag table is known."""
     value = None
     for i, word in enumerate(argv):
         name, attached, inline = word.partition("=")
@@ -316,7 +316,7 @@ def _peek(argv: Sequence[str], key: str) -> str | None:
 
 
 def _without(argv: Sequence[str], key: str) -> list[str]:
-    """argv less one flag and its value."""
+    """argv without one flag and its value."""
     kept: list[str] = []
     skip = False
     for word in argv:

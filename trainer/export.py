@@ -1,4 +1,4 @@
-"""python -m trainer.export SOURCE OUT: a model out of a run or a checkpoint (trainer/run/export.py)."""
+"""python -m trainer.export SOURCE OUT: export the model of a run or a checkpoint (trainer/run/export.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run would hold on each GPU, what fits, and roughly how fast it is. Reads a config.json, no weights.
+"""Memory of a planned run on each GPU, what fits, and a rough speed. Reads a config.json, no weights.
 
     python -m trainer.plan --model Qwen/Qwen3-1.7B --gpus 1 --method grpo
     python -m trainer.plan --shape llama-3.1-8b --gpus 8 --method dpo --gpu a100-80
@@ -8,8 +8,8 @@
 trainer/policy/memory.py has the formulas. Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor,
 on a CPU; the peak of a step there; the head's buffers and the peak of a checkpointed bfloat16 step, against rows
 measured on an H200; AdamW's moments, against what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a
-GPU. Not measured, so mere estimates: FSDP's buffers, and the two constants below. Sequences are packed and attention is
-flex attention: with sdpa a dense mask and, on some GPUs, scores come on top.
+GPU. Not measured, so only estimated: FSDP's buffers, and the two constants below. Sequences are packed, with flex
+attention: sdpa adds a dense mask and, on some GPUs, scores.
 
     tokens/s = GPUs x mfu x peak / FLOPs per token        6 N, 8 N with gradient checkpointing; 4 N and 6 N with LoRA
 """
@@ -40,12 +40,12 @@ from trainer.policy.memory import (
 GIB = 1 << 30
 RESERVE = 2.0  # GiB, assumed: CUDA context, NCCL, cuBLAS workspaces, gaps in the allocator
 ASLEEP = 1.5  # GiB, assumed: what a colocated vLLM server keeps while it sleeps
-LONGEST = 1 << 20  # tokens of a micro-batch beyond which nobody asks
+LONGEST = 1 << 20  # largest micro-batch tried, in tokens
 STEP = 256
 
 
 class Card(NamedTuple):
-    """What torch reports as its memory, and dense peaks of its data sheet."""
+    """Memory as torch reports it, and dense peak rates of the data sheet."""
 
     gib: float
     bf16: float  # TFLOP/s

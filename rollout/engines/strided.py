@@ -25,8 +25,7 @@ from torch import Tensor
 from data.strided import StridedBatch
 from kernels.attention import TILE, Spans
 from rollout.engine import Sampling, check_sampling
-from rollout.engines.local import PAD_ID, evaluating
-from rollout.engines.sampling import sample, uniform
+from rollout.engines.local import PAD_ID, evaluating, sample, uniform
 
 LOGITS = 2**26  # computed at once: 256 MB in fp32
 

@@ -384,7 +384,7 @@ class VllmEngine:
         if not self.weights.sync.needs_pause and info.get("version") is not None:
             return "; an earlier run has replaced the base weights under the adapter: restart that server"
         says = f", and it says it holds version {info['version']}" if self.weights.sync.needs_pause and info else ""
-        return f"{says}; its weights are not ours: try another --sync.backend, and report this with the model's name"
+        return f"{says}; its weights differ: try another --sync.backend, and report this with the model's name"
 
     def _ready(self) -> list[Member]:
         return [member for member in self.pool.members if member.state == "ready"]

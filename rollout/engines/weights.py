@@ -50,7 +50,7 @@ class Weights:
             seconds = time.monotonic() - begun
             if pushes >= MAX_PUSHES and (not may_pass or seconds > RETRY_S):
                 raise ValueError(
-                    f"sync: version {version} could not be brought to any server in {pushes} attempts within "
+                    f"sync: version {version} could not be sent to any server in {pushes} attempts within "
                     f"{seconds:.0f} s (last: {trouble}); the servers' logs may say more"
                 )
             if not members:

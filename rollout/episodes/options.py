@@ -37,9 +37,9 @@ class ToolConfig:
             if not self.tools and field.name not in ("tools", "rollout_func") and value != field.default:
                 raise ValueError(f"{field.name}={value}: has no effect without tools; name some with --tools")
         if "" in self.tools:
-            raise ValueError("tools='': is no name; give calculator, lookup, my_module.fn or FILE.py:fn")
+            raise ValueError("tools='': is not a name; give calculator, lookup, my_module.fn or FILE.py:fn")
         if self.rollout_func == "":
-            raise ValueError("rollout_func='': is no name; give my_module.fn or FILE.py:fn, or leave it out")
+            raise ValueError("rollout_func='': is not a name; give my_module.fn or FILE.py:fn, or leave it out")
         if self.max_turns < 2 and self.tools:
             raise ValueError(f"max_turns={self.max_turns}: must be 2 or more, a call and what the model makes of it")
         if self.max_tool_tokens is not None and self.max_tool_tokens < 1:

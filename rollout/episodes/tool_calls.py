@@ -155,4 +155,4 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise ValueError(f"{type(value).__name__} is no JSON")
+    raise ValueError(f"{type(value).__name__} is not JSON")

@@ -56,7 +56,7 @@ class Transcript:
 
     def add(self, turn: Completion) -> None:
         """Append a turn of the model, which must have been sampled from exactly these ids."""
-        assert turn.prompt_ids == self.ids, f"the turn was sampled behind {turn.prompt_ids}, not {self.ids}"
+        assert turn.prompt_ids == self.ids, f"the turn was sampled after {turn.prompt_ids}, not {self.ids}"
         self.made += turn.ids
         self.logps += turn.logps
         self.mask += turn.mask if turn.mask is not None else [True] * len(turn.ids)

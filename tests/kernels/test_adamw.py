@@ -1,3 +1,5 @@
+"""The kernel and its plain-torch reference against the exact step, and stochastic rounding on average."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,7 +12,7 @@ RATES = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, t=3)
 
 
 def problem(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Held:
-    """Weight, gradient, moments: values of many sizes, zeros among them."""
+    """Weight, gradient, moments: values of many magnitudes, including zeros."""
     torch.manual_seed(len(shape))
     weight, grad, exp_avg = (torch.randn(shape) * 10.0 ** torch.randint(-4, 1, shape) for _ in range(3))
     grad.view(-1)[::7] = 0.0
@@ -18,7 +20,7 @@ def problem(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu
 
 
 def step_at(exact: torch.Tensor) -> torch.Tensor:
-    """From one bfloat16 number to the next, at these values."""
+    """Distance between adjacent bfloat16 numbers at these values."""
     return 2.0 ** (exact.abs().clamp(min=1e-38).log2().floor() - 7)
 
 
@@ -30,27 +32,27 @@ def check_against_exact(run, *shape: int, device: str = "cpu") -> None:
     sizes = (before.weight.abs() + exact[0].abs(), before.exp_avg.abs() + before.grad.abs(), exact[2])
     for got, value, size in zip((tensors.weight, tensors.exp_avg, tensors.exp_avg_sq), exact, sizes, strict=True):
         apart = got.double() - value
-        float32 = 1e-6 * size  # its own rounding, which stays where terms cancel
+        float32 = 1e-6 * size  # float32 rounding, which remains where terms cancel
         assert ((apart.abs() - float32) / step_at(value)).max() < 1.0  # one of the two neighbours
-        if got.numel() > 4000:  # right on average: a rounding has a standard deviation of at most half a step
+        if got.numel() > 4000:  # exact on average: rounding has a standard deviation of at most half a step
             steps = (apart / step_at(value))[float32 < 0.01 * step_at(value)]
             assert abs(steps.mean()) < 5 * 0.5 / len(steps) ** 0.5 and len(steps) > 0.7 * got.numel()
-            assert steps.abs().mean() > 0.1  # and it is random, not to the nearest and exact by chance
+            assert steps.abs().mean() > 0.1  # random rather than to nearest
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 13), (BLOCK,), (65, 129)])
-def test_twin_rounds_to_a_neighbour_right_on_average(shape):
+def test_reference_rounds_to_a_neighbour_and_is_exact_on_average(shape):
     check_against_exact(reference_step, *shape)
 
 
 @interpreted
 @pytest.mark.parametrize("shape", [(1,), (7, 13), (BLOCK - 1,), (65, 129)])
-def test_kernel_rounds_to_a_neighbour_right_on_average(shape):
+def test_kernel_rounds_to_a_neighbour_and_is_exact_on_average(shape):
     check_against_exact(kernel_step, *shape)
 
 
 @interpreted
-def test_same_seed_same_weights_another_seed_others():
+def test_same_seed_gives_the_same_weights_and_another_seed_does_not():
     made = []
     for seed in (5, 5, 6):
         tensors = problem(65, 129)
@@ -60,7 +62,7 @@ def test_same_seed_same_weights_another_seed_others():
 
 
 @interpreted
-def test_kernel_leaves_what_lies_behind_a_tensor_alone():
+def test_kernel_does_not_write_past_the_tensor():
     held = torch.full((4, 200), 3.0, dtype=torch.bfloat16)
     kernel_step(Held(*(row[:130] for row in held)), RATES, 1)
     assert (held[:, 130:] == 3.0).all() and (held[0, :130] != 3.0).any()
@@ -79,7 +81,7 @@ def test_float32_is_adamw_itself():
         torch.testing.assert_close(got, expected.detach(), rtol=2e-6, atol=0)
 
 
-def test_rounding_is_right_on_average_at_every_distance():
+def test_rounding_is_exact_on_average_at_every_distance():
     generator = torch.Generator().manual_seed(0)
     for part in (0.0, 0.1, 0.5, 0.9):
         x = torch.full((100_000,), -(1.0 + part / 128))
@@ -89,7 +91,7 @@ def test_rounding_is_right_on_average_at_every_distance():
 
 
 def test_second_moment_moves_though_every_change_is_under_half_a_step():
-    """To the nearest it would stay at 1 for ever: 1e-3 of it is a quarter of a step."""
+    """Rounded to nearest it would stay at 1: a change of 1e-3 is a quarter of a step."""
     tensors = Held(*(torch.ones(4096, dtype=torch.bfloat16) for _ in range(4)))
     tensors.grad.zero_()
     for t in range(1, 201):
@@ -99,5 +101,5 @@ def test_second_moment_moves_though_every_change_is_under_half_a_step():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1,), (7, 13), (BLOCK - 1,), (1025, 2049)])
-def test_kernel_on_a_gpu_rounds_to_a_neighbour_right_on_average(shape):
+def test_kernel_on_a_gpu_rounds_to_a_neighbour_and_is_exact_on_average(shape):
     check_against_exact(step_, *shape, device="cuda")

@@ -106,7 +106,7 @@ def test_window_without_a_key_is_refused(window):
 
 
 def tiles_of(mask: Tensor) -> tuple[Tensor, Tensor]:  # (R, 1, Q/128, K/128) bool each: partial, full
-    """By looking at every entry; what lies beyond the last query or key is not seen."""
+    """From every entry of the mask; positions beyond the last query or key are not visible."""
     rows, _, queries, keys = mask.shape
     tall, wide = -(-queries // TILE), -(-keys // TILE)
     whole = torch.zeros(rows, 1, tall * TILE, wide * TILE, dtype=torch.bool)
@@ -148,12 +148,12 @@ def test_block_mask_lists_exactly_the_tiles_of_the_dense_mask(layout, window):
 
 
 def test_block_mask_of_whole_tiles():
-    # Prompts and continuations that start and stop at tiles, one off, and across: where off-by-one would show.
+    # Prompts and continuations that start and stop at tile boundaries, one off, and across, to expose off-by-one.
     documents = [(256, [128, 128]), (255, [129, 127]), (257, [384]), (128, [1, 255]), (1, [])]
     layout = lay_out([documents, documents[::-1]], multiple=TILE)
     full = check_tiles(layout.spans, layout.document.shape[1])
     assert full.any(dim=(1, 2, 3)).all()
-    # A prompt that ends inside a tile and its first continuation: full, though neither run covers the tile.
+    # A prompt that ends inside a tile plus its first continuation: full, although neither run covers the tile.
     layout = lay_out([[(200, [312])]], multiple=TILE)
     assert check_tiles(layout.spans, 512)[0, 0].int().tolist() == [[0] * 4, [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
 
@@ -173,13 +173,13 @@ def test_block_mask_of_strided_rows_and_of_single_steps():
 
 
 def test_block_mask_of_an_anchor_major_row_has_few_partial_tiles():
-    # Counted entry by entry once: 133 full and 79 partial tiles. Step-major order would take 28 and 520.
+    # Counted entry by entry: 133 full and 79 partial tiles. Step-major order would give 28 and 520.
     spans = spans_of(strided_batch(1024, stride=8, context=8, generated=8, samples=4, multiple=TILE))
     mask = block_mask(spans, spans.own_start.shape[1])
     assert (mask.full_kv_num_blocks.sum().item(), mask.kv_num_blocks.sum().item()) == (133, 79)
 
 
-def test_block_mask_of_a_long_row_does_not_look_at_every_pair():
+def test_block_mask_of_a_long_row_does_not_build_the_dense_mask():
     # 2^17 tokens: the dense mask would be 16 GiB. 32 documents of 32 tiles: full below the diagonal, partial on it.
     start = (torch.arange(1 << 17) // 4096 * 4096).unsqueeze(0)
     mask = block_mask(Spans(start, start, start, torch.arange(1, (1 << 17) + 1).unsqueeze(0)), 1 << 17)
@@ -197,10 +197,10 @@ def test_tile_check_notices_a_bound_that_is_off_by_one(bound):
     assert got != (chosen(exact[0]), chosen(exact[1]))
 
 
-# The compiled call, as far as a CPU goes: flex_attention has no backward there
+# The compiled call, forward only: flex_attention has no backward on a CPU
 
 
-def test_flex_attend_on_a_cpu_names_the_way_that_works():
+def test_flex_attend_on_a_cpu_names_the_alternative():
     layout = lay_out([[(128, [])]])
     query = torch.zeros(1, 2, 128, 16)
     with pytest.raises(ValueError, match="query.device=cpu.*dense_mask"):
@@ -222,7 +222,7 @@ def test_one_graph_serves_every_length_and_mask():
 
     torch._dynamo.reset()
     run = torch.compile(attention._attend, backend=count, dynamic=True, fullgraph=True)
-    # 256: as many tiles as there are key heads; 512: as query heads. Equal by chance, and not to be tied together.
+    # 256: as many tiles as key heads; 512: as many as query heads. Equal by chance, so they must not be tied together.
     for seed, length in enumerate([256, 384, 512, 640, 256, 1024]):
         layout = lay_out([[(100 + seed, [57, 30]), (40 + seed, [])]], multiple=length)
         query, key, value = tensors_of(layout, seed)
@@ -252,7 +252,7 @@ def test_flex_attention_that_is_not_compiled_raises_instead_of_running_dense():
             run(*double, *arguments[3:])
 
 
-# Through a model: what lies in one row equals what is run on its own
+# Through a model: sequences packed in one row give the same as separate runs
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def model():
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval()
         for parameter in model.parameters():
-            # Larger than transformers draws them, so that a state depends visibly on every token it sees.
+            # Larger than the default init, so that a state depends measurably on every token it sees.
             torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() == 2 else None
     return model
 
@@ -278,7 +278,7 @@ def row_states(model, ids: Tensor, layout: Layout, spans: Spans | None = None) -
 
 
 def separate_states(model, ids: Tensor, layout: Layout) -> Tensor:  # (R, T, D)
-    """Every prompt and every continuation run on its own behind its prefix, laid where the row has it."""
+    """Every prompt and continuation run separately after its prefix, then placed as in the row."""
     rows = []
     for row in range(len(ids)):
         states = {}
@@ -327,7 +327,7 @@ def test_comparison_notices_a_bound_that_is_off_by_one(model, bound):
 
 
 class PlaceCache:
-    """Keys and values of every layer at their final places in the row; what is not written yet is garbage."""
+    """Keys and values of every layer at their final places in the row; unwritten places hold garbage."""
 
     def __init__(self, length: int, num_layers: int) -> None:
         self.rows = [torch.full((2, 1, 2, length, 8), 50.0) for _ in range(num_layers)]
@@ -372,7 +372,7 @@ def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
         input_ids=ids, attention_mask=dense_mask(spans, length), position_ids=batch.position_ids
     ).last_hidden_state
     torch.testing.assert_close(states, trained, rtol=1e-5, atol=1e-5)
-    # The predictors are those of each sample on its own: the state before its token.
+    # Predictor states equal those of each sample run separately: the state before its token.
     for places, prefix in strided(**sizes).sequences()[1:]:
         alone = model.model(input_ids=ids[:, places]).last_hidden_state[0, prefix - 1 : -1]
         own = torch.tensor(places[prefix:]) - sizes["prompt_length"]

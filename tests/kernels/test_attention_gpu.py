@@ -34,7 +34,7 @@ def on_device(spans: Spans) -> Spans:
 
 
 def draw_inputs(rows: int, length: int, heads: tuple[int, int, int], dtype=torch.bfloat16) -> list[Tensor]:
-    """Query, key, value as views of (R, T, H, K), as models make them, and the gradient of the output."""
+    """Query, key, value as views of (R, T, H, K), as in models, and the gradient of the output."""
     query_heads, key_heads, size = heads
     draw = torch.Generator(DEVICE).manual_seed(length)
     shapes = [(rows, length, number, size) for number in (query_heads, key_heads, key_heads, query_heads)]
@@ -43,7 +43,7 @@ def draw_inputs(rows: int, length: int, heads: tuple[int, int, int], dtype=torch
 
 
 def dense_attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Tensor:
-    """What transformers' sdpa does with a mask: repeated key heads, scores kept out of memory or not as torch likes."""
+    """What transformers' sdpa does with a mask: repeated key heads, and whichever backend torch picks."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     return scaled_dot_product_attention(query, key, value, attn_mask=dense_mask(spans, key.shape[2]), scale=scale)
@@ -88,7 +88,7 @@ def test_flex_attend_is_as_exact_as_dense_sdpa(name, heads):
 
 
 def random_spans(length: int, seed: int) -> Spans:
-    """Documents with shared prompts of random lengths, filling a row to the tile."""
+    """Documents with shared prompts of random lengths, filling a row of whole tiles."""
     draw = torch.Generator().manual_seed(seed)
     documents, left = [], length - 1
     while left > 60:
@@ -113,14 +113,14 @@ def test_new_lengths_and_masks_do_not_recompile():
         assert error(again, want) < 1e-2 and error(got, want) < 1e-2
         assert all(x.grad.isfinite().all() for x in inputs)
 
-    run(1024)  # as many tiles as key heads: equal by chance, and not to be tied together
+    run(1024)  # as many tiles as key heads: equal by chance, so they must not be tied together
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (512, 2048, 1280, 4096, 896, 3072):
             run(length)
 
 
 def test_memory_does_not_grow_with_the_square_of_the_length():
-    # At 16k tokens a mask of single bytes would take 256 MiB; these inputs take 8.
+    # At 16k tokens a byte mask would take 256 MiB; these inputs take 8.
     length, heads = 1 << 14, (2, 1, 64)
     *inputs, weight = draw_inputs(1, length, heads)
     spans = random_spans(length, seed=0)
@@ -139,12 +139,12 @@ def test_memory_does_not_grow_with_the_square_of_the_length():
     assert peak < 64
 
 
-def test_mask_and_attention_do_not_wait_for_the_device():
+def test_mask_and_attention_do_not_sync_with_the_host():
     spans = spans_of("packed")
     rows, length = spans.own_start.shape
     *inputs, _ = draw_inputs(rows, length, (16, 8, 128))
     first = flex_attend(*inputs, block_mask(spans, length), scale=0.125)
-    torch.cuda.set_sync_debug_mode("error")  # a wait raises
+    torch.cuda.set_sync_debug_mode("error")  # a host sync raises
     try:
         second = flex_attend(*inputs, block_mask(spans, length), scale=0.125)
     finally:
@@ -197,7 +197,7 @@ def make_model(dtype: torch.dtype):
         torch.manual_seed(0)
         model = Qwen3Model(config)
         for parameter in model.parameters():
-            # Larger than transformers draws them, so that a state depends visibly on every token it sees.
+            # Larger than the default init, so that a state depends measurably on every token it sees.
             torch.nn.init.normal_(parameter, std=0.08) if parameter.dim() == 2 else None
     return model.to(DEVICE, dtype)
 
@@ -209,7 +209,7 @@ def row_states(model, ids: Tensor, layout: Layout) -> Tensor:  # (T, D) of a bat
 
 
 def separate_states(model, ids: Tensor, layout: Layout) -> Tensor:  # (T, D)
-    """Every prompt and every continuation run on its own behind its prefix, laid where the row has it."""
+    """Every prompt and continuation run separately after its prefix, then placed as in the row."""
     parts, places = [], []
     for at, prefix in layout.sequences():
         parts.append(model(ids[:, at], use_cache=False).last_hidden_state[0, prefix:])
@@ -219,7 +219,7 @@ def separate_states(model, ids: Tensor, layout: Layout) -> Tensor:  # (T, D)
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_model_over_rows_is_as_exact_as_separate_runs(checkpointing):
-    # Two lengths whose backwards run after both forwards: recomputation meets the other length's graph and mask.
+    # Two lengths whose backwards run after both forwards: recomputation must not use the other length's graph or mask.
     layouts = [
         lay_out([[(200, [60, 1, 33]), (90, [])]], multiple=TILE),
         strided(prompt_length=128, stride=16, context=32, generated=4, samples=3, multiple=TILE),
@@ -251,7 +251,7 @@ def test_model_over_rows_is_as_exact_as_separate_runs(checkpointing):
 
 @pytest.mark.parametrize("name", ["packed", "shared", "shared, window"])
 def test_slices_of_a_row_over_its_whole_keys_are_the_row(name):
-    """As ranks that share rows run it: queries from the front and the back, keys and values views of one tensor."""
+    """As in context parallelism: queries from the front and the back, keys and values as views of one tensor."""
     spans = spans_of(name)
     rows, length = spans.own_start.shape
     query, key, value, weight = draw_inputs(rows, length, (4, 2, 64))

@@ -1,4 +1,4 @@
-"""Entropy bonus and the top-entropy mask; the losses they stand beside are in test_group_policy."""
+"""Entropy bonus and the top-entropy mask; test_policy.py tests the policy losses."""
 
 from __future__ import annotations
 

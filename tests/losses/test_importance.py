@@ -1,4 +1,4 @@
-"""Corrections between engine and trainer, with the numbers of TRL 1.16.0 and of axolotl as it was meant."""
+"""Corrections between engine and trainer, with golden values of TRL 1.16.0 and of axolotl as intended."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_golden_corrections(correction, high, expected):
     assert correction(one_completion([0.5, -0.2, 0.9]), high=high).tolist() == pytest.approx(expected, abs=5e-5)
 
 
-def test_a_cap_masks_and_a_floor_is_only_there_when_asked_for():
+def test_a_cap_masks_and_there_is_no_floor_by_default():
     m = one_completion([0.2, -2.0, 1.5])  # ratios 1.2214, 0.1353, 4.4817
     assert token_truncate(m, low=1 / 3, high=3.0).tolist() == pytest.approx([1.2214, 0.3333, 3.0], abs=5e-5)
     assert token_truncate(m, high=3.0).tolist() == pytest.approx([1.2214, 0.1353, 3.0], abs=5e-5)
@@ -85,7 +85,7 @@ def test_icepop_masks_on_both_sides():
 
 
 def test_geometric_filter_keeps_or_drops_whole_completions_whatever_their_length():
-    # Both drift by 0.05 a token; the product of the long one is exp(2.5).
+    # Both drift by 0.05 per token; the product over the long one is exp(2.5).
     d = torch.full((52,), 0.05, dtype=torch.float64)
     sequence = torch.tensor([0] * 2 + [1] * 50)
     m = mismatch(d, 0 * d, torch.ones(52, dtype=torch.bool), sequence, num_sequences=2)
@@ -145,7 +145,7 @@ def test_a_ratio_at_its_bound_is_kept():
     assert token_mask(m, low=1.0, high=2.0).tolist() == token_mask(m, low=0.5, high=1.0).tolist() == [1.0, 1.0]
 
 
-def test_the_ratio_of_a_long_completion_stays_within_what_exp_can_hold():
+def test_the_ratio_of_a_long_completion_does_not_overflow():
     m = one_completion([5.0] * 200)
     assert m.total.tolist() == [20.0] * 200 and m.mean.tolist() == pytest.approx([5.0] * 200)
 
@@ -170,7 +170,7 @@ def test_corrections_have_no_gradient():
     [(-1.0, 0.6, False), (1.0, 0.6, True), (-1.0, 0.4, True), (-1.0, 0.5, True), (0.0, 9.0, True), (-1.0, -9.0, True)],
 )
 def test_off_policy_mask_drops_exactly_the_documented_rows(advantage, drift, kept):
-    """Must-show 2, with a threshold of 0.5."""
+    """With a threshold of 0.5."""
     assert keep_on_policy(torch.tensor([advantage]), torch.tensor([drift]), threshold=0.5).tolist() == [kept]
 
 
@@ -183,7 +183,7 @@ def test_off_policy_mask_of_whole_completions():
     advantage = torch.tensor([-1.0, 1.0, -1.0])
     keep = keep_on_policy(advantage[sequence], drift[sequence], threshold=0.5)
     assert keep.tolist() == [False, False, True, True, True, True]
-    # A log-prob the engine did not give counts as no difference, and still in the length.
+    # A log-prob that the engine did not report counts as no difference, but still in the length.
     behaviour[1] = math.nan
     missing = sequence_drift(logp, behaviour, mask, sequence, num_sequences=3)
     assert missing.tolist() == pytest.approx([0.1, 0.6, 0.3])
@@ -226,7 +226,7 @@ def test_metrics_of_micro_batches_sum_to_the_whole():
     old, behaviour, mask, sequence, size = random_case()
     m = mismatch(old, behaviour, mask, sequence, num_sequences=size)
     whole = {**mismatch_metrics(m, mask), **correction_metrics(token_truncate(m), m.token, mask)}
-    for edge in (9, 27, 31):  # the last cuts a completion, whose numbers are known as a whole
+    for edge in (9, 27, 31):  # the last one cuts a completion, whose sums were computed over all of it
         sums: dict[str, list[float]] = {}
         for rows in (slice(0, edge), slice(edge, None)):
             piece = Mismatch(*(x[rows] for x in m))
@@ -274,7 +274,7 @@ def test_decoupled_surrogate_is_dapo_around_the_proximal_policy_with_a_truncated
 
 
 def test_decoupled_surrogate_inside_the_range_is_the_importance_sampled_objective():
-    """Ratio to proximal x proximal to behaviour = ratio to behaviour, wherever neither bound is reached."""
+    """(policy / proximal) x (proximal / behaviour) = policy / behaviour where neither bound is reached."""
     logp, proximal, behaviour, advantage, mask = decoupled_case()
     logp.requires_grad_()
     out = decoupled_surrogate(

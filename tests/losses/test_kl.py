@@ -94,7 +94,7 @@ def test_k1_and_k3_have_the_true_divergence_as_expectation():
 
 
 def test_ratio_weighted_penalty_has_the_gradient_of_the_true_divergence():
-    """Averaged over every token of a small vocabulary, with the weights the sampling policy gives them."""
+    """Averaged over every token of a small vocabulary, weighted by the sampling policy."""
     generator = torch.Generator().manual_seed(2)
     logits, ref_logits, old_logits = torch.randn(3, 9, generator=generator, dtype=torch.float64)
     ref, old = ref_logits.log_softmax(dim=0), old_logits.log_softmax(dim=0)
@@ -187,7 +187,7 @@ def test_k3_is_bounded_above_and_exact_below():
 
 
 def exact_formula(name: str, logp: Tensor, old: Tensor, ref: Tensor, weighted: bool) -> Tensor:
-    """The estimators as they are written, in float64, with autograd's own gradient."""
+    """The estimators as in their formulas, in float64, with autograd's gradient."""
     d, ratio = ref - logp, (logp - old).exp()
     estimate = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[name]
     return estimate * (ratio.detach() if name == "k2" else ratio) if weighted else estimate
@@ -198,14 +198,14 @@ def exact_formula(name: str, logp: Tensor, old: Tensor, ref: Tensor, weighted: b
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_value_and_gradient_are_those_of_the_formula_for_models_far_apart(name, weighted, ratio, dtype):
-    """d from -60 to 60. Only k3 above 20 differs: its value always, its gradient where there is no ratio beside it."""
+    """d from -60 to 60. Only k3 above 20 differs: its value always, its gradient only if unweighted."""
     d = torch.linspace(-60, 60, 481, dtype=torch.float64)
     logp = torch.full_like(d, -70.0, requires_grad=True)
     old, ref = logp.detach() - math.log(ratio), logp.detach() + d
     each = exact_formula(name, logp, old, ref, weighted)
     (want,) = torch.autograd.grad(each.sum(), logp)
     want = -ratio * d if name == "k3" and weighted else want  # autograd of the product cancels above 30 nats
-    torch.testing.assert_close(want[d < 20], torch.autograd.grad(  # and says the same below
+    torch.testing.assert_close(want[d < 20], torch.autograd.grad(  # and agrees below
         exact_formula(name, logp, old, ref, weighted).sum(), logp)[0][d < 20], rtol=1e-6, atol=1e-6)  # fmt: skip
 
     ours, mask = logp.detach().to(dtype).requires_grad_(), torch.ones(len(d), dtype=torch.bool)
@@ -258,7 +258,7 @@ def test_kl_penalty_gradcheck(weighted):
 
 
 def expected_gradient(estimator, ratio_weighted: bool, old: Tensor, logits: Tensor, ref: Tensor) -> Tensor:
-    """Of the penalty, in expectation over every token of a small vocabulary drawn from the sampling policy."""
+    """Expected over every token of a small vocabulary, sampled from the sampling policy."""
     leaf, one = logits.clone().requires_grad_(), torch.ones(1, dtype=torch.bool)
     logp = leaf.log_softmax(dim=0)
     total = sum(
@@ -284,7 +284,7 @@ def test_every_estimator_weighted_by_the_ratio_has_the_gradient_of_the_divergenc
     torch.testing.assert_close(got, true, atol=1e-12, rtol=1e-12)
 
 
-def test_unweighted_on_policy_k2_is_right_k1_is_nothing_and_k3_is_biased():
+def test_unweighted_on_policy_k2_is_exact_k1_is_zero_and_k3_is_biased():
     generator = torch.Generator().manual_seed(4)
     logits, ref = torch.randn(2, 9, generator=generator, dtype=torch.float64)
     ref, old = ref.log_softmax(dim=0), logits.log_softmax(dim=0)
@@ -305,7 +305,7 @@ def test_kl_penalty_value_of_every_estimator(name, weighted):
     assert total.item() == pytest.approx(naive(logp, old, ref, mask, weighted=False), rel=1e-12)
 
 
-def test_kl_in_the_reward_costs_what_the_completion_strayed():
+def test_kl_in_the_reward_is_subtracted_per_completion():
     reward = torch.tensor([1.0, math.nan, 0.0])
     got = reward_minus_kl(reward, torch.tensor([2.0, 1.0, -4.0]), beta=0.05)
     torch.testing.assert_close(got, torch.tensor([0.9, math.nan, 0.2]), equal_nan=True)

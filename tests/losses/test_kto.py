@@ -1,4 +1,4 @@
-"""Golden values of KTO, checked against TRL 1.16.0 (four rows, beta 0.1)."""
+"""Golden values of KTO, checked against TRL 1.16.0 (four completions, beta 0.1)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_kto_golden_values(name, weights, value):
 def test_kto_and_apo_differ_where_the_classes_are_not_balanced():
     rows = (torch.tensor(LOGP[:3]), torch.tensor(REF[:3]), torch.tensor(LABEL[:3]))
     kto, apo = (run(name, *rows, 0.225).terms[name].sum.item() for name in LOSSES)
-    assert kto - apo == pytest.approx(0.225 * BETA / 4, rel=0.02)  # one desirable row more, slope 1/4 each
+    assert kto - apo == pytest.approx(0.225 * BETA / 4, rel=0.02)  # one more desirable completion, slope 1/4 each
 
 
 @pytest.mark.parametrize(("mismatched", "expected"), [((0.5, -0.1), 0.2), ((0.1, -0.5), 0.0), ((), 0.0)])
@@ -94,12 +94,12 @@ def test_weight_zero_means_zero(name):
     out = run(name, logp, ref, label, undesirable_weight=0.0)
     (grad,) = torch.autograd.grad(out.terms[name].sum, logp)
     assert (grad[~label] == 0).all() and (grad[label] < 0).all()
-    assert out.terms[name].count.item() == 13  # the rows still count
+    assert out.terms[name].count.item() == 13  # the completions still count
     nothing = run(name, logp, ref, label, desirable_weight=0.0, undesirable_weight=0.0)
     assert nothing.terms[name].sum.item() == 0.0
 
 
-def test_desirable_rows_are_pushed_up_and_undesirable_ones_down():
+def test_desirable_completions_are_pushed_up_and_undesirable_ones_down():
     logp, ref, label = random_case()
     for name in LOSSES:
         (grad,) = torch.autograd.grad(run(name, logp, ref, label).terms[name].sum, logp)
@@ -165,7 +165,7 @@ def test_kto_is_finite_at_extremes(name, ratio, good):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_rows_give_a_differentiable_zero(name):
+def test_no_completions_give_a_differentiable_zero(name):
     logp = torch.zeros(0, requires_grad=True)
     out = run(name, logp, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     out.terms[name].sum.backward()

@@ -120,7 +120,7 @@ def test_pair_loss_golden_values(name, value, grad_norm, options):
     (by_token,) = torch.autograd.grad(loss, tokens)  # (10,)
     torch.testing.assert_close(by_token, by_row.repeat_interleave(torch.tensor([3, 2, 2, 3])))
     if grad_norm is not None:
-        # These norms were taken over the padded grid, 4 rows of 3 positions, the 2 padding positions among them.
+        # These norms are over the padded grid of 4 rows x 3 positions, including the 2 padding positions.
         assert by_row.norm().item() * math.sqrt(3) == pytest.approx(grad_norm, abs=2e-6)
 
 
@@ -158,7 +158,7 @@ def test_mixture_golden_value_and_terms():
 def test_divergence_golden_values(divergence, value):
     out = run(golden_scores(golden_tokens(), divergence), "sigmoid")
     assert mean(out).item() == pytest.approx(value, abs=1e-6)
-    # The rewards logged stay plain log-ratios.
+    # The logged rewards are plain log-ratios.
     assert (out.metrics["reward/chosen"][0] / 2).item() == pytest.approx(0.045, abs=1e-6)
 
 
@@ -204,7 +204,7 @@ def test_wpo_golden_value_without_clamp_and_the_clamp():
 
 
 def test_ld_weights_golden_value():
-    """Tokens beyond the shorter response count half, of the policy and of the reference."""
+    """Tokens beyond the shorter response count half, for policy and reference."""
     position, shared = torch.tensor([0, 1, 2, 0, 1, 0, 1, 0, 1, 2]), torch.full((10,), 2)
     weight = ld_weights(position, shared, alpha=0.5)
     assert weight.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
@@ -224,7 +224,7 @@ def test_sigmoid_gradient_of_one_token():
 
 
 def naive(name: str, c: float, r: float, nw: int, nl: int) -> float:
-    """Each formula again, in plain float64 Python."""
+    """Each formula in plain float64 Python."""
     ls = lambda x: -math.log1p(math.exp(-x))  # noqa: E731
     sig = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
     u, eps, tau = BETA * (c - r), SMOOTHING.get(name, 0.0), 0.05
@@ -274,7 +274,7 @@ def test_divergence_gradcheck(name, divergence):
 
 
 def test_aot_gradcheck():
-    """With its partners held fixed aot is an ordinary pair loss (aot_unpaired's value is halved: see below)."""
+    """With its partners fixed, aot is an ordinary pair loss (aot_unpaired halves its value: see below)."""
     s = random_scores(num_pairs=5, seed=1)
     targets = aot_targets(s)
     check = lambda w, r: run(PairScores(w, r, *s[2:]), "aot", targets=targets).terms["aot"].sum  # noqa: E731
@@ -371,7 +371,7 @@ def test_divergence_losses_are_finite_at_extremes(name, divergence, c, r):
 
 
 EXTREMES = torch.linspace(-100, 100, 201, dtype=torch.float64)
-TRANSFORMS = {  # name -> (transform, the formula, exponent whose size is capped)
+TRANSFORMS = {  # name -> (transform, formula, the exponent that is capped)
     "forward_kl": (forward_kl, lambda x: 1 - (-x).exp(), lambda x: -x),
     "js": (js_divergence, lambda x: math.log(2) - torch.log1p((-x).exp()), None),
     "alpha 0.5": (alpha_divergence, lambda x: 2 * (1 - (-x / 2).exp()), lambda x: -x / 2),
@@ -401,7 +401,7 @@ def test_divergences_are_those_of_the_formula_up_to_forty_nats_and_then_keep_val
 
 @pytest.mark.parametrize("c", [-20.0, -39.0, -45.0, -80.0, -1e3])
 def test_ipo_of_the_forward_kl_has_a_finite_gradient_in_float32_and_the_right_one_where_it_fits(c):
-    """At c = -45 the exact gradient is 2.4e39, which float32 cannot hold: the one at -40 nats stands in for it."""
+    """At c = -45 the exact gradient is 2.4e39, which overflows float32: the one at -40 nats replaces it."""
     s = extreme_scores(c, 0.0, forward_kl)
     loss = run(s, "ipo").terms["ipo"].sum
     grad_w, grad_l = (x.item() for x in gradients(s, loss))
@@ -429,7 +429,7 @@ def test_wrong_order_at_an_extreme_still_pushes_with_full_force():
 
 @pytest.mark.parametrize("tau", [0.05, 1.0, 2.0])
 def test_discopop_far_from_zero(tau):
-    """exp(-u) sigmoid(u / tau) for u -> -inf: 0 below tau 1, 1 at tau 1, held finite above."""
+    """exp(-u) sigmoid(u / tau) for u -> -inf: 0 below tau 1, 1 at tau 1, clamped above."""
     value = run(extreme_scores(-1e4, 0.0), "discopop", beta=1.0, discopop_tau=tau).terms["discopop"].sum.item()
     assert math.isfinite(value)
     if tau <= 1:
@@ -458,7 +458,7 @@ def test_no_pairs_give_a_differentiable_zero(name):
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_a_response_without_tokens_divides_by_nothing(name):
+def test_a_response_without_tokens_does_not_divide_by_zero(name):
     zero = torch.zeros(2, requires_grad=True)
     none = torch.zeros(2, dtype=torch.long)
     loss = run(PairScores(zero, zero * 1.0, torch.zeros(2), torch.zeros(2), none, none), name).terms[name].sum
@@ -504,7 +504,7 @@ def test_impossible_smoothing_is_refused(function, value, message):
     assert str(error.value) == message
 
 
-def test_options_of_say_what_takes_effect():
+def test_options_of_lists_the_settings_that_take_effect():
     assert options_of(PAIR_LOSSES["hinge"]) == {"beta"}
     assert {name for name in PAIR_LOSSES if "label_smoothing" in options_of(PAIR_LOSSES[name])} == {
         "sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"

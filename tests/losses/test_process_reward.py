@@ -9,7 +9,7 @@ from torch import Tensor
 from losses.reward_model import confusion, f1_scores, macro_f1, stepwise_loss
 
 LOGITS = ((0.0, 2.0), (5.0, -5.0), (1.0, 0.0), (0.0, 3.0), (2.0, 2.5))
-LABEL = (1, -100, 0, 0, 1)  # the second position carries no label; the fourth is predicted wrong
+LABEL = (1, -100, 0, 0, 1)  # the second position has no label; the fourth is misclassified
 
 
 def random_case(n: int = 23, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -117,8 +117,8 @@ def test_confusion_counts_label_by_prediction():
     ("matrix", "expected", "macro"),
     [
         ([[1, 1], [0, 2]], (2 / 3, 4 / 5), 11 / 15),
-        ([[0, 3], [0, 5]], (0.0, 10 / 13), 5 / 13),  # always says right: half of the majority class's F1
-        ([[0, 0], [0, 5]], (math.nan, 1.0), 1.0),  # no wrong step, none claimed: one class to average
+        ([[0, 3], [0, 5]], (0.0, 10 / 13), 5 / 13),  # always predicts right: half of the majority class's F1
+        ([[0, 0], [0, 5]], (math.nan, 1.0), 1.0),  # no wrong step, none predicted: one class to average
         ([[4, 0], [0, 5]], (1.0, 1.0), 1.0),
     ],
 )

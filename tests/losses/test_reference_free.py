@@ -23,7 +23,7 @@ def per_pair(s: FreeScores, name: str, **options: float) -> Tensor:
 
 
 def one_token_pairs(mean_w: tuple[float, ...], mean_l: tuple[float, ...]) -> FreeScores:
-    """Sum and mean are the same here, so that every variant sees the numbers as written."""
+    """One token each, so that sum and mean are equal for every variant."""
     ones = torch.ones(len(mean_w), dtype=torch.long)
     return FreeScores(*(torch.tensor(x, requires_grad=True) for x in (mean_w, mean_l)), ones, ones)
 
@@ -58,7 +58,7 @@ def test_cpo_golden_values(name, options, expected):
 
 @pytest.mark.parametrize("name", CPO_LOSSES)
 def test_cpo_compares_means_or_sums(name):
-    """Longer responses of the same mean: seen by sigmoid and hinge alone."""
+    """Longer responses of the same mean change only sigmoid and hinge."""
     short = one_token_pairs(MEAN_W, MEAN_L)
     len_w, len_l = torch.tensor([3, 2]), torch.tensor([2, 4])
     long = FreeScores(short.logp_w * len_w, short.logp_l * len_l, len_w, len_l)
@@ -152,7 +152,7 @@ def test_cpo_micro_batches_sum_to_the_whole(name, sizes):
 
 @pytest.mark.parametrize("alpha", [0.25, -0.5])
 def test_rewards_of_alphapo_are_those_its_loss_compares(alpha):
-    """beta (1 - exp(-alpha mean)) / alpha. A margin of the unshaped reward would differ, and here in size only."""
+    """beta (1 - exp(-alpha mean)) / alpha. The margin of the unshaped reward would differ, here only in size."""
     s = FreeScores(torch.tensor([-3.0, -1.6]), torch.tensor([-2.4, -2.0]), torch.tensor([3, 2]), torch.tensor([2, 4]))
     out = run(s, "alphapo", alpha=alpha, label_smoothing=0.0)
     shaped = [[2.0 * (1 - math.exp(-alpha * mean)) / alpha for mean in side] for side in ((-1.0, -0.8), (-1.2, -0.5))]
@@ -162,7 +162,7 @@ def test_rewards_of_alphapo_are_those_its_loss_compares(alpha):
     assert means["reward/rejected"] == pytest.approx(sum(shaped[1]) / 2)
     assert means["reward/margin"] == pytest.approx(sum(margins) / 2) and means["reward/accuracy"] == 0.5
     loss = sum(math.log1p(math.exp(OPTIONS["gamma"] - margin)) for margin in margins)
-    assert out.terms["alphapo"].sum.item() == pytest.approx(loss, rel=1e-6)  # of the very margins that are logged
+    assert out.terms["alphapo"].sum.item() == pytest.approx(loss, rel=1e-6)  # of the same margins that are logged
 
 
 @pytest.mark.parametrize("name", CPO_LOSSES)

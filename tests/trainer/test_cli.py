@@ -382,7 +382,7 @@ def test_saved_config_drops_what_was_said_to_one_call(fork):
         (["--resume", "--method", "grpo"],
          "--resume: no earlier grpo run in runs; name its folder"),
         (["--resume", "--output-dir", "x"],
-         "--resume: x holds no run (no config.yaml); check --output-dir or start it afresh"),
+         "--resume: x holds no run (no config.yaml); check --output-dir or start a new run"),
         (["--resume", "out", "--output-dir", "x"],
          "--output-dir=x: the run to resume is in out and stays there; leave it out"),
         (["--resume", "out", "--method", "grpo"],

@@ -285,8 +285,8 @@ def test_flops_per_token(sizes):
 
 
 def test_numbers_copied_from_elsewhere_are_still_those():
-    scaled_exp = pytest.importorskip("kernels.linear_logprob_triton")
-    assert (scaled_exp.CHUNK, scaled_exp.PART, scaled_exp.SLICE) == (
+    triton_head = pytest.importorskip("kernels.linear_logprob_triton")
+    assert (triton_head.CHUNK, triton_head.PART, triton_head.SLICE) == (
         memory.CHUNK, memory.PART, memory.SLICE
     )  # fmt: skip
     assert BLOCK_ELEMENTS == memory.TORCH_BLOCK

@@ -27,19 +27,19 @@ class ParallelConfig:
     """Several processes, started by torchrun."""
 
     mode: Literal["auto", "replicate", "fsdp"] = "auto"
-    """replicate: a whole copy on every rank; fsdp: weights in shards; auto: replicate where there is room for it."""
+    """replicate: a full copy on every rank; fsdp: sharded weights; auto: replicate if a copy fits."""
     shard: int | None = None
-    """fsdp: ranks that one copy is sharded over, those of a node for example; None: all of them."""
+    """fsdp: ranks that one copy is sharded over, for example those of a node; None: all ranks."""
     reshard_after_forward: bool = True
-    """fsdp: give gathered weights back between forward and backward; less memory, one gather more."""
+    """fsdp: free gathered weights between forward and backward; less memory, one more gather."""
     reduce_once: bool = False
-    """fsdp: add up gradients over ranks once a step, not after each micro-batch; less traffic, all gradients whole."""
+    """fsdp: reduce gradients once per step, not after each micro-batch; less traffic, unsharded gradients in memory."""
     cpu_offload: bool = False
     """fsdp: keep shards and optimizer state in main memory."""
     context: int = 1
-    """Ranks that share every micro-batch, a slice of its rows each, for long sequences; 1: each has rows of its own."""
+    """Ranks that share every micro-batch, each a slice of its rows, for long sequences; 1: no sharing."""
     timeout_s: float = TIMEOUT_S
-    """Seconds that a rank waits for the others before it says where each of them is, and ends."""
+    """Seconds that a rank waits for the others before it logs where each of them is, and exits."""
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
@@ -266,7 +266,7 @@ class RunConfig:
     save_total_limit: int = 3
     """Checkpoints kept, newest first."""
     save_async: bool = True
-    """Write checkpoints while training goes on, from a copy in main memory; --no-save-async waits and needs no copy."""
+    """Write checkpoints in the background, from a copy in main memory; --no-save-async waits and needs no copy."""
     stop_grace_s: float = 60.0
     """Seconds that SIGTERM leaves for the step under way and its checkpoint; then the process ends as it is."""
     logging_steps: int = 1
@@ -299,16 +299,16 @@ class RunConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        """Of all processes together."""
+        """Over all processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size()
 
     def total_steps(self, rows_per_epoch: int, rows_per_step: int, steps_per_batch: int = 1) -> int:
-        """max_steps, or as many as num_train_epochs take."""
+        """max_steps, or the steps of num_train_epochs."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows_per_epoch / rows_per_step) * steps_per_batch
 
 
 def check_evaluation(data: DataConfig, run: RunConfig) -> None:
-    """A block cannot see the other's fields; every Config with both calls this."""
+    """Checks across blocks, which cannot see each other; every Config with both calls this."""
     if run.eval_steps and not data.eval_data:
         raise ValueError(
             f"eval_steps={run.eval_steps}: has no effect without held-out rows; name them with --eval-data"
@@ -340,7 +340,7 @@ class RolloutConfig:
 
 
 def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig) -> None:
-    """Settings of servers need servers. Every Config with these blocks calls this."""
+    """Refuse server settings without servers. Every Config with these blocks calls this."""
     if rollout.engine == "vllm":
         if rollout.max_batch_size != RolloutConfig.max_batch_size:
             raise ValueError(

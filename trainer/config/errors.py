@@ -1,4 +1,4 @@
-"""Whose an error is, and in one line what it says: an error of ours, or what a library said when something failed."""
+"""Errors in one line: whether an error is ours to show as a sentence, and what a library reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def first_line(error: Exception) -> str:
 
 
 def load_error(error: Exception, path: str) -> str:
-    """What a library said when it could not load `path`, in one line."""
+    """A library's error when loading `path`, in one line."""
     kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
     where = "" if Path(path).is_dir() else f"{path} is no folder here, and as a hub id: "
     remedy = "; if you trust its code, pass --trust-remote-code" if "trust_remote_code" in str(error) else ""
@@ -25,14 +25,14 @@ def load_error(error: Exception, path: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    return printable(" ".join(str(error).splitlines())) or type(error).__name__  # whatever a value holds
+    return printable(" ".join(str(error).splitlines())) or type(error).__name__  # values may hold anything
 
 
 def raised_on_purpose(error: Exception) -> bool:
-    """Whether a raise statement of ours made it: then it is a sentence for the user.
+    """Whether a raise statement of ours raised it: then it is a sentence for the user.
 
-    int("x") or a tensor library failing inside a call is a bug report, not advice, and what the user's own code raises
-    is the user's to find: both keep the traceback.
+    An error inside a call, such as int("x") or a tensor operation, is a bug, and one of the user's own code is theirs
+    to find: both keep the traceback.
     """
     traceback = error.__traceback__
     assert traceback is not None, "an error that was caught has a traceback"

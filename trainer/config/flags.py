@@ -1,8 +1,12 @@
-"""The flags of a Config class, and how words from argv or YAML become an instance of it.
+"""The flags of a Config class, and how argv and YAML become an instance of it.
 
-Both sources are first brought into one form, `Values`: flag key ("lora.r") -> the words given for it and where they
-came from. Layers then merge as plain dicts, and tyro turns the words into typed fields (so the YAML text 1e-6, which
-PyYAML reads as a string, becomes a float exactly as it does on the command line).
+    table = flag_table(Config)
+    values = read_tree(yaml_tree, table, "config.yaml") | read_argv(argv, table)      # later layers win
+    cfg = build(Config, values, table, prog)
+
+`Values` maps a flag's key ("lora.r") to the words given for it and their source. Layers merge as plain dicts, and tyro
+converts the words to typed fields, so the YAML text 1e-6, which PyYAML reads as a string, becomes a float as it does on
+the command line. Sections: flags of a Config, argv, YAML, tyro.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ import tyro
 
 from data.user_code import import_name
 
-REPEATABLE = ("data", "eval_data")  # --data a --data b is --data a b; any other repeated flag: the last one wins
-DASH = "\x1f"  # put before a list item such as "-x", which tyro would take for a flag, and removed after it
+REPEATABLE = ("data", "eval_data")  # --data a --data b means --data a b; of any other repeated flag the last wins
+DASH = "\x1f"  # put before a list item such as "-x", which tyro would take for a flag; removed again
 
 
 # flags of a Config -----------------------------------------------------------------------------------------------
@@ -60,7 +64,7 @@ Values = dict[str, Given]
 
 
 def flag_table(config: type) -> dict[str, Flag]:
-    """Every flag of a Config class by key; a flat block adds its fields without a prefix."""
+    """Every flag of a Config class by key; a Flat block adds its fields without a prefix."""
     table: dict[str, Flag] = {}
     hints = get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
@@ -108,7 +112,7 @@ def _flag(key: str, hint: Any, required: bool) -> Flag:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name a mistyped word most likely meant."""
+    """The name that a mistyped word most likely meant."""
     plain = {name.replace(".", "_").lower(): name for name in sorted(names, key=lambda name: "." in name)}
     word = word.replace("-", "_").replace(".", "_").lower()
     close = difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
@@ -119,7 +123,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def unknown(what: str, word: str, table: dict[str, Flag], *, as_flag: bool) -> ValueError:
-    """The refusal of a flag or key that this method does not have."""
+    """The error for a flag or key that this method does not have."""
     found = nearest(word, table)
     if found is None:
         return ValueError(f"{what}; --help lists them all")
@@ -183,7 +187,7 @@ def _checked_words(words: Sequence[str], flag: Flag, label: str) -> tuple[str, .
         raise ValueError(f"{label}: needs a value; one that starts with - is attached with =")
     if len(words) > 1:
         raise ValueError(f"{label}={' '.join(words)}: takes one value, got {len(words)}; quote it if it holds spaces")
-    if flag.takes_bool and words[0].lower() in ("true", "false"):  # one of several kinds of value
+    if flag.takes_bool and words[0].lower() in ("true", "false"):  # a union with bool
         return (words[0].capitalize(),)
     return (words[0],)
 
@@ -231,14 +235,14 @@ def _word(value: Any, label: str) -> str:
 def _json(value: dict[Any, Any], label: str) -> str:
     try:
         return json.dumps(value)
-    except (TypeError, ValueError) as error:  # a date, say, or a mapping that holds itself
+    except (TypeError, ValueError) as error:  # a date, or a mapping that contains itself
         raise ValueError(f"{label}={value}: cannot be written as JSON ({error}); put such values in quotes") from None
 
 
 def _data_spec(item: dict[str, Any], label: str) -> str:
     """{path: rows.jsonl, split: train, weight: 0.5} -> 'rows.jsonl:split=train,weight=0.5'.
 
-    roles may be a mapping, as {user: [human, person]}; a comma within a value is written as parse_spec reads it.
+    roles may be a mapping, as {user: [human, person]}; a comma within a value is escaped for parse_spec.
     """
     if not item.get("path"):
         raise ValueError(f"{label}={item}: a data entry needs a path")
@@ -254,7 +258,7 @@ def _data_spec(item: dict[str, Any], label: str) -> str:
 
 
 def config_to_tree(cfg: Any) -> dict[str, Any]:
-    """A Config as nested plain data, flat blocks merged at the top: what read_tree takes back."""
+    """A Config as nested plain data, Flat blocks merged at the top; the inverse of read_tree."""
     tree: dict[str, Any] = {}
     hints = get_type_hints(type(cfg), include_extras=True)
     for field in dataclasses.fields(cfg):
@@ -269,14 +273,14 @@ def config_to_tree(cfg: Any) -> dict[str, Any]:
 
 
 def _saved(item: Any) -> Any:
-    return import_name(item) if callable(item) else item  # a reward function that was given from Python
+    return import_name(item) if callable(item) else item  # a reward function passed from Python
 
 
 # words to a Config, by tyro --------------------------------------------------------------------------------------
 
 
 def build(config: type, values: Values, table: dict[str, Flag], prog: str) -> Any:
-    """An instance of the Config class; whatever tyro refuses becomes one sentence."""
+    """An instance of the Config class; tyro's errors become one sentence."""
     missing = [flag.name for flag in table.values() if flag.required and flag.key not in values]
     if missing:
         raise ValueError(f"{' and '.join(missing)}: required; {prog} --help says what to give")
@@ -290,7 +294,7 @@ def build(config: type, values: Values, table: dict[str, Flag], prog: str) -> An
             text = f"{given.label(flag)}={' '.join(given.words)}: expected {event.argument.lowered.metavar}"
             raise ValueError(text.replace(DASH, "")) from None
         if type(event).__name__ == "InstantiationFailure":
-            raise ValueError(event.message.replace(DASH, "")) from None  # a block's own check, already a sentence
+            raise ValueError(event.message.replace(DASH, "")) from None  # from a block's own check, already a sentence
 
     with _tyro_refusals(refuse):
         cfg = tyro.cli(config, args=tyro_args(values, table), prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
@@ -298,7 +302,7 @@ def build(config: type, values: Values, table: dict[str, Flag], prog: str) -> An
 
 
 def tyro_args(values: Values, table: dict[str, Flag]) -> list[str]:
-    """Values as the words tyro is given."""
+    """Values as command-line words for tyro."""
     args: list[str] = []
     for key, given in values.items():
         flag = table[key]
@@ -314,7 +318,7 @@ def tyro_args(values: Values, table: dict[str, Flag]) -> list[str]:
 
 
 def _tyro_refusals(hook: Any) -> contextlib.AbstractContextManager:
-    """tyro's hook is not public API: a tyro without it prints its own box for the same refusal and exits with 2."""
+    """tyro's hook is not public API: a tyro without it prints its own error box and exits with 2."""
     errors = getattr(tyro, "_errors", None)
     return errors.on_parse_error(hook) if hasattr(errors, "on_parse_error") else contextlib.nullcontext()
 

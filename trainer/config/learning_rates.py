@@ -1,8 +1,8 @@
-"""The learning rate that a method starts with, for all weights and for LoRA, and where each number is from.
+"""Default learning rates of each method, for full fine-tuning and for LoRA, with their sources.
 
-Adapters take a higher rate than whole weights: about ten times in supervised and in reinforcement learning, whatever
-their rank ("LoRA Without Regret", Schulman et al. 2025, thinkingmachines.ai/blog/lora). Where a rate for adapters is
-published for the method itself, that one is taken.
+Adapters take a higher rate than full weights: about ten times in supervised and in reinforcement learning, whatever
+their rank ("LoRA Without Regret", Schulman et al. 2025, thinkingmachines.ai/blog/lora). A rate published for adapters
+with the method itself takes precedence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 FAR_OFF = 30.0  # a factor: published settings of one method differ by 10 or so
-SMALL_MODEL = 50_000_000  # parameters: rates are published for larger models, and toys take far higher ones
+SMALL_MODEL = 50_000_000  # parameters: published rates are for larger models; toy models take far higher ones
 
 
 class Rates(NamedTuple):
@@ -42,7 +42,7 @@ RATES: dict[str, Rates] = {
 
 
 def rates_of(config: type) -> Rates | None:
-    """Those of the method whose Config this is, or which it extends; None for a method that has none of ours."""
+    """Rates of the method whose Config this is or extends; None for a method outside the repository."""
     for base in config.__mro__:
         package, _, name = base.__module__.rpartition(".")
         if package == "trainer.methods":
@@ -51,7 +51,7 @@ def rates_of(config: type) -> Rates | None:
 
 
 def far_off(cfg: Any) -> str | None:
-    """A note where the learning rate is more than 30 times off the default, or where LoRA has one for all weights."""
+    """A note if the learning rate is more than 30 times off the default, or if LoRA has a rate for full weights."""
     rates = rates_of(type(cfg))
     if rates is None:
         return None

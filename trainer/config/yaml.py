@@ -1,4 +1,4 @@
-"""A config as a YAML file: read with the safe loader, every mistake named by its line, written so that it reruns."""
+"""A config as a YAML file: read with the safe loader, errors with their line, written so that --config reruns it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-PER_CALL = ("resume", "overwrite_output_dir")  # said to one call of the command, not part of what a run is
+PER_CALL = ("resume", "overwrite_output_dir")  # flags of one call, not settings of the run
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML lets the last of two equal keys win silently; here that is an error."""
+    """A duplicate key is an error; PyYAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -44,10 +44,10 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def save_config(path: Path, tree: dict[str, Any]) -> None:
-    """Write a config so that --config PATH runs it again; atomic, as a killed run must stay resumable."""
+    """Write a config that --config PATH can run again; atomic, as a killed run must stay resumable."""
     kept = {key: value for key, value in tree.items() if key not in PER_CALL}
     scratch = path.with_name(f".tmp-{path.name}")
-    readable = r"\x85" not in repr(kept)  # PyYAML writes that line break as it is, and reads it back as a space
+    readable = r"\x85" not in repr(kept)  # PyYAML writes that line break unescaped, and reads it back as a space
     with scratch.open("w", encoding="utf-8") as file:
         yaml.safe_dump(kept, file, sort_keys=False, allow_unicode=readable, width=100)
         file.flush()

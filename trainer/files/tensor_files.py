@@ -60,7 +60,7 @@ def write_tensors(
             digest.update(data)
             file.write(data)
 
-        write(_header(specs))
+        write(file_header(specs))
         for (name, spec), tensor in zip(specs.items(), tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == spec, f"{name}: {tensor.shape} {tensor.dtype}, not {spec}"
             flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -76,7 +76,7 @@ def aligned(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     return dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
-def _header(specs: Mapping[str, Spec]) -> bytes:
+def file_header(specs: Mapping[str, Spec]) -> bytes:
     """The start of a file: length, JSON, padding to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -107,7 +107,7 @@ class Record:
     parts: list[Part] = field(default_factory=list)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the parts cover the tensor. They never overlap: each is written by the lowest rank that holds it."""
         return sum(math.prod(part.shape) for part in self.parts) == math.prod(self.shape)
 
@@ -171,8 +171,8 @@ def records_of_file(folder: Path, file: str, prefix: str = "") -> dict[str, Reco
         for name in opened.keys():  # noqa: SIM118  it is not a mapping
             found = opened.get_slice(name)
             shape = tuple(found.get_shape())
-            whole = Part(file, name, (0,) * len(shape), shape)
-            records[f"{prefix}{name}"] = Record(shape, DTYPES[found.get_dtype()], [whole])
+            part = Part(file, name, (0,) * len(shape), shape)
+            records[f"{prefix}{name}"] = Record(shape, DTYPES[found.get_dtype()], [part])
     return records
 
 

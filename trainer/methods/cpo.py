@@ -117,7 +117,7 @@ def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, tr
 @torch.no_grad()
 def evaluate_pairs(cfg: Config, policy: Policy, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not pairs and not cfg.data.eval_data:  # a rank may have none of what there is
+    if not pairs and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
         return {}
     policy.model.eval()
     sums = run_pairs(cfg, policy, pack_pairs(cfg.run, policy, pairs, accumulation=1), train=False)

@@ -93,7 +93,7 @@ class Config:
 
     @property
     def losses(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """Names and weights, RPO's term included."""
+        """Names and weights of the losses, RPO's term included."""
         names, weights = self.loss_type, self.loss_weights or (1.0,) * len(self.loss_type)
         return (names, weights) if self.rpo_alpha is None else ((*names, "sft"), (*weights, self.rpo_alpha))
 
@@ -175,18 +175,18 @@ def wpo_weights(policy: Policy, mb: PairBatch, logp: Tensor) -> Tensor:  # (P,)
 def step_targets(
     cfg: Config, policy: Policy, reference: Reference, items: list[Item], micro_batches: list[PairBatch]
 ) -> AotTargets:
-    """AOT's partners over the whole step, before any gradient is taken."""
+    """AOT's partners over the whole step, computed before the backward passes."""
     parts = [pair_scores(cfg, policy, reference, items, mb)[0] for mb in micro_batches]
     order = torch.cat([mb.pairs for mb in micro_batches]).argsort()
     own = torch.stack([torch.cat([part[k] for part in parts])[order].double() for k in range(6)], dim=1)  # (P, 6)
-    everyone, ours = rows_of_all(own, "scores to sort")
-    return aot_targets(PairScores(*everyone.to(parts[0][0].dtype).T)).select(ours)
+    scores, indices = rows_of_all(own, "scores to sort")
+    return aot_targets(PairScores(*scores.to(parts[0][0].dtype).T)).select(indices)
 
 
 @torch.no_grad()
 def evaluate_pairs(cfg: Config, policy: Policy, reference: Reference, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not pairs and not cfg.data.eval_data:  # a rank may have none of what there is
+    if not pairs and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
         return {}
     policy.model.eval()
     sums = run_pairs(cfg, policy, reference, pairs, pack_pairs(cfg.run, policy, pairs, accumulation=1), train=False)

@@ -112,6 +112,7 @@ def log_ratios(
 
 @torch.no_grad()
 def reference_point(policy: Policy, reference: Reference, rows: LabelledStep) -> Tensor:  # ()
+    """z0: the mean log-ratio of the mismatched rows of all ranks, clamped at 0."""
     items = rows.items[len(rows.label) :]
     ratios = [torch.zeros(0, device=policy.device)]
     for batch in rows.mismatched:
@@ -154,8 +155,8 @@ def loss(cfg: Config, logp: Tensor, ref_logp: Tensor, label: Tensor, z0: Tensor)
 def evaluate_rows(
     cfg: Config, policy: Policy, reference: Reference, partner: dict[int, Item], rows: list[Labelled]
 ) -> dict[str, float]:
-    """The same loss on held-out rows, and how well the implicit reward tells the two labels apart."""
-    if not rows and not cfg.data.eval_data:  # a rank may have none of what there is
+    """The same loss on held-out rows, and how well the implicit reward separates the two labels (AUC)."""
+    if not rows and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
         return {}
     policy.model.eval()
     packed = pack_labelled(cfg, policy, rows, partner, accumulation=1)

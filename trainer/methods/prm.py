@@ -61,7 +61,7 @@ class Config:
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
-        # for whoever uses it as a reward
+        # read when it is used as a reward
         scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         solutions = solutions_of(cfg, scorer, cfg.data.data, last_step_only=cfg.train_on_last_step_only)
@@ -124,7 +124,7 @@ def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps])
 @torch.no_grad()
 def evaluate(cfg: Config, scorer: Policy, solutions: list[Steps]) -> dict[str, float]:
     """Loss, accuracy per step, and macro F1 beside that of always answering the more frequent label."""
-    if not solutions and not cfg.data.eval_data:  # a rank may have none of what there is
+    if not solutions and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
         return {}
     sums = MetricSums()
     matrix = torch.zeros(2, 2, dtype=torch.int64, device=scorer.device)  # steps by [label, predicted class]

@@ -60,7 +60,7 @@ class Config:
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
-        # for whoever uses it as a reward
+        # read when it is used as a reward
         scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         pairs = pairs_of(cfg, scorer, cfg.data.data)
@@ -112,7 +112,7 @@ def loss_of(cfg: Config, scorer: Policy, mb: Batch, pairs: list[Pair]) -> LossOu
 
 
 def margins(pairs: list[Pair], like: Tensor) -> Tensor | None:
-    """(B,) what the data asks for; a pair without a margin asks for none."""
+    """(B,) margins of the data, 0 for a pair without one; None if no pair has one."""
     if all(pair.margin is None for pair in pairs):
         return None
     return torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=like.dtype, device=like.device)
@@ -133,7 +133,7 @@ def backward(cfg: Config, scorer: Policy, micro_batches: list[Batch], pairs: lis
 @torch.no_grad()
 def evaluate(cfg: Config, scorer: Policy, pairs: list[Pair]) -> dict[str, float]:
     """Loss, accuracy and margin on held-out pairs."""
-    if not pairs and not cfg.data.eval_data:  # a rank may have none of what there is
+    if not pairs and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
         return {}
     sums = MetricSums()
     scorer.model.eval()

@@ -118,7 +118,7 @@ def backward(policy: Policy, micro_batches: list[Batch]) -> MetricSums:
 @torch.no_grad()
 def evaluate(cfg: Config, policy: Policy, examples: list[Example]) -> dict[str, float]:
     """Mean negative log-likelihood per trained token of held-out examples."""
-    if not examples and not cfg.data.eval_data:  # a rank may have none of what there is
+    if not examples and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
         return {}
     sums = MetricSums()
     policy.model.eval()

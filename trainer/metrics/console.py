@@ -1,4 +1,4 @@
-"""What a person watching the run sees: a live display on a terminal, one plain line per logged step anywhere else."""
+"""Console output: a live display on a terminal, one plain line per logged step elsewhere."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Console:
         self.stop()
 
     def start(self) -> None:
-        """Show the title and, on a terminal, the live display; the clock for the time left starts here."""
+        """Show the title and, on a terminal, the live display; starts the clock for the time left."""
         if hasattr(self._stream, "reconfigure"):
-            self._stream.reconfigure(errors="replace")  # a sample in any script must not end a run on an ASCII terminal
+            self._stream.reconfigure(errors="replace")  # a sample must not end a run on an ASCII terminal
         self._started_at = time.monotonic()
         self._step_ends.append((self._start_step, self._started_at))
         if self._stream.isatty():
@@ -70,7 +70,7 @@ class Console:
         self._print(f"{self.title}: {steps}{resumed}", "bold")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take a step's metrics; an evaluation in them gets a line of its own in either mode."""
+        """Show a step's metrics; an evaluation among them gets its own line in either mode."""
         self.step_now = step
         values = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         if any(name in values for _, name in NUMBERS):  # not a line that holds only an evaluation
@@ -109,7 +109,7 @@ class Console:
         self._print(f"{kind}: {finding.message}", "yellow" if kind == "warning" else "cyan")
 
     def stop(self) -> None:
-        """Leave the last state of the display on the screen and give the terminal back; may be called twice."""
+        """Leave the last state of the display on the screen and release the terminal; may be called twice."""
         if self._live is not None:
             self._sample = None
             self._live.stop()

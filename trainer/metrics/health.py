@@ -1,15 +1,14 @@
-"""Health watch: looks at a run's numbers and says, in one sentence, what is wrong and what to do about it.
+"""Health watch: checks a run's metrics and says, in one sentence, what is wrong and what to do about it.
 
-A rule fires on the median of the last 5 steps that logged its metric, so it takes three steps out of five: a single
-odd step does not cry wolf. While it fires the step carries `health/<name>` = 1.0; its message is shown when it first
-fires and then at most every 50 steps.
+A rule fires on the median of the last 5 steps that logged its metric, so a single odd step does not trigger it. While
+it fires the step has `health/<name>` = 1.0; its message is shown when it first fires and then at most every 50 steps.
 
-A run that has succeeded has little reward spread and little entropy by right. It counts as solved when every reward
+A run that has succeeded legitimately has little reward spread and little entropy. It counts as solved when every reward
 function is at 0.8 or more (functions are taken to pay 0 to 1; one that is negative is a penalty and left aside) and the
 total has not fallen more than a tenth from its best. Then `solved`, an information, takes the place of the warnings
 about reward spread and low entropy.
 
-All state follows from the metrics alone: replaying metrics.jsonl after a resume gives what an unbroken run would have.
+All state follows from the metrics: replaying metrics.jsonl after a resume gives that of an uninterrupted run.
 """
 
 from __future__ import annotations

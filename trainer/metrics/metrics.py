@@ -1,6 +1,5 @@
-"""What a run writes down: glossary of metric names, sums over micro-batches, the files and services they go to.
-
-Totals that survive a resume, and the clock of one step.
+"""Metrics: the glossary of names, sums over micro-batches, the files and services they are written to; the counters
+of a run, which a resume keeps, and the timer of a step.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def describe(name: str) -> str | None:
-    """The glossary's line for a metric, or None when it has none; an exact entry wins over a wildcard."""
+    """The glossary's line for a metric, or None; an exact entry wins over a wildcard."""
     if name in GLOSSARY:
         return GLOSSARY[name]
     return next((text for key, text in GLOSSARY.items() if "*" in key and _pattern(key).fullmatch(name)), None)
@@ -162,14 +161,14 @@ class MetricSums:
         self.pairs: dict[str, Tensor] = {}
 
     def add(self, metrics: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
-        """Add one micro-batch; nothing waits for the device. Plain numbers are taken too."""
+        """Add one micro-batch, without a device sync. Plain numbers work too."""
         for name, (total, count) in metrics.items():
             total = torch.as_tensor(total).detach().float()
             row = torch.stack([total, torch.as_tensor(count, device=total.device).detach().float()])  # (2,)
             self.pairs[name] = self.pairs[name] + row if name in self.pairs else row
 
     def means(self) -> dict[str, float]:
-        """Global sum / global count of every name. A count of zero has no mean, so that name is left out."""
+        """Global sum / global count of every name; names with a count of zero are left out."""
         names = self._names()  # every rank must reduce the same ones, in the same order
         if not names:
             return {}
@@ -181,7 +180,7 @@ class MetricSums:
         return {name: total / count for name, (total, count) in zip(names, rows, strict=True) if count > 0}
 
     def _names(self) -> list[str]:
-        """Those of all ranks: one may have had nothing that a metric is about."""
+        """Names of all ranks: a rank may lack some."""
         if world_size() == 1:
             return sorted(self.pairs)
         own = torch.tensor(list(json.dumps(sorted(self.pairs)).encode()), dtype=torch.uint8, device=pick_device())
@@ -191,11 +190,11 @@ class MetricSums:
 
 
 class JsonlLog:
-    """Appends one JSON object per line; whole lines reach the operating system at once, so a killed run loses none."""
+    """Appends one JSON object per line, unbuffered, so a killed run loses none."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._file = self.path.open("ab", buffering=0)  # nothing is left for close() to write
+        self._file = self.path.open("ab", buffering=0)  # close() has nothing left to write
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """One line {"step": step, **record}. JSON has no inf or nan: they are written as null."""
@@ -206,7 +205,7 @@ class JsonlLog:
             left = left[self._file.write(left) :]
 
     def flush_to_disk(self) -> None:
-        """Wait until the disk has it; called before a checkpoint that counts on these lines."""
+        """Sync to disk; called before a checkpoint that relies on these lines."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -224,14 +223,14 @@ def _finite(value: Any) -> Any:
 
 
 def _parse_lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
-    """(line without its end, record) of every whole line; a last line torn by a crash is left out."""
+    """(line without its end, record) of every complete line; a last line cut off by a crash is skipped."""
     lines = path.read_bytes().split(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:  # also what bytes that are not UTF-8 raise
+        except ValueError:  # also raised for bytes that are not UTF-8
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
@@ -240,7 +239,7 @@ def _parse_lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl or samples.jsonl, of a running or killed run too; [] when there is no such file."""
+    """Records of a metrics.jsonl or samples.jsonl, also of a running or killed run; [] if there is no such file."""
     path = Path(path)
     return [record for _, record in _parse_lines(path)] if path.exists() else []
 
@@ -257,7 +256,7 @@ def truncate_after(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must survive a power cut too
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename must survive a power cut too
     try:
         os.fsync(folder)
     finally:
@@ -265,7 +264,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 class Sink(Protocol):
-    """Somewhere else the curves go."""
+    """Another destination of the metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -273,7 +272,7 @@ class Sink(Protocol):
 
 
 class TensorboardSink:
-    """Event files in RUN/tensorboard; those of steps done again after a resume are hidden by tensorboard itself."""
+    """Event files in RUN/tensorboard; tensorboard hides those of steps repeated after a resume."""
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
         try:
@@ -294,7 +293,7 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """One wandb run per run folder: its id lies in RUN/wandb_run_id, so a resume continues the same curves."""
+    """One wandb run per run folder: its id is in RUN/wandb_run_id, so a resume continues the same curves."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         try:
@@ -313,7 +312,7 @@ class WandbSink:
             resume="allow",
             config=dict(config),
         )
-        # wandb refuses to go back to an earlier step of its own counter, a resumed run has to: plot against ours
+        # wandb's own step counter cannot go back, as a resumed run must: plot against ours
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -325,7 +324,7 @@ class WandbSink:
 
 
 def check_sinks(report_to: Iterable[str]) -> None:
-    """Refuse a package that is not there before there is a run folder."""
+    """Refuse a package that is not installed before a run folder is made."""
     for name in report_to:
         spec = importlib.util.find_spec(name) if name != "none" else None
         if name != "none" and (spec is None or spec.origin is None):  # a folder wandb/ of earlier runs has no origin
@@ -355,7 +354,7 @@ class Timer:
         self.parts: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """The time since the last lap belongs to `name`."""
+        """Add the time since the last lap to `name`."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels run on after Python has returned
         now = time.perf_counter()
@@ -363,7 +362,7 @@ class Timer:
         self.last = now
 
     def move(self, from_name: str, to_name: str, seconds: float) -> None:
-        """Some of the time of one part belongs to another."""
+        """Move some of the time of one part to another."""
         self.parts[from_name] -= seconds
         self.parts[to_name] = self.parts.get(to_name, 0.0) + seconds
 
@@ -392,7 +391,7 @@ class Counters:
         self.unrewarded_in_a_row = 0  # batches, up to the last one
         self.unrewarded_evaluations = 0  # in a row
         self.started = time.perf_counter()
-        self.earlier_s = 0.0  # before the checkpoint this run goes on from
+        self.earlier_s = 0.0  # before the checkpoint that this run resumed from
 
     @property
     def wall_s(self) -> float:

@@ -1,9 +1,10 @@
-"""Write RUN/report.html, one self-contained page about a run: python -m trainer.report RUN
+"""RUN/report.html, one self-contained page about a run: python -m trainer.report RUN
 
-It reads config.yaml, metrics.jsonl and samples.jsonl and nothing else, so it can be written at any time, also for a run
-that is still going or was killed. The page loads nothing and runs no script.
+    write_report(Path("runs/grpo-20261115-093000"))
 
-Curves as inline SVG for the report: no library; colours come from the style sheet and follow light and dark.
+It reads only config.yaml, metrics.jsonl and samples.jsonl, so it works at any time, also for a run that is still going
+or was killed. The page loads nothing and runs no script: curves are inline SVG, drawn without a library, with colours
+from the style sheet that follow light and dark mode.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SPARSE = 12  # with fewer points than this each gets a dot
 
 @dataclass(frozen=True)
 class RunData:
-    """What the page is made of."""
+    """The data of the page."""
 
     name: str
     config: dict[str, Any]
@@ -176,8 +177,8 @@ def facts_html(run: RunData) -> str:
 
 
 def evaluation_html(run: RunData) -> str:
-    """Before -> after on held-out rows; what an unfinished run has of it."""
-    names = [name for name in run.names("eval") if run.series(name)[1]]  # null throughout: no reward applied
+    """Before -> after on held-out rows; for an unfinished run, up to now."""
+    names = [name for name in run.names("eval") if run.series(name)[1]]  # null throughout if no reward applied
     if not names:
         return (
             '<div class="card"><h3 style="margin-top:0">Held-out evaluation</h3>'
@@ -356,7 +357,7 @@ def curve_svg(
     height: int = 170,
     healthy: tuple[float, float] | None = None,
 ) -> str:
-    """One metric over steps: every value as a light line, its smoothed course as a strong one."""
+    """One metric over steps: values as a light line, the smoothed curve as a strong one."""
     assert len(steps) == len(values) > 0, f"{len(steps)} steps, {len(values)} values"
     low, high, ticks = value_axis(min(values), max(values))
     first, last = step_range or (steps[0], steps[-1])

@@ -1,9 +1,10 @@
-"""The parts of a run over fixed rows that are the same for every method: order, optimizer, counters, log, checkpoint.
+"""The loop that methods on fixed rows share: data order, micro-batches, optimizer, counters, log, checkpoint.
 
-offline = Offline(run, cfg, policy, rows, title)
-offline.begin(evaluate)                        # restores a checkpoint; measures before the first step
-for batch in offline.steps():
-    sums = backward(...)                       # the method
+offline = Offline(run, cfg, policy, rows)
+offline.begin(evaluate)                        # restores a checkpoint; evaluates before the first step
+for batch in offline.steps():                  # this rank's rows of each step
+    micro_batches = pack_items(...)
+    sums = backward(...)                       # the method's own
     offline.take_step(sums)
     offline.log_and_save(sums, num_tokens, evaluate)
 """
@@ -27,17 +28,17 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 def num_tokens(row: Any) -> int:
-    """About as many as it has: what a row costs, beside others."""
+    """Approximate number of tokens of a row, to balance ranks."""
     return sum(len(value) for value in vars(row).values() if isinstance(value, list))
 
 
 def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = num_tokens) -> list[int]:
-    """Which of some rows are this rank's, so that all ranks have about as many tokens."""
+    """Indices of this rank's rows, chosen so that all ranks have about the same number of tokens."""
     return share(range(len(rows)), [size(row) for row in rows])
 
 
 def rows_of_this_rank(rows: Sequence[Any]) -> list[Any]:
-    return [rows[place] for place in indices_of_this_rank(rows)]
+    return [rows[i] for i in indices_of_this_rank(rows)]
 
 
 def pack_items(
@@ -66,7 +67,7 @@ class Offline:
         rows: Sequence[Any],
         *,
         extra: dict[str, Any] | None = None,
-        size: Callable[[Any], int] = num_tokens,  # of a row, where ranks get about as much each
+        size: Callable[[Any], int] = num_tokens,  # cost of a row, to balance ranks
     ) -> None:
         self.run, self.cfg, self.policy, self.size = run, cfg, policy, size
         self.loader: Loader[Any] = Loader(rows, batch_size=cfg.run.sequences_per_step, seed=cfg.run.seed)
@@ -78,25 +79,25 @@ class Offline:
         self.step = 0
 
     def begin(self, evaluate: Evaluate) -> None:
-        """Make the run folder or take up the checkpoint; the first line of metrics is the model before training."""
+        """Make the run folder or restore the checkpoint; evaluate the model before training as step 0."""
         self.run.begin(self.total_steps, f"{self.run.method} {self.cfg.model.model}")
         self.step = self.run.restore(self.policy, self.optimizer, self.schedule, self.state)
         if self.step == 0 and (before := evaluate()):
             self.run.log(0, before)
 
     def steps(self) -> Iterator[list[Any]]:
-        """The rows of each remaining step."""
+        """This rank's rows of each remaining step."""
         while self.step < self.total_steps:
             self.step += 1
             self.timer = Timer()
             rows = self.loader.next()
             self.num_rows = len(rows)
-            self.places = indices_of_this_rank(rows, self.size)  # of this rank's, among the rows of the step
-            self.batch = [rows[place] for place in self.places]
+            self.places = indices_of_this_rank(rows, self.size)  # of this rank's rows in the step
+            self.batch = [rows[i] for i in self.places]
             yield self.batch
 
     def take_step(self, sums: MetricSums | None = None) -> None:
-        """Clip, check and apply the gradients that have been accumulated."""
+        """Clip, check and apply the accumulated gradients."""
         self.learning_rate = float(self.schedule.get_last_lr()[0])
         where = f"step {self.step}, rank {rank()}, rows {', '.join(row.source for row in self.batch)}"
         limit = self.cfg.optim.max_grad_norm
@@ -107,7 +108,7 @@ class Offline:
     def log_and_save(
         self, sums: MetricSums, num_tokens: int, evaluate: Evaluate, more: Mapping[str, float] | None = None
     ) -> None:
-        """Write the step down, with more metrics where there are some; evaluate and save when due."""
+        """Log the step, with `more` metrics of the method; evaluate and save when due."""
         self.timer.lap("train_s")
         num_tokens = all_count(num_tokens, "tokens of the step")
         self.counters.prompts += self.num_rows

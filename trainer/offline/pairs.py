@@ -1,4 +1,4 @@
-"""What methods on preference pairs share: chosen and rejected of a pair lie in one packed forward, side by side.
+"""What methods on preference pairs share: both responses of a pair are in the same micro-batch, chosen first.
 
 Shapes: N trained tokens of a micro-batch, P its pairs; sums over responses are (P, 2), chosen first.
 """
@@ -24,15 +24,15 @@ from trainer.policy.logps import Policy
 
 @dataclass(frozen=True)
 class PairBatch:
-    """One micro-batch of whole pairs."""
+    """One micro-batch of complete pairs."""
 
     batch: Batch
     pairs: Tensor  # (P,) which pairs of the step it holds
-    offset: Tensor  # (N,) place of each trained token in its response; negative in the prompt
+    offset: Tensor  # (N,) position of each trained token in its response; negative in the prompt
     lengths: Tensor  # (P, 2) tokens of the responses
 
     def sums(self, values: Tensor) -> Tensor:  # (N,) -> (P, 2)
-        """Sum over the tokens of each response; prompt tokens do not count."""
+        """Sum over the tokens of each response, without prompt tokens."""
         values = torch.where(self.offset >= 0, values, 0.0)
         return values.new_zeros(len(self.batch.rows)).index_add(0, self.batch.slot, values).view(-1, 2)
 
@@ -60,12 +60,12 @@ def pairs_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Pair]:
 
 
 def pair_items(pairs: Sequence[Pair], *, train_prompt: bool = False) -> list[Item]:
-    """Two sequences a pair. train_prompt: the chosen one is trained from its second token on (ORPO's likelihood)."""
+    """Two sequences per pair. train_prompt: the prompt of the chosen one is trained too (ORPO's likelihood)."""
     items = []
     for pair in pairs:
         num_prompt = len(pair.prompt_ids)
-        for response, whole in ((pair.chosen_ids, train_prompt), (pair.rejected_ids, False)):
-            mask = [False] + [whole] * (num_prompt - 1) + [True] * len(response)
+        for response, with_prompt in ((pair.chosen_ids, train_prompt), (pair.rejected_ids, False)):
+            mask = [False] + [with_prompt] * (num_prompt - 1) + [True] * len(response)
             items.append(Item(ids=[*pair.prompt_ids, *response], mask=mask))
     return items
 
@@ -73,7 +73,7 @@ def pair_items(pairs: Sequence[Pair], *, train_prompt: bool = False) -> list[Ite
 def pack_pairs(
     run: RunConfig, policy: Policy, pairs: Sequence[Pair], *, accumulation: int, train_prompt: bool = False
 ) -> list[PairBatch]:
-    """Micro-batches of whole pairs, equally many on every rank."""
+    """Micro-batches of complete pairs, equally many on every rank."""
     items = pair_items(pairs, train_prompt=train_prompt)
     batches = pack_items(run, policy, items, accumulation=accumulation, together=2)
     return [pair_batch(batch, pairs) for batch in batches]
@@ -82,20 +82,20 @@ def pack_pairs(
 def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:
     numbers = [row // 2 for row in batch.rows[::2]]
     device = batch.input_ids.device
-    whole = {"dtype": torch.int64, "device": device}  # also where there is no pair
-    num_prompt = torch.tensor([len(pairs[row // 2].prompt_ids) for row in batch.rows], **whole)  # (2P,)
+    integers = {"dtype": torch.int64, "device": device}  # also if there is no pair
+    num_prompt = torch.tensor([len(pairs[row // 2].prompt_ids) for row in batch.rows], **integers)  # (2P,)
     lengths = [[len(pairs[n].chosen_ids), len(pairs[n].rejected_ids)] for n in numbers]
-    position = batch.position_ids.flatten()[batch.index] + 1  # (N,) the index is of the token before
+    position = batch.position_ids.flatten()[batch.index] + 1  # (N,) batch.index is that of the token before
     return PairBatch(
         batch=batch,
-        pairs=torch.tensor(numbers, **whole),
+        pairs=torch.tensor(numbers, **integers),
         offset=position - num_prompt[batch.slot],
-        lengths=torch.tensor(lengths, **whole).view(-1, 2),
+        lengths=torch.tensor(lengths, **integers).view(-1, 2),
     )
 
 
 def pair_evaluation(sums: MetricSums, num_rows: int) -> dict[str, float]:
-    """Held-out metrics of a pair method out of its step metrics."""
+    """Held-out metrics of a pair method, from its step metrics."""
     means = sums.means()
     names = ("reward/accuracy", "reward/margin", "reward/chosen", "reward/rejected")
     return {

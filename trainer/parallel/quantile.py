@@ -81,5 +81,5 @@ def _from_ordered(value: int, like: Tensor) -> Tensor:  # ()
     top = 1 << (size - 1)
     bits = value ^ top if value & top else ~value & ((1 << size) - 1)
     signed = bits - (1 << size) if bits & top else bits
-    whole = torch.int64 if size == 64 else torch.int32
-    return torch.tensor(signed, dtype=whole, device=like.device).view(like.dtype)
+    dtype = torch.int64 if size == 64 else torch.int32
+    return torch.tensor(signed, dtype=dtype, device=like.device).view(like.dtype)

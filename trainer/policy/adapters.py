@@ -1,4 +1,4 @@
-"""LoRA adapters through peft: a new one around a model, or a saved one, merged or gone on with."""
+"""LoRA adapters through peft: add a new one, or load a saved one to merge or to train further."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADAPTER = "default"  # peft's name for the adapter under training
 
 
 def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:
-    """The model with a saved adapter around it."""
+    """The model with a saved adapter."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
@@ -27,7 +27,7 @@ def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False
     except Exception as error:  # damaged files make peft raise anything
         raise ValueError(f"model={adapter}: its adapter could not be loaded: {load_error(error, adapter)}") from None
     lacking = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
-    if lacking:  # peft would start them afresh and go on
+    if lacking:  # peft would initialise them silently
         raise ValueError(
             f"model={adapter}: its adapter_config.json asks for {len(lacking)} tensors that adapter_model.safetensors "
             f"lacks, {min(lacking)} for one; get both files from one source"
@@ -36,7 +36,7 @@ def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False
 
 
 def add_adapter(model: nn.Module, lora: LoraConfig) -> Any:
-    """The model with a new adapter around it."""
+    """The model with a new adapter."""
     from peft import LoraConfig as PeftLora
     from peft import get_peft_model
 
@@ -55,11 +55,11 @@ def add_adapter(model: nn.Module, lora: LoraConfig) -> Any:
 
 
 def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:
-    """The model with a saved adapter around it, to go on training."""
+    """The model with a saved adapter, to be trained further."""
     saved = read_adapter(adapter)
     if saved["r"] != lora.r:
         raise ValueError(
-            f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; go on with it by --lora.r {saved['r']}, "
+            f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; continue it with --lora.r {saved['r']}, "
             "or use --lora.r 0 to merge it and train all weights"
         )
     for flag, was in (("alpha", saved["lora_alpha"]), ("dropout", saved["lora_dropout"])):

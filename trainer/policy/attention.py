@@ -1,16 +1,14 @@
-"""How a model attends over a packed batch: dense masks anywhere, tile lists for flex attention on CUDA.
+"""Attention over a packed batch: dense masks with sdpa or eager, block masks with flex attention on CUDA.
 
-    choose_attention(model, "auto", device)                  # after loading it as load_name(...) says
+    choose_attention(model, "auto", device)                  # after loading it with load_name(...)
     model(attention_mask=attention_masks(model.config, batch), ...)
 
-Flex attention is registered with transformers under a name of its own, so models stay unpatched. Given anything but
-tile lists that name is transformers' sdpa: the same model object still generates with its cache, as before.
+Flex attention is registered with transformers under its own name, so models stay unpatched. With any mask but a block
+mask that name means transformers' sdpa, so the same model object can still generate with its cache. What flex attention
+cannot do is refused, or falls back to sdpa with a log line.
 
-Whatever flex attention cannot do is refused here or falls back to sdpa in the open, never silently.
-
-Where ranks share rows (trainer/parallel/context.py) both kinds go by names of their own, under which a layer first
-gathers the keys and values of the whole row. A model under such a name still does whole rows for whoever brings no mask
-of ours.
+With context parallelism (trainer/parallel/context.py) both have another name, under which a layer first gathers the
+keys and values of the whole row. Calls without one of our masks still compute whole rows.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, 
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import Part, slice_of, whole_row
 
-NAME = "strop"  # among transformers' attention implementations
-SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # the same where ranks share rows
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # what some architectures ask of their attention function
+NAME = "strop"  # our name among transformers' attention implementations
+SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # the same with context parallelism
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that some architectures pass to attention
 
 
 def load_name(choice: str, device: torch.device) -> str:
-    """The implementation to load a model with, before choose_attention: one whose absence says what is wrong."""
+    """The implementation to load a model with, before choose_attention."""
     if choice == "flex" and device.type != "cuda":
         raise ValueError(
             f"attn_implementation=flex: needs a CUDA device, and this run is on {device.type}; leave it at auto"
@@ -43,14 +41,14 @@ def load_name(choice: str, device: torch.device) -> str:
 
 
 def choose_attention(model: Any, choice: str, device: torch.device) -> None:
-    """Switch a loaded transformers model to flex attention where asked for, or (auto) where it can run."""
+    """Switch a loaded transformers model to flex attention if asked for, or (auto) if it can run."""
     _choose_kernel(model, choice, device)
     if context_size() > 1:
         use_slices(model)
 
 
 def use_slices(model: Any) -> None:
-    """Let the model compute slices of rows that ranks share."""
+    """Let the model compute slices of rows (context parallelism)."""
     kind, name = model.config._attn_implementation, type(model).__name__
     if kind not in SLICED:
         raise ValueError(
@@ -68,7 +66,7 @@ def use_slices(model: Any) -> None:
 
 
 def turns_by_length(model: Any) -> bool:
-    """Whether rotary embeddings look at the highest position at hand to pick their frequencies."""
+    """Whether rotary frequencies depend on the highest position in the input."""
     found = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
     kinds = [kind for each in found for kind in (each.values() if isinstance(each, dict) else [each])]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
@@ -79,7 +77,7 @@ def is_sliced(config: Any) -> bool:
 
 
 def part_of(config: Any, batch: Batch) -> Part:
-    """What this rank computes of a batch."""
+    """This rank's part of a batch."""
     if context_size() == 1 or not is_sliced(config):
         return Part(batch, batch.input_ids.shape[1])
     return slice_of(batch, multiple=TILE if uses_flex(config) else 2)
@@ -103,7 +101,7 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
 
 
 def flex_obstacle(model: Any) -> str | None:
-    """Why flex attention cannot run this model; None when it can."""
+    """Why flex attention cannot run this model; None if it can."""
     config, name = model.config.get_text_config(), type(model).__name__
     if not (model._supports_attention_backend and model._supports_flex_attn):
         return f"{name} does not take flex attention through transformers' interface"
@@ -112,7 +110,7 @@ def flex_obstacle(model: Any) -> str | None:
     if any(hasattr(module, "sinks") for module in model.modules()):
         return f"{name} has attention sinks"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # The last two are those of latent attention, where head_dim is only a part of what is multiplied.
+    # The last two are for latent attention, where head_dim is only a part of the query and key size.
     sizes = (head_dim, getattr(config, "qk_head_dim", None), getattr(config, "v_head_dim", None))
     wrong = [size for size in sizes if size and (size < 16 or size & (size - 1))]
     return f"heads of size {wrong[0]} are not a power of two from 16 up" if wrong else None
@@ -133,18 +131,18 @@ def uses_flex(config: Any) -> bool:
 
 
 def row_multiple(config: Any) -> int:
-    """Rows of a batch are filled up to a multiple of this: the kernels of flex attention work on whole tiles."""
+    """Rows of a batch are padded to a multiple of this: flex attention works on whole tiles."""
     return TILE if uses_flex(config) else 1
 
 
 def attention_masks(config: Any, batch: Batch, num_keys: int | None = None) -> Any:
-    """What transformers takes as attention_mask for a batch that is its own keys, or a slice of so many keys."""
+    """attention_mask of transformers for a batch; num_keys: keys of the whole row, for a slice of it."""
     spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
     return span_masks(config, spans, num_keys or batch.own_start.shape[1])
 
 
 def span_masks(config: Any, spans: Spans, num_keys: int) -> Any:
-    """What transformers takes as attention_mask: one mask, or one per kind of layer where windows slide."""
+    """attention_mask of transformers: one mask, or one per layer type if some layers have a sliding window."""
     full, text = as_implementation_takes(config, spans, num_keys), config.get_text_config()
     window = getattr(text, "sliding_window", None)
     if window is None or not getattr(text, "use_sliding_window", True):
@@ -155,7 +153,7 @@ def span_masks(config: Any, spans: Spans, num_keys: int) -> Any:
 
 
 def as_implementation_takes(config: Any, spans: Spans, num_keys: int) -> Tensor | BlockMask:
-    """Eager attention adds the mask to its scores, where True would be a mere 1.0; sdpa takes booleans."""
+    """A block mask for flex, booleans for sdpa, and floats for eager, which adds the mask to its scores."""
     if uses_flex(config):
         return block_mask(spans, num_keys)
     mask = dense_mask(spans, num_keys)
@@ -174,7 +172,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (R, Q, H, K)
-    """An attention function of transformers: flex over tile lists, transformers' sdpa over anything else."""
+    """An attention function of transformers: flex for block masks, transformers' sdpa for other masks."""
     if not isinstance(attention_mask, BlockMask):
         sdpa = _transformers_sdpa()
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -193,12 +191,12 @@ def _flex(
     scaling: float | None,
     asked: dict[str, Any],
 ) -> Tensor:  # (R, Q, H, K)
-    """Out of the graph of a compiled block, which would be another one for every mask; flex_attend has its own."""
+    """Outside the graph of a compiled block, which would recompile for every mask; flex_attend compiles on its own."""
     refused = [what for what, value in asked.items() if value is not None] + ["dropout"] * (dropout > 0)
     if refused:
         raise ValueError(f"{name}: flex attention here has no {refused[0]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Under autocast norms and rotations may leave query and key in float32; sdpa would round them likewise.
+    # Under autocast norms and rotations may leave query and key in float32; sdpa would round them the same way.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return flex_attend(query, key, value, mask, scale=scale).transpose(1, 2).contiguous()
 
@@ -211,7 +209,7 @@ def attend_slice(
     attention_mask: Tensor | BlockMask | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (R, S, H, K)
-    """The same where a rank has a slice of the row. Only our masks of slices are wider than the keys at hand."""
+    """The same for a slice of the row; only our masks of slices are wider than the keys given."""
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         assert attention_mask.shape[-1] == key.shape[2] * context_size(), (attention_mask.shape, key.shape)
         key, value = whole_row(key, value)
@@ -224,7 +222,7 @@ def _register() -> None:
 
     for name, function in {NAME: attend, **dict.fromkeys(SLICED.values(), attend_slice)}.items():
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])  # of calls that bring no mask of ours
+        AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])  # for calls without one of our masks
 
 
 @functools.cache
@@ -236,5 +234,5 @@ def _transformers_sdpa() -> Any:
 
 @functools.cache
 def _log_once(text: str) -> None:
-    """A reference is loaded like the policy, and would say the same again."""
+    """Once per process: a reference is loaded like the policy and would repeat the line."""
     print(text, file=sys.stderr, flush=True)

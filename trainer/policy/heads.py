@@ -4,10 +4,9 @@
     scorer = load_scorer(cfg.model, cfg.lora, device, kind="token")       # two logits per token: wrong, right
     scores_at(scorer, batch)                                              # the head at every marked token of a batch
 
-They are transformers' own classification models, so an export is read by AutoModelForSequenceClassification or
-AutoModelForTokenClassification. Those find the last token of a sequence as the last id that is not padding: a scorer
-therefore pads with a token that never ends a sequence, else an end-of-text token that is also the padding token would
-be passed over.
+They are transformers' own classification models, so an export loads with AutoModelForSequenceClassification or
+AutoModelForTokenClassification. Those take the last id that is not padding as the last token of a sequence, so a scorer
+pads with a token that never ends a sequence: an end-of-text token that is also the padding token would be skipped.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from trainer.policy.logps import Policy, causal_lm, unsupported
 class Kind(NamedTuple):
     auto_class: str  # of transformers
     labels: tuple[str, ...]
-    task: str  # peft's word for it
+    task: str  # peft's name for it
 
 
 KINDS = {
     "sequence": Kind("AutoModelForSequenceClassification", ("reward",), "SEQ_CLS"),
     "token": Kind("AutoModelForTokenClassification", ("wrong", "right"), "TOKEN_CLS"),
 }
-HUGE = 100.0  # no trained head has such weights; memory that was never filled does
+HUGE = 100.0  # no trained head has such weights; uninitialised memory does
 NEW_PAD = "<|pad|>"
 
 
 def load_scorer(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, kind: Literal["sequence", "token"]
 ) -> Policy:
-    """A model with a head of its own. A folder that already holds such a head keeps it, else it starts afresh."""
+    """A model with a scoring head; a head found in the folder is kept, else a new one is initialised."""
     check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path = resolve_model(cfg.model)
@@ -58,14 +57,14 @@ def load_scorer(
     dtype = held_dtype(cfg, compute_dtype) if lora.r == 0 else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     model = load_classifier(base, cfg, dtype, KINDS[kind], device)
-    if adapter:  # of a language model: merged into the trunk, as its export would be
+    if adapter:  # of a language model: merged into the trunk
         merged = attach_adapter(load_causal_lm(base, cfg, dtype, device), adapter).merge_and_unload()
         model.base_model.load_state_dict(merged.base_model.state_dict())
     set_padding(model, tokenizer)
     scorer = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
     if lora.r:
         add_adapter(scorer, lora, KINDS[kind])
-    head_of(scorer.model).float()  # its few weights are never rounded
+    head_of(scorer.model).float()  # its few weights stay float32
     scorer.model.to(device)
     if cfg.gradient_checkpointing:
         causal_lm(scorer.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -89,7 +88,7 @@ def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
                 trust_remote_code=cfg.trust_remote_code,
-                use_safetensors=True,  # a .bin file is a pickle, and nothing is unpickled here
+                use_safetensors=True,  # a .bin file is a pickle, and we never unpickle
                 ignore_mismatched_sizes=True,  # a head of another size is replaced, anything else refused below
                 output_loading_info=True,
             )
@@ -98,7 +97,7 @@ def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind,
     name = head_name(model, cfg.model)
     wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
     outside = [key for key in wrong if not key.startswith(f"{name}.")]
-    if outside:  # transformers would fill them with random numbers and go on
+    if outside:  # transformers would initialise them at random
         raise ValueError(
             f"model={cfg.model}: its weights do not fit its config.json: {len(outside)} tensors are missing or have "
             f"another shape, {outside[0]} for one; get both files from one source"
@@ -118,7 +117,7 @@ def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind,
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers warns that the head is new: here that is the plan."""
+    """Hide transformers' warning that the head is new, which is intended here."""
     from transformers.utils import logging
 
     was = logging.get_verbosity()
@@ -138,20 +137,20 @@ def head_name(model: Any, shown: str) -> str:
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """The linear head, or what peft has put around it to train it beside an adapter."""
+    """The linear head, or peft's wrapper around it."""
     children = causal_lm(model).children()
     (head,) = (child for child in children if isinstance(child, nn.Linear) or hasattr(child, "modules_to_save"))
     return head
 
 
 def is_garbage(head: nn.Linear) -> bool:
-    """A head that was never trained: a file with zeros in its place, or memory that was never filled."""
+    """Whether the head was never trained: zeros from a file, or uninitialised memory."""
     weight = head.weight.detach()
     return not bool(weight.isfinite().all()) or float(weight.abs().max()) > HUGE or not bool(weight.any())
 
 
 def start_head(head: nn.Linear, std: float) -> None:
-    """The same numbers for a seed whatever the dtype of the model is: they are drawn in float32."""
+    """Initialise in float32, so that a seed gives the same numbers for any model dtype."""
     with torch.no_grad():
         head.weight.copy_(nn.init.normal_(torch.empty(head.weight.shape), std=std))
     if head.bias is not None:
@@ -159,7 +158,7 @@ def start_head(head: nn.Linear, std: float) -> None:
 
 
 def set_padding(model: Any, tokenizer: Any) -> None:
-    """Pad with a token that ends no sequence, and say so in the config, where plain transformers looks for it."""
+    """Pad with a token that ends no sequence, and set it in the config, where transformers reads it."""
     ends = set(stop_ids(tokenizer))
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         special = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special and i not in ends}
@@ -175,7 +174,7 @@ def set_padding(model: Any, tokenizer: Any) -> None:
 
 
 def add_adapter(scorer: Policy, lora: LoraConfig, kind: Kind) -> None:
-    """Adapters in the trunk; the head is trained whole."""
+    """Adapters in the trunk; the head is fully trained."""
     from peft import LoraConfig as PeftLora
     from peft import get_peft_model
 
@@ -194,10 +193,10 @@ def add_adapter(scorer: Policy, lora: LoraConfig, kind: Kind) -> None:
 
 
 def scores_at(scorer: Policy, batch: Batch) -> Tensor:  # (N, number of labels) float32
-    """What the head says at each marked token (not at the one before it), in the batch's order."""
+    """Output of the head at each marked token (not at the one before it), in the batch's order."""
     model = causal_lm(scorer.model)
     assert batch.num_computed == batch.num_tokens, "behind a shared prompt the next place is not the next token"
-    # index points at the token before the marked one, of the same sequence.
+    # index is that of the token before the marked one, in the same sequence.
     part = part_of(model.config, replace(batch, index=batch.index + 1))
     own = part.batch
     with torch.autocast(scorer.device.type, scorer.compute_dtype, enabled=scorer.autocast_dtype is not None):
@@ -223,7 +222,7 @@ def marked_last(ids: list[int]) -> Item:
 def check_scores(scorer: Policy) -> None:
     """Two short sequences packed together must score as they do alone through the model's own forward.
 
-    Refuses what we cannot list: heads that do more than one product, models that look ahead (encoders), recurrent ones.
+    Refuses heads that are more than one product, models that attend ahead (encoders), recurrent models.
     """
     model = causal_lm(scorer.model)
     vocab = model.get_input_embeddings().weight.shape[0]
@@ -243,7 +242,7 @@ def check_scores(scorer: Policy) -> None:
     try:
         ours = scores_at(scorer, batch.to(scorer.device))
     except torch.OutOfMemoryError:
-        raise  # says nothing about its code
+        raise  # no fault of the model's code
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
         raise ValueError(
             f"model={scorer.source}: packed sequences fail in its own code ({type(error).__name__}: "

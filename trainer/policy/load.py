@@ -53,9 +53,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def load_policy(
-    cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, whole: bool = False
+    cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, load_now: bool = False
 ) -> Policy:
-    """With several processes the weights stay in their files for parallelize() to read; `whole` loads them here."""
+    """With several processes the weights stay in their files for parallelize() to read; `load_now` loads them here."""
     check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path = resolve_model(cfg.model)
@@ -64,7 +64,7 @@ def load_policy(
     trains_base = lora.r == 0
     base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    later = world_size() > 1 and not whole and not (adapter and trains_base)  # merging needs the weights
+    later = world_size() > 1 and not load_now and not (adapter and trains_base)  # merging needs the weights
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
     if files is None:
         model = load_causal_lm(base, cfg, base_dtype, device)

@@ -1,10 +1,10 @@
-"""A policy, and the log-probs of its tokens.
+"""The policy, and the log-probs of its tokens.
 
     out = token_logps(policy, batch, temperature=1.0)              # logp and entropy of each trained token
     total, parts = token_loss(policy, batch, loss_fn)              # the loss inside the head's pass, with gradients
-    ref_logp = reference_logps(policy, batch)                      # by the reference, without gradient
+    ref_logp = reference_logps(policy, batch)                      # of the reference, without gradient
 
-The head is never applied to a whole batch at once: kernels/linear_logprob.py takes hidden states and the head's weight.
+Logits of a whole batch are never stored: kernels/linear_logprob.py takes hidden states and the head's weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.policy.attention import (
 
 @dataclass
 class Policy:
-    """A model under training, its tokenizer, and how to ask the reference."""
+    """A model under training, its tokenizer, and its reference."""
 
     model: nn.Module  # transformers causal LM, or peft's wrapper around one
     tokenizer: Any
@@ -43,10 +43,10 @@ class Policy:
     compute_dtype: torch.dtype
     reference: nn.Module | None = None  # a frozen copy (full fine-tuning with a KL term)
     reference_adapter: str | None = None  # a frozen adapter beside the trained one (continuing a LoRA run)
-    is_sharded: bool = False  # weights lie in shards over ranks, which must run the same forward passes
+    is_sharded: bool = False  # by FSDP: ranks must run the same number of forward passes
     reshard_after_forward: bool = True  # of sharded blocks
-    reduce_once: bool = False  # gradients of sharded weights are added up over ranks after the last micro-batch alone
-    files: TensorFiles | None = None  # of a model without numbers: parallelize() reads what each rank holds of it
+    reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
+    files: TensorFiles | None = None  # of a model without weights yet: parallelize() reads each rank's shards
 
     @property
     def context_length(self) -> int | None:
@@ -62,7 +62,7 @@ class Policy:
 
     @property
     def row_multiple(self) -> int:
-        """What make_batches must fill rows up to."""
+        """Multiple that make_batches must pad rows to."""
         return row_multiple(causal_lm(self.model).config)
 
     @property
@@ -71,7 +71,7 @@ class Policy:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The transformers model, with or without peft around it."""
+    """The transformers model, without peft's wrapper."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
@@ -83,16 +83,16 @@ def token_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> To
 def token_loss(policy: Policy, batch: Batch, loss_fn: LossFn, *, temperature: float = 1.0) -> tuple[Tensor, list[Any]]:
     """A loss that is a sum over trained tokens, with a third less work at the head than token_logps and its backward.
 
-    `loss_fn(tokens, rows)` gets the log-probs of the trained tokens numbered `rows`, some at a time, and returns a
-    scalar and anything else. Gives the sum of the scalars, to call backward() on, and a list of the rest.
+    `loss_fn(tokens, rows)` gets the log-probs of the trained tokens with indices `rows`, a chunk at a time, and returns
+    a scalar and anything else. Returns the sum of the scalars, to call backward() on, and a list of the rest.
 
-    Where ranks share rows, each of them gets the loss of all tokens, and the third is not saved.
+    With context parallelism each rank computes the loss of all tokens, without that saving.
     """
     lm = causal_lm(policy.model)
     if is_sliced(lm.config):
         tokens = token_logps(policy, batch, temperature=temperature)
         loss, more = loss_fn(tokens, torch.arange(len(batch.target), device=policy.device))
-        return loss + tokens.logp[:0].sum(), [more]  # also a loss that makes nothing of them has a backward pass
+        return loss + tokens.logp[:0].sum(), [more]  # a loss that ignores them still has a backward pass
     hidden = predictor_states(policy, lm, batch)
     return linear_logprob_loss(
         hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None, **head_of(lm)
@@ -107,7 +107,7 @@ def reference_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -
 
 @contextlib.contextmanager
 def as_reference(policy: Policy) -> Iterator[nn.Module]:
-    """The model whose log-probs the KL term compares with."""
+    """The model whose log-probs are the reference."""
     if policy.reference is not None:
         yield policy.reference
     elif policy.reference_adapter is not None:
@@ -150,7 +150,7 @@ def predictor_states(policy: Policy, lm: Any, batch: Batch, num_keys: int | None
 def hidden_states(
     policy: Policy, lm: Any, batch: Batch | StridedBatch, num_keys: int | None = None
 ) -> Tensor:  # (R * T, D)
-    """Last hidden states at all positions of a batch, row by row; of a slice, where its rows have more keys."""
+    """Last hidden states at all positions of a batch, row by row; num_keys: of the whole row, for a slice of it."""
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         hidden = lm.base_model(
             input_ids=batch.input_ids,
@@ -162,12 +162,12 @@ def hidden_states(
 
 
 def as_head_takes(policy: Policy, hidden: Tensor) -> Tensor:
-    """Autocast leaves the last norm in float32; the engine's head runs in compute_dtype, and so must ours."""
+    """Cast for the head: autocast leaves the last norm in float32, but the engine's head runs in compute_dtype."""
     return hidden if policy.autocast_dtype is None else hidden.to(policy.autocast_dtype)
 
 
 def head_of(lm: Any) -> dict[str, Any]:
-    """The output head as the log-prob kernels take it: weight, bias, and what the architecture does to its logits."""
+    """Arguments of the log-prob kernels: weight, bias, and how the architecture scales and caps its logits."""
     head, config = lm.get_output_embeddings(), lm.config.get_text_config()
     return {
         "weight": gather_with_grad(head.weight),
@@ -178,7 +178,7 @@ def head_of(lm: Any) -> dict[str, Any]:
 
 
 def unsupported(policy: Policy) -> str:
-    """The end of the sentence that refuses a model."""
+    """End of the error message that refuses a model."""
     flex = uses_flex(causal_lm(policy.model).config)
     return "this architecture is not supported" + (" with flex; try --attn-implementation sdpa" if flex else "")
 
@@ -187,8 +187,8 @@ def unsupported(policy: Policy) -> str:
 def check_logps(policy: Policy) -> None:
     """Short sequences packed together must score as they do alone through the model's own forward.
 
-    Two of them share a prompt. Catches what we cannot list: an architecture that scales its logits in a way of its
-    own, or that lets one packed sequence see the other, or only what lies next to it (recurrent layers do).
+    Two of them share a prompt. Catches architectures that scale logits in another way, that let packed sequences attend
+    to each other, or that depend on the adjacent position (recurrent layers).
     """
     vocab = causal_lm(policy.model).get_output_embeddings().weight.shape[0]
     alone, prompt, *completions = (
@@ -202,7 +202,7 @@ def check_logps(policy: Policy) -> None:
     try:
         ours = token_logps(policy, batch).logp
     except torch.OutOfMemoryError:
-        raise  # says nothing about its code
+        raise  # no fault of the model's code
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
         raise ValueError(
             f"model={policy.source}: packed sequences fail in its own code ({type(error).__name__}: "

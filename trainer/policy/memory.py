@@ -28,7 +28,7 @@ GPU it is one kernel for all weights, or one for each.
 What autograd saves of one block, per token, when its weights train (`saved_by_block`):
 
     two norms      2 (4 D + w D + 4)     input in float32, normalised input, one root each
-    their outputs  5 c D if w != c       autocast casts anew for each of q, k, v, gate, up;
+    their outputs  5 c D if w != c       autocast casts once for each of q, k, v, gate, up;
                    2 c D if w == c       all readers share one
     q, k norms     (4 + c) (H + G) K + 4 (H + G)     Qwen3 has them, Llama has not
     attention      c (2 H + 2 G) K + 4 H      q, k, v, output (which o_proj reads), log-sum-exp; no T x T scores
@@ -316,8 +316,8 @@ def in_flight(s: Sizes, work: Work) -> dict[str, float]:
     if work.shards == 1:
         return {"forward": 0.0, "backward": 0.0}
     c, block = work.compute, s.matrices / s.layers
-    whole = c * s.embedding * (1 if s.tied else 2) + 3 * c * block
-    return {"forward": whole, "backward": whole + (0 if work.lora_r else (c + 4) * block)}
+    gathered = c * s.embedding * (1 if s.tied else 2) + 3 * c * block
+    return {"forward": gathered, "backward": gathered + (0 if work.lora_r else (c + 4) * block)}
 
 
 def moments(s: Sizes, work: Work) -> list[Moment]:
@@ -489,8 +489,8 @@ def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
     if world == 1 or parallel.mode == "replicate":
         return 1
     if parallel.mode == "auto":
-        whole = kept(s, replace(work, optim="adamw", others=0.0))
-        if sum(whole.values()) <= room_for_a_copy(torch.device(device)):
+        replica = kept(s, replace(work, optim="adamw", others=0.0))
+        if sum(replica.values()) <= room_for_a_copy(torch.device(device)):
             return 1
     return parallel.shard or world
 
@@ -594,7 +594,7 @@ def out_of_memory(error: BaseException, cfg: Any) -> str:
     except Exception as failure:  # the estimate must not hide the first line
         lines.append(f"  what would help cannot be estimated here ({type(failure).__name__}); try")
         lines.append("  --max-tokens-per-micro-batch 4096 or less, --gradient-checkpointing, --lora.r 16")
-    lines.append("  checkpoints are whole: --resume goes on from the last one, with these flags added")
+    lines.append("  checkpoints are complete: --resume continues from the last one, with these flags added")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""Model folders read and written one tensor at a time, so that no process holds a whole model.
+"""Model folders read and written one tensor at a time, so that no process holds a full model.
 
-files = model_tensors("Qwen/Qwen3-0.6B")                        # a TensorFiles: reads the slices it is asked for
-export = WholeModel(lm, dtype, get)                             # get(name) gives a whole tensor of lm
+files = model_tensors("Qwen/Qwen3-0.6B")                        # a TensorFiles: reads slices
+export = ExportedModel(lm, dtype, get)                             # get(name) returns a full tensor of lm
 write_model(folder, export.specs(), export.tensors())           # files of at most 5 GB, and their index
 """
 
@@ -25,12 +25,12 @@ from trainer.policy.weights import block_by_block, lora_layers, refuse_unmergeab
 LIMIT = 5 * 10**9  # bytes of one file
 
 
-class WholeModel:
-    """What a model folder holds of `lm`: an adapter merged, checkpoint names and layout, floats in `dtype`.
+class ExportedModel:
+    """The tensors of a model folder of `lm`: adapter merged, checkpoint names and layout, floats in `dtype`.
 
-    `lm` is a transformers model, with adapters in it or not, on whatever device: only its names and shapes are used.
-    `get` takes a name of its state_dict and gives the whole tensor; where the model lies in shards all ranks call it,
-    in this same order. W + scaling B A is taken in float32 and rounded once.
+    `lm` is a transformers model, with or without adapters, on any device: only its names and shapes are used. `get`
+    takes a name of its state_dict and returns the full tensor; for a sharded model all ranks call it in the same order.
+    W + scaling B A is computed in float32 and rounded once.
     """
 
     def __init__(self, lm: Any, dtype: torch.dtype, get: Callable[[str], Tensor]) -> None:
@@ -52,7 +52,7 @@ class WholeModel:
             yield tensor.to(self._stored(tensor))
 
     def _names(self) -> Iterator[tuple[str, str]]:
-        """(name without an adapter, name here); of tensors that are one and the same, the first."""
+        """(name without an adapter, name here); of tied tensors, the first."""
         ignored = [re.compile(pattern) for pattern in getattr(self.lm, "_keys_to_ignore_on_save", None) or ()]
         seen: set[int] = set()
         for own, tensor in self.lm.state_dict(keep_vars=True).items():
@@ -77,12 +77,12 @@ class WholeModel:
         return self.dtype if tensor.is_floating_point() else tensor.dtype
 
     def _in_checkpoint(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Some models are laid out otherwise in files than in memory (fused experts): those a block at a time."""
+        """Convert models whose file layout differs from memory (fused experts), a block at a time."""
         return named if same_layout(self.lm, self.meta) else block_by_block(self.lm, named)
 
 
 def refuse_others(config: Any) -> None:
-    """An adapter that is more than W + scaling B A, a head trained whole aside."""
+    """Refuse an adapter that is more than W + scaling B A; a fully trained head is allowed."""
     config = copy.copy(config)
     config.modules_to_save = None
     try:
@@ -93,7 +93,7 @@ def refuse_others(config: Any) -> None:
 
 
 def write_model(folder: Path, specs: dict[str, Spec], tensors: Iterable[Tensor], limit: int = LIMIT) -> None:
-    """The weights of a model folder, from tensors in the order of `specs`, of which one is in memory at a time."""
+    """Write the weights of a model folder from tensors in the order of `specs`, one in memory at a time."""
     files: list[dict[str, Spec]] = [{}]
     for name, spec in specs.items():
         held = sum(other.num_bytes for other in files[-1].values())

@@ -1,4 +1,4 @@
-"""Reference log-probs for the offline methods: from a frozen model at every step, or computed once and kept on disk."""
+"""Reference log-probs for the offline methods: from a frozen model at every step, or precomputed and kept on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reference:
     """token_logps(batch, items) gives the (N,) reference log-probs of a batch's trained tokens."""
 
     def __init__(self, policy: Policy | None, table: dict[bytes, Tensor] | None = None) -> None:
-        self.policy = policy  # None: no reference, log-probs count as 0
+        self.policy = policy  # None: no reference, log-probs are 0
         self.table = table  # per sequence, by its ids and mask
 
     def token_logps(self, batch: Batch, items: Sequence[Item]) -> Tensor:  # (N,)
@@ -40,11 +40,11 @@ class Reference:
 
 
 class MovingReference:
-    """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): the reference follows the policy from afar.
+    """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): the reference slowly follows the policy.
 
         reference <- (1 - alpha) reference + alpha policy,   every `every` steps
 
-    Its weights are part of the checkpoint: they cannot be had again from the base model.
+    Its weights are in the checkpoint, as the base model cannot restore them.
     """
 
     def __init__(self, policy: Policy, alpha: float, every: int) -> None:
@@ -62,7 +62,7 @@ class MovingReference:
         return {"alpha": self.alpha, "every": self.every}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Both numbers come from the config; nothing to restore but the tensors."""
+        """Both values come from the config; only the tensors are restored."""
 
     def tensors(self) -> dict[str, Tensor]:
         reshard(self.policy.reference)  # no backward pass has done so
@@ -75,7 +75,7 @@ class MovingReference:
 
 
 def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
-    """Whether load_policy must bring a reference along; refuses a source that cannot be had."""
+    """Whether load_policy must load a reference; refuses settings that contradict each other."""
     if cfg.ref == "adapter_off" and lora.r == 0:
         raise ValueError("ref=adapter_off: there is no adapter to switch off; set --lora.r, or use --ref copy")
     if cfg.ref == "adapter_off" and cfg.ref_model:
@@ -95,9 +95,9 @@ def build_reference(
     items: Sequence[Item],
     parallel: ParallelConfig | None = None,
 ) -> Reference:
-    """To be called before a checkpoint is restored: until then the policy still is its own reference.
+    """Call before a checkpoint is restored: until then the policy is its own reference.
 
-    Another model lies in shards where the policy does, which is spread as `parallel` says.
+    Another model (ref_model) is sharded if the policy is, by the settings in `parallel`.
     """
     source = policy
     if cfg.ref_model:
@@ -110,31 +110,31 @@ def build_reference(
 
 
 def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, parallel: ParallelConfig | None) -> Policy:
-    """Another model, in shards where the policy is. Its weights do not train, and are held in the products' dtype."""
+    """Another model, frozen and in compute_dtype; sharded if the policy is."""
     is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
     held = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
     other = dataclasses.replace(model, model=name, merge_lora=False, trained_dtype=held)
-    source = load_policy(other, LoraConfig(), policy.device, with_reference=False, whole=not policy.is_sharded)
-    if is_adapter:  # merged in float32, then rounded once; not the buffers: positions want all their digits
+    source = load_policy(other, LoraConfig(), policy.device, with_reference=False, load_now=not policy.is_sharded)
+    if is_adapter:  # merged in float32, then rounded once; buffers (rotary frequencies) keep their precision
         for parameter in source.model.parameters():
             parameter.data = parameter.data.to(policy.compute_dtype)
     check_same_tokens(policy, source, f"{setting}={name}", model.model)
     source.model.requires_grad_(False)
     if policy.is_sharded:
         source = parallelize(dataclasses.replace(parallel, mode="fsdp"), source)
-    source.model.eval()  # check_logps leaves it in training
+    source.model.eval()  # check_logps leaves it in training mode
     return source
 
 
 def check_same_tokens(policy: Policy, other: Policy, setting: str, model: str) -> None:
-    """Another model can only judge ids that mean the same to it."""
+    """Both models must give the same ids to the same tokens."""
     theirs = other.tokenizer.get_vocab()
     if any(theirs.get(token) != number for token, number in policy.tokenizer.get_vocab().items()):
         raise ValueError(f"{setting}: its tokenizer gives tokens other ids than model={model}")
 
 
 def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Item]) -> dict[bytes, Tensor]:
-    """Score every distinct sequence once; found again on disk when model and data are the same."""
+    """Score every distinct sequence once; read from disk if model and data are the same."""
     distinct = list({key_of(item): item for item in items}.values())
     path = folder / f"{fingerprint(source, distinct)}.safetensors"
     if all_count(path.exists(), "precomputed log-probs", everyone=True) == world_size():
@@ -152,7 +152,7 @@ def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Ite
 
 
 def score_all(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
-    """Every rank scores its share, and all get the whole."""
+    """Each rank scores its share, then all gather the result."""
     dealt = shares([len(item.ids) for item in items], data_size())
     own = score(run, source, [items[i] for i in dealt[data_rank()]])
     everyone = all_gather(own.to(source.device), "reference log-probs")
@@ -171,7 +171,7 @@ def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (
         items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, multiple=source.row_multiple
     )
     for batch in to_device_and_pad(source, batches):
-        logp = token_logps(source, batch).logp.cpu()  # ordered by rows, as all of a batch is
+        logp = token_logps(source, batch).logp.cpu()  # in the order of batch.rows
         parts |= zip(batch.rows, logp.split([sum(items[row].mask) for row in batch.rows]), strict=True)
     source.model.train(was_training)
     return torch.cat([torch.zeros(0), *(parts[row] for row in range(len(items)))])
@@ -184,10 +184,10 @@ def key_of(item: Item) -> bytes:
 
 
 def fingerprint(source: Policy, items: Sequence[Item]) -> str:
-    """Of everything the numbers depend on: weights, what the model does with them, dtype of products, and sequences."""
+    """Hash of everything the log-probs depend on: weights, model config, compute dtype, sequences."""
     digest = hashlib.sha256(str(source.compute_dtype).encode())
     settings = causal_lm(source.model).config.to_dict()
-    settings.pop("_name_or_path", None)  # a model that was moved is the same model
+    settings.pop("_name_or_path", None)  # the path does not matter
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, parameter in source.model.named_parameters():
         digest.update(name.encode())

@@ -1,17 +1,16 @@
-"""A model over several processes: a copy on each, or its weights in shards (FSDP2).
+"""A model over several processes: replicated, or sharded (FSDP2).
 
     policy = parallelize(cfg.parallel, load_policy(...))     # before the optimizer is built
-    for mb in to_device_and_pad(policy, micro_batches): ...  # as many on every rank
+    for mb in to_device_and_pad(policy, micro_batches): ...  # equally many on every rank
     sum_gradients(policy.model)                              # after the last backward
 
-load_policy has left the numbers in their files: each rank reads what it holds of them here, once that is known.
-`replicate`: every rank holds everything, and gradients are added up after the backward pass. `fsdp`: each block's
-weights lie in shards, are gathered for its forward and its backward, and its gradients are added up and scattered. The
-output head is used outside of any module's forward, by the log-prob kernels, so it is gathered by hand
-(dtensor.gather_with_grad).
+load_policy leaves the weights in their files: each rank reads its shards here, once they are known. `replicate`: every
+rank holds the full model, and gradients are summed after the backward pass. `fsdp`: each block is gathered for its
+forward and backward pass, and its gradients are reduce-scattered. The log-prob kernels use the output head outside of
+any module's forward, so it is gathered explicitly (dtensor.gather_with_grad).
 
-Gradients are added up, never averaged: losses are divided by counts over all ranks (losses/types.py). Ranks run the
-same number of forward passes, or a gather would wait for ever: who has fewer micro-batches adds empty ones.
+Gradients are summed, never averaged: losses are divided by counts over all ranks (losses/types.py). Ranks must run the
+same number of forward passes, or a gather would wait forever: ranks with fewer micro-batches add empty ones.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from trainer.policy.load import blocks_of, fill, to_meta
 from trainer.policy.logps import Policy, causal_lm, check_logps
 
 T = TypeVar("T", bound=Any)
-SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments that each CPU rank may hold whole
-ROOM = 0.4  # of a GPU's memory, for the same
-BUCKET = 64 << 20  # bytes of gradients that copies add up at a time
+SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments up to which a CPU rank holds a replica
+ROOM = 0.4  # the same for a GPU, as a fraction of its memory
+BUCKET = 64 << 20  # bytes of gradients that replicas sum at a time
 
 
 def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
-    """The policy over all processes; with one, the policy as it is."""
+    """Replicate or shard the policy over all processes; unchanged with one process."""
     if world_size() == 1:
         return policy
-    assert context_size() == cfg.context, (context_size(), cfg.context)  # process_group has it from the same config
+    assert context_size() == cfg.context, (context_size(), cfg.context)  # process_group got it from the same config
     mode = pick_mode(cfg, policy)
     models = [causal_lm(model) for model in (policy.model, policy.reference) if model is not None]
     files, policy.files = policy.files, None
-    # Offloaded shards are made in main memory, and ours would be on the device.
+    # Offloaded shards are created in main memory; reading parts would put them on the device.
     in_parts = files is not None and mode == "fsdp" and not cfg.cpu_offload
     for model in models if files is not None else []:
         to_meta(model, files)
@@ -67,14 +66,14 @@ def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
                 fill(model, files, policy.device)
         policy.is_sharded, policy.reshard_after_forward = True, cfg.reshard_after_forward
         policy.reduce_once = cfg.reduce_once
-    if files is not None:  # load_policy could not
+    if files is not None:  # load_policy could not check them yet
         with gathered_head(policy):
             check_logps(policy)
     return policy
 
 
 def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
-    mode, why = cfg.mode, ""
+    mode, reason = cfg.mode, ""
     if mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
         mode = "fsdp"
     elif mode == "auto":
@@ -85,20 +84,20 @@ def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
             frozen += sum(p.numel() * p.element_size() for p in policy.reference.parameters())
         needed, room = trained + frozen, room_for_a_copy(policy.device)
         mode = "replicate" if needed <= room else "fsdp"
-        why = f" (a copy takes {needed / 2**30:.2f} GiB, and may take {room / 2**30:.2f})"
+        reason = f" (a copy takes {needed / 2**30:.2f} GiB, and may take {room / 2**30:.2f})"
     if is_main():
         sharing = f", {cfg.context} of them share their rows" if cfg.context > 1 else ""
-        log(f"parallel: {mode} over {world_size()} processes{sharing}{why}")
+        log(f"parallel: {mode} over {world_size()} processes{sharing}{reason}")
     return mode
 
 
 def room_for_a_copy(device: torch.device) -> float:
-    """Bytes of weights, gradients and moments up to which a rank holds them whole."""
+    """Bytes of weights, gradients and moments up to which auto replicates."""
     return ROOM * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else SMALL
 
 
 def check_same_weights(model: nn.Module) -> None:
-    """Every rank has read the same files; one that has not would train another model."""
+    """Check that all ranks have loaded the same weights."""
     own = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()]).sum()
     device = next(model.parameters()).device
     total = all_sum(own.to(device), "check of weights", everyone=True).cpu() / world_size()
@@ -107,7 +106,7 @@ def check_same_weights(model: nn.Module) -> None:
 
 
 def check_same_files(files: TensorFiles) -> None:
-    """The same for files of which each rank reads its part."""
+    """The same for files of which each rank reads its shards."""
     own = {name: [list(record.shape), str(record.dtype)] for name, record in files.records.items()}
     sizes = {part.file: (files.folder / part.file).stat().st_size for r in files.records.values() for part in r.parts}
     digest = hashlib.sha256(json.dumps([own, sizes], sort_keys=True).encode()).hexdigest()
@@ -117,7 +116,7 @@ def check_same_files(files: TensorFiles) -> None:
 
 @contextlib.contextmanager
 def gathered_head(policy: Policy) -> Iterator[None]:
-    """The output head whole on every rank, for the model's own forward: it is no block, so nothing else gathers it."""
+    """Gather the output head on every rank, for the model's own forward: FSDP gathers blocks only."""
     if not policy.is_sharded:
         yield
         return
@@ -133,7 +132,7 @@ def gathered_head(policy: Policy) -> Iterator[None]:
 
 
 def make_mesh(cfg: ParallelConfig, device: torch.device) -> Any:
-    """Ranks in one row of shards, or in several rows that hold a copy each."""
+    """Shard over all ranks, or over groups of ranks that hold a replica each (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     world, shard = world_size(), cfg.shard or world_size()
@@ -143,7 +142,7 @@ def make_mesh(cfg: ParallelConfig, device: torch.device) -> Any:
 
 
 def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None:
-    """Blocks first, then what is left of the trunk, then the head."""
+    """Shard the blocks, then the rest of the trunk, then the head."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -166,7 +165,7 @@ def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None
     for block, following in zip(blocks, list(blocks)[1:], strict=False):
         block.set_modules_to_forward_prefetch([following])
     if tied:
-        head.weight = lm.get_input_embeddings().weight  # that is another object now
+        head.weight = lm.get_input_embeddings().weight  # sharding has replaced it
     elif head is not None:
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         sharded = distribute_tensor(head.weight.detach(), mesh, placements)
@@ -175,7 +174,7 @@ def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None
 
 @contextlib.contextmanager
 def gathered_weights(policy: Policy) -> Iterator[None]:
-    """All weights whole on every rank, for passes that ranks make on their own; every rank takes part in gathering."""
+    """Gather all weights on every rank (a collective), so that ranks can run passes of their own."""
     if not policy.is_sharded:
         yield
         return
@@ -198,12 +197,12 @@ def gathered_weights(policy: Policy) -> Iterator[None]:
 
 
 def to_device_and_pad(policy: Policy, batches: Sequence[Batch]) -> list[Batch]:
-    """On the device, and as many as every other rank has, at least one: empty ones fill up."""
+    """Move micro-batches to the device, and add empty ones so that all ranks have the same number, at least one."""
     return pad_to_equal_count(policy, [batch.to(policy.device) for batch in batches], empty_batch(policy.row_multiple))
 
 
 def pad_to_equal_count(policy: Policy, rows: list[T], empty: T) -> list[T]:
-    """What this rank passes through the model, and as often `empty` as another rank has more; at least one."""
+    """Append `empty` until all ranks have the same number of micro-batches, at least one."""
     if world_size() == 1:
         return rows
     count = int(all_max(torch.tensor(max(1, len(rows)), device=policy.device), "number of micro-batches"))
@@ -212,7 +211,7 @@ def pad_to_equal_count(policy: Policy, rows: list[T], empty: T) -> list[T]:
 
 
 class Passes(list[T]):
-    """Micro-batches of a model in shards. Each is under the watch while a loop works on it (comm.passing)."""
+    """Micro-batches of a sharded model; each is watched while the loop body runs on it (comm.passing)."""
 
     def __init__(self, policy: Policy, rows: Iterable[T]) -> None:
         super().__init__(rows)
@@ -228,7 +227,7 @@ class Passes(list[T]):
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Add up over ranks what sharding has not added up already."""
+    """Sum gradients over ranks, except those that FSDP has reduced already."""
     if world_size() == 1:
         return
     plain = [p for p in model.parameters() if p.requires_grad and not is_dtensor(p)]
@@ -243,7 +242,7 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In their order, some at a time: few enough calls, and small buffers beside them."""
+    """Split tensors, in order, into lists of at most BUCKET bytes."""
     held: list[torch.Tensor] = []
     for tensor in tensors:
         if held and sum(x.nbytes for x in held) + tensor.nbytes > BUCKET:
@@ -255,7 +254,7 @@ def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Global norm of all gradients, which are then scaled down to `limit`."""
+    """Clip gradients to the global norm `limit`; returns the norm before clipping."""
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     if not any(is_dtensor(p) for p in parameters):

@@ -1,18 +1,17 @@
-"""The policy's weights as a server wants them: checkpoint names, serving dtype, an adapter merged or in its own folder.
+"""The policy's weights for servers: checkpoint names, serving dtype, the adapter merged or in its own folder.
 
     source = PolicyWeights(policy, torch.bfloat16)
     for name, tensor in source.tensors(): ...     # "model.layers.0.self_attn.q_proj.weight", new or shared memory
     source.save_adapter(Path("v000012"))          # for vLLM's LoRA, if the policy has an adapter
 
-An adapter is merged into new tensors, W + scaling B A in float32 and rounded once; the policy itself is never touched.
-Sharded weights are gathered a tensor at a time, and every rank must read them together: trainer/rl/lend.py does that.
+An adapter is merged into new tensors, W + scaling B A in float32 and rounded once; the policy itself is not changed.
+Sharded weights are gathered one tensor at a time, and all ranks must read them together (trainer/rl/lend.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.sync.base import TensorSpec, synchronize
+from trainer.files.tensor_files import Spec, file_header
 from trainer.parallel.comm import inside
 from trainer.parallel.dtensor import gather, is_dtensor, reshard
 from trainer.policy.adapters import ADAPTER
@@ -51,12 +51,12 @@ class PolicyWeights:
 
     @torch.no_grad()
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        # A generator may be left half-way: no_grad as a decorator holds for each step of it, and only there.
+        # The generator may be abandoned half-way: as a decorator, no_grad is active only while it runs.
         for name, tensor in self._in_checkpoint(self._merged()):
             yield name, tensor.to(self._serving(tensor))
 
     def save_adapter(self, folder: Path) -> None:
-        """The folder that peft's save_pretrained writes, several times faster: once per optimizer step is often."""
+        """Write the folder that peft's save_pretrained writes, several times faster: it may be due at every step."""
         folder.mkdir(parents=True, exist_ok=True)
         self.adapter.write(folder)
 
@@ -71,7 +71,7 @@ class PolicyWeights:
         return self.dtype if tensor.is_floating_point() else tensor.dtype
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Base weights by their names without an adapter; of those that share memory the first only."""
+        """Base weights by their names without an adapter; of tied tensors, the first."""
         lm = causal_lm(self.policy.model)
         ignored = [re.compile(pattern) for pattern in getattr(lm, "_keys_to_ignore_on_save", None) or ()]
         seen: set[int] = set()
@@ -84,7 +84,7 @@ class PolicyWeights:
 
     def _shapes(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._plain():
-            yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # whole, also of a shard
+            yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # the full shape, also of a shard
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         layers = lora_layers(causal_lm(self.policy.model))
@@ -106,33 +106,33 @@ class PolicyWeights:
 
 
 class AdapterFile:
-    """One safetensors file and its config, written again and again with other values: one copy off the device, one
-    write. A tensor at a time costs more than the bytes do."""
+    """One safetensors file and its config, rewritten with new values by one copy off the device and one write, as
+    per-tensor overhead would cost more than the bytes."""
 
     def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
         config = policy.model.peft_config[ADAPTER]
         refuse_unservable(config)
-        reshard(policy.model)  # its parameters are the shards, which stay what they are
+        reshard(policy.model)  # parameters must be the shards, whose tensors do not change
         self.policy = policy
         named = policy.model.named_parameters()
         state = {name.replace(f".{ADAPTER}", ""): p for name, p in named if ".lora_" in name and f".{ADAPTER}" in name}
         self.parameters, self.dtype = list(state.values()), dtype
-        self.header = safetensors_header({name: tuple(p.shape) for name, p in state.items()}, dtype)
+        self.header = file_header({name: Spec(tuple(p.shape), dtype) for name, p in state.items()})
         on_cuda = policy.device.type == "cuda"
         size = sum(p.numel() for p in self.parameters)
-        self.values = torch.empty(size, dtype=dtype, pin_memory=on_cuda)  # (size,) page-locked: copies at full speed
+        self.values = torch.empty(size, dtype=dtype, pin_memory=on_cuda)  # (size,) pinned, for fast copies
         settings = config.to_dict() | {"base_model_name_or_path": policy.source, "inference_mode": True}
         settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
         self.config = json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
     @torch.no_grad()
     def read(self) -> Tensor:  # (size,)
-        """All values one after the other; of shards, every rank takes part."""
+        """All values, concatenated; a collective if they are sharded."""
         parts = (gather_on_device(p.detach().to(self.dtype), self.policy, "adapter") for p in self.parameters)
         return torch.cat([part.flatten() for part in parts])
 
     def write(self, folder: Path) -> None:
-        # The server rounds to its own dtype in any case.
+        # Rounded to the serving dtype, as the server would.
         self.values.copy_(self.read())
         with (folder / "adapter_model.safetensors").open("wb") as file:
             file.write(self.header)
@@ -141,7 +141,7 @@ class AdapterFile:
 
 
 def gather_on_device(tensor: Tensor, policy: Policy, name: str) -> Tensor:
-    """All of a weight on this rank's device. Of shards, every rank takes part: it waits here for the slowest."""
+    """All of a weight on this rank's device; a collective if it is sharded."""
     if not is_dtensor(tensor):
         return tensor
     with inside(f"weights for servers: {name}"):
@@ -152,7 +152,7 @@ def gather_on_device(tensor: Tensor, policy: Policy, name: str) -> Tensor:
 
 @contextlib.contextmanager
 def gathered_factors(layer: Any, policy: Policy, name: str) -> Iterator[None]:
-    """An adapted layer whose A and B are whole, for peft's own maths; then shards again."""
+    """Gather A and B of an adapted layer, so that peft can multiply them; then restore the shards."""
     linear = [(factor[ADAPTER], "weight") for factor in (layer.lora_A, layer.lora_B) if ADAPTER in factor]
     embedding = [(f, ADAPTER) for f in (layer.lora_embedding_A, layer.lora_embedding_B) if ADAPTER in f]
     kept = [(module, key, p) for module, key in linear + embedding if is_dtensor(p := getattr(module, key))]
@@ -165,22 +165,8 @@ def gathered_factors(layer: Any, policy: Policy, name: str) -> Iterator[None]:
             setattr(module, key, p)
 
 
-def safetensors_header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    """The front of a file of these tensors one after the other: length, JSON, spaces up to a multiple of 8 bytes."""
-    kind = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, shape in shapes.items():
-        stop = start + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def block_by_block(lm: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights in the layout of files, which may make one tensor of several of a decoder layer, or several of one."""
+    """Weights in file layout, which may fuse or split the tensors of a decoder layer."""
     group: dict[str, Tensor] = {}
     current: str | None = None
     for name, tensor in named:
@@ -213,7 +199,7 @@ def lora_layers(lm: nn.Module) -> dict[str, Any]:
 
 
 def refuse_unmergeable(config: Any) -> None:
-    """An adapter that changes more than W + scaling B A."""
+    """Refuse an adapter that changes more than W + scaling B A."""
     for name, off in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None),
                       ("trainable_token_indices", None), ("target_parameters", None)):  # fmt: skip
         value = getattr(config, name, off)
@@ -227,7 +213,7 @@ def refuse_unmergeable(config: Any) -> None:
 
 
 def refuse_unservable(config: Any) -> None:
-    """An adapter that merges well, but that vLLM would load wrongly: it knows one rank and one alpha."""
+    """Refuse an adapter that can be merged, but that vLLM would load wrongly: it takes one rank and one alpha."""
     for name in ("rank_pattern", "alpha_pattern"):
         value = getattr(config, name, None)
         if value:

@@ -254,8 +254,8 @@ def _state_problem(folder: Path, state: Any) -> str | None:
 
 
 def _lists_a_checkpoint(names: dict[str, Any]) -> bool:
-    whole = "optimizer.safetensors" in names and bool(names.keys() & set(WEIGHTS))
-    return names.keys() >= FILES and (whole or INDEX in names)
+    unsharded = "optimizer.safetensors" in names and bool(names.keys() & set(WEIGHTS))
+    return names.keys() >= FILES and (unsharded or INDEX in names)
 
 
 def set_aside_after(checkpoints: Path, step: int, log: Callable[[str], None]) -> None:
@@ -614,12 +614,12 @@ class Save:
             written = json.loads(note.read_text())
             sums |= written["files"]
             for name, record in records_from_json(written["tensors"]).items():
-                whole = records.setdefault(name, Record(record.shape, record.dtype))
+                merged = records.setdefault(name, Record(record.shape, record.dtype))
                 # 8-bit moments are saved as float32; shards too small for 8 bit keep their own dtype.
-                whole.dtype = torch.promote_types(whole.dtype, record.dtype)
-                whole.parts.extend(record.parts)
+                merged.dtype = torch.promote_types(merged.dtype, record.dtype)
+                merged.parts.extend(record.parts)
             note.unlink()
-        assert all(record.is_whole for record in records.values()), f"{self.target}: some part belongs to no rank"
+        assert all(record.is_complete for record in records.values()), f"{self.target}: some part belongs to no rank"
         if records:
             (self.tmp / INDEX).write_text(json.dumps(records_to_json(records)))
         for path in sorted(self.tmp.iterdir()):

@@ -35,7 +35,7 @@ from trainer.parallel.dtensor import gather, is_dtensor, reshard
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.load import model_tensors
-from trainer.policy.model_files import WholeModel, write_model
+from trainer.policy.model_files import ExportedModel, write_model
 from trainer.run.checkpoint import INDEX, MANIFEST, find_problem, latest_valid, stored_tensors
 
 SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's names for the models of trainer/policy/heads.py
@@ -86,8 +86,8 @@ def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool,
         specs = {name: Spec(tuple(own[names[name]].shape), own[names[name]].dtype) for name in names}
         tensors = (get(name) for name in names.values())
     else:
-        whole = WholeModel(lm, dtype_on_disk(base) or lm.dtype, get)
-        specs, tensors = whole.specs(), whole.tensors()
+        exported = ExportedModel(lm, dtype_on_disk(base) or lm.dtype, get)
+        specs, tensors = exported.specs(), exported.tensors()
     if not is_main():
         for _ in tensors:
             continue
@@ -100,7 +100,7 @@ def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool,
         else:
             write_model(tmp, specs, tensors)
             _save_config(lm, tmp)
-            finish_config(tmp, whole.dtype)
+            finish_config(tmp, exported.dtype)
             generation_config(lm, tokenizer).save_pretrained(tmp)
             tokenizer.save_pretrained(tmp)
 
@@ -254,10 +254,10 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
             return checkpoint
         (tmp / "adapter_config.json").unlink(missing_ok=True)
         lm = skeleton(checkpoint, base, trust_remote_code=cfg.trust_remote_code)
-        whole = WholeModel(lm, dtype_on_disk(base) or _trained_dtype(weights), getter(lm, weights, base))
-        write_model(tmp, whole.specs(), whole.tensors())
+        exported = ExportedModel(lm, dtype_on_disk(base) or _trained_dtype(weights), getter(lm, weights, base))
+        write_model(tmp, exported.specs(), exported.tensors())
         _save_config(lm, tmp)
-        finish_config(tmp, whole.dtype)
+        finish_config(tmp, exported.dtype)
     return checkpoint
 
 

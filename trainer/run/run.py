@@ -335,10 +335,10 @@ class Run:
             log(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
         elif self.start_step >= self.total_steps:
             done = f"step {self.start_step} of {self.total_steps} is done, nothing is left to train"
-            log(f"resume={self.dir}: {done}; raise --max-steps or --num-train-epochs to go on")
+            log(f"resume={self.dir}: {done}; raise --max-steps or --num-train-epochs to continue")
         else:
             remove_folder(self.dir / "final")  # of an earlier finish, no longer the result
-            log(f"resume={self.dir}: going on after step {self.start_step} of {self.total_steps}")
+            log(f"resume={self.dir}: resuming after step {self.start_step} of {self.total_steps}")
 
     def _rows_before(self) -> int | None:
         """Rows per step when the checkpoint was saved, from its settings and number of processes, if known."""

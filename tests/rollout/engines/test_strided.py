@@ -16,7 +16,7 @@ from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.attention import TILE, dense_mask
 from rollout.engine import Sampling
 from rollout.engines import strided
-from rollout.engines.sampling import sample, uniform
+from rollout.engines.local import sample, uniform
 from rollout.engines.strided import Continued, continue_documents
 from trainer.policy import attention
 from trainer.policy.attention import attention_masks, span_masks, use_flex

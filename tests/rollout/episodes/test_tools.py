@@ -468,8 +468,8 @@ def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
         (dict(tools=("lookup",), max_turns=1), "max_turns=1: must be 2 or more"),
         (dict(tools=("lookup",), max_tool_tokens=0), "max_tool_tokens=0: must be 1 or more"),
         (dict(tools=("lookup",), tool_timeout=0.0), "tool_timeout=0.0: must be a number of seconds above 0"),
-        (dict(tools=("lookup", "")), "tools='': is no name"),
-        (dict(rollout_func=""), "rollout_func='': is no name"),
+        (dict(tools=("lookup", "")), "tools='': is not a name"),
+        (dict(rollout_func=""), "rollout_func='': is not a name"),
         (dict(tools=("lookup",), rollout_func="a.b"), "rollout_func=a.b: makes the completions itself"),
     ],
 )

@@ -75,7 +75,7 @@ def test_one_turn_alone_has_no_mask():
 
 
 def test_a_turn_that_was_sampled_behind_other_ids_is_a_bug():
-    with pytest.raises(AssertionError, match=r"sampled behind \[4\]"):
+    with pytest.raises(AssertionError, match=r"sampled after \[4\]"):
         Transcript([5]).add(turn([4], [7]))
 
 

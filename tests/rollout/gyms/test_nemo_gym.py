@@ -190,7 +190,7 @@ def test_a_server_that_fails_once_is_asked_again_with_a_new_session(replay, faul
     ("fault", "says"),
     [
         (500, "reasoning_gym/verify answered 500 (inner failure)"),
-        (b"<html>", "reasoning_gym/verify answered b'<html>', which is no object"),
+        (b"<html>", "reasoning_gym/verify answered b'<html>', which is not an object"),
         (b'{"reward": NaN}', "reward=nan: is not a finite number"),
         (b'{"reward": "1"}', "reward='1': is not a finite number"),
         (1.5, "reasoning_gym/verify has not answered for 0.5 s"),
@@ -389,9 +389,9 @@ def test_rewards_by_name_come_along(recordings):
     [
         ({"reward": 1.0}, "response: has no output"),
         (reply_of(item([1], [2]), reward=None), "reward=None: is not a finite number"),
-        (reply_of(item([1], [2], generation_log_probs=[])), "output[0]: its token ids and log-probs do not belong"),
-        (reply_of(item([], [2])), "output[0]: its token ids and log-probs do not belong together"),
-        (reply_of(item([1], [2], generation_log_probs=[0.5])), "output[0]: holds what is no log-prob"),
+        (reply_of(item([1], [2], generation_log_probs=[])), "output[0]: its token ids and log-probs do not match"),
+        (reply_of(item([], [2])), "output[0]: its token ids and log-probs do not match"),
+        (reply_of(item([1], [2], generation_log_probs=[0.5])), "output[0]: has an invalid log-prob"),
         (reply_of(item([1], [300])), "turn 0: an id outside the vocabulary of 275; is it another model's?"),
         (reply_of("text"), "output[0]: is a str, not an object"),
         (reply_of(item([1], None)), "set return_token_id_information: true"),

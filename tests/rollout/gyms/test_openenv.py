@@ -340,13 +340,13 @@ def test_a_plain_prompt_is_refused(tiny):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"env": f"{HERE}Alone", "max_concurrent_envs": 2}, "does not say that its episodes are kept apart"),
-        ({"env": f"{HERE}Untyped"}, r"its step\(\) does not say which Action it takes"),
+        ({"env": f"{HERE}Alone", "max_concurrent_envs": 2}, "does not declare concurrent episodes"),
+        ({"env": f"{HERE}Untyped"}, r"its step\(\) has no annotation for the Action"),
         ({"env": f"{HERE}ROOT"}, "is not a class with reset and step"),
         ({"env": f"{HERE}Missing"}, "has no 'Missing'"),
         ({"env": "HigherLower"}, "is not of the form module.Class or FILE.py:Class"),
         ({"env": f"{HERE}HigherLower", "action_field": "move"}, "has no such field; it has message"),
-        ({"env": f"{HERE}Needy"}, "has the fields code, language, of which not one alone takes text"),
+        ({"env": f"{HERE}Needy"}, "has the fields code, language, and no single one takes text"),
         ({"env": f"{HERE}HigherLower", "adapter": f"{HERE}Untyped"}, "has no method action"),
     ],
 )

@@ -277,7 +277,7 @@ def test_weights_are_due_by_distance_so_that_no_multiple_is_missed():
 def test_weights_that_are_too_old_are_told_before_anything_is_sampled():
     _, producer = fixed(1.0, max_staleness=1)
     with pytest.raises(
-        AssertionError, match="step 6 would train on completions begun by version 3: max_staleness is 1"
+        AssertionError, match="step 6 would train on completions started by version 3: max_staleness is 1"
     ):
         producer.take(5, version=3)
     assert producer.planner.planned == 0

@@ -93,11 +93,11 @@ def test_an_aborted_request_may_have_no_tokens():
         (reply_32(logps=(-0.1, float("-inf"), -0.3)), "not finite"),
         (reply_32(logps=(-0.1, -9999.0, -0.3)), "not finite"),
         (reply_32(logps=(-0.1, 0.5, -0.3)), "a log-prob of 0.5, above 0"),
-        (reply_32(logps=(-0.1, "x", -0.3)), "no numbers"),
-        (reply_32(logps=(-0.1, None, -0.3)), "no numbers"),
+        (reply_32(logps=(-0.1, "x", -0.3)), "are not numbers"),
+        (reply_32(logps=(-0.1, None, -0.3)), "are not numbers"),
         (reply_32(ids=(9, 10, 2)), "outside the vocabulary of 10"),
         (reply_32(ids=(9, -1, 2)), "outside the vocabulary of 10"),
-        (reply_32(ids=(9, "8", 2)), "no integers"),
+        (reply_32(ids=(9, "8", 2)), "are not integers"),
         (reply_32(ids=(9, 8, 7)), "stopped at token [7]"),
         (reply_32(ids=(), logps=()), "stopped at token []"),
         (reply_32(finish_reason="error"), "finish_reason='error'"),
@@ -562,9 +562,7 @@ def test_a_route_that_fails_for_a_moment_is_tried_again(fast_pauses):
 
 def test_a_route_that_fails_for_too_long_ends_the_run_with_its_reason(fast_pauses):
     weights = Failing(pool_of(1), fast_pauses, until=time.monotonic() + 60, reason="http://h: /pause failed (503 down)")
-    said = (
-        r"version 4 could not be brought to any server in \d+ attempts within 1 s \(last: http://h: /pause failed \(503"
-    )
+    said = r"version 4 could not be sent to any server in \d+ attempts within 1 s \(last: http://h: /pause failed \(503"
     with pytest.raises(ValueError, match=said):
         weights.give_all(weights.pool.members, 4)
     worker = Failing(
@@ -685,7 +683,7 @@ def test_a_broken_reply_is_a_failed_server(reply):
 
 def test_an_address_must_be_one():
     for url in ("127.0.0.1:8000", "ftp://x", "http://"):
-        with pytest.raises(ValueError, match="is no address"):
+        with pytest.raises(ValueError, match="is not an address"):
             HttpClient(url)
     with pytest.raises(ValueError, match="STROP_VLLM_TOKEN"):
         HttpClient("http://127.0.0.1", "a\r\nb")

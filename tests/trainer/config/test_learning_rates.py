@@ -63,7 +63,7 @@ def test_a_method_that_extends_one_of_ours_has_its_rates_and_another_has_none():
 
 
 def test_the_help_of_the_flag_has_every_number():
-    source = (ROOT / "trainer" / "config.py").read_text()
+    source = (ROOT / "trainer" / "config" / "blocks.py").read_text()
     text = source.partition("learning_rate: float")[2].partition("lr_scheduler")[0]
     for rate in {rate for pair in PUBLISHED.values() for rate in pair}:
         assert f"{rate:.0e}".replace("e-0", "e-") in text, rate

@@ -9,12 +9,12 @@ import types
 import pytest
 import torch
 
+from trainer.metrics import metrics
 from trainer.metrics.metrics import (
     GLOSSARY,
     JsonlLog,
     MetricSums,
     describe,
-    metrics,
     open_sinks,
     read_jsonl,
     truncate_after,

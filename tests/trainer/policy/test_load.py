@@ -295,7 +295,7 @@ def test_asking_the_reference_between_forward_and_backward_keeps_the_gradient(fo
 
 
 def test_adapter_of_another_rank_is_refused(adapter):
-    with pytest.raises(ValueError, match=r"lora.r=16: the adapter in .* has rank 4; go on with it by --lora.r 4"):
+    with pytest.raises(ValueError, match=r"lora.r=16: the adapter in .* has rank 4; continue it with --lora.r 4"):
         load(adapter, LoraConfig(r=16))
     with pytest.raises(ValueError, match=r"lora\.alpha=32: the adapter in .* has 8"):
         load(adapter, LoraConfig(r=RANK, dropout=0.5))

@@ -19,7 +19,7 @@ from transformers import (
     pipeline,
 )
 
-from trainer.policy.model_files import WholeModel, write_model
+from trainer.policy.model_files import ExportedModel, write_model
 from trainer.run import export
 from trainer.run.checkpoint import save_checkpoint
 from trainer.run.export import (
@@ -284,7 +284,7 @@ def test_checkpoint_is_exported_as_the_live_model_is(tmp_path, kind):
 
 def test_large_model_is_written_in_several_files(tmp_path):
     model = tiny_llama(tied=False)
-    whole = WholeModel(model, torch.float32, model.state_dict().__getitem__)
+    whole = ExportedModel(model, torch.float32, model.state_dict().__getitem__)
     write_model(tmp_path, whole.specs(), whole.tensors(), limit=10_000)
     model.config.save_pretrained(tmp_path)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))

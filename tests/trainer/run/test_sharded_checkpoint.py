@@ -58,7 +58,7 @@ def test_damaged_shard_is_named(saved, tmp_path, name):
 
 
 def test_shards_are_no_model_and_the_error_says_how_to_make_one(saved):
-    with pytest.raises(ValueError, match=r"checkpoint in shards; make it a model by python -m trainer\.export .* OUT"):
+    with pytest.raises(ValueError, match=r"sharded checkpoint; convert it with python -m trainer\.export .* OUT"):
         resolve_model(str(saved / "fsdp" / "step-00000002"))
 
 

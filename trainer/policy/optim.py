@@ -259,8 +259,8 @@ def _in_shards(own: Tensor, like: Any) -> Tensor:
 class TrainedModule:
     """A module trained beside the policy (a critic, a value head): its own optimizer, and its part of a checkpoint.
 
-    Every rank holds all of it and starts with rank 0's weights; gradients are summed over ranks. Parameters, buffers and
-    optimizer state are tensors of the checkpoint, so a resumed run continues with the same numbers.
+    Every rank holds a replica, all starting with rank 0's weights; gradients are summed over ranks. Parameters, buffers
+    and optimizer state are in the checkpoint, so a resumed run continues with the same numbers.
     """
 
     def __init__(self, name: str, module: nn.Module, cfg: OptimConfig, total_steps: int) -> None:

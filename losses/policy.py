@@ -58,7 +58,8 @@ class Tokens(NamedTuple):
     mask: Tensor  # (N,) bool, True = trained
     length: Tensor  # (N,) trained tokens of the token's whole completion
     weight: Tensor | None = None  # (N,) importance correction x off-policy mask x entropy mask, no gradient; None: 1
-    sequence_log_ratio: Tensor | None = None  # (N,) sum of logp - old_logp over the completion, no gradient
+    # (N,) sum of logp - old_logp over the completion, no gradient; only if the record's ratio is completion or weight
+    sequence_log_ratio: Tensor | None = None
 
     @property
     def ratio(self) -> Tensor:  # (N,) with gradient

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("bench", "data", "kernels", "losses", "rollout", "trainer")
+FOLDERS = ("bench", "data", "docs", "kernels", "losses", "rollout", "trainer")
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 SHAPE = re.compile(r"# \((?:\.\.\.|[A-Z0-9]|\))")  # (B, T), (N,), (..., V), ()

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import tyro
 
 from data.user_code import import_beside, is_missing
+from strop_names import module_file
 from trainer.config.blocks import RunConfig
 from trainer.config.flags import (
     Values,
@@ -112,25 +113,25 @@ def method_listing() -> str:
             "methods:",
             *rows,
             "",
-            "A method of your own: --method my_pkg.my_algo (a module with Config and train).",
+            "A method of your own: --method my_algo or my_pkg.my_algo (a module with Config and train).",
             "With no other flag a method runs on the built-in tiny model.",
         ]
     )
 
 
 def load_method(name: str) -> ModuleType:
-    """Import a built-in method by file name, or the user's by dotted path, found from the working directory."""
-    if "." not in name:
-        if name == "__main__":
-            raise ValueError(
-                "--method=__main__: the run's method is in the script that started it; resume it from there, with "
-                "RunConfig(resume=FOLDER)"
-            )
-        if name not in method_names():
-            found = nearest(name, method_names())
-            hint = f"did you mean {found}?" if found else f"there are {', '.join(method_names())}"
-            raise ValueError(f"--method={name}: unknown method; {hint} (your own: a dotted module path)")
+    """Import a built-in method by file name, or the user's own module, found from the working directory."""
+    if name in method_names():
         return importlib.import_module(f"trainer.methods.{name}")
+    if name == "__main__":
+        raise ValueError(
+            "--method=__main__: the run's method is in the script that started it; resume it from there, with "
+            "RunConfig(resume=FOLDER)"
+        )
+    if "." not in name and module_file(Path.cwd(), name) is None:
+        found = nearest(name, method_names())
+        hint = f"did you mean {found}?" if found else f"there are {', '.join(method_names())}"
+        raise ValueError(f"--method={name}: unknown method; {hint} (your own: a file here, or a dotted module path)")
     try:
         module = import_beside(name)
     except ModuleNotFoundError as error:
@@ -162,7 +163,7 @@ def print_help(config: type, prog: str) -> NoReturn:
 def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: Values) -> Values:
     """The recipe of the tiny model: in trainer/recipes/, or beside the user's module; a mode may have its own."""
     stem = name.rpartition(".")[2]
-    folder = Path(str(module.__file__)).parent if "." in name else RECIPES
+    folder = RECIPES if name in method_names() else Path(str(module.__file__)).parent
     recipe = folder / f"{stem}_tiny.yaml"
     if "mode" in given:
         of_mode = folder / f"{stem}_{given['mode'].words[0]}_tiny.yaml"

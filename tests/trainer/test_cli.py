@@ -273,7 +273,8 @@ def test_bad_yaml_names_file_and_key(fork, text, sentence):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--method", "grp"], "--method=grp: unknown method; did you mean grpo? (your own: a dotted module path)"),
+        (["--method", "grp"], "--method=grp: unknown method; did you mean grpo? (your own: a file here, or a "
+         "dotted module path)"),
         (["--method", "my_pkg.other"], "--method=my_pkg.other: no module my_pkg.other here or installed; "
          "run from the folder that holds it, or install it"),
         (["--method", "pkg.grpo"], "--method=pkg.grpo: no module pkg here or installed; did you mean grpo?"),

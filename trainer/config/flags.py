@@ -264,7 +264,7 @@ def config_to_tree(cfg: Any) -> dict[str, Any]:
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         if not dataclasses.is_dataclass(value):
-            tree[field.name] = [_saved(item) for item in value] if isinstance(value, (tuple, list)) else value
+            tree[field.name] = [_saved(item) for item in value] if isinstance(value, (tuple, list)) else _saved(value)
         elif tyro.conf.OmitArgPrefixes in _strip_annotated(hints[field.name])[1]:
             tree |= config_to_tree(value)
         else:
@@ -273,7 +273,7 @@ def config_to_tree(cfg: Any) -> dict[str, Any]:
 
 
 def _saved(item: Any) -> Any:
-    return import_name(item) if callable(item) else item  # a reward function passed from Python
+    return import_name(item) if callable(item) else item  # a function passed from Python
 
 
 # words to a Config, by tyro --------------------------------------------------------------------------------------

@@ -67,10 +67,8 @@ class AdvantageConfig:
         flags = {} if unread else {"scale_rewards": self.scale_rewards}
         for key in self.advantage_kwargs:
             if key in flags or key not in record.options:
-                raise ValueError(
-                    f"advantage_kwargs.{key}: not an option of advantage_estimator={name}; "
-                    f"{suggest(key, record.options)}"
-                )
+                advice = f"use --{key.replace('_', '-')}" if key in flags else suggest(key, record.options)
+                raise ValueError(f"advantage_kwargs.{key}: not an option of advantage_estimator={name}; {advice}")
         missing = [
             key for key, p in record.options.items() if p.default is p.empty and key not in self.advantage_kwargs
         ]

@@ -28,7 +28,7 @@ from kernels.adamw import Held, Rates, step_
 from losses.types import LossOut
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums
-from trainer.parallel.comm import all_sum
+from trainer.parallel.comm import all_sum, is_main, tensors_from_main
 from trainer.parallel.dtensor import is_dtensor, local
 from trainer.policy.sharding import clip_gradients, sum_gradients
 
@@ -272,12 +272,15 @@ def _in_shards(own: Tensor, like: Any) -> Tensor:
 class TrainedModule:
     """A module trained beside the policy (a critic, a value head): its own optimizer, and its part of a checkpoint.
 
-    Every rank holds a replica; gradients are summed over ranks. Weights and optimizer state are in the checkpoint, so a
-    resumed run continues with the same numbers.
+    Every rank holds a replica, all starting with rank 0's weights; gradients are summed over ranks. Parameters, buffers
+    and optimizer state are in the checkpoint, so a resumed run continues with the same numbers.
     """
 
     def __init__(self, name: str, module: nn.Module, cfg: OptimConfig, total_steps: int) -> None:
         self.name, self.module = name, module
+        weights = list(module.state_dict().values())
+        for own, first in zip(weights, tensors_from_main(weights if is_main() else None, name), strict=True):
+            own.copy_(first)
         self.optimizer, self.schedule = build_optimizer(module, cfg, total_steps)
 
     def step(self, max_grad_norm: float, where: str) -> float:
@@ -291,8 +294,8 @@ class TrainedModule:
         restore_schedule(self.schedule, last_epoch=state["updates"], step_count=state["updates"] + 1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """`NAME` of a parameter, and `NAME/exp_avg` and so on of its optimizer state."""
-        found = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        """Parameters and buffers by name, and `NAME/exp_avg` and so on of the optimizer state of a parameter."""
+        found = self.module.state_dict()
         for name, parameter in self.module.named_parameters():
             slots = as_saved(self.optimizer.state.get(parameter, {}))
             found |= {f"{name}/{key}": value for key, value in slots.items()}
@@ -300,11 +303,15 @@ class TrainedModule:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.module.state_dict().items():
+            tensor.copy_(tensors[name])
+        # AdamW counts steps on the CPU unless it is fused.
+        fused = {p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]}
         for name, parameter in self.module.named_parameters():
-            parameter.copy_(tensors[name])
             saved = {key.removeprefix(f"{name}/"): tensors[key] for key in tensors if key.startswith(f"{name}/")}
             if saved:
                 held = as_held(self.optimizer, parameter, saved)
                 self.optimizer.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device) for key, value in held.items()
+                    key: value.to(parameter.device) if key != "step" or parameter in fused else value
+                    for key, value in held.items()
                 }

@@ -24,8 +24,10 @@ What a method does differently it passes in, as functions of the session, called
     evaluate(s)                another evaluation, called by all ranks
     advantage                  another estimator: (GroupRewards) -> (P, G), or one number per id
     frozen(s)                  further models without gradient, by name: s.frozen["teacher"]
-    trained(s)                 further trained modules, by name: s.trained["critic"]; they get an optimizer of the
-                               same settings, are stepped with the policy, clipped on their own, and checkpointed
+    trained(s)                 further trained modules, by name: s.trained["critic"]. Each has an optimizer of its own,
+                               by cfg.optim or, for a pair (module, OptimConfig), by that one; it is stepped with the
+                               policy, clipped on its own and checkpointed. All ranks begin with rank 0's weights, and
+                               their gradients are added up: divide by a count over all ranks.
     extra_state                anything with state_dict and load_state_dict that a checkpoint keeps
     steps_per_rollout          optimizer steps on one batch, if not num_iterations: the schedule, staleness and the
                                number of rollouts follow from it. For mini-batches prepare each part of the
@@ -51,6 +53,7 @@ from rollout.rewards.table import open_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
+from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy.load import load_policy
@@ -76,7 +79,7 @@ class Session:
         evaluate: Callable[[Session], dict[str, float]] | None = None,
         advantage: Callable[[GroupRewards], Advantage] | None = None,
         frozen: Callable[[Session], dict[str, Policy]] | None = None,
-        trained: Callable[[Session], dict[str, nn.Module]] | None = None,
+        trained: Callable[[Session], Mapping[str, nn.Module | tuple[nn.Module, OptimConfig]]] | None = None,
         extra_state: Mapping[str, Any] | None = None,
         with_reference: bool | None = None,
         steps_per_rollout: int | None = None,
@@ -123,9 +126,9 @@ class Session:
         elif self.setup is not None:
             self.rewards.check_columns(self.prompts, "data", self.setup.columns)
             self.rewards.check_columns(self.held_out, "eval_data", self.setup.columns)
-        self.trained = {
-            name: module.to(self.policy.device) for name, module in (trained(self) if trained else {}).items()
-        }
+        given = trained(self) if trained else {}
+        self._trained = {name: one if isinstance(one, tuple) else (one, cfg.optim) for name, one in given.items()}
+        self.trained = {name: module.to(self.policy.device) for name, (module, _) in self._trained.items()}
 
     def _make_plan(self, extra_state: Mapping[str, Any]) -> None:
         """How many steps there are, the optimizer, and which prompts come when."""
@@ -137,7 +140,7 @@ class Session:
             self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)
         self.optimizer, self.schedule = build_optimizer(self.policy.model, cfg.optim, self.total_steps)
         self.trained_modules = [
-            TrainedModule(name, module, cfg.optim, self.total_steps) for name, module in self.trained.items()
+            TrainedModule(name, module, optim, self.total_steps) for name, (module, optim) in self._trained.items()
         ]
         setup.check_servers(cfg, self.policy, run)
         if is_main() and self.setup is not None:
@@ -224,6 +227,7 @@ class Session:
         self.timer.lap("rollout_s")
         self.timer.move("rollout_s", "reward_s", batch.reward_s)
         self.batch, self.sampled = batch, batch.sampled or batch
+        self.kl = None  # until advantage(); a method may have advantages of its own
         self.counters.prompts = self.planner.consumed + len(self.sampled.groups)
         return batch
 

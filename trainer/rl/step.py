@@ -365,9 +365,12 @@ def loss(cfg: Any, tokens: TokenLogps, inputs: TokenInputs, micro_batch_tokens: 
         log_ratio = sequence_log_ratio(logp, nothing if inputs.mean is None else inputs.mean, mask)
     else:
         log_ratio = token_log_ratio(logp, old, mask)
+    total = None  # not 0: a loss whose record does not ask for it would train on a number that no pass has computed
+    if options.loss.ratio in ("completion", "weight"):
+        total = nothing if inputs.total is None else inputs.total
     t = Tokens(
         logp=logp, log_ratio=log_ratio, advantage=inputs.advantage, mask=mask, length=inputs.length,
-        weight=_weight(cfg, inputs, now, mask), sequence_log_ratio=nothing if inputs.total is None else inputs.total,
+        weight=_weight(cfg, inputs, now, mask), sequence_log_ratio=total,
     )  # fmt: skip
     sizes = {"micro_batch_tokens": micro_batch_tokens, "max_completion_length": cfg.max_completion_length}
     out = options.loss(t, **options.loss_options, **sizes)

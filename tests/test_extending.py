@@ -1,0 +1,341 @@
+"""docs/examples, used as a user's files are: found from the working folder, run by the real command."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.user_code import import_beside
+from losses.advantage import GroupRewards, group_advantage, moments
+from losses.policy import Tokens
+from rollout.engine import Completion
+from rollout.rewards.__main__ import main as check_rewards
+from tests.entry import ROOT, metrics, repeatable
+from tests.test_ranks import alike, two_ok
+from tests.trainer.rl.group_cases import close, make_completions, make_config, make_llama, scores, step
+from tests.trainer.rl.naive_groups import padded
+from tests.trainer.rl.test_groups import groups_of, settings, words
+from trainer.__main__ import main
+from trainer.config.groups import AdvantageConfig
+from trainer.config.policy import PolicyLossConfig
+
+EXAMPLES = ROOT / "docs" / "examples"
+SHORT = ("--max-steps", "2", "--max-eval-rows", "10", "--per-device-train-batch-size", "16", "--eval-steps", "0")
+
+
+@pytest.fixture(autouse=True)
+def in_examples(monkeypatch):
+    monkeypatch.chdir(EXAMPLES)
+
+
+def train(folder: Path, *argv: Any) -> list[dict[str, Any]]:
+    """Metrics of a run of the real command in this process, from the folder of the examples."""
+    assert main([*map(str, argv), "--output-dir", str(folder)]) == 0
+    return metrics(folder)
+
+
+def example(name: str) -> ModuleType:
+    return import_beside(name)
+
+
+def completion(length: int) -> Completion:
+    return Completion(
+        prompt_ids=[1], ids=[5] * length, logps=[-1.0] * length, finish_reason="stop", text="", versions=[]
+    )
+
+
+# Advantages.
+
+
+def test_batch_normalized_is_the_loop_also_over_ranks():
+    rewards = torch.tensor([[1.0, 0.0, math.nan], [1.0, 1.0, 1.0], [0.5, 2.0, -1.0]])
+    there = [x for x in rewards.flatten().tolist() if x == x]
+    mean, deviation = statistics.fmean(there), statistics.stdev(there)
+    want = [[0.0 if x != x else (x - mean) / deviation for x in row] for row in rewards.tolist()]
+    estimate = example("my_advantage").batch_normalized
+    one = estimate(GroupRewards.of(rewards.unsqueeze(2), torch.ones(1)))
+    torch.testing.assert_close(one, torch.tensor(want))
+    all_of_them = moments(rewards)
+    parts = [
+        estimate(GroupRewards.of(part.unsqueeze(2), torch.ones(1))._replace(all_sum=lambda _: all_of_them))
+        for part in rewards.split([1, 2])
+    ]
+    torch.testing.assert_close(torch.cat(parts), one)
+
+
+def test_discounted_counts_back_from_the_last_token():
+    rewards = GroupRewards.of(torch.tensor([[[1.0], [0.0]]]), torch.ones(1))
+    r = rewards._replace(completions=[completion(3), completion(1)])
+    good, bad = example("my_advantage").discounted(r, discount=0.5)
+    a = group_advantage(rewards.total).flatten().tolist()
+    assert good.tolist() == pytest.approx([a[0] / 4, a[0] / 2, a[0]]) and bad.tolist() == pytest.approx([a[1]])
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "dapo"])
+def test_advantages_per_token_weigh_each_token_by_its_own(kind):
+    """On policy both losses have the gradient -A_t of logp_t; reinforce divides by completions, dapo by tokens."""
+    completions = make_completions()
+    lists = [[math.sin(7 * row + place) for place in range(len(c.ids))] for row, c in enumerate(completions)]
+    off = {"vllm_importance_sampling_correction": False}
+    got, _, _ = step(make_config(num_iterations=1, loss_type=kind, correction=off), completions, lists)
+    logp, _, mask = scores("start")  # (B, T) each
+    mask = mask.bool()
+    count = mask.any(1).sum() if kind == "reinforce" else mask.sum()
+    loss = -torch.where(mask, padded(completions, lists) * logp, 0.0).sum() / count
+    want = torch.autograd.grad(loss, list(make_llama(0).parameters()), retain_graph=True)
+    assert close(got, torch.cat([g.flatten() for g in want]))
+
+
+PLAIN = (
+    "def reinforce(r):\n    return r.total\n"  # no baseline: a group of right answers teaches, one of wrong does not
+)
+
+
+def test_groups_are_judged_by_the_users_estimator(tmp_path, monkeypatch):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    for estimator, resampled, replayed in (
+        ("group", ["yn", "ny", "yn"], [True, True, False]),
+        ("plain.reinforce", ["yy", "yn", "yn"], [True, False, False]),
+    ):
+        options = AdvantageConfig(advantage_estimator=estimator)
+        groups = groups_of(settings(options, dynamic_sampling=True), ["yy", "nn", "yn", "yn", "ny"])
+        assert words(groups.next(0, 0)) == resampled
+        groups = groups_of(settings(options, replay_buffer_size=8), ["yn", "ny", "yn", "nn", "yy", "yn"])
+        groups.next(0, 0)
+        groups.producer.done()
+        assert [group.replayed for group in groups.next(1, 1).groups] == replayed
+
+
+def test_options_of_an_estimator():
+    chosen = AdvantageConfig(advantage_estimator="my_advantage.discounted", advantage_kwargs={"discount": 0.5})
+    r = GroupRewards.of(torch.tensor([[[1.0], [0.0]]]), torch.ones(1))._replace(completions=[completion(2)] * 2)
+    assert chosen.estimate(r)[0].tolist() == example("my_advantage").discounted(r, discount=0.5)[0].tolist()
+    with pytest.raises(ValueError, match="advantage_kwargs.discont: not an option of .*did you mean 'discount'"):
+        AdvantageConfig(advantage_estimator="my_advantage.discounted", advantage_kwargs={"discont": 0.5})
+    with pytest.raises(ValueError, match="scale_rewards=batch: has no effect with my_advantage.discounted"):
+        AdvantageConfig(advantage_estimator="my_advantage.discounted", scale_rewards="batch")
+    with pytest.raises(ValueError, match="advantage_kwargs.scale_rewards: .*use --scale-rewards"):
+        AdvantageConfig(advantage_kwargs={"scale_rewards": "batch"})
+    with pytest.raises(ValueError, match="advantage_estimator=my_advantage.median: .* has no 'median'"):
+        AdvantageConfig(advantage_estimator="my_advantage.median")
+
+
+# Losses.
+
+
+def tokens() -> Tokens:
+    return Tokens(
+        logp=torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True),
+        log_ratio=torch.tensor([0.5, 0.5, 0.4, -1.0]),
+        advantage=torch.tensor([2.0, -1.0, -1.0, -1.0]),
+        mask=torch.ones(4, dtype=torch.bool),
+        length=torch.tensor([1, 3, 3, 3]),
+    )
+
+
+@pytest.mark.parametrize("cap", [1.0, 0.2])
+def test_topr_is_the_loop_with_either_average(cap):
+    module, t = example("my_loss"), tokens()
+    want = []
+    for logp, log_ratio, a in zip(t.logp.tolist(), t.log_ratio.tolist(), t.advantage.tolist(), strict=True):
+        weight = 1.0 if a > 0 else min(math.exp(log_ratio), cap)
+        want.append(-weight * a * logp)
+    loss, shown = module.topr(t, topr_cap=cap)
+    assert loss.tolist() == pytest.approx(want)
+    assert shown["policy/topr_cap_frac"][0] == sum(math.exp(x) > cap for x in t.log_ratio.tolist()[1:])
+    term = module.topr_by_completion(t, topr_cap=cap).terms["policy"]
+    assert term.count.item() == pytest.approx(2) and term.sum.item() == pytest.approx(want[0] + sum(want[1:]) / 3)
+    (grad,) = torch.autograd.grad(loss.sum(), t.logp)
+    assert grad.tolist() == pytest.approx([x / logp for x, logp in zip(want, t.logp.tolist(), strict=True)])
+
+
+OWN = """
+def soft(t, *, epsilon: float = 0.2, sharpness: float):
+    return -t.advantage * t.logp * sharpness
+
+
+def wrong(t):
+    return -t.advantage * t.sequence_log_ratio
+"""
+
+
+def test_a_loss_gets_the_flags_it_names_and_refuses_others(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    own = {"loss_type": "own.soft", "loss_kwargs": {"sharpness": 2.0}}
+    assert PolicyLossConfig(**own, epsilon=0.1).loss_options == {"epsilon": 0.1, "sharpness": 2.0}
+    for options, sentence in (
+        (own | {"cispo_cap": 3.0}, "cispo_cap=3.0: has no effect with loss_type=own.soft; it is for cispo"),
+        (own | {"loss_kwargs": {"sharpness": 1, "epsilon": 1}}, "loss_kwargs.epsilon: .* use --epsilon"),
+        (own | {"loss_kwargs": {"sharpnes": 1}}, "loss_kwargs.sharpnes: .* did you mean 'sharpness'"),
+        (own | {"loss_kwargs": {}}, "loss_type=own.soft: needs sharpness; set it in --loss-kwargs"),
+        ({"loss_type": "own.sof"}, "loss_type=own.sof: .* has no 'sof'"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            PolicyLossConfig(**options)
+
+
+def test_a_loss_that_asks_for_no_sequence_ratio_gets_none(tmp_path, monkeypatch):
+    """Not 0, which would be wrong after the first step, as no pass has computed it."""
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    cfg = make_config(num_iterations=2)
+    cfg.policy_loss = PolicyLossConfig(loss_type="own.wrong")
+    with pytest.raises(TypeError, match="NoneType"):
+        step(cfg)
+
+
+# Real runs.
+
+
+def test_estimators_and_losses_train(tmp_path):
+    first = train(
+        tmp_path / "first", "--method", "grpo", *SHORT, "--num-iterations", 2, "--proximal-policy", "behaviour",
+        "--advantage-estimator", "my_advantage.batch_normalized", "--loss-type", "my_loss.topr",
+    )  # fmt: skip
+    assert first[1]["loss/policy"] != 0 and first[2]["policy/ratio"] != 1 and "policy/topr_cap_frac" in first[2]
+    second = train(
+        tmp_path / "second", "--method", "grpo", *SHORT, "--advantage-estimator", "my_advantage.discounted",
+        "--advantage-kwargs", '{"discount": 0.9}', "--loss-type", "my_loss.topr_by_completion",
+        "--loss-kwargs", '{"topr_cap": 0.5}', "--reward-funcs", "my_reward.closeness", "my_reward.digits_only",
+        "--reward-weights", "1.0", "0.2",
+    )  # fmt: skip
+    assert all(row["optim/grad_norm"] > 0 for row in second[1:])
+    assert 0 < second[1]["reward/closeness/mean"] < 1 and second[1]["reward/digits_only/mean"] > 0.5
+    samples = [json.loads(line) for line in (tmp_path / "second" / "samples.jsonl").read_text().splitlines()]
+    assert {"closeness", "digits_only"} == samples[0]["rewards"].keys()
+
+
+def test_rewards_of_text_and_column(capsys):
+    module = example("my_reward")
+    messages = [[{"role": "assistant", "content": text}] for text in ("42", " 41", "x", "42")]
+    assert module.digits_only(messages) == [1, 1, 0, 1]
+    assert module.closeness(messages, ["42", "43", "1", None]) == [1, 1 / 3, 0, None]
+    spec = ["--check", "my_reward.closeness", "--data", "task:addition:size=4", "--model", "builtin:tiny"]
+    assert check_rewards(spec) == 0 and "closeness: mean" in capsys.readouterr().out
+
+
+def test_a_format_reads_rows_that_no_other_reads(tmp_path, capsys):
+    argv = ["--method", "grpo", *SHORT, "--data", "sums.jsonl"]
+    assert main([*argv, "--output-dir", str(tmp_path / "refused")]) == 2
+    assert "has neither 'prompt' nor 'messages' (its columns: terms, total" in capsys.readouterr().err
+    train(tmp_path / "run", *argv, "--data-format", "my_format.sums")
+    rows = [json.loads(line) for line in Path("sums.jsonl").read_text().splitlines()]
+    questions = {f"{a}+{b}=" for a, b in (row["terms"] for row in rows)}
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert samples and {row["prompt"][0]["content"] for row in samples} <= questions
+
+
+def test_functions_from_python(tmp_path):
+    from rollout.rewards.options import RewardConfig
+    from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
+    from trainer.config.yaml import load_config
+    from trainer.methods.grpo import Config
+    from trainer.methods.grpo import train as train_grpo
+
+    loss, advantage, reward = example("my_loss"), example("my_advantage"), example("my_reward")
+    settings = RunConfig(max_steps=1, per_device_train_batch_size=16, output_dir=str(tmp_path / "run"))
+    train_grpo(
+        Config(
+            model=ModelConfig(model="builtin:tiny"),
+            data=PromptConfig(data=("task:addition",)),
+            run=settings,
+            reward=RewardConfig(reward_funcs=(reward.closeness,)),
+            policy_loss=PolicyLossConfig(loss_type=loss.topr),
+            advantage=AdvantageConfig(advantage_estimator=advantage.discounted),
+            max_completion_length=8,
+        )
+    )
+    saved = load_config(tmp_path / "run" / "config.yaml")
+    assert saved["loss_type"] == "my_loss.topr" and saved["advantage_estimator"] == "my_advantage.discounted"
+    assert len(train(tmp_path / "run", "--resume", tmp_path / "run", "--max-steps", 2)) == 2
+
+
+# A method: RAFT.
+
+
+def test_the_best_of_a_group_are_kept():
+    nan = math.nan
+    rewards = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.0, 0.0, nan, 0.0], [nan, 1.0, 2.0, 1.0]]).unsqueeze(2)
+    kept = example("raft").best_of_group(GroupRewards.of(rewards, torch.ones(1)), keep=2, above=0.0)
+    assert kept.tolist() == [[0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]]
+
+
+def test_raft_divides_by_what_it_keeps(tmp_path, monkeypatch):
+    module, kept = example("raft"), []
+    prepare = module.prepare
+
+    def spy(cfg, policy, completions, *rest, **more):
+        kept.append(completions)
+        return prepare(cfg, policy, completions, *rest, **more)
+
+    monkeypatch.setattr(module, "prepare", spy)
+    rows = train(tmp_path / "run", "--method", "raft", "--keep-best", 1, *SHORT)
+    for row, completions in zip(rows[1:], kept, strict=True):
+        nll = -sum(x for c in completions for x in c.logps) / len(completions)
+        assert row["loss/policy"] == row["loss/total"] == pytest.approx(nll, rel=1e-5)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {row["advantage"] for row in samples} == {0, 1}
+    assert all(row["advantage"] <= row["rewards"]["exact_match"] for row in samples)
+    assert 0 < rows[1]["rollout/kept_frac"] < rows[1]["reward/mean"] and rows[1]["optim/grad_norm"] > 0
+
+
+def test_raft_on_two_ranks_is_raft_on_one(tmp_path):
+    one = train(tmp_path / "one", "--method", "raft", *SHORT)
+    argv = [*SHORT, "--per-device-train-batch-size", "8", "--output-dir", tmp_path / "two"]
+    two_ok("trainer", "--method", "raft", *argv, cwd=EXAMPLES)
+    two = metrics(tmp_path / "two")
+    alike(two[:2], one[:2], 1e-5)
+    assert two[1]["rollout/kept_frac"] == one[1]["rollout/kept_frac"]
+
+
+def test_raft_learns_to_add(tmp_path):
+    """A quarter of the steps of its recipe."""
+    rows = train(tmp_path / "run", "--method", "raft", "--max-steps", 30, "--save-steps", 0)
+    assert rows[0]["eval/exact_match/mean"] < 0.4 and rows[-1]["eval/exact_match/mean"] >= 0.9
+
+
+# A module trained beside the policy.
+
+CRITIC = (
+    "--method", "tests.critic", "--model", "builtin:tiny", "--data", "task:addition", "--max-completion-length", "8",
+    "--learning-rate", "1e-4", "--save-steps", "2", "--max-steps", "4",
+)  # fmt: skip
+
+
+def critic_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / "step-00000004" / "extra.safetensors")
+
+
+def test_a_critic_trains_and_resumes(tmp_path):
+    one = [*CRITIC, "--per-device-train-batch-size", 16]
+    rows = train(tmp_path / "whole", *one)
+    whole = critic_of(tmp_path / "whole")
+    assert whole["trained.critic/num_seen"] == 64 and whole["trained.critic/linear.weight/step"] == 4
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    for gone in ("checkpoints/step-00000004", "final"):
+        shutil.rmtree(tmp_path / "broken" / gone)
+    resumed = train(tmp_path / "broken", "--resume", tmp_path / "broken")
+    assert repeatable(resumed) == repeatable(rows)
+    again = critic_of(tmp_path / "broken")
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_critic_on_two_ranks_is_that_of_one(tmp_path):
+    rows = train(tmp_path / "one", *CRITIC, "--per-device-train-batch-size", 16)
+    argv = [*CRITIC, "--per-device-train-batch-size", "8", "--output-dir", tmp_path / "two"]
+    two_ok("trainer", *argv, cwd=EXAMPLES)
+    alike(metrics(tmp_path / "two"), rows)
+    one, two = critic_of(tmp_path / "one"), critic_of(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import shutil
 import statistics
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,19 +19,32 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.show import main as show
 from data.user_code import import_beside
 from losses.advantage import GroupRewards, group_advantage, moments
 from losses.policy import Tokens
 from rollout.engine import Completion
 from rollout.rewards.__main__ import main as check_rewards
-from tests.entry import ROOT, metrics, repeatable
+from tests.entry import ROOT, environment, metrics, repeatable
 from tests.test_ranks import alike, two_ok
-from tests.trainer.rl.group_cases import close, make_completions, make_config, make_llama, scores, step
+from tests.trainer.rl.group_cases import (
+    ADVANTAGE,
+    close,
+    gradient,
+    make_completions,
+    make_config,
+    make_llama,
+    make_policy,
+    moved_llama,
+    scores,
+    step,
+)
 from tests.trainer.rl.naive_groups import padded
 from tests.trainer.rl.test_groups import groups_of, settings, words
 from trainer.__main__ import main
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
+from trainer.rl.step import backward, prepare
 
 EXAMPLES = ROOT / "docs" / "examples"
 SHORT = ("--max-steps", "2", "--max-eval-rows", "10", "--per-device-train-batch-size", "16", "--eval-steps", "0")
@@ -195,6 +213,20 @@ def test_a_loss_that_asks_for_no_sequence_ratio_gets_none(tmp_path, monkeypatch)
         step(cfg)
 
 
+def test_mini_batches_of_a_rollout_have_the_ratio_of_several_steps():
+    """With num_iterations 1 the second mini-batch would otherwise be compared with itself."""
+    completions, half = make_completions(), slice(6, 12)
+    once, twice = (make_config(num_iterations=n) for n in (1, 2))
+    found = []
+    for cfg, more in ((once, {"num_steps": 2}), (twice, {}), (once, {})):
+        policy = make_policy()
+        part = prepare(cfg, policy, completions[half], ADVANTAGE[half], **more)
+        policy.model = moved_llama().train()  # the first mini-batch has been stepped on
+        ratio = backward(cfg, policy, replace(part, first=False)).means()["policy/ratio"]
+        found.append((ratio, gradient(policy.model)))
+    assert found[0][0] == found[1][0] != 1 == found[2][0] and torch.equal(found[0][1], found[1][1])
+
+
 # Real runs.
 
 
@@ -305,6 +337,36 @@ def test_raft_learns_to_add(tmp_path):
     assert rows[0]["eval/exact_match/mean"] < 0.4 and rows[-1]["eval/exact_match/mean"] >= 0.9
 
 
+# The page about all this.
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+def test_the_page_counts_its_lines():
+    assert len(PAGE.splitlines()) < 250
+    counted = dict(re.findall(r"^### .*\[(\w+\.py)\]\(examples/\w+\.py\), (\d+) lines", PAGE, flags=re.MULTILINE))
+    assert counted.keys() == {path.name for path in EXAMPLES.glob("*.py")}
+    assert counted == {name: str(len((EXAMPLES / name).read_text().splitlines())) for name in counted}
+
+
+def test_other_commands_of_the_page_run(capsys):
+    for module, run in (("data.show", show), ("rollout.rewards", check_rewards)):
+        (command,) = re.findall(rf"python -m {module} (--.*)", PAGE)
+        assert run(shlex.split(command)) == 0, capsys.readouterr().err
+
+
+def test_the_script_of_the_page_runs(tmp_path, monkeypatch):
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "script.py"], env=environment() | {"PYTHONPATH": f"{EXAMPLES}:{ROOT}"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "runs" / "short")] == [1, 2, 3, 4]
+
+
 # A module trained beside the policy.
 
 CRITIC = (
@@ -339,3 +401,13 @@ def test_a_critic_on_two_ranks_is_that_of_one(tmp_path):
     one, two = critic_of(tmp_path / "one"), critic_of(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.gpu
+def test_a_critic_resumes_on_a_gpu(tmp_path):
+    """Where AdamW is fused, and keeps its count of steps on the device."""
+    train(tmp_path / "run", *CRITIC, "--per-device-train-batch-size", 16)
+    for gone in ("checkpoints/step-00000004", "final"):
+        shutil.rmtree(tmp_path / "run" / gone)
+    assert len(train(tmp_path / "run", "--resume", tmp_path / "run")) == 4
+    assert critic_of(tmp_path / "run")["trained.critic/linear.weight/step"] == 4

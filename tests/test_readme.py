@@ -1,27 +1,38 @@
-"""The README cannot drift: its links, method table, tree and command lines are checked against the repository."""
+"""README and docs cannot drift: links, method table, tree, commands and flags are checked against the repository."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import subprocess
 
 import pytest
 
+from data.show import ShowConfig
 from rollout.serve import parse as parse_server
 from tests.entry import ROOT
 from trainer.cli import flag_table, load_method, method_names, parse
 from trainer.plan import PlanConfig
 
 TEXT = (ROOT / "README.md").read_text()
+PAGES = {"README.md": ROOT, "docs/extending.md": ROOT / "docs" / "examples"}  # page -> where its commands are typed
 RENDEZVOUS = ("--rdzv-id", "--rdzv-backend", "--rdzv-endpoint")
-COMMANDS = re.findall(r"python -m trainer (--[^\n#`]*)", TEXT.replace("\\\n", " "))
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#:]+)\)", TEXT)
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text().replace("\\\n", " ")
+
+
+COMMAND = r"python -m trainer (--[^\n#`]*)"
+COMMANDS = [(page, command) for page in PAGES for command in re.findall(COMMAND, text_of(page))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", text_of(page))
     assert links
-    assert not [link for link in links if not (ROOT / link).exists()]
+    assert not [link for link in links if not ((ROOT / page).parent / link).exists()]
 
 
 def test_method_table_lists_the_methods_there_are():
@@ -35,24 +46,29 @@ def test_tree_names_folders_that_exist():
     assert not [name for name in names if not ((ROOT / name).is_dir() or (ROOT / "trainer" / name).is_dir())]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_parse(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = command.split()
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_commands_parse(page, command, monkeypatch):
+    monkeypatch.chdir(PAGES[page])
+    words = shlex.split(command)
     if "--help" in words:
         words.remove("--help")
     _, cfg, name = parse(words)
-    assert name in method_names() and cfg.run.method == name
+    assert cfg.run.method == name and (name in method_names() or page != "README.md")
 
 
-def test_flags_named_in_text_exist():
-    known = {flag.name for name in method_names() for flag in flag_table(load_method(name).Config).values()}
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_named_in_text_exist(page, monkeypatch):
+    monkeypatch.chdir(PAGES[page])
+    methods = [*method_names(), *(["raft"] if page == "docs/extending.md" else [])]
+    known = {flag.name for name in methods for flag in flag_table(load_method(name).Config).values()}
     known |= {name.replace("--", "--no-", 1) for name in known}  # what switches a flag off
-    known |= {"--config", "--help", "--check"}
-    known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PlanConfig)}
+    known |= {"--config", "--help", "--check", "--step"}  # --step: of tests.structure
+    others = [field.name for block in (PlanConfig, ShowConfig) for field in dataclasses.fields(block)]
+    known |= {"--" + name.replace("_", "-") for name in others}
     known |= {"--enable-auto-tool-choice", "--tool-call-parser"}  # vLLM's own, for --vllm.extra-args
     known |= {"--nproc-per-node", "--max-restarts", "--nnodes", "--shutdown-timeout", *RENDEZVOUS}  # of torchrun
-    mentioned = set(re.findall(r"(--[a-z][a-z0-9.-]+)", re.sub(r"--\w+\.\*", "", TEXT)))  # --format.* is a block
+    text = re.sub(r"--\w+\.\*", "", text_of(page))  # --format.* is a block
+    mentioned = set(re.findall(r"(--[a-z][a-z0-9.-]+)", text))
     assert not mentioned - known, sorted(mentioned - known)
 
 

@@ -19,3 +19,7 @@ def test_a_step_runs_few_files():
     files = re.findall(r"^ +(\w+/\S+\.py) +\d", table, flags=re.MULTILINE)
     assert {"trainer/methods/grpo.py", "rollout/engines/local.py", "losses/policy.py"} <= set(files)
     assert len(files) <= MOST_IN_A_STEP, table
+    page = (ROOT / "docs" / "extending.md").read_text()
+    listed = re.findall(r"^\| \d+ \| \[([\w/.]+)\]", page, flags=re.MULTILINE)  # of the two engines, the local one
+    assert len(listed) == 13
+    assert set(listed) - set(files) == {"data/rows/prompts.py"}  # which runs before the first step

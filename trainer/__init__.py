@@ -6,8 +6,8 @@ A run from Python, in one process, with no flags and no environment variables:
     from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
     from trainer.methods.grpo import Config, train
 
-    def short(completions, **columns):
-        return [-float(len(text)) for text in completions]
+    def short(completions, **columns):                               # of chat prompts: lists of messages
+        return [-float(len(messages[0]["content"])) for messages in completions]
 
     train(Config(
         model=ModelConfig(model="builtin:tiny"),

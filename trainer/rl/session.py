@@ -31,7 +31,7 @@ What a method does differently it passes in, as functions of the session, called
     extra_state                anything with state_dict and load_state_dict that a checkpoint keeps
     steps_per_rollout          optimizer steps on one batch, if not num_iterations: the schedule, staleness and the
                                number of rollouts follow from it. For mini-batches prepare each part of the
-                               completions with steps=s.steps_per_rollout, and pass all parts to s.updates
+                               completions with num_steps=s.steps_per_rollout, and pass all parts to s.updates
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The head hands a loss only some tokens at a time, cut anywhere. What has to be k
 (TokenInputs) is therefore computed before the pass with gradient. The passes besides that one:
 
     of the reference     beta above 0                                                          prepare
-    of the step's start  num_iterations above 1, unless the ratio is against the engine        prepare
+    of the step's start  several steps on a rollout, unless the ratio is against the engine    prepare
     of the policy now    what concerns whole completions or the step: a sequence ratio that    backward, not if `first`
                          is not 1, a sequence correction, a geometric or off-policy filter,    and scored at the start
                          the entropy quantile (extra_passes)
@@ -78,13 +78,13 @@ def prepare(
     advantage: Tensor | Sequence[Sequence[float]],  # (B,), or for each completion one number per id
     *,
     old_logps: Sequence[Sequence[float] | None] | None = None,
-    steps: int | None = None,
+    num_steps: int | None = None,
 ) -> StepBatch:
     """Micro-batches, the same for every step on them, and what has to be known before the first step.
 
     `old_logps` are log-probs that the ratio is taken against, one list per completion as long as its ids (a replayed
     group brings those of its first use); None for a completion, or NaN for a token, means the current weights. They
-    are not read where the ratio is against the engine anyway. `steps` is the number of optimizer steps of the whole
+    are not read where the ratio is against the engine anyway. `num_steps` is the number of optimizer steps of the whole
     rollout, if not num_iterations: with more than one, the log-probs of the current weights are kept.
     """
     options, correction = cfg.policy_loss, cfg.correction
@@ -123,7 +123,7 @@ def prepare(
     )  # fmt: skip
     given = [None if old_logps is None else old_logps[row] for row in rows]
     has_given = all_count(any(x is not None for x in given), "replayed log-probs") > 0  # ranks do the same passes
-    if correction.proximal_policy == "step" and ((steps or cfg.num_iterations) > 1 or has_given):
+    if correction.proximal_policy == "step" and ((num_steps or cfg.num_iterations) > 1 or has_given):
         batch = replace(batch, start=_start(cfg, policy, batch, given), given=has_given)
     if has_kl_term(cfg):
         reference = [reference_logps(policy, mb, temperature=cfg.temperature) for mb in micro_batches]

@@ -42,6 +42,7 @@ from tests.trainer.rl.group_cases import (
 from tests.trainer.rl.naive_groups import padded
 from tests.trainer.rl.test_groups import groups_of, settings, words
 from trainer.__main__ import main
+from trainer.cli import parse
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
 from trainer.rl.step import backward, prepare
@@ -301,6 +302,11 @@ def test_the_best_of_a_group_are_kept():
     rewards = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.0, 0.0, nan, 0.0], [nan, 1.0, 2.0, 1.0]]).unsqueeze(2)
     kept = example("raft").best_of_group(GroupRewards.of(rewards, torch.ones(1)), keep=2, above=0.0)
     assert kept.tolist() == [[0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]]
+
+
+def test_a_method_from_outside_has_the_learning_rates_of_its_kind():
+    argv = ["--method", "raft", "--model", "m", "--data", "d"]
+    assert [parse([*argv, *more])[1].optim.learning_rate for more in ([], ["--lora.r", "4"])] == [1e-6, 1e-5]
 
 
 def test_raft_divides_by_what_it_keeps(tmp_path, monkeypatch):

@@ -42,11 +42,13 @@ RATES: dict[str, Rates] = {
 
 
 def rates_of(config: type) -> Rates | None:
-    """Rates of the method whose Config this is or extends; None for a method outside the repository."""
+    """Rates of the method whose Config this is or extends, or of sampling methods; None for any other Config."""
     for base in config.__mro__:
         package, _, name = base.__module__.rpartition(".")
         if package == "trainer.methods":
             return RATES.get(name)
+        if base.__module__ == "trainer.config.sampling":  # the user's own method that samples
+            return RATES["grpo"]
     return None
 
 

@@ -175,7 +175,7 @@ def test_methods_and_models_that_cannot_share_rows_are_refused(monkeypatch):
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ParallelConfig(mode="replicate", context=2).context == 2
-    with pytest.raises(ValueError, match=r"^parallel\.context=2: features are taken from whole rows"):
+    with pytest.raises(ValueError, match=r"^parallel\.context=2: EBFT takes features from whole rows"):
         EbftConfig(model=ModelConfig(model="test"), data=DataConfig(data=("x",)), parallel=ParallelConfig(context=2))
     monkeypatch.setattr(attention, "context_size", lambda: 2)
     sizes = {

@@ -381,8 +381,7 @@ def test_in_process_it_samples_what_the_engine_samples_when_asked_for_all_at_onc
     for step in range(3):
         engine.load(step)
         groups = producer.take(step)
-        jobs = [job for planned in twin.next_batch() for job in twin.jobs(planned)]
-        plain = engine.generate([Request(prompt_ids=job.prompt.ids, seed=job.seed) for job in jobs], sampling)
+        plain = engine.generate([request for group in twin.next_batch() for request in twin.requests(group)], sampling)
         assert [completion for group in groups for completion in group.completions] == plain
         assert {version for c in plain for version, _ in c.versions} == {step}
         producer.done()

@@ -269,7 +269,7 @@ def test_the_table_has_both_parts_and_their_difference():
     cfg, policy = make_cfg(alignment_coef=1.2, diversity_coef=0.7), make_policy()
     prompts, groups = make_groups(policy)
     rewards = rewards_of(cfg, policy)
-    assert rewards.metrics() == {}
+    assert rewards.feature_metrics() == {}
     future = rewards.submit(*flat(prompts, groups), step=1)
     assert isinstance(future, Future) and future.done()
     table = future.result()
@@ -286,9 +286,9 @@ def test_the_table_has_both_parts_and_their_difference():
             assert values == pytest.approx([alignment[place], diversity[place]], rel=1e-9)
             assert total == pytest.approx(alignment[place] - diversity[place], rel=1e-9)
     mean = [sum(column) / len(distances) for column in zip(*distances, strict=True)]
-    logged = rewards.metrics()
+    logged = rewards.feature_metrics()
     assert logged == pytest.approx({"reward/cfm": mean[0], "reward/cfm_unbiased": mean[1]}, rel=1e-9)
-    assert rewards.metrics() == {}
+    assert rewards.feature_metrics() == {}
 
 
 def test_metrics_cover_everything_sampled_since_the_last_call():

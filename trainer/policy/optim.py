@@ -28,7 +28,7 @@ from kernels.adamw import Held, Rates, step_
 from losses.types import LossOut
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums
-from trainer.parallel.comm import all_sum, is_main, tensors_from_main
+from trainer.parallel.comm import all_sum, context_size, is_main, tensors_from_main
 from trainer.parallel.dtensor import is_dtensor, local
 from trainer.policy.sharding import clip_gradients, sum_gradients
 
@@ -283,9 +283,18 @@ class TrainedModule:
             own.copy_(first)
         self.optimizer, self.schedule = build_optimizer(module, cfg, total_steps)
 
-    def step(self, max_grad_norm: float, where: str) -> float:
-        """Gradient norm before clipping."""
-        return clip_and_step(self.module, self.optimizer, self.schedule, max_grad_norm, f"{where}, {self.name}")
+    def step(self, max_grad_norm: float, where: str, bad_steps: BadSteps | None = None, *, skip: bool = False) -> None:
+        """`skip`: the policy's step was skipped, so this one is too; the schedule counts it."""
+        for parameter in self.module.parameters():
+            if skip:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad /= context_size()  # ranks that share rows have all computed the same gradient
+        if skip:
+            self.schedule.step()
+        else:
+            where = f"{where}, {self.name}"
+            clip_and_step(self.module, self.optimizer, self.schedule, max_grad_norm, where, bad_steps=bad_steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.schedule.last_epoch}

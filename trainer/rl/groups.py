@@ -225,8 +225,9 @@ class Groups:
             batch = GroupBatch([group], self.names, self._weights, {})
             spread = nan_std(batch.values[0].T, dim=1).nansum().item()  # of each reward, added up
             size = self._advantage_alone(group).abs().sum().item()
-            if spread * size > 0:
-                self.replay.add(group, score=spread * size, step=step)
+            score = (spread or 1.0) * size  # rewards may be equal: an estimator of the user's may still tell them apart
+            if score > 0:
+                self.replay.add(group, score=score, step=step)
         replayed = sum(group.replayed for group in groups)
         return {"rollout/replayed_groups": float(replayed), "rollout/replay_size": float(len(self.replay))}
 

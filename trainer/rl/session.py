@@ -13,7 +13,7 @@
                 s.log(sums, part)                 # one line per optimizer step; evaluates when due
                 s.refresh_ahead()                 # async only: new weights and prompts between updates
             s.finish_rollout()                    # the batch counts as consumed; then a checkpoint, if due
-        s.finish()                                # the last checkpoint, the exported model, the report
+        s.finish()                                # exports the model, writes the report
 
 What a method does differently it passes in, as functions of the session, called once s.policy is loaded:
 
@@ -85,6 +85,7 @@ class Session:
         steps_per_rollout: int | None = None,
     ) -> None:
         self.cfg, self.step = cfg, 0
+        self.timer: Timer | None = None
         self.steps_per_rollout = steps_per_rollout or cfg.num_iterations
         self.overlap = cfg.overlap
         self._own_evaluate, self._own_source = evaluate, source
@@ -214,7 +215,9 @@ class Session:
         self.rank0.run(self._sync)
 
     def _sync(self) -> None:
-        if self.engine.asleep or sync_due(self.step, self.engine.version, self.overlap.vllm_sync_interval):
+        nothing_loaded = self.engine.version < 0  # servers, before the first load
+        due = sync_due(self.step, self.engine.version, self.overlap.vllm_sync_interval)
+        if nothing_loaded or due or self.engine.asleep:
             self.engine.load(self.step)
 
     def sample(self) -> GroupBatch:
@@ -222,6 +225,7 @@ class Session:
 
         `s.sampled` is all that was sampled for it, before replacements; whole on rank 0.
         """
+        assert self.timer is not None, "sync_weights() comes before sample()"
         self.whole = self.rank0.run(self._sample)
         batch = self.rank0.scatter(self.whole)
         self.timer.lap("rollout_s")
@@ -275,8 +279,9 @@ class Session:
         self.grad_norm = clip_and_step(
             self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps
         )
+        skipped = self.counters.skipped_in_a_row > 0  # by --nan-policy skip: nothing learns from this step
         for module in self.trained_modules:
-            module.step(limit, where)
+            module.step(limit, where, self.bad_steps, skip=skipped)
         own = extra_tokens + sum(mb.num_tokens for mb in part.micro_batches)
         self.num_tokens = all_count(own, "tokens of the step")
         self.timer.lap("train_s")

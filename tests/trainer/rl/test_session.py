@@ -1,4 +1,4 @@
-"""When a session gives its engine weights; whole runs are in tests/test_smoke.py, test_extending.py and test_resume.py."""
+"""When a session gives its engine weights. Whole runs: tests/test_smoke.py, test_extending.py, test_resume.py."""
 
 from __future__ import annotations
 

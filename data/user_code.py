@@ -80,11 +80,29 @@ def attribute_of(module: ModuleType, attribute: str, label: str) -> Any:
 
 
 def import_name(call: Callable[..., Any]) -> str:
-    """module.function if it can be imported that way; else python:module.function, which find_reward refuses."""
+    """module.name if it can be imported that way; else python:module.name, which is refused when it is read again.
+
+    An object, such as the record of a loss, has no name of its own: it is looked for in the modules that are loaded.
+    """
+    if not hasattr(call, "__qualname__"):
+        for module, loaded in list(sys.modules.items()):
+            names = {} if module in ("__main__", "__mp_main__") else getattr(loaded, "__dict__", {})
+            for name, value in list(names.items()):
+                if value is call and not name.startswith("_"):
+                    return f"{module}.{name}"
     named = call if hasattr(call, "__qualname__") else type(call)
     module, name = named.__module__, named.__qualname__
     found = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
     return f"{module}.{name}" if found is call else f"{PYTHON}:{module}.{name}"
+
+
+def refuse_python_object(spec: str, flag: str) -> None:
+    """A name that import_name wrote for an object that no import finds again."""
+    if spec.startswith(f"{PYTHON}:"):
+        raise ValueError(
+            f"{flag}={spec}: was a Python object that no import finds again; resume the run from the program that "
+            f"started it, with RunConfig(resume=FOLDER), or name another by --{flag.replace('_', '-')}"
+        )
 
 
 # Errors in the user's code.

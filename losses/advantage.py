@@ -11,9 +11,10 @@ more and more groups become all equal. Means and sample standard deviations (ddo
 reward (NaN); those get advantage 0, as does a group in which fewer than two completions have one, or all have the same.
 
 An estimator is a function of GroupRewards that returns (P, G), or for advantages per token a list with one tensor of
-len(completion.ids) for each completion. Its keyword-only parameters are flags of the same name. To add one, enter it in
-ADVANTAGE_ESTIMATORS; `--advantage-estimator my_module.my_estimator` takes one from outside. The trainer calls the same
-function to train, to judge which groups teach nothing (dynamic sampling, replay) and to rank groups for replay.
+len(completion.ids) for each completion. Its keyword-only parameters are keys of --advantage-kwargs; scale_rewards is a
+flag. To add one, enter it in ADVANTAGE_ESTIMATORS; `--advantage-estimator my_module.my_estimator` takes one from
+outside. The trainer calls the same function to train, to judge which groups teach nothing (dynamic sampling, replay)
+and to rank groups for replay.
 
 A statistic over a whole optimizer step is taken in two moves: each rank sums what it has into one (3,) tensor of
 float64, `moments(x) = [sum w, sum w x, sum w x^2]`, the sums are added over ranks (GroupRewards.all_sum), and mean_of,

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from data.show import main as show
 from data.user_code import import_beside
 from losses.advantage import GroupRewards, group_advantage, moments
-from losses.policy import Tokens
+from losses.policy import PolicyLoss, Tokens, dapo
 from rollout.engine import Completion
 from rollout.rewards.__main__ import main as check_rewards
 from tests.entry import ROOT, environment, metrics, repeatable
@@ -43,6 +43,7 @@ from tests.trainer.rl.naive_groups import padded
 from tests.trainer.rl.test_groups import groups_of, settings, words
 from trainer.__main__ import main
 from trainer.cli import parse
+from trainer.config.flags import config_to_tree
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
 from trainer.rl.step import backward, prepare
@@ -417,3 +418,29 @@ def test_a_critic_resumes_on_a_gpu(tmp_path):
         shutil.rmtree(tmp_path / "run" / gone)
     assert len(train(tmp_path / "run", "--resume", tmp_path / "run")) == 4
     assert critic_of(tmp_path / "run")["trained.critic/linear.weight/step"] == 4
+
+
+def test_a_record_given_from_python_is_saved_by_name_and_found_again():
+    loss = import_beside("my_loss")
+    for given, name in ((loss.topr_by_completion, "my_loss.topr_by_completion"), (dapo, "losses.policy.dapo")):
+        saved = config_to_tree(PolicyLossConfig(loss_type=given))["loss_type"]
+        assert saved == name and PolicyLossConfig(loss_type=saved).loss is given
+    nameless = config_to_tree(PolicyLossConfig(loss_type=PolicyLoss(loss.topr)))["loss_type"]
+    assert nameless.startswith("python:")
+    with pytest.raises(ValueError, match="^loss_type=python:.*: was a Python object that no import finds again"):
+        PolicyLossConfig(loss_type=nameless)
+
+
+def test_a_default_of_the_users_function_holds_unless_the_flag_is_set():
+    def loss(t, *, epsilon=0.05):
+        return t.logp
+
+    def estimate(r, *, scale_rewards="none"):
+        return r.total
+
+    assert PolicyLossConfig(loss_type=loss).loss_options == {}
+    assert PolicyLossConfig(loss_type=loss, epsilon=0.1).loss_options == {"epsilon": 0.1}
+    assert AdvantageConfig(advantage_estimator=estimate).estimate.keywords == {}
+    assert AdvantageConfig(advantage_estimator=estimate, scale_rewards="batch").estimate.keywords == {
+        "scale_rewards": "batch"
+    }

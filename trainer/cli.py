@@ -46,7 +46,7 @@ RECIPES = Path(__file__).parent / "recipes"
 def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     """Return (method module, its Config, the method as the user named it); SystemExit(0) after a listing or help."""
     argv = _spell_out_resume(argv)
-    if _started_again() and _peek(argv, "resume") is None and _run_to_go_on_with(argv):
+    if _started_again() and _peek(argv, "resume") is None and _has_run_to_resume(argv):
         argv = [*argv, "--resume=latest"]
     config_file = _peek(argv, "config")
     file_tree = load_config(Path(config_file)) if config_file else {}
@@ -199,7 +199,7 @@ def _started_again() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _run_to_go_on_with(argv: Sequence[str]) -> bool:
+def _has_run_to_resume(argv: Sequence[str]) -> bool:
     """Whether a run was started before the restart; if not, the command starts from the beginning."""
     config_file = _peek(argv, "config")
     tree = load_config(Path(config_file)) if config_file else {}

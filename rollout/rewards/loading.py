@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data.hints import suggest
-from data.user_code import PYTHON, attribute_of, describe_error, import_name, load_file, load_module
+from data.user_code import attribute_of, describe_error, import_name, load_file, load_module, refuse_python_object
 from rollout.rewards import functions
 from rollout.rewards.models import MODELS
 
@@ -31,11 +31,7 @@ def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = Fal
     if callable(spec):
         return getattr(spec, "__name__", type(spec).__name__), _user_function(import_name(spec), spec)
     head, colon, argument = spec.partition(":")
-    if head == PYTHON:
-        raise ValueError(
-            f"reward_funcs={spec}: was a Python object that no import finds again; resume the run from the program "
-            "that started it, with RunConfig(resume=FOLDER), or name another function by --reward-funcs"
-        )
+    refuse_python_object(spec, "reward_funcs")
     if spec in functions.FUNCTIONS:
         return spec, functions.FUNCTIONS[spec]
     if head in functions.FACTORIES:

@@ -263,7 +263,7 @@ def config_to_tree(cfg: Any) -> dict[str, Any]:
     hints = get_type_hints(type(cfg), include_extras=True)
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        if not dataclasses.is_dataclass(value):
+        if callable(value) or not dataclasses.is_dataclass(value):  # a record of a loss is both
             tree[field.name] = [_saved(item) for item in value] if isinstance(value, (tuple, list)) else _saved(value)
         elif tyro.conf.OmitArgPrefixes in _strip_annotated(hints[field.name])[1]:
             tree |= config_to_tree(value)

@@ -11,10 +11,12 @@ import tyro
 
 from data.formats.template_settings import JsonObject
 from data.hints import suggest
-from data.user_code import find_callable
+from data.user_code import find_callable, refuse_python_object
 from losses.advantage import ADVANTAGE_ESTIMATORS, Advantage, AdvantageEstimator, GroupRewards
 from rollout.servers.options import SyncConfig
 from trainer.config.blocks import RolloutConfig
+
+ESTIMATOR_NAMES = f"{{{','.join(ADVANTAGE_ESTIMATORS)}}}|MODULE.FUNCTION"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class AdvantageConfig:
 
     scale_rewards: Literal["group", "batch", "none"] | bool = "group"
     """Divide advantages by the standard deviation of the group (or true), of the batch, or not at all (or false)."""
-    advantage_estimator: Annotated[str, tyro.conf.arg(metavar="{group,leave_one_out}|MODULE.FUNCTION")] = "group"
+    advantage_estimator: Annotated[str, tyro.conf.arg(metavar=ESTIMATOR_NAMES)] = "group"
     """The baseline of a completion: the mean of its group, or of the others in it (RLOO). Or my_module.my_estimator."""
     advantage_kwargs: JsonObject = field(default_factory=dict)
     """Options of an estimator of your own that are no flags, as a JSON object."""
@@ -55,19 +57,25 @@ class AdvantageConfig:
             name = "normalize_then_sum"
         record = find_estimator(name)
         unread = "scale_rewards" not in record.options
-        if unread and self.scale_rewards not in (AdvantageConfig.scale_rewards, "none"):
+        allowed = (
+            (AdvantageConfig.scale_rewards, "none") if name == "leave_one_out" else (AdvantageConfig.scale_rewards,)
+        )
+        if unread and name != "normalize_then_sum" and self.scale_rewards not in allowed:
             raise ValueError(f"scale_rewards={self.scale_rewards}: has no effect with {name}; leave it out")
-        if self.scale_rewards == "none" and name == "normalize_then_sum":
+        if name == "normalize_then_sum" and self.scale_rewards != AdvantageConfig.scale_rewards:
             raise ValueError(
-                "scale_rewards=none: has no effect with normalize_then_sum, which scales each reward by its group and "
-                "their sum by the batch; leave it out"
+                f"scale_rewards={self.scale_rewards}: has no effect with normalize_then_sum, which scales each reward "
+                "by its group and their sum by the batch; leave it out"
             )
         if self.kl_in_reward and not record.reads_total:
             raise ValueError(f"kl_in_reward=True: {name} has no sum of rewards to take it off; leave it out")
         flags = {} if unread else {"scale_rewards": self.scale_rewards}
+        own = record.options.get("scale_rewards")
+        if own is not None and own.default is not own.empty and self.scale_rewards == AdvantageConfig.scale_rewards:
+            flags = {}  # an estimator from outside may have a default of its own, which holds unless the flag is set
         for key in self.advantage_kwargs:
-            if key in flags or key not in record.options:
-                advice = f"use --{key.replace('_', '-')}" if key in flags else suggest(key, record.options)
+            if key == "scale_rewards" or key not in record.options:
+                advice = "use --scale-rewards" if key in record.options else suggest(key, record.options)
                 raise ValueError(f"advantage_kwargs.{key}: not an option of advantage_estimator={name}; {advice}")
         missing = [
             key for key, p in record.options.items() if p.default is p.empty and key not in self.advantage_kwargs
@@ -84,6 +92,7 @@ class AdvantageConfig:
 def find_estimator(spec: str | Callable[..., Any]) -> AdvantageEstimator:
     """The record of an estimator: a built-in one by its name, or a function or record of the user's."""
     if isinstance(spec, str) and spec not in ADVANTAGE_ESTIMATORS:
+        refuse_python_object(spec, "advantage_estimator")
         if "." not in spec:
             raise ValueError(
                 f"advantage_estimator={spec}: no such estimator, {suggest(spec, ADVANTAGE_ESTIMATORS)}; one of yours "

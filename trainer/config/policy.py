@@ -9,13 +9,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from data.formats.template_settings import JsonObject
 from data.hints import suggest
-from data.user_code import find_callable
+from data.user_code import find_callable, refuse_python_object
 from losses.policy import OPTIONS, POLICY_LOSSES, PolicyLoss
 
 NO_SEQUENCE_LEVEL = {
@@ -28,6 +29,7 @@ NO_SEQUENCE_LEVEL = {
 def find_loss(spec: str | Callable[..., Any]) -> PolicyLoss:
     """The record of a loss: a built-in one by its name, or a function or record of the user's."""
     if isinstance(spec, str) and spec not in POLICY_LOSSES:
+        refuse_python_object(spec, "loss_type")
         if "." not in spec:
             raise ValueError(
                 f"loss_type={spec}: no such loss, {suggest(spec, POLICY_LOSSES)}; one of yours is my_module.my_loss"
@@ -118,7 +120,11 @@ class PolicyLossConfig(_Options):
     def _resolve_loss(self) -> None:
         """Find `loss`, the record, and `loss_options`, its keyword arguments; refuse what the loss does not read."""
         loss = find_loss(self.loss_type)
-        flags = {name: getattr(self, name) for name in OPTIONS if name in loss.options}
+        flags = {
+            name: getattr(self, name)
+            for name in OPTIONS
+            if name in loss.options and not _keeps_default(loss.options[name], getattr(self, name), name)
+        }
         object.__setattr__(self, "loss", loss)
         object.__setattr__(self, "loss_options", flags | self.loss_kwargs)
         for name in OPTIONS:
@@ -221,6 +227,11 @@ def check_policy_options(
         )
     if loss.loss.ratio == "none" and correction.proximal_policy == "behaviour":
         raise ValueError(f"proximal_policy=behaviour: loss_type={loss.loss_type} has no ratio to take; leave it out")
+
+
+def _keeps_default(parameter: Parameter, value: Any, name: str) -> bool:
+    """A loss from outside may have a default of its own for a flag: it holds unless the flag is set."""
+    return parameter.default not in (parameter.empty, value) and value == getattr(PolicyLossConfig, name)
 
 
 def _check_number(block: Any, name: str, *, above: float | None = None, at_least: float | None = None) -> None:

@@ -105,7 +105,7 @@ def train_strided(cfg: Config) -> None:
 
         offline.begin(evaluate)
         for batch in offline.steps():
-            # Of each document in the run: its seeds are those of a run that was not broken off, on any number of ranks.
+            # A document's number in the run decides its seeds: the same after a resume, and on any number of ranks.
             numbers = [(offline.step - 1) * size + place for place in offline.places]
             step = strided.continue_all(cfg, policy, batch, seed=cfg.run.seed, numbers=numbers, multiple=multiple)
             offline.timer.lap("rollout_s")

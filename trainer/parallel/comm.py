@@ -34,7 +34,7 @@ from trainer.parallel.ranks import is_main, rank, world_size
 from trainer.parallel.watch import Watch, log, record_flight
 
 T = TypeVar("T")
-LONGEST_LOOK_S = 0.02  # between two polls for an order
+LONGEST_LOOK_S = 0.02  # between two polls for a command
 SPARE_S = 30.0  # torch's own timeout comes after ours, whose message says more
 
 

@@ -98,6 +98,12 @@ def term_metrics(out: LossOut) -> dict[str, tuple[Tensor, Tensor]]:
     return {f"loss/{name}": (term.sum.detach(), term.count) for name, term in out.terms.items()}
 
 
+def advance(schedule: LambdaLR) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # the first step skipped
+        schedule.step()
+
+
 def clip_and_step(
     model: nn.Module,
     optimizer: Optimizer,
@@ -122,9 +128,7 @@ def clip_and_step(
         optimizer.step()
         bad_steps.end()
     optimizer.zero_grad(set_to_none=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # the first step skipped
-        schedule.step()
+    advance(schedule)
     return grad_norm
 
 
@@ -276,14 +280,23 @@ class TrainedModule:
     and optimizer state are in the checkpoint, so a resumed run continues with the same numbers.
     """
 
-    def __init__(self, name: str, module: nn.Module, cfg: OptimConfig, total_steps: int) -> None:
-        self.name, self.module = name, module
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        cfg: OptimConfig,
+        total_steps: int,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.name, self.module, self.cfg = name, module, cfg
         weights = list(module.state_dict().values())
         for own, first in zip(weights, tensors_from_main(weights if is_main() else None, name), strict=True):
             own.copy_(first)
         self.optimizer, self.schedule = build_optimizer(module, cfg, total_steps)
+        self.counters = Counters()  # of its own steps that were not finite
+        self.bad_steps = BadSteps(cfg, self.counters, note)
 
-    def step(self, max_grad_norm: float, where: str, bad_steps: BadSteps | None = None, *, skip: bool = False) -> None:
+    def step(self, where: str, *, skip: bool = False) -> None:
         """`skip`: the policy's step was skipped, so this one is too; the schedule counts it."""
         for parameter in self.module.parameters():
             if skip:
@@ -291,16 +304,18 @@ class TrainedModule:
             elif parameter.grad is not None:
                 parameter.grad /= context_size()  # ranks that share rows have all computed the same gradient
         if skip:
-            self.schedule.step()
-        else:
-            where = f"{where}, {self.name}"
-            clip_and_step(self.module, self.optimizer, self.schedule, max_grad_norm, where, bad_steps=bad_steps)
+            advance(self.schedule)
+            return
+        where = f"{where}, {self.name}"
+        limit = self.cfg.max_grad_norm
+        clip_and_step(self.module, self.optimizer, self.schedule, limit, where, bad_steps=self.bad_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.schedule.last_epoch}
+        return {"updates": self.schedule.last_epoch, "counters": self.counters.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         restore_schedule(self.schedule, last_epoch=state["updates"], step_count=state["updates"] + 1)
+        self.counters.load_state_dict(state["counters"])
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, and `NAME/exp_avg` and so on of the optimizer state of a parameter."""

@@ -225,7 +225,8 @@ class Groups:
             batch = GroupBatch([group], self.names, self._weights, {})
             spread = nan_std(batch.values[0].T, dim=1).nansum().item()  # of each reward, added up
             size = self._advantage_alone(group).abs().sum().item()
-            score = (spread or 1.0) * size  # rewards may be equal: an estimator of the user's may still tell them apart
+            # Rewards may be equal, or too few to have a deviation, and the estimator still tells completions apart.
+            score = (spread or 1.0) * size
             if score > 0:
                 self.replay.add(group, score=score, step=step)
         replayed = sum(group.replayed for group in groups)
@@ -287,7 +288,7 @@ class Unrewarded:
         self.specs, self.counters, self.note, self.limit = tuple(specs), counters, note, limit
         self.most = min(limit, num_batches)
         self._silent: dict[str, int] = {}  # batches in a row without a score, of each function
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def sampled(self, step: int, tables: Sequence[RewardTable], *, rewarded: bool, env_failed: int = 0) -> None:
         """A batch for this step; `env_failed` of its completions have no reward because their environment failed."""
@@ -315,8 +316,8 @@ class Unrewarded:
                 f"reward_funcs={' '.join(self.specs)}: {where}, number {count} of such {what} in a row ({why}); check "
                 "them with python -m rollout.rewards --check, or set --reward-none-limit 0 to go on without rewards"
             )
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             stops = f"; the run stops after {most} such {what} in a row" if self.limit else ""
             self.note(f"warning: {where} ({why}){stops}")
 
@@ -326,17 +327,17 @@ class Unrewarded:
             self._silent[name] = 0 if scored else self._silent.get(name, 0) + 1
 
     def _tell_silent(self, tables: Sequence[RewardTable]) -> None:
-        """One of several rewards may not apply to a batch; to none of many batches is worth a word."""
+        """One of several rewards may not apply to a batch; to none of many batches deserves a warning."""
         for name, count in self._silent.items():
-            if self.limit and count >= self.limit and name not in self._told:
-                self._told.add(name)
+            if self.limit and count >= self.limit and name not in self._warned:
+                self._warned.add(name)
                 why = reasons(tables, only=name)
                 self.note(f"warning: the reward {name} gave no score in {count} batches in a row ({why})")
 
 
 def reasons(tables: Sequence[RewardTable], env_failed: int = 0, *, only: str | None = None) -> str:
     """What each function said instead of a score."""
-    told = [f"{env_failed} environments failed"] if env_failed else []
+    parts = [f"{env_failed} environments failed"] if env_failed else []
     num_rows = _num_rows(tables)
     for place, name in enumerate(tables[0].names if tables else ()):
         gaps = [table.gaps[place] for table in tables if table.gaps]
@@ -345,10 +346,10 @@ def reasons(tables: Sequence[RewardTable], env_failed: int = 0, *, only: str | N
         none, failed = sum(gap.none for gap in gaps), sum(gap.failed for gap in gaps)
         last = next((gap.last for gap in reversed(gaps) if gap.last), None)
         if none:
-            told.append(f"{name} returned None for {_of(none, num_rows)}")
+            parts.append(f"{name} returned None for {_of(none, num_rows)}")
         if failed:
-            told.append(f"{name} failed on {_of(failed, num_rows)}, the last: {last}")
-    return "; ".join(told) or "no function gave a number"
+            parts.append(f"{name} failed on {_of(failed, num_rows)}, the last: {last}")
+    return "; ".join(parts) or "no function gave a number"
 
 
 def _of(count: int, num_rows: int) -> str:

@@ -18,7 +18,8 @@
 What a method does differently it passes in, as functions of the session, called once s.policy is loaded:
 
     rewards(s)                 an object with names, submit(prompts, completions, step=) and metrics(), instead of
-                               reward functions; it may use all ranks (s.rank0.handlers)
+                               reward functions. With `handlers`, command -> function of the other ranks, it may
+                               use all ranks (trainer/ebft/structured.py); with `score` it is evaluated by default
     prompts(s, specs)          other rows than prompts
     source(s, sampling)        other completions than the engine's own
     evaluate(s)                another evaluation, called by all ranks
@@ -29,6 +30,7 @@ What a method does differently it passes in, as functions of the session, called
                                policy, clipped on its own and checkpointed. All ranks begin with rank 0's weights, and
                                their gradients are added up: divide by a count over all ranks.
     extra_state                anything with state_dict and load_state_dict that a checkpoint keeps
+    with_reference             whether to load a reference model; by default if beta is above 0
     steps_per_rollout          optimizer steps on one batch, if not num_iterations: the schedule, staleness and the
                                number of rollouts follow from it. For mini-batches prepare each part of the
                                completions with num_steps=s.steps_per_rollout, and pass all parts to s.updates
@@ -54,10 +56,10 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
 from trainer.config.blocks import OptimConfig
+from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy
 from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, clip_and_step
 from trainer.policy.sharding import parallelize
 from trainer.rl import setup
@@ -78,7 +80,7 @@ class Session:
         source: Callable[[Session, Sampling], Source] | None = None,
         evaluate: Callable[[Session], dict[str, float]] | None = None,
         advantage: Callable[[GroupRewards], Advantage] | None = None,
-        frozen: Callable[[Session], dict[str, Policy]] | None = None,
+        frozen: Callable[[Session], Mapping[str, Any]] | None = None,
         trained: Callable[[Session], Mapping[str, nn.Module | tuple[nn.Module, OptimConfig]]] | None = None,
         extra_state: Mapping[str, Any] | None = None,
         with_reference: bool | None = None,
@@ -87,6 +89,12 @@ class Session:
         self.cfg, self.step = cfg, 0
         self.timer: Timer | None = None
         self.steps_per_rollout = steps_per_rollout or cfg.num_iterations
+        kl_in_reward = cfg.advantage.kl_in_reward
+        check_policy_options(
+            cfg.policy_loss, cfg.correction, num_iterations=self.steps_per_rollout, kl_in_reward=kl_in_reward
+        )
+        if prompts is not None and source is None:
+            raise ValueError("Session(prompts=...): needs source=, which says how such rows are completed")
         self.overlap = cfg.overlap
         self._own_evaluate, self._own_source = evaluate, source
         self.run = open_run(cfg, cfg.run.method)
@@ -124,9 +132,12 @@ class Session:
         self.held_out = held_out[: cfg.data.max_eval_rows]
         if rewards is not None:
             self.rewards = rewards(self)
-        elif self.setup is not None:
-            self.rewards.check_columns(self.prompts, "data", self.setup.columns)
-            self.rewards.check_columns(self.held_out, "eval_data", self.setup.columns)
+        else:
+            columns = () if self.setup is None else self.setup.columns
+            self.rewards.check_columns(self.prompts, "data", columns)
+            self.rewards.check_columns(self.held_out, "eval_data", columns)
+        if self.held_out and self._own_evaluate is None and not hasattr(self.rewards, "score"):
+            raise ValueError("Session(rewards=...): has no score(), so --eval-data needs evaluate=")
         given = trained(self) if trained else {}
         self._trained = {name: one if isinstance(one, tuple) else (one, cfg.optim) for name, one in given.items()}
         self.trained = {name: module.to(self.policy.device) for name, (module, _) in self._trained.items()}
@@ -141,7 +152,8 @@ class Session:
             self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)
         self.optimizer, self.schedule = build_optimizer(self.policy.model, cfg.optim, self.total_steps)
         self.trained_modules = [
-            TrainedModule(name, module, optim, self.total_steps) for name, (module, optim) in self._trained.items()
+            TrainedModule(name, module, optim, self.total_steps, run.note)
+            for name, (module, optim) in self._trained.items()
         ]
         setup.check_servers(cfg, self.policy, run)
         if is_main() and self.setup is not None:
@@ -189,7 +201,7 @@ class Session:
             )
         )
         self.unrewarded = None
-        if self.setup is not None and hasattr(self.rewards, "functions"):
+        if hasattr(self.rewards, "functions"):  # which may return None
             self.unrewarded = Unrewarded(
                 [function.spec for function in self.rewards.functions],
                 self.counters,
@@ -266,6 +278,11 @@ class Session:
 
     def updates(self, *batches: StepBatch) -> Iterator[StepBatch]:
         """Each of the prepared batches, as often as there are steps on a rollout, within total_steps."""
+        several, against_start = self.steps_per_rollout > 1, self.cfg.correction.proximal_policy == "step"
+        assert len(batches) <= self.steps_per_rollout, f"{len(batches)} batches for {self.steps_per_rollout} steps"
+        assert not (several and against_start and any(batch.start is None for batch in batches)), (
+            "several steps on a rollout: prepare(..., num_steps=s.steps_per_rollout) keeps the log-probs of its start"
+        )
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
             self.step += 1
             self._steps_left = self.steps_per_rollout - number - 1  # on this rollout
@@ -281,7 +298,7 @@ class Session:
         )
         skipped = self.counters.skipped_in_a_row > 0  # by --nan-policy skip: nothing learns from this step
         for module in self.trained_modules:
-            module.step(limit, where, self.bad_steps, skip=skipped)
+            module.step(where, skip=skipped)
         own = extra_tokens + sum(mb.num_tokens for mb in part.micro_batches)
         self.num_tokens = all_count(own, "tokens of the step")
         self.timer.lap("train_s")

@@ -342,7 +342,7 @@ class TokenInputs(NamedTuple):
     advantage: Tensor
     length: Tensor  # trained tokens of the token's completion
     behaviour: Tensor
-    old: Tensor | None  # what the ratio is against; None: the policy as it is
+    old: Tensor | None  # what the ratio is against; None: the current policy
     reference: Tensor | None
     correction: Tensor | None  # weight for the gap to the engine; None: none, or from the token alone, in the loss
     mean: Tensor | None  # of logp - old over the completion; None: 0

@@ -85,8 +85,10 @@ def import_name(call: Callable[..., Any]) -> str:
     An object, such as the record of a loss, has no name of its own: it is looked for in the modules that are loaded.
     """
     if not hasattr(call, "__qualname__"):
-        for module, loaded in list(sys.modules.items()):
-            names = {} if module in ("__main__", "__mp_main__") else getattr(loaded, "__dict__", {})
+        homes = {getattr(part, "__module__", "") for part in vars(call).values() if callable(part)}  # of its functions
+        loaded = sorted(sys.modules.items(), key=lambda item: item[0] not in homes)
+        for module, found in loaded:
+            names = {} if module in ("__main__", "__mp_main__") else getattr(found, "__dict__", {})
             for name, value in list(names.items()):
                 if value is call and not name.startswith("_"):
                     return f"{module}.{name}"

@@ -85,7 +85,7 @@ def shake(model: Any, size: float = 0.05) -> None:
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-6)
 
 
 def assert_other(got: list[Tensor], want: list[Tensor]) -> None:

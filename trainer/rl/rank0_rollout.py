@@ -48,7 +48,7 @@ class Rank0Rollout:
         self.engine: Engine = AllRanksEngine(policy, engine) if on_all else engine
         self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
         if in_process:  # with servers, rank 0 has another engine here, and is sent no commands
-            self.handlers |= Helper(policy, engine).handlers
+            self.handlers |= CommandHandlers(policy, engine).handlers
 
     def run(self, work: Callable[[], T]) -> T | None:
         """What rank 0 does, and its result there; None on the other ranks, which do what it asks for meanwhile."""
@@ -231,7 +231,7 @@ class SharedWeights(PolicyWeights):
         super().save_adapter(folder)
 
 
-class Helper:
+class CommandHandlers:
     """What a rank other than 0 does for it."""
 
     def __init__(self, policy: Policy, local: LocalEngine) -> None:

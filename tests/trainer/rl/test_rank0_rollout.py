@@ -17,7 +17,7 @@ from trainer.config.blocks import ParallelConfig
 from trainer.parallel import comm
 from trainer.policy import weights
 from trainer.rl import rank0_rollout, setup
-from trainer.rl.rank0_rollout import Helper, SharedWeights
+from trainer.rl.rank0_rollout import CommandHandlers, SharedWeights
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def read(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("left_after", [1, 5, None])
 def test_a_transfer_that_breaks_off_is_read_to_the_end(kind, left_after, read):
     policy = policy_of(make_model(kind))
-    Helper(policy, None).weights("bfloat16")
+    CommandHandlers(policy, None).weights("bfloat16")
     others = list(read)
     read.clear()
     tensors = SharedWeights(policy, torch.bfloat16).tensors()
@@ -49,7 +49,7 @@ def test_a_transfer_that_breaks_off_is_read_to_the_end(kind, left_after, read):
 
 def test_an_adapter_is_read_by_all_once_it_is_known_to_be_servable(read, tmp_path):
     policy = policy_of(with_lora(make_model("llama")))
-    Helper(policy, None).adapter("float32")
+    CommandHandlers(policy, None).adapter("float32")
     others = list(read)
     assert set(others) == {"adapter"} and len(others) == 2 * 7 * 2  # A and B of seven matrices in two layers
     read.clear()

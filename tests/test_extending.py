@@ -438,6 +438,10 @@ def test_a_default_of_the_users_function_holds_unless_the_flag_is_set():
     def estimate(r, *, scale_rewards="none"):
         return r.total
 
+    def needs_scale(r, *, scale_rewards):
+        return r.total
+
+    assert AdvantageConfig(advantage_estimator=needs_scale).estimate.keywords == {"scale_rewards": "group"}
     assert PolicyLossConfig(loss_type=loss).loss_options == {}
     assert PolicyLossConfig(loss_type=loss, epsilon=0.1).loss_options == {"epsilon": 0.1}
     assert AdvantageConfig(advantage_estimator=estimate).estimate.keywords == {}

@@ -77,12 +77,11 @@ class AdvantageConfig:
             if key == "scale_rewards" or key not in record.options:
                 advice = "use --scale-rewards" if key in record.options else suggest(key, record.options)
                 raise ValueError(f"advantage_kwargs.{key}: not an option of advantage_estimator={name}; {advice}")
-        missing = [
-            key for key, p in record.options.items() if p.default is p.empty and key not in self.advantage_kwargs
-        ]
+        given = flags | self.advantage_kwargs
+        missing = [key for key, p in record.options.items() if p.default is p.empty and key not in given]
         if missing:
             raise ValueError(f"advantage_estimator={name}: needs {missing[0]}; set it in --advantage-kwargs")
-        object.__setattr__(self, "_estimate", partial(record.estimate, **flags, **self.advantage_kwargs))
+        object.__setattr__(self, "_estimate", partial(record.estimate, **given))
 
     @property
     def estimate(self) -> Callable[[GroupRewards], Advantage]:

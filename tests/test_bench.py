@@ -1,4 +1,4 @@
-"""The benchmarks: clocks and ratios, errors on small shapes, and the README's tables made from their rows."""
+"""The benchmarks: clocks and ratios, errors on small shapes, and the tables of the docs made from their rows."""
 
 from __future__ import annotations
 
@@ -268,11 +268,8 @@ def test_table_is_written_between_the_markers_and_checked(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not RESULTS, reason="no rows are committed under bench/results")
-def test_readme_tables_are_those_of_the_committed_rows():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    if table.BEGIN not in text:
-        pytest.skip(f"README.md has no {table.BEGIN} marker yet")
-    table.main(tuple(RESULTS), check=ROOT / "README.md")
+def test_tables_of_the_docs_are_those_of_the_committed_rows():
+    table.main(tuple(RESULTS), check=ROOT / "docs" / "kernels_and_benchmarks.md")
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -41,13 +41,13 @@ HEALTHY = {"policy/entropy": (0.05, 0.5)}  # drawn as a band behind the curve
 LAST_SAMPLED_STEPS = 10  # best and worst samples are picked from these
 SHOWN_SAMPLES = 3
 MAX_TEXT = 4000  # characters of a sample's prompt or completion
-SMALL, LARGE = (360, 170), (560, 236)  # size of a chart
+SMALL, TALL, LARGE = (360, 170), (360, 230), (560, 236)  # size of a chart
 RIGHT, TOP_MARGIN, BOTTOM = 10, 10, 24  # margins; the left one fits the labels
 CHARACTER = 6.4  # width of a digit of a label
 MAX_POINTS = 300  # more than the pixels of a small chart: a longer run is drawn as the range of each stretch
 MAX_SLICES = 48  # hover targets
 SPARSE = 12  # with fewer points than this each gets a dot
-SAME = 1e-9  # values this close, relative to their size, are one value
+SAME = 5e-7  # values this close, relative to their size, differ by float32 rounding only
 
 
 # page ------------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def top_html(run: RunData) -> str:
     if len(names) == 1:  # drawn twice, because a wide chart that shrinks has unreadable labels
         charts = chart_html(run, names[0], LARGE, "wide-only") + chart_html(run, names[0], SMALL, "narrow-only")
     else:
-        charts = "".join(chart_html(run, name) for name in names)
+        charts = "".join(chart_html(run, name, TALL) for name in names)
     return f'<div class="lead lead-{len(names) + 1}">{evaluation_html(run)}{charts}</div>'
 
 
@@ -219,7 +219,8 @@ def evaluation_html(run: RunData) -> str:
         own = run.values(name)
         later = f"{number(own[-1])}</td><td class='num'>{change_html(name, own)}" if len(own) > 1 else "</td><td>"
         rows.append(
-            f'<tr title="{text(describe(name) or "")}"><td class="mono">{text(name)}</td>'
+            f'<tr title="{text(f"{name}: {definition(name)}")}">'
+            f'<td class="mono">{text(name.removeprefix("eval/"))}</td>'
             f'<td class="num">{number(own[0])}</td><td class="num">{later}</td></tr>'
         )
     return (
@@ -236,7 +237,8 @@ def tag_html(words: str) -> str:
 def change_html(name: str, values: Sequence[float]) -> str:
     change = values[-1] - values[0]
     sign = "+" if change > 0 else "\u2212" if change < 0 else ""
-    better = 0.0 if name in NEITHER else -change if name in LOWER_IS_BETTER else change
+    unknown = name in NEITHER or name.startswith("eval/log/") or describe(name) is None
+    better = 0.0 if unknown else -change if name in LOWER_IS_BETTER else change
     colour = " good" if better > 0 else " bad" if better < 0 else ""
     return f'<span class="change{colour}">{sign}{number(abs(change))}</span>'
 
@@ -246,9 +248,9 @@ def health_html(run: RunData, episodes: Iterable[Episode]) -> str:
     for episode in episodes:
         span = f"step {episode.first_step}"
         if episode.last_step > episode.first_step:
-            span = f"{episode.num_steps} of the steps {episode.first_step} to {episode.last_step}"
+            span = f"{episode.num_steps} steps from {episode.first_step} to {episode.last_step}"
         state = "at the end of the run" if run.finished else "now"
-        when = f"{span}; {f'still so {state}' if episode.now else 'over since'}"
+        when = f"{span}; {f'still so {state}' if episode.now else 'no longer so'}"
         classes = f"finding {'info' if episode.finding.level == 'info' else ''} {'' if episode.now else 'over'}"
         sentence = episode.finding.message
         parts.append(
@@ -286,7 +288,7 @@ def curves_html(run: RunData, findings: set[str]) -> str:
     parts = [
         *(section(title) for title in (*AREAS.values(), "Other metrics")),
         details_html("Speed, time, memory and data", "".join(map(section, FOLDED_AREAS.values()))),
-        details_html(f"{len(flat)} metrics that did not change", table),
+        details_html(f"{len(flat)} metrics that did not change or repeat another", table),
     ]
     return "<h2>Curves</h2>" + "\n".join(part for part in parts if part) if any(parts) else ""
 
@@ -307,8 +309,20 @@ def flat_value(run: RunData, name: str) -> str:
     values = run.values(name)
     if not values:
         return "never a finite number"
-    twin = next((top for top in top_names(run) if name.startswith("loss/") and run.series(top) == run.series(name)), "")
-    return f"same as {twin}" if twin else f"{values[0]:.7g}" if is_constant(run, name) else ""
+    if is_constant(run, name):
+        return f"{values[0]:.7g}"
+    earlier = (*top_names(run), *run.logged[: run.logged.index(name)])
+    twin = next((other for other in earlier if repeats(run, other, name)), None)
+    return f"same as {text(twin)}" if twin else ""
+
+
+def repeats(run: RunData, first: str, second: str) -> bool:
+    """Whether two metrics of an area are the same curve, as of a total of one term."""
+    (steps, values), (other_steps, others) = run.series(first), run.series(second)
+    if first.partition("/")[0] != second.partition("/")[0] or steps != other_steps:
+        return False
+    limit = 10 * SAME * max(map(abs, values))
+    return all(abs(a - b) <= limit for a, b in zip(values, others, strict=True))
 
 
 def definition(name: str) -> str:
@@ -355,7 +369,7 @@ def samples_html(run: RunData) -> str:
         tables = [(f"Samples of {where}, all with the same reward", ranked[:SHOWN_SAMPLES])]
     if steps[0] < last[0]:
         first = [sample for sample in run.samples if sample["step"] == steps[0]]
-        tables.append((f"Before training had an effect: step {steps[0]}", first[:SHOWN_SAMPLES]))
+        tables.append((f"For comparison: step {steps[0]}", first[:SHOWN_SAMPLES]))
     return "<h2>Samples</h2>" + "\n".join(
         f'<h3>{title}</h3><div class="card"><table class="samples"><tr><th>prompt</th><th>completion</th>'
         f"<th>rewards</th><th>advantage</th></tr>{''.join(map(sample_row, rows))}</table></div>"
@@ -404,7 +418,7 @@ def config_html(run: RunData) -> str:
                if key != "method" and defaults.get(key) != value]  # fmt: skip
     unchanged = '<p class="soft">Every setting has its default.</p>'
     return (
-        "<h2>Config</h2><h3>Set for this run, the default beside it</h3>"
+        "<h2>Config</h2><h3>Different from the defaults</h3>"
         + (settings_html(changed) if changed else unchanged)
         + details_html(f"All {len(settings)} settings", whole)
     )
@@ -413,7 +427,7 @@ def config_html(run: RunData) -> str:
 def settings_html(rows: Iterable[tuple[str, str, str]]) -> str:
     cells = "".join(
         f"<div><dt>{text(key)}</dt><dd>{text(value)}"
-        + (f' <span class="default">{text(default)}</span>' if default else "")
+        + (f' <span class="default">default {text(default)}</span>' if default else "")
         + "</dd></div>"
         for key, value, default in rows
     )

@@ -5,7 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from trainer.cli import load_method
+from trainer.config.defaults import default_tree
+from trainer.config.yaml import load_config
 from trainer.metrics.report import write_report
 
 
@@ -15,11 +19,21 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     try:
         for run_dir in argv:
-            print(write_report(Path(run_dir)))
+            print(write_report(Path(run_dir), defaults_of(Path(run_dir))))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def defaults_of(run_dir: Path) -> dict[str, Any] | None:
+    """Default settings of the run's method; None if it is not there, as of a method of the user's own elsewhere."""
+    path = run_dir / "config.yaml"
+    settings = load_config(path) if path.is_file() else {}
+    try:
+        return default_tree(load_method(str(settings["method"])).Config, settings)
+    except Exception:  # the module may be anybody's, and the page can do without
+        return None
 
 
 if __name__ == "__main__":

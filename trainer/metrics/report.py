@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.config.yaml import load_config
+from data.command.config_file import load_config
 from trainer.metrics.console import duration, number
 from trainer.metrics.health import Episode, replay
 from trainer.metrics.metrics import GLOSSARY, describe, read_jsonl

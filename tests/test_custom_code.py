@@ -164,7 +164,7 @@ def test_nobody_is_asked_who_would_say_yes(evil, marker, data):
     done = subprocess.run(
         command, input="yes\n" * 50, env=environment(), capture_output=True, text=True, timeout=300, cwd=data.parent
     )
-    assert done.returncode == 1 and "custom code" in done.stderr, done.stderr
+    assert done.returncode == 2 and "custom code" in done.stderr, done.stderr
     assert "Do you wish to run" not in done.stdout and not marker.exists()
 
 
@@ -201,14 +201,14 @@ def test_weights_in_pickles_are_refused(marker, tmp_path, data, capfd):
     shutil.copytree(TINY, folder)
     change(folder / "config.json", num_labels=1, architectures=["LlamaForSequenceClassification"])
     pickled(folder, marker, "pytorch_model.bin")
-    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 1
+    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     assert train(["--method", "rm", "--model", str(folder), *TASK.split()]) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     change(folder / "config.json", architectures=["LlamaForCausalLM"])
     assert train(["--method", "sft", "--model", str(folder), *TASK.split()]) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
-    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 1
+    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     assert not marker.exists()
 

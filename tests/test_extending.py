@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.command.flags import config_to_tree
 from data.show import main as show
 from data.user_code import import_beside
 from losses.advantage import GroupRewards, group_advantage, moments
@@ -43,7 +44,6 @@ from tests.trainer.rl.naive_groups import padded
 from tests.trainer.rl.test_groups import groups_of, settings, words
 from trainer.__main__ import main
 from trainer.cli import parse
-from trainer.config.flags import config_to_tree
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
 from trainer.rl.step import backward, prepare
@@ -271,9 +271,9 @@ def test_a_format_reads_rows_that_no_other_reads(tmp_path, capsys):
 
 
 def test_functions_from_python(tmp_path):
+    from data.command.config_file import load_config
     from rollout.rewards.options import RewardConfig
     from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
-    from trainer.config.yaml import load_config
     from trainer.methods.grpo import Config
     from trainer.methods.grpo import train as train_grpo
 

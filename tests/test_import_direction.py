@@ -28,7 +28,7 @@ OURS = {*ALLOWED, "tests"}
 
 # Units of a folder, from the ground up: each imports only those before it. tests/structure.py says what a unit is.
 ORDER = {
-    "data": "ground formats rows entries",
+    "data": "ground command formats rows entries",
     "rollout": "ground schedule servers sync engines episodes rewards gyms entries",
     "trainer": "recipes parallel files config metrics policy run rl offline ebft methods entries",
 }

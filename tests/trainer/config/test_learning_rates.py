@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 import trainer.run.run
+from data.command.flags import config_to_tree
 from tests.entry import ROOT
 from trainer import cli
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, OptimConfig
-from trainer.config.flags import config_to_tree
 from trainer.config.learning_rates import RATES, far_off, rates_of
 
 RECIPES = ROOT / "trainer" / "recipes"

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,17 @@ from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
 from data.rows.stepwise import STEP_FORMATS
 from data.show import ShowConfig, load_tokenizer, read
+from data.tasks import TASKS
 from data.training_config import KINDS
+from losses.policy import POLICY_LOSSES
 from rollout.rewards.__main__ import CheckConfig
+from rollout.rewards.functions import FACTORIES, FUNCTIONS
 from rollout.serve import parse as parse_server
 from tests.data.conftest import make_tokenizer
 from tests.entry import ROOT
 from trainer.cli import flag_table, load_method, method_names, parse
+from trainer.config.learning_rates import RATES
+from trainer.config.preference import PairLossType
 from trainer.metrics.metrics import describe
 from trainer.plan import PlanConfig
 from trainer.run.export import ExportConfig
@@ -95,6 +101,20 @@ def test_paths_and_metrics_exist():
 
 def test_method_table_lists_the_methods_there_are():
     assert sorted(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)) == method_names()
+
+
+def test_lists_are_complete():
+    """Losses, rewards and tasks that exist are named, and the learning rates are those of the code."""
+    grpo, offline = TEXTS[DOCS / "grpo.md"], TEXTS[DOCS / "offline_methods.md"]
+    rewards, data = TEXTS[DOCS / "rewards.md"], TEXTS[DOCS / "data.md"]
+    for text, names in (
+        (grpo, POLICY_LOSSES), (offline, typing.get_args(PairLossType)), (rewards, {**FUNCTIONS, **FACTORIES}),
+        (data, TASKS),
+    ):  # fmt: skip
+        assert not [name for name in names if not re.search(rf"`{name}[`\[:]", text)]
+    table = re.findall(r"^\| ([a-z, ]+) \| (\S+e-\d) \| (\S+e-\d) \|", TEXTS[DOCS / "quickstart.md"], re.MULTILINE)
+    found = {name: (float(full), float(lora)) for names, full, lora in table for name in names.split(", ")}
+    assert found == {name: (rates.full, rates.lora) for name, rates in RATES.items()}
 
 
 def test_tree_names_folders_that_exist():

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
-from trainer.config.flags import config_to_tree
+from data.command.flags import config_to_tree
 from trainer.config.learning_rates import rates_of
 
 

@@ -18,8 +18,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from data.command.config_file import load_config
 from rollout.rewards.weights import parse_weight
-from trainer.config.yaml import load_config
 from trainer.metrics.console import EVAL_HEADLINES, duration, eval_decoding, number, train_decoding
 from trainer.metrics.health import Episode, replay
 from trainer.metrics.metrics import GLOSSARY, describe, read_jsonl

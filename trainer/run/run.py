@@ -41,13 +41,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from data.command.config_file import load_config, save_config
+from data.command.flags import config_to_tree
 from data.user_code import describe_error, users_part
 from trainer.config.blocks import RunConfig
 from trainer.config.defaults import default_tree
 from trainer.config.errors import raised_on_purpose
-from trainer.config.flags import config_to_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
-from trainer.config.yaml import load_config, save_config
 from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import Console, evaluation_lines

@@ -7,14 +7,12 @@ import builtins
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rollout.rewards.table import load_rewards
-from tests.entry import ROOT, environment
+from tests.entry import ROOT
 from trainer.__main__ import main as train
 
 TINY = ROOT / "trainer" / "tiny"
@@ -156,16 +154,6 @@ def test_they_do_run_when_that_is_asked_for(evil, marker, data):
     marker.unlink()
     argv = ["--check", "exact_match", "--data", str(data), "--model", str(evil), "--max-completion-length", "2"]
     assert run_check(*argv, "--trust-remote-code") == 0
-
-
-def test_nobody_is_asked_who_would_say_yes(evil, marker, data):
-    """The same with a real stdin that says nothing but yes."""
-    command = [sys.executable, "-m", "rollout.rewards", "--check", f"model:{evil}", "--data", str(data)]
-    done = subprocess.run(
-        command, input="yes\n" * 50, env=environment(), capture_output=True, text=True, timeout=300, cwd=data.parent
-    )
-    assert done.returncode == 2 and "custom code" in done.stderr, done.stderr
-    assert "Do you wish to run" not in done.stdout and not marker.exists()
 
 
 def test_an_export_does_not_take_the_word_of_the_run_for_it(evil, marker, tmp_path, capfd):

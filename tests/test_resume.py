@@ -21,7 +21,8 @@ from trainer.__main__ import main
 STEPS = 6
 GRPO = [
     "--method", "grpo", "--max-steps", STEPS, "--save-steps", 2, "--eval-steps", 3, "--seed", 5,
-    "--per-device-train-batch-size", 16, "--eval-data", "task:addition:split=eval,size=8",
+    "--per-device-train-batch-size", 16, "--data", "task:addition:split=train,size=256",
+    "--eval-data", "task:addition:split=eval,size=8",
 ]  # fmt: skip
 VARIANTS = {
     "full": GRPO,
@@ -40,11 +41,11 @@ VARIANTS = {
 }
 EBFT = {
     "structured": [
-        "--method", "ebft", *GRPO[2:-2], "--lora.r", 4, "--replay-buffer-size", 8, "--ce-coef", 0.1, "--use-whitening",
+        "--method", "ebft", *GRPO[2:-4], "--lora.r", 4, "--replay-buffer-size", 8, "--ce-coef", 0.1, "--use-whitening",
         "--data", "task:addition:split=train,size=64", "--eval-data", "task:addition:split=eval,size=4",
     ],
     "strided": [
-        "--method", "ebft", "--mode", "strided", *GRPO[2:-2], "--per-device-train-batch-size", 2, "--stride", 8,
+        "--method", "ebft", "--mode", "strided", *GRPO[2:-4], "--per-device-train-batch-size", 2, "--stride", 8,
         "--data", "task:steps:split=sft,size=16,difficulty=5",
         "--eval-data", "task:steps:split=eval,size=4,difficulty=5",
     ],

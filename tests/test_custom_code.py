@@ -190,14 +190,14 @@ def test_weights_in_pickles_are_refused(marker, tmp_path, data, capfd):
     shutil.copytree(TINY, folder)
     change(folder / "config.json", num_labels=1, architectures=["LlamaForSequenceClassification"])
     pickled(folder, marker, "pytorch_model.bin")
-    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 1
+    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     assert train(["--method", "rm", "--model", str(folder), *TASK.split()]) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     change(folder / "config.json", architectures=["LlamaForCausalLM"])
     assert train(["--method", "sft", "--model", str(folder), *TASK.split()]) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
-    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 1
+    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     assert not marker.exists()
 

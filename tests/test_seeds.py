@@ -298,7 +298,7 @@ def test_rewards_that_are_broken_say_how(snippets, capsys):
     row = {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4", "answer": "4", "answers": "4"}
     data = write_rows(snippets / "rows.jsonl", row)
     for name, sentence in BROKEN.items():
-        assert check(["--check", name, "--data", data]) == 1
+        assert check(["--check", name, "--data", data]) == 2
         assert f"reward_funcs={name}: raised {sentence}" in capsys.readouterr().err
 
 
@@ -309,7 +309,7 @@ def test_the_reward_of_math_env_takes_texts_and_not_what_its_own_transform_makes
     assert "math_reward: mean 1" in capsys.readouterr().out
     row = {"question": "2+2=", "answer": 4, "completion": "FINAL ANSWER: 4"}
     data = write_rows(snippets / "b.jsonl", row)
-    assert check(["--check", "math_env.math_reward", "--data", data, "--data-format", "math_env.math_transform"]) == 1
+    assert check(["--check", "math_env.math_reward", "--data", data, "--data-format", "math_env.math_transform"]) == 2
     assert "reward_funcs=math_env.math_reward: asks for 'answers', which" in capsys.readouterr().err
 
 

@@ -89,7 +89,7 @@ BAD = {  # arguments: what is said
     "--check my_rewards.broken --data one.jsonl": "my_rewards.broken: returned nan for one.jsonl:1",
     "--check length --data one.jsonl": "asks for 'completion_ids', which one.jsonl:1 does not have",
     "--check exact_match --data odd.jsonl": "odd.jsonl:1: 'completion' is neither text nor a list",
-    "--check length --data one.jsonl --model ./nowhere": "model=./nowhere: cannot be loaded",
+    "--check length --data one.jsonl --model ./nowhere": "model=./nowhere: no such folder",
     "--check length --data one.jsonl --num-rows 0": "num_rows=0",
 }
 
@@ -99,7 +99,7 @@ def test_bad_input_is_one_sentence(files, capsys):
     write_rows(files / "one.jsonl", {"prompt": "a", "completion": "b"})
     write_rows(files / "odd.jsonl", {"prompt": "a", "completion": 5, "answer": "5"})
     for arguments, sentence in BAD.items():
-        assert main(arguments.split()) == 1, arguments
+        assert main(arguments.split()) == 2, arguments
         err = capsys.readouterr().err
         assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, arguments
 
@@ -117,7 +117,7 @@ def test_the_module_runs_as_a_command(files):
     command = [sys.executable, "-m", "rollout.rewards", "--check", "exact_match", "--data", "gone.jsonl"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=files, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "error: data=gone.jsonl: no such file; check the path\n"
+    assert done.returncode == 2 and done.stderr == "error: data=gone.jsonl: no such file; check the path\n"
 
 
 def test_settings_of_the_chat_template_reach_the_prompts(files, capsys, make_model, tokenizer, monkeypatch):
@@ -142,5 +142,5 @@ def test_settings_of_the_chat_template_reach_the_prompts(files, capsys, make_mod
         assert main([*arguments, *extra]) == 0
     assert seen == ["[user]2<eos>[assistant]", "[user]2<eos>[assistant]12345"]
     capsys.readouterr()
-    assert main([*arguments, "--chat-template-kwargs", '{"stile": 1}']) == 1
+    assert main([*arguments, "--chat-template-kwargs", '{"stile": 1}']) == 2
     assert "the chat template does not read 'stile'" in capsys.readouterr().err

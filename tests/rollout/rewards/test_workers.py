@@ -235,8 +235,10 @@ def test_a_fault_costs_its_row_and_nothing_else(open_rewards, name, num_workers)
     table = rewards.score(*rows(TEXTS))
     assert table.totals == LEFT and table.failed == 1
     assert table.values[2] == [None, None], "half a reward would be another one"
-    assert rewards.score(*rows(TEXTS[:3])).totals == LEFT[:3]
-    assert rewards.metrics() == {"reward/failed_rows": 2.0} and rewards.metrics() == {"reward/failed_rows": 0.0}
+    again = 2 if num_workers else 3  # in a worker the second call has no fault
+    assert rewards.score(*rows(TEXTS[:again])).totals == LEFT[:again]
+    failed = 1.0 if num_workers else 2.0
+    assert [rewards.metrics(), rewards.metrics()] == [{"reward/failed_rows": failed}, {"reward/failed_rows": 0.0}]
     (text,) = said
     assert text.startswith("reward_funcs=my_rewards.judge: ") and "1 of the " in text and "reward_on_error=none" in text
     assert re.match(f"reward_funcs=my_rewards.judge: {sentence}", text), text

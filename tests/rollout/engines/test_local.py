@@ -310,9 +310,9 @@ def test_no_requests_make_no_completions(make_model, tokenizer):
     assert engine.generate([], Sampling()) == [] and engine.score([], 1.0) == []
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "sentence"),
-    [
+def test_what_cannot_work_is_refused(make_model, tokenizer):
+    engine = LocalEngine(make_model(), tokenizer)
+    for prompt, sampling, sentence in (
         ([], {}, "prompt_ids=\\[\\] \\(request 0\\): an empty prompt"),
         ([1] * 120, {"max_tokens": 9}, "max_tokens=9 .*120 tokens .* context of 128"),
         ([258], {}, "outside the model's vocabulary of 258"),
@@ -322,13 +322,9 @@ def test_no_requests_make_no_completions(make_model, tokenizer):
         ([1], {"top_p": 0.0}, "top_p=0.0"),
         ([1], {"top_k": -1}, "top_k=-1"),
         ([1], {"stop": ("",)}, "stop=''"),
-    ],
-)
-def test_what_cannot_work_is_refused(make_model, tokenizer, prompt, sampling, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        LocalEngine(make_model(), tokenizer).generate(
-            [Request(prompt_ids=prompt, seed=0)], Sampling(**{"max_tokens": 8, **sampling})
-        )
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            engine.generate([Request(prompt_ids=prompt, seed=0)], Sampling(**{"max_tokens": 8, **sampling}))
 
 
 def test_diverged_weights_are_refused(make_model, tokenizer):

@@ -116,10 +116,11 @@ def test_the_engine_as_a_trainer_uses_it(engine, requests_, monkeypatch):
 
     change(engine.policy, seed=3, size=0.01)
     nothing, name = SyncReport(2, "none", 0, 0.0), engine.weights.sync.model_name(1)
-    monkeypatch.setattr(engine.weights.sync, "push", lambda servers, version: nothing)
-    monkeypatch.setattr(engine.weights.sync, "model_name", lambda version: name)
-    with pytest.raises(ValueError, match=r"should hold version 2, but its log-probs differ from the trainer's by"):
-        engine.load(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.weights.sync, "push", lambda servers, version: nothing)
+        patched.setattr(engine.weights.sync, "model_name", lambda version: name)
+        with pytest.raises(ValueError, match=r"should hold version 2, but its log-probs differ from the trainer's by"):
+            engine.load(2)
 
 
 def test_one_tensor_left_out_stops_the_run_and_the_next_sync_mends_the_server(tied_server, monkeypatch):

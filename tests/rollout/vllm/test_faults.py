@@ -17,7 +17,7 @@ from rollout.servers.pool import Pool
 from tests.rollout.vllm.conftest import processes_of
 from tests.rollout.vllm.scripted import Proxy, proxies, rewrite
 
-REQUESTS = [Request(prompt_ids=[5, 6, 7 + i % 5], seed=i) for i in range(16)]
+REQUESTS = [Request(prompt_ids=[5, 6, 7 + i % 5], seed=i) for i in range(8)]
 GREEDY = Sampling(temperature=0.0, max_tokens=32)
 
 

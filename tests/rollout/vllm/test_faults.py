@@ -321,7 +321,7 @@ def test_one_that_missed_an_update_gets_weights_before_it_returns(untied_server)
             first, second = pool.members
             await two.kill()
             await until(lambda: second.state == "out")
-            await pool.expect(2)
+            pool.version = 2
             await pool.refill(first, 2)  # as an adapter would: no gate
             await two.start()
             await until(lambda: second.needs_weights)

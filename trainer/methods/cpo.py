@@ -15,8 +15,8 @@ import torch
 
 from data.format_options import FormatOptions
 from data.types import Pair
-from losses.preference import options_of
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss
+from losses.types import options_of
 from trainer.config.blocks import (
     DataConfig,
     Flat,

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.entropy import entropy_threshold
 from losses.policy import POLICY_LOSSES
 from tests.trainer.rl.group_cases import (
     ADVANTAGE,
@@ -139,6 +138,14 @@ def test_a_rank_with_no_completion_waits_for_the_entropy_quantile(monkeypatch):
 # Order statistics.
 
 
+def quantile_of(x: torch.Tensor, top: float) -> torch.Tensor:
+    """The (1 - top) quantile in one place, interpolated linearly."""
+    position = (1 - top) * (len(x) - 1)
+    below = int(position)
+    ordered = x.sort().values
+    return torch.lerp(ordered[below], ordered[min(below + 1, len(x) - 1)], position - below)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_threshold_is_that_of_the_numbers_in_one_place(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -147,7 +154,7 @@ def test_the_threshold_is_that_of_the_numbers_in_one_place(dtype):
         x = torch.randn(size, generator=generator, dtype=dtype) * 10.0 ** (number % 7 - 3)
         x = x.round(decimals=1) if number % 3 == 0 else x  # ties
         for top in (0.01, 0.2, 0.5, 0.99, 1.0):
-            assert top_threshold(x, top=top) == entropy_threshold(x, top=top)
+            assert top_threshold(x, top=top) == quantile_of(x, top)
 
 
 def test_the_kth_smallest_is_exact_for_every_kind_of_float():
@@ -180,6 +187,6 @@ def test_two_ranks_find_the_threshold_of_all_their_numbers(monkeypatch):
     x = torch.rand(501, generator=torch.Generator().manual_seed(0))
     parts = [x[:37], x[37:]]
     found = on_two_ranks(monkeypatch, lambda rank: [top_threshold(parts[rank], top=top) for top in (0.2, 0.7)])
-    assert found[0] == found[1] == [entropy_threshold(x, top=top) for top in (0.2, 0.7)]
+    assert found[0] == found[1] == [quantile_of(x, top) for top in (0.2, 0.7)]
     nothing = on_two_ranks(monkeypatch, lambda rank: top_threshold(torch.zeros(0), top=0.2))
     assert nothing == [-torch.inf, -torch.inf]

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.command.config_file import load_config
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
 from trainer.__main__ import main
 from trainer.config.blocks import ParallelConfig
-from trainer.config.yaml import load_config
 from trainer.parallel.comm import shares
 from trainer.parallel.watch import HUNG, Place, Watch, record_flight
 from trainer.run.checkpoint import find_problem, list_checkpoints

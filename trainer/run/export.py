@@ -25,9 +25,9 @@ import tyro
 from torch import Tensor, nn
 
 from data.chat import stop_ids
+from data.command.config_file import load_config
 from rollout.servers.model_folder import read_adapter, resolve_model
 from trainer.config.errors import load_error
-from trainer.config.yaml import load_config
 from trainer.files.atomic_folder import atomic_folder
 from trainer.files.tensor_files import Spec, TensorFiles, aligned, write_tensors
 from trainer.parallel.comm import is_main

@@ -146,15 +146,14 @@ def quantile_of(x: torch.Tensor, top: float) -> torch.Tensor:
     return torch.lerp(ordered[below], ordered[min(below + 1, len(x) - 1)], position - below)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_threshold_is_that_of_the_numbers_in_one_place(dtype):
+def test_the_threshold_is_that_of_the_numbers_in_one_place():
     generator = torch.Generator().manual_seed(0)
-    for number in range(60):
-        size = int(torch.randint(1, 200, (), generator=generator))
+    for number in range(21):
+        size, dtype = int(torch.randint(1, 200, (), generator=generator)), (torch.float32, torch.float64)[number % 2]
         x = torch.randn(size, generator=generator, dtype=dtype) * 10.0 ** (number % 7 - 3)
         x = x.round(decimals=1) if number % 3 == 0 else x  # ties
-        for top in (0.01, 0.2, 0.5, 0.99, 1.0):
-            assert top_threshold(x, top=top) == quantile_of(x, top)
+        for top in (0.01, 0.5, 1.0):
+            assert top_threshold(x, top=top) == quantile_of(x, top), (number, top)
 
 
 def test_the_kth_smallest_is_exact_for_every_kind_of_float():

@@ -30,7 +30,7 @@ def top_threshold(
     top: float,
     tolerance: float = 0.0,
 ) -> Tensor:  # ()
-    """losses.entropy.entropy_threshold over all ranks: the (1 - top) quantile, interpolated; -inf if there is no value.
+    """The (1 - top) quantile of the values of all ranks, interpolated linearly; -inf if there is no value.
 
     The threshold is lowered by `tolerance`, relative, so that values just below it count as equal.
     """

@@ -22,7 +22,18 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from data.command.config_file import load_config
-from data.command.flags import HELP, Flag, Values, build, flag_table, looks_like_flag, print_help, read_argv, read_tree
+from data.command.flags import (
+    CONFIG,
+    HELP,
+    Flag,
+    Values,
+    build,
+    flag_table,
+    looks_like_flag,
+    print_help,
+    read_argv,
+    read_tree,
+)
 from data.hints import method_hint
 from data.user_code import import_beside, is_missing
 from strop_names import NAMES, module_file
@@ -77,7 +88,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     if resume is not None:
         values |= read_tree(resume.saved, table, str(resume.run_dir / "config.yaml"))
     values |= read_tree(file_tree, table, str(config_file))
-    values |= read_argv(_without(argv, "config"), table)
+    values |= read_argv(argv, table | CONFIG)
+    values.pop("config", None)
     if "model" not in values:
         values = _recipe_values(module, str(name), table, values) | values
     values |= read_tree({"method": str(name)}, table, "--method")
@@ -318,17 +330,3 @@ def _peek(argv: Sequence[str], key: str) -> str | None:
         if not value:
             raise ValueError(f"{name}: needs a value")
     return value
-
-
-def _without(argv: Sequence[str], key: str) -> list[str]:
-    """argv without one flag and its value."""
-    kept: list[str] = []
-    skip = False
-    for word in argv:
-        if word == f"--{key}":
-            skip = True
-        elif skip or word.startswith(f"--{key}="):
-            skip = False
-        else:
-            kept.append(word)
-    return kept

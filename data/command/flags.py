@@ -72,6 +72,7 @@ class Given:
 
 
 Values = dict[str, Given]
+CONFIG = {"config": Flag("config", (str,), required=False, module=__name__, is_positional=False)}  # --config FILE.yaml
 
 
 def flag_table(config: type) -> dict[str, Flag]:

@@ -118,5 +118,5 @@ def test_first_step_skipped_warns_of_nothing():
 
 
 def test_limit_without_skip_is_refused():
-    with pytest.raises(ValueError, match="nan_skip_limit=5: has no effect; set --nan-policy skip"):
+    with pytest.raises(ValueError, match="nan_skip_limit=5: has no effect with nan_policy=stop; set --nan-policy skip"):
         OptimConfig(nan_skip_limit=5)

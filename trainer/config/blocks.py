@@ -111,8 +111,8 @@ class ModelConfig:
     """Chat template: tokenizer_default, chatml, llama3, gemma, or a FILE.jinja. Saved with the trained model."""
     chat_template_kwargs: JsonObject = dataclasses.field(default_factory=dict)
     (
-        "Variables for the chat template, as a JSON object (a mapping in YAML): '{\"enable_thinking\": false}'. A row's "
-        "own column chat_template_kwargs overrides them, name by name."
+        "Variables for the chat template, as a JSON object (a mapping in YAML): '{\"enable_thinking\": false}'. The "
+        "column chat_template_kwargs of a row overrides them, name by name."
     )
     system_prompt: str | None = None
     """System message for every conversation that has none of its own."""

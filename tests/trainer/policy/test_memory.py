@@ -153,7 +153,7 @@ def test_advice_is_about_this_run():
 
 def test_full_device_is_told_in_one_message_and_the_run_can_be_resumed(tmp_path, monkeypatch, capfd):
     argv = ["--method", "grpo", "--max-steps", "2", "--save-steps", "1", "--per-device-train-batch-size", "16",
-            "--max-eval-rows", "1", "--max-completion-length", "4", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+            "--max-eval-rows", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
     backward = grpo.backward
     calls = iter([backward])
 

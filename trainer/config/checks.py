@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from data.command.flags import default_of
+
 RULES = {  # as the sentence puts it -> whether a number follows it; nan follows none
     "1 or more": lambda x: x >= 1,
     "2 or more": lambda x: x >= 2,
@@ -35,8 +37,7 @@ def refuse_idle(block: Any, why: str, names: Iterable[str] | None = None, prefix
     """Refuse settings that were changed and have no effect; names: all fields. `why` ends the sentence."""
     fields = {field.name: field for field in dataclasses.fields(block)}
     for name in fields if names is None else names:
-        field, value = fields[name], getattr(block, name)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if value != default:
+        value = getattr(block, name)
+        if value != default_of(fields[name]):
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(f"{prefix}{name}={shown}: has no effect {why}")

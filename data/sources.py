@@ -27,6 +27,7 @@ from data import reasoning_gym, tasks
 from data.chat import ROLES
 from data.format_options import FormatOptions
 from data.hints import suggest
+from data.hub import check_hub
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
@@ -214,6 +215,8 @@ def _without_nulls(value: Any) -> Any:
 def _hub_rows(spec: DataSpec) -> list[Row]:
     import datasets
 
+    if not Path(spec.path).expanduser().is_dir():
+        check_hub("data", spec.path)
     try:
         table = datasets.load_dataset(str(Path(spec.path).expanduser()), spec.name, split=spec.split or "train")
         return [

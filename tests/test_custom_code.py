@@ -7,14 +7,12 @@ import builtins
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rollout.rewards.table import load_rewards
-from tests.entry import ROOT, environment
+from tests.entry import ROOT
 from trainer.__main__ import main as train
 
 TINY = ROOT / "trainer" / "tiny"
@@ -158,16 +156,6 @@ def test_they_do_run_when_that_is_asked_for(evil, marker, data):
     assert run_check(*argv, "--trust-remote-code") == 0
 
 
-def test_nobody_is_asked_who_would_say_yes(evil, marker, data):
-    """The same with a real stdin that says nothing but yes."""
-    command = [sys.executable, "-m", "rollout.rewards", "--check", f"model:{evil}", "--data", str(data)]
-    done = subprocess.run(
-        command, input="yes\n" * 50, env=environment(), capture_output=True, text=True, timeout=300, cwd=data.parent
-    )
-    assert done.returncode == 1 and "custom code" in done.stderr, done.stderr
-    assert "Do you wish to run" not in done.stdout and not marker.exists()
-
-
 def test_an_export_does_not_take_the_word_of_the_run_for_it(evil, marker, tmp_path, capfd):
     import torch
 
@@ -201,14 +189,14 @@ def test_weights_in_pickles_are_refused(marker, tmp_path, data, capfd):
     shutil.copytree(TINY, folder)
     change(folder / "config.json", num_labels=1, architectures=["LlamaForSequenceClassification"])
     pickled(folder, marker, "pytorch_model.bin")
-    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 1
+    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     assert train(["--method", "rm", "--model", str(folder), *TASK.split()]) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     change(folder / "config.json", architectures=["LlamaForCausalLM"])
     assert train(["--method", "sft", "--model", str(folder), *TASK.split()]) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
-    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 1
+    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     assert not marker.exists()
 

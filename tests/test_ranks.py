@@ -20,13 +20,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.command.config_file import load_config
 from rollout.servers.model_folder import resolve_model
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
 from tests.ranks import sampled, slices, worker
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from trainer.__main__ import main
 from trainer.config.blocks import ParallelConfig
-from trainer.config.yaml import load_config
 from trainer.parallel.comm import shares
 from trainer.parallel.watch import HUNG, Watch, record_flight
 from trainer.run.checkpoint import find_problem, list_checkpoints, load_checkpoint

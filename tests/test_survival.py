@@ -134,12 +134,13 @@ def test_step_that_fails_after_sigterm_is_a_stop_and_not_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_as_it_was(tmp_path):
+def test_ctrl_c_says_where_to_continue(tmp_path):
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["hang"])
     wait_for_line(process, "here")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err.strip().endswith("interrupted; continue with --resume")
+    said = f"interrupted after step 3; continue from step 2 with: python -m trainer --resume {tmp_path / 'run'}"
+    assert process.returncode == 130 and err.strip().endswith(said)
 
 
 FORK = """

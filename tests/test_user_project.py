@@ -165,7 +165,7 @@ def test_training_from_there(project, tmp_path, workers):
 def test_what_no_import_statement_asks_for_is_refused_by_a_sentence(project):
     (project / "by_name.py").write_text("import importlib\nimportlib.import_module('data.x')\n\ndef score(): ...\n")
     done = python("-P", "-m", "rollout.rewards", "--check", "by_name.score", "--data", "rows.jsonl", cwd=project)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     for part in (
         "reward_funcs=by_name.score",
         str(ROOT / "data"),

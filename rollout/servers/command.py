@@ -215,6 +215,11 @@ def _server_env(
     if cfg.gpu_memory_utilization is None:
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; a given size also skips the warm-up that measures one
     env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all servers of a machine bind to the same cores
+    # The worker runs in the engine's process, as on a GPU: a process of its own would import vLLM a third time, and
+    # imports are most of a start. vLLM wants one to bind its threads, which we do not do.
+    env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # Else the first completion waits half a minute for a C++ compiler: for the ranks of tokens, which nobody reads.
+    env.setdefault("TORCHDYNAMO_DISABLE", "1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Leave one core to the HTTP and scheduling processes: threads that spin while they wait would take it from them,
     # and two busy cores then gave less than half the tokens per second.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import kernels.linear_logprob as fast
+from losses.policy import Tokens, dapo, token_log_ratio
 from losses.sft import sft_loss
 from tests.kernels import heads
 from tests.kernels.heads import ENTRIES, IGNORE, Case, Path, assert_same, is_close, make
-from tests.losses.surrogate import clipped_surrogate
 
 N, D, V = 9, 16, 19
 CHECKS: dict[str, Callable[[Path], None]] = {}
@@ -302,7 +302,8 @@ def policy_gradient_in_one_pass(path: Path) -> None:
 
     def surrogate(logp: Tensor, index: Tensor | slice) -> Tensor:
         mask = torch.ones_like(logp, dtype=torch.bool)
-        out = clipped_surrogate(logp, old_logp[index], advantage[index], mask, epsilon_low=0.2, epsilon_high=0.2)
+        log_ratio = token_log_ratio(logp, old_logp[index], mask)
+        out = dapo(Tokens(logp, log_ratio, advantage[index], mask, torch.ones_like(logp)))
         return out.terms["policy"].sum / N
 
     _, count = compare_losses(case, path, lambda tokens, index: (surrogate(tokens.logp, index), None))

@@ -13,11 +13,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data.command import flags
+from data.command.config_file import save_config
+from data.command.flags import config_to_tree
 from trainer import cli
-from trainer.config import flags
 from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
-from trainer.config.flags import config_to_tree
-from trainer.config.yaml import save_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -223,16 +223,18 @@ def test_scale_rewards_refuses_other_words():
         (["--lora-r", "1"], "--lora-r: unknown flag; did you mean --lora.r?"),
         (["-gamma", "1"], "-gamma: unknown flag; did you mean --gamma?"),
         (["--no-gamma"], "--no-gamma: unknown flag; did you mean --gamma?"),
-        (["--qqq"], "--qqq: unknown flag; --help lists them all"),
+        (["--qqq"], "--qqq: unknown flag; --help-all lists them all"),
         (["--gamma"], "--gamma: needs a value; one that starts with - is attached with ="),
         (["--gamma", "1", "2"], "--gamma=1 2: takes one value, got 2; quote it if it holds spaces"),
-        (["--gamma", "x"], "--gamma=x: expected FLOAT"),
-        (["--max-steps", "1.5"], "--max-steps=1.5: expected {None}|INT"),
+        (["--gamma", "x"], "--gamma=x: expected a number"),
+        (["--max-steps", "1.5"], "--max-steps=1.5: expected a whole number or None"),
         (["--dtype", "f16"], "--dtype=f16: must be one of auto, float32, bfloat16"),
         (["--report-to", "none", "x"], "--report-to=x: must be one of tensorboard, wandb, none"),
         (["--packing", "maybe"], "--packing=maybe: must be true or false"),
-        (["--chat-template-kwargs", "a=1"], '--chat-template-kwargs=a=1: expected {"NAME": VALUE}'),
-        (["--chat-template-kwargs", "[1]"], '--chat-template-kwargs=[1]: expected {"NAME": VALUE}'),
+        (
+            ["--chat-template-kwargs", "[1]"],
+            '--chat-template-kwargs=[1]: expected a JSON object such as {"NAME": VALUE}',
+        ),
         (["--no-packing", "x"], "--no-packing: takes no value; remove x"),
         (["--lora.r", "-1"], "lora.r=-1: a rank cannot be negative; use 0 to train all weights"),
         (["--gamma", "10"], "gamma=10.0: above 9; lower it"),
@@ -249,7 +251,7 @@ def test_bad_flag_is_one_sentence(fork, argv, sentence):
         ("learning_rat: 1", "c.yaml: learning_rat: unknown key; did you mean learning_rate?"),
         ("lora: {rank: 1}", "c.yaml: lora.rank: unknown key; did you mean lora.r?"),
         ("optim: {seed: 1}", "c.yaml: optim={'seed': 1}: expected a plain value, not a mapping or list"),
-        ("gamma: x", "c.yaml: gamma=x: expected FLOAT"),
+        ("gamma: x", "c.yaml: gamma=x: expected a number"),
         ("gamma: [1, 2]", "c.yaml: gamma=[1, 2]: expected a plain value, not a mapping or list"),
         ("dtype: f16", "c.yaml: dtype=f16: must be one of auto, float32, bfloat16"),
         ("system_prompt: yes", "c.yaml: system_prompt=True: YAML reads this as true or false; put it in quotes"),
@@ -438,21 +440,36 @@ def test_any_config_survives_the_round_trip(fork, stop, weights, system, gamma, 
     assert parse("--config", "config.yaml") == cfg
 
 
-@pytest.mark.parametrize("method", cli.method_names())
-def test_help_groups_the_flags_of_this_method(method, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "90")  # wider, and tyro puts boxes side by side
+def shown_flags(capsys, *argv: str) -> dict[str, str]:
+    """{flag: title of its box} of what is printed before SystemExit(0)."""
     with pytest.raises(SystemExit) as stop:
-        cli.parse(["--help", "--method", method])
+        cli.parse(list(argv))
     text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert stop.value.code == 0
-    _, *boxes = re.split(r"^\W+ ((?:\w+ )?options) \W+$", text, flags=re.MULTILINE)
+    _, *boxes = re.split(r"^\W+ ((?:[\w-]+ )?options) \W+$", text, flags=re.MULTILINE)
     shown = {}
     for group, box in zip(boxes[::2], boxes[1::2], strict=True):
         shown |= dict.fromkeys(re.findall(r"^\W?\W?(--[a-z][a-z0-9.-]*)", box, re.MULTILINE), group)
-    table = flags.flag_table(cli.load_method(method).Config)
-    assert shown.keys() == {flag.name for flag in table.values()}
-    expected = {"--model": "model", "--data": "data", "--seed": "run", "--learning-rate": "optim", "--lora.r": "lora"}
-    assert {name: shown[name] for name in expected} == {name: f"{group} options" for name, group in expected.items()}
+    return shown
+
+
+def test_help_shows_the_common_flags_and_help_all_every_flag(fork, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")  # wider, and tyro puts boxes side by side
+    groups = {"--model": "model", "--data": "data", "--seed": "run", "--learning-rate": "optim", "--lora.r": "lora"}
+    groups = {name: f"{group} options" for name, group in groups.items()}
+    used = set()
+    for method in cli.method_names():
+        table = flags.flag_table(cli.load_method(method).Config)
+        short = shown_flags(capsys, "--help", "--method", method)
+        assert 25 <= len(short) <= 43, f"{method}: {len(short)}"
+        assert {name: short[name] for name in groups} == groups, method
+        used |= {name for name in cli.COMMON if table.get(name) and table[name].name in short}
+        if method in ("grpo", "sft"):
+            shown = shown_flags(capsys, "--help-all", "--method", method)
+            assert shown.keys() == {flag.name for flag in table.values()} and groups.items() <= shown.items()
+    assert used == cli.COMMON, "a name without a flag"
+    short = shown_flags(capsys, "--help", "--method", "my_pkg.algo")
+    assert {"--gamma", "--stop", "--weights", "--shape", "--model"} <= short.keys() and "--compile" not in short
 
 
 def own_classes(config: type) -> list[type]:

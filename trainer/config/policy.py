@@ -51,7 +51,11 @@ def _option_flags() -> list[tuple[str, Any, Any]]:
 
 
 _Options = dataclasses.make_dataclass(
-    "_Options", [("loss_type", str, "dapo"), *_option_flags()], frozen=True, kw_only=True
+    "_Options",
+    [("loss_type", str, "dapo"), *_option_flags()],
+    namespace={"__module__": __name__},
+    frozen=True,
+    kw_only=True,
 )
 
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from data.chat import set_chat_template
 from data.formats.template_settings import check_kwargs
+from data.hub import check_hub
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.config.errors import load_error
@@ -132,6 +133,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
+    if not Path(path).is_dir():
+        check_hub("model", path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file

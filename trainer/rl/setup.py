@@ -87,28 +87,15 @@ class RolloutSetup:
         prompts = prompts_of(cfg, policy, specs)
         if self.toolset is not None and prompts:
             room = None if policy.context_length is None else policy.context_length - cfg.max_completion_length
-            prompts = show_tools(
-                prompts,
-                policy.tokenizer,
-                self.toolset.schemas,
-                max_prompt_length=cfg.max_prompt_length,
-                longest=room,
-            )
+            schemas, limit = self.toolset.schemas, cfg.max_prompt_length
+            prompts = show_tools(prompts, policy.tokenizer, schemas, max_prompt_length=limit, longest=room)
             self.toolset.check_rows(prompts, "eval_data" if held_out else "data")
         if self.gym is not None and not held_out:
             from data.rows.nemo_gym import load_nemo_gym
 
-            prompts += load_nemo_gym(
-                cfg.nemo_gym.datasets,
-                policy.tokenizer,
-                folder=cfg.nemo_gym.dir,
-                multi_turn=cfg.nemo_gym.multi_turn,
-                system_prompt=cfg.model.system_prompt,
-                chat_template_kwargs=cfg.model.chat_template_kwargs,
-                max_prompt_length=cfg.max_prompt_length,
-                context_length=policy.context_length,
-                max_completion_length=cfg.max_completion_length,
-            )
+            gym = cfg.nemo_gym
+            options = {"folder": gym.dir, "multi_turn": gym.multi_turn, **prompt_options(cfg, policy)}
+            prompts += load_nemo_gym(gym.datasets, policy.tokenizer, **options)
         return prompts
 
     def connect(self, prompts: Sequence[Prompt], rewards: Rewards) -> None:
@@ -124,14 +111,8 @@ class RolloutSetup:
             assert self.gym is not None
             from rollout.gyms.nemo_gym import RunSource
 
-            vocab_size = self.policy.model.config.get_text_config().vocab_size
-            return RunSource(
-                self.gym,
-                sampling,
-                version=lambda: engine.version,
-                vocab_size=vocab_size,
-                seeded=self.cfg.vllm.seeded,
-            )
+            vocab_size, seeded = self.policy.model.config.get_text_config().vocab_size, self.cfg.vllm.seeded
+            return RunSource(self.gym, sampling, version=lambda: engine.version, vocab_size=vocab_size, seeded=seeded)
         if self.function is not None:
             settings = {"chat_template_kwargs": self.cfg.model.chat_template_kwargs}
             return self.function.source(engine, sampling, num_generations=self.cfg.num_generations, **settings)
@@ -153,24 +134,26 @@ def load_curriculum(spec: str | None) -> Order | None:
     return None if spec is None else find_callable(spec, f"curriculum={spec}")[1]
 
 
-# The engine.
-
-
 def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
     """Prompts of a method that samples, with its limits on length."""
     if not specs:
         return []
-    return load_prompts(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_prompt_length=cfg.max_prompt_length,
-        context_length=policy.context_length,
-        max_completion_length=cfg.max_completion_length,
-        cfg=cfg,
-    )
+    options = {"data_format": cfg.data.data_format, "cfg": cfg, **prompt_options(cfg, policy)}
+    return load_prompts(specs, policy.tokenizer, **options)
+
+
+def prompt_options(cfg: Any, policy: Policy) -> dict[str, Any]:
+    """What every loader of prompts takes."""
+    return {
+        "system_prompt": cfg.model.system_prompt,
+        "chat_template_kwargs": cfg.model.chat_template_kwargs,
+        "max_prompt_length": cfg.max_prompt_length,
+        "context_length": policy.context_length,
+        "max_completion_length": cfg.max_completion_length,
+    }
+
+
+# The engine.
 
 
 def check_servers(cfg: Any, policy: Policy, run: Run) -> None:

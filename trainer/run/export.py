@@ -25,10 +25,10 @@ import tyro
 from torch import Tensor, nn
 
 from data.chat import stop_ids
+from data.command.config_file import load_config
 from rollout.servers.model_folder import resolve_model
 from rollout.sync.tensor_header import aligned
 from trainer.config.errors import load_error
-from trainer.config.yaml import load_config
 from trainer.files.atomic_folder import atomic_folder
 from trainer.files.tensor_files import TensorFiles, specs_of, write_tensors
 from trainer.parallel.comm import is_main

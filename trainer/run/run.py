@@ -29,6 +29,7 @@ import math
 import random
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,12 +41,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from data.command.config_file import load_config, save_config
+from data.command.flags import config_to_tree
 from data.user_code import describe_error, users_part
 from trainer.config.blocks import RunConfig
+from trainer.config.defaults import default_tree
 from trainer.config.errors import raised_on_purpose
-from trainer.config.flags import config_to_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
-from trainer.config.yaml import load_config, save_config
 from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import Console, evaluation_lines
@@ -60,6 +62,7 @@ from trainer.run.checkpoint import (
     Saver,
     check_state,
     latest_valid,
+    list_checkpoints,
     load_checkpoint,
     restore_rng,
     save_checkpoint,
@@ -146,7 +149,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, ended_by: BaseException | None = None, *_: object) -> None:
         try:
             self._saver.wait() if kind is None else self._saver.end()
         finally:
@@ -156,6 +159,18 @@ class Run:
                 if kind is None:
                     raise ValueError(_no_space(self.dir, error)) from None
                 log(_no_space(self.dir, error))  # the error that ended the run is reported after this
+            if isinstance(ended_by, KeyboardInterrupt) and not ended_by.args:
+                ended_by.args = (self._where_to_continue(),)  # trainer/__main__.py prints it
+
+    def _where_to_continue(self) -> str:
+        """What a user who pressed Ctrl-C wants to know."""
+        if self._metrics is None:
+            return "interrupted while loading; no step was done"
+        done = f"interrupted after step {max(self._last_step, 0)}"
+        command = f"python -m trainer --resume {shlex.quote(str(self.dir))}"
+        if saved := list_checkpoints(self.dir / "checkpoints"):
+            return f"{done}; continue from step {saved[-1][0]} with: {command}"
+        return f"{done}; there is no checkpoint yet, so this starts again at step 0: {command}"
 
     @stop.uninterrupted()
     def begin(self, total_steps: int, title: str) -> None:
@@ -196,7 +211,7 @@ class Run:
         self._last_step = records[-1]["step"] if records else -1
         tree = self._config_tree()
         self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
-        self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps)
+        self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps, config=tree)
         self._console.start()
         if sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL and (text := far_off(self.cfg)):
             self.note(text)
@@ -276,7 +291,7 @@ class Run:
 
     def finish(self, policy: Policy) -> None:
         """Export the model to final/, write the report, and log their paths and the evaluation."""
-        from trainer.metrics.report import write_report  # matplotlib is slow to import
+        from trainer.metrics.report import write_report  # only needed here
 
         assert self._console is not None, "restore() comes before finish()"
         self._saver.wait()
@@ -284,8 +299,9 @@ class Run:
         self._flush()
         final, merge_lora = self.dir / "final", self.cfg.model.merge_lora
         export_model(policy.model, policy.tokenizer, final, merge_lora=merge_lora, base=policy.source)
-        report = write_report(self.dir)
-        evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"))
+        tree = self._config_tree()
+        report = write_report(self.dir, default_tree(type(self.cfg), tree))
+        evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"), tree)
         for line in (*evaluation, f"model: {final}", f"report: {report}"):
             self._console.note(line)
         self.close()

@@ -41,9 +41,9 @@ def chi_square(counts: Counter, exact: dict) -> tuple[float, int]:
     return sum((c - e) ** 2 / e for c, e in cells), len(cells) - 1
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("kind", "attention", "temperature"), [("llama", "sdpa", 0.7), ("llama", "eager", 1.0), ("qwen3", "sdpa", 1.0)]
+)
 def test_log_probs_equal_a_plain_forward_pass(make_model, tokenizer, kind, attention, temperature):
     model = make_model(kind, attn_implementation=attention)
     sampling = Sampling(temperature=temperature, max_tokens=12, stop_ids=tuple(range(0, 258, 11)))
@@ -63,9 +63,8 @@ def test_log_probs_with_a_sliding_window(make_model, tokenizer):
         assert torch.allclose(torch.tensor(completion.logps).double(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_score_equals_generate_and_a_plain_forward_pass(make_model, tokenizer, temperature, monkeypatch):
-    model = make_model()
+def test_score_equals_generate_and_a_plain_forward_pass(make_model, tokenizer, monkeypatch):
+    model, temperature = make_model(), 0.7
     engine = LocalEngine(model, tokenizer, max_batch_size=3)
     completions = engine.generate(requests_for(PROMPTS, 2), Sampling(temperature=temperature, max_tokens=9))
     pairs = [(c.prompt_ids, c.ids) for c in completions]
@@ -76,10 +75,9 @@ def test_score_equals_generate_and_a_plain_forward_pass(make_model, tokenizer, t
             assert logps == pytest.approx(plain_logps(model, completion, temperature).tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_sampled_tokens_follow_the_exact_distribution(make_model, tokenizer, temperature):
+def test_sampled_tokens_follow_the_exact_distribution(make_model, tokenizer):
     """The joint law of the first two tokens over a vocabulary of 16, from 20,000 seeds."""
-    model = make_model(vocab_size=16, seed=3)
+    model, temperature = make_model(vocab_size=16, seed=3), 0.7
     prompt = [3, 1, 4]
     exact: dict[tuple[int, int], float] = {}
     with torch.no_grad():
@@ -106,17 +104,17 @@ def test_sampled_tokens_follow_the_exact_distribution(make_model, tokenizer, tem
 
 def test_a_seed_gives_the_same_completion_in_any_batch(make_model, tokenizer):
     model = make_model()
-    sampling = Sampling(max_tokens=16, stop_ids=tuple(range(0, 258, 17)))
-    requests = requests_for(PROMPTS, copies=5)
+    sampling = Sampling(max_tokens=10, stop_ids=tuple(range(0, 258, 17)))
+    requests = requests_for(PROMPTS, copies=2)
     together = LocalEngine(model, tokenizer).generate(requests, sampling)
-    assert len({tuple(c.ids) for c in together}) > 15, "different seeds must differ"
+    assert len({tuple(c.ids) for c in together}) > 8, "different seeds must differ"
 
     for request, expected in zip(requests, together, strict=True):
         (alone,) = LocalEngine(model, tokenizer).generate([request], sampling)
         assert (alone.ids, alone.text, alone.finish_reason) == (expected.ids, expected.text, expected.finish_reason)
         assert alone.logps == pytest.approx(expected.logps, abs=1e-5)
     order = list(range(len(requests)))
-    for chunk_size in (1, 2, 7, 1000):
+    for chunk_size in (3, 1000):
         random.Random(chunk_size).shuffle(order)
         engine = LocalEngine(model, tokenizer, max_batch_size=chunk_size)
         shuffled = engine.generate([requests[i] for i in order], sampling)

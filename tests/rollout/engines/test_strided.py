@@ -3,7 +3,6 @@ training pass."""
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -44,8 +43,10 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 GRID = [
     StridedPlan(stride=stride, context_length=context, generate_max_len=generated, n_samples_per_prompt=samples)
-    for stride, context, generated, samples in itertools.product((1, 3, 8), (1, 4), (1, 2, 5), (1, 3))
-]
+    for stride, context, generated, samples in (
+        (1, 1, 5, 3), (1, 4, 1, 1), (3, 1, 2, 1), (3, 4, 5, 3), (8, 1, 1, 3), (8, 4, 5, 1)
+    )
+]  # fmt: skip
 LENGTHS = (17, 3, 12)  # the second has no room for most plans; no stride above 1 divides what is left of the others
 
 
@@ -250,7 +251,7 @@ def test_the_head_works_on_few_states_at_a_time(monkeypatch):
     assert rows == [2, 2, 1] + [7, 7, 1] * 4
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_whole_tiles_give_the_same(kind, monkeypatch):
     """As on CUDA, with flex_attend's dense twin: queries are filled up, and what fills them is seen by nobody."""
     shapes = []

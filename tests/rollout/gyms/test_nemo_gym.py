@@ -14,10 +14,9 @@ from data.rows.nemo_gym import nemo_gym_columns
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.gyms.nemo_gym import (
-    GIVE_UP,
     GymClient,
     RunSource,
-    Turn,
+    Turns,
     chains,
     error_text,
     join_cookies,
@@ -86,7 +85,7 @@ def rewards_of(gym: GymClient, on_error: str = "stop") -> Rewards:
 
 
 def read(reply: dict[str, Any], **settings: Any) -> Completion:
-    return read_episode(reply, **{"prompt_ids": [1, 7, 9], "max_tokens": 64, "version": 4, **settings})[0]
+    return read_episode(reply, **{"prompt_ids": [1, 7, 9], "max_tokens": 64, "version": 4, **settings})
 
 
 # single turn -----------------------------------------------------------------------------------------------------
@@ -335,8 +334,8 @@ def test_the_recorded_episode_of_one_turn_keeps_its_ids_and_log_probs(recordings
 def test_the_recorded_tool_call_is_not_in_the_next_prompt_so_only_the_answer_is_trained(recordings):
     """SmolLM2's template leaves tool calls out: the second prompt goes on after the first one, not after the call."""
     reply = json.loads((recordings / "single_tool_call_agent_run.json").read_text())["response"]
-    completion, left_out = read_episode(reply, prompt_ids=[1], max_tokens=64, version=0)
-    assert left_out == completion.columns["left_out_turns"] == 1
+    completion = read(reply)
+    assert completion.columns["left_out_turns"] == 1
     assert completion.columns["num_turns"] == 2
     assert completion.columns["tool_calls"] == 1
     assert len(completion.prompt_ids) == 71
@@ -348,11 +347,11 @@ def test_the_recorded_tool_call_is_not_in_the_next_prompt_so_only_the_answer_is_
 
 def test_a_chain_is_cut_wherever_a_prompt_differs_by_a_token():
     turns = [
-        Turn([1, 2], [3], [-1.0]),
-        Turn([1, 2, 3, 4], [5], [-1.0]),
-        Turn([1, 2, 3, 4, 6], [7], [-1.0]),  # 5 came back as 6
-        Turn([1, 2, 3, 4, 6, 7], [8], [-1.0]),  # nothing in between
-        Turn([1, 2, 3], [9], [-1.0]),  # shorter than what was seen
+        Turns([1, 2], [3], [-1.0], [True]),
+        Turns([1, 2, 3, 4], [5], [-1.0], [True]),
+        Turns([1, 2, 3, 4, 6], [7], [-1.0], [True]),  # 5 came back as 6
+        Turns([1, 2, 3, 4, 6, 7], [8], [-1.0], [True]),  # nothing in between
+        Turns([1, 2, 3], [9], [-1.0], [True]),  # shorter than what was seen
     ]
     assert [(c.prompt_ids, c.ids, c.num_turns) for c in chains(turns)] == [
         ([1, 2], [3, 4, 5], 2),
@@ -392,7 +391,7 @@ def test_rewards_by_name_come_along(recordings):
         (reply_of(item([1], [2], generation_log_probs=[])), "output[0]: its token ids and log-probs do not match"),
         (reply_of(item([], [2])), "output[0]: its token ids and log-probs do not match"),
         (reply_of(item([1], [2], generation_log_probs=[0.5])), "output[0]: has an invalid log-prob"),
-        (reply_of(item([1], [300])), "turn 0: an id outside the vocabulary of 275; is it another model's?"),
+        (reply_of(item([1], [300])), "output[0]: an id outside the vocabulary of 275; is it another model's?"),
         (reply_of("text"), "output[0]: is a str, not an object"),
         (reply_of(item([1], None)), "set return_token_id_information: true"),
     ],
@@ -504,16 +503,15 @@ def test_a_failed_episode_is_run_again_where_that_may_help(replay):
     assert len(replay.requests) == 2
 
 
-@pytest.mark.parametrize("rule", ["refused", "dropped"])
-def test_nothing_but_failures_stops_the_run(replay, rule):
+def test_nothing_but_failures_stops_the_run(replay, monkeypatch):
+    monkeypatch.setattr("rollout.gyms.nemo_gym.GIVE_UP", 5)
     replay.add("/run", "q", reply_of(item([1, 2], [3]), item([1, 2, 4], [5, 6])))
-    prompt = prompt_of(math_row("q" if rule == "dropped" else "unknown"), "reasoning_gym")
+    prompts = [prompt_of(math_row(question), "reasoning_gym") for question in ("q", "unknown")]
     gym = client(replay, retries=0, prefix_mismatch="drop")
-    source = source_of(gym, [prompt])
-    with pytest.raises(
-        ValueError, match=f"nemo_gym: {GIVE_UP} episodes in a row have failed, the last one rows.jsonl:1"
-    ):
-        run_groups(source, [[Request.of(prompt, i) for i in range(GIVE_UP)]])
+    for prompt in prompts:  # dropped, refused
+        source = source_of(gym, [prompt])
+        with pytest.raises(ValueError, match="nemo_gym: 5 episodes in a row have failed, the last one rows.jsonl:1"):
+            run_groups(source, [[Request.of(prompt, i) for i in range(5)]])
     gym.close()
 
 

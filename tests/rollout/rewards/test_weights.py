@@ -4,12 +4,12 @@ import pytest
 import tyro
 import yaml
 
+from data.command.flags import build, flag_table, read_argv, read_tree
 from data.types import Prompt
 from rollout.engine import Completion
 from rollout.rewards.options import RewardConfig
 from rollout.rewards.table import load_rewards, open_rewards
 from rollout.rewards.weights import parse_weight, parse_weights
-from trainer.config.flags import build, flag_table, read_argv, read_tree
 
 
 @pytest.mark.parametrize("given", [0.5, "0.5", " 5e-1", 1, "1", "-2"])

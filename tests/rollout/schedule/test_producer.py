@@ -1,4 +1,4 @@
-"""Rollouts ahead of training: thousands of schedules on a clock of our own, and the same over the local engine."""
+"""Rollouts ahead of training: hundreds of schedules on a clock of our own, and the same over the local engine."""
 
 from __future__ import annotations
 
@@ -194,10 +194,9 @@ class Schedule:
         assert firsts == sorted(firsts), "batches come in the order they were planned"
 
 
-@pytest.mark.parametrize("block", range(20))
-def test_no_schedule_exceeds_the_bound_loses_a_group_or_stops(block):
+def test_no_schedule_exceeds_the_bound_loses_a_group_or_stops():
     schedules = []
-    for seed in range(200 * block, 200 * (block + 1)):
+    for seed in range(800):
         schedule = Schedule(seed)
         try:
             schedule.run()

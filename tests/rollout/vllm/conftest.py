@@ -1,48 +1,58 @@
-"""Two real vLLM servers for all tests of this folder: the tiny model (tied, with LoRA), and an untied copy of it."""
+"""Two real vLLM servers for all tests of this folder: the tiny model (tied, with LoRA), and an untied copy of it.
+
+Each start costs most of a minute of CPU time, so tests share these two. The tied one is started as a user starts it, by
+`python -m rollout.serve`, the other by launch(). test_end.py runs last and ends both: how they end is tested on them.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from rollout.servers.command import device_of, find_python
-from rollout.servers.launch import Launched, launch, wait_ready
+from rollout.servers.command import TOKEN, device_of, find_python
+from rollout.servers.launch import Launched, group_members, launch, wait_ready
 from rollout.servers.options import VllmConfig
+from tests.entry import ROOT
 
 HERE = Path(__file__).parent
-TINY = HERE.parents[2] / "trainer" / "tiny"
+TINY = ROOT / "trainer" / "tiny"
 LENGTH = 256
+START_S = 400.0
 
 
 @dataclass(frozen=True)
 class Server:
     """A running server, and the folder of the weights it was started with."""
 
-    launched: Launched
+    url: str
+    token: str
     model_folder: Path
-
-    @property
-    def url(self) -> str:
-        return self.launched.url
-
-    @property
-    def token(self) -> str:
-        assert self.launched.token
-        return self.launched.token
+    log_path: Path
+    group: int  # its process group: API server, engine
+    guard: int
+    starter: subprocess.Popen[bytes] | Launched  # rollout.serve, or what launch() returned
 
     @property
     def headers(self) -> dict[str, str]:
-        return self.launched.headers
+        return {"Authorization": f"Bearer {self.token}"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.vllm)
+    items.sort(key=lambda item: item.path == HERE / "test_end.py")  # stable: the others keep their order
 
 
 @pytest.fixture(scope="session")
@@ -74,26 +84,76 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def serve_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Environment for `python -m rollout.serve`, with empty folders of its own for scratch files and tokens."""
+    scratch = Path(tempfile.mkdtemp(prefix="strop-test-"))  # pytest's folders are too long for the names of sockets
+    runtime = tmp_path_factory.mktemp("runtime")
+    runtime.chmod(0o700)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "XDG_RUNTIME_DIR": str(runtime)}
+    env.pop(TOKEN, None)
+    yield env
+    shutil.rmtree(scratch)
+
+
+def start_serve(env: dict[str, str], model: Path, log: Path, *argv: str) -> subprocess.Popen[bytes]:
+    """`python -m rollout.serve` with a trainer's file, as a user starts it."""
+    config = log.with_suffix(".yaml")
+    config.write_text(f"method: grpo\nmodel: {model}\nlearning_rate: 1e-4\nlora: {{r: 8}}\nvllm: {{port: 0}}\n")
+    command = [sys.executable, "-m", "rollout.serve", "--config", str(config), *argv]
+    with log.open("wb") as out:
+        return subprocess.Popen(command, cwd=log.parent, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="session")
+def shared_memory_before() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(scope="session")
 def _servers(
-    vllm_python: str, model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    vllm_python: str,
+    model_folders: dict[str, Path],
+    serve_env: dict[str, str],
+    shared_memory_before: set[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Server]]:
     """Both at once: most of a start is imports, and two cores do two of them in little more time than one."""
     logs = tmp_path_factory.mktemp("vllm_logs")
     device = device_of(vllm_python)
-    shared = {"devices": (0, 0), "gpu_memory_utilization": 0.1} if device == "cuda" else {}
-    cfg = VllmConfig(replicas=2, max_model_len=LENGTH, dtype="float32", **shared)
-    servers: dict[str, Server] = {}
+    cuda = ("--vllm.devices", "0", "--vllm.gpu-memory-utilization", "0.1") if device == "cuda" else ()
+    tied_log = logs / "serve.log"
+    serve = start_serve(
+        serve_env, model_folders["tied"], tied_log,
+        "--dtype", "float32", "--vllm.max-model-len", str(LENGTH), *cuda,
+    )  # fmt: skip
+    launched = None
     try:
-        for i, (name, folder) in enumerate(model_folders.items()):
-            rank = 8 if name == "tied" else 0
-            own = replace(cfg, log_stats=name == "untied")  # with what vLLM counts, and without
-            started = launch(own, model=str(folder), lora_rank=rank, log_dir=logs, replica=i, device=device)
-            servers[name] = Server(started, folder)
-        wait_ready([server.launched for server in servers.values()], cfg.startup_timeout)
-        yield servers
+        shared = {"devices": (0,), "gpu_memory_utilization": 0.1} if device == "cuda" else {}
+        # With vLLM's metrics; the tied one is without.
+        cfg = VllmConfig(max_model_len=LENGTH, dtype="float32", log_stats=True, **shared)
+        launched = launch(cfg, model=str(model_folders["untied"]), log_dir=logs, device=device)
+        wait_ready([launched], cfg.startup_timeout)
+        wait_for(lambda: "now start the trainer" in tied_log.read_text() or serve.poll() is not None, START_S)
+        assert serve.poll() is None, tied_log.read_text()[-3000:]
+        (url,) = re.findall(r"--vllm\.url (http://127\.0\.0\.1:\d+)", tied_log.read_text())
+        token = (Path(serve_env["XDG_RUNTIME_DIR"]) / "strop" / url.removeprefix("http://")).read_text()
+        (guard,) = children(serve.pid)
+        tied = Server(url, token, model_folders["tied"], tied_log, os.getpgid(children(guard)[0]), guard, serve)
+        guard, api_server = launched.pids[:2]
+        untied = Server(
+            launched.url, str(launched.token), model_folders["untied"], launched.log_path, os.getpgid(api_server),
+            guard, launched,
+        )  # fmt: skip
+        yield {"tied": tied, "untied": untied}
     finally:
-        for server in servers.values():
-            server.launched.stop()
+        if launched is not None:
+            launched.stop()
+        serve.send_signal(signal.SIGINT)
+        try:
+            serve.wait(60)
+        except subprocess.TimeoutExpired:
+            serve.kill()
+            serve.wait()
 
 
 @pytest.fixture(scope="session")
@@ -106,3 +166,18 @@ def tied_server(_servers: dict[str, Server]) -> Server:
 def untied_server(_servers: dict[str, Server]) -> Server:
     """Embedding and head differ; no adapters."""
     return _servers["untied"]
+
+
+def processes_of(server: Server) -> list[int]:
+    return [server.guard, *group_members(server.group)]
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.05)

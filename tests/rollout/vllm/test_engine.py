@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -22,6 +22,7 @@ from rollout.servers.lease import LeaseError, Owner
 from rollout.servers.loop import Loop
 from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.base import SyncReport
+from tests.rollout.vllm.conftest import wait_for
 from tests.rollout.vllm.scripted import Proxy
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.load import load_policy
@@ -86,38 +87,39 @@ def largest_gap(a: list[list[float]], b: list[list[float]]) -> float:
     return max(abs(x - y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_log_probs_are_those_of_the_trainer_at_its_temperature_after_every_sync(engine, requests_, temperature):
-    completions = []
-    for version in range(3):
+def test_the_engine_as_a_trainer_uses_it(engine, requests_, monkeypatch):
+    """Log-probs at the trainer's temperature after every sync, texts, seeds; then a sync that does nothing."""
+    completions: list[Any] = []
+    for version in range(2):
         change(engine.policy, seed=version)
         if completions:  # what was sampled with the weights before is told apart
-            old = own_logps(engine, completions, temperature)
-            assert largest_gap([c.logps for c in completions], old) > 30 * LIMIT
+            assert largest_gap([c.logps for c in completions], own_logps(engine, completions, 0.7)) > 30 * LIMIT
         engine.load(version)
-        completions = engine.generate(requests_, Sampling(temperature=temperature, max_tokens=12, for_training=True))
-        assert largest_gap([c.logps for c in completions], own_logps(engine, completions, temperature)) < LIMIT
+        completions = engine.generate(requests_, Sampling(temperature=0.7, max_tokens=12, for_training=True))
+        assert largest_gap([c.logps for c in completions], own_logps(engine, completions, 0.7)) < LIMIT
         assert [c.versions for c in completions] == [[(version, len(c.ids))] for c in completions]
         assert engine.version == version
 
-
-def test_texts_end_tokens_and_order_are_those_of_the_local_engine(engine, requests_):
-    engine.load(0)
-    sampling = Sampling(temperature=0.0, max_tokens=10, stop_ids=(2,))
-    ours, theirs = engine.generate(requests_, sampling), engine.local.generate(requests_, sampling)
+    greedy = Sampling(temperature=0.0, max_tokens=10, stop_ids=(2,))
+    ours, theirs = engine.generate(requests_, greedy), engine.local.generate(requests_, greedy)
     assert [(c.prompt_ids, c.ids, c.text, c.finish_reason) for c in ours] == [
         (c.prompt_ids, c.ids, c.text, c.finish_reason) for c in theirs
     ]
 
+    # More prompt tokens than the server takes at a time: a prompt that is computed in parts once killed the engine, as
+    # a CPU's generators cannot take draws back.
+    many = [Request(prompt_ids=[5 + (i + j) % 200 for j in range(180)], seed=i) for i in range(48)]
+    first = engine.generate(many, Sampling(max_tokens=4, for_training=True))
+    assert [len(c.ids) for c in first] == [4] * len(many)
+    assert [c.ids for c in engine.generate(many, Sampling(max_tokens=4, for_training=True))] == [c.ids for c in first]
+    assert engine.metrics()["rollout/retries"] == 0
 
-def test_a_sync_that_does_nothing_stops_the_run(engine, monkeypatch):
-    engine.load(0)
     change(engine.policy, seed=3, size=0.01)
-    nothing, name = SyncReport(1, "none", 0, 0.0), engine.weights.sync.model_name(0)
+    nothing, name = SyncReport(2, "none", 0, 0.0), engine.weights.sync.model_name(1)
     monkeypatch.setattr(engine.weights.sync, "push", lambda servers, version: nothing)
     monkeypatch.setattr(engine.weights.sync, "model_name", lambda version: name)
-    with pytest.raises(ValueError, match=r"should hold version 1, but its log-probs differ from the trainer's by"):
-        engine.load(1)
+    with pytest.raises(ValueError, match=r"should hold version 2, but its log-probs differ from the trainer's by"):
+        engine.load(2)
 
 
 def test_one_tensor_left_out_stops_the_run_and_the_next_sync_mends_the_server(tied_server, monkeypatch):
@@ -155,21 +157,29 @@ def test_an_adapter_on_another_base_stops_the_run(tied_server, monkeypatch):
             engine.close()
 
 
-def test_completions_that_straddle_a_sync_carry_spans_and_each_span_is_of_its_weights(tied_server, monkeypatch):
-    policy = make_policy(tied_server.model_folder)
-    engine = make_engine(tied_server, policy, "process_group", monkeypatch)
+def tokens_made(server: Any) -> float:
+    """Tokens that the server has sampled since its start, by its own count."""
+    text = httpx.get(f"{server.url}/metrics", headers=server.headers, timeout=30).text
+    return sum(float(x.split()[-1]) for x in text.splitlines() if x.startswith("vllm:generation_tokens_total{"))
+
+
+def test_completions_that_straddle_a_sync_carry_spans_and_each_span_is_of_its_weights(untied_server, monkeypatch):
+    policy = make_policy(untied_server.model_folder)
+    engine = make_engine(untied_server, policy, "process_group", monkeypatch)
     requests = [Request(prompt_ids=[5, 17, 30 + i], seed=i) for i in range(16)]
     sampling = Sampling(max_tokens=200, stop_ids=NEVER_STOPS, for_training=True)
     weights, made = {}, []
+    worker = threading.Thread(target=lambda: made.extend(engine.generate(requests, sampling)))
     try:
         for version in range(3):
             change(policy, seed=version)
             weights[version] = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
             engine.load(version)
             if version == 0:
-                worker = threading.Thread(target=lambda: made.extend(engine.generate(requests, sampling)))
                 worker.start()
-            time.sleep(0.4)
+            if version < 2:  # the next load finds every completion begun and none finished
+                before = tokens_made(untied_server)
+                wait_for(lambda before=before: tokens_made(untied_server) >= before + 3 * len(requests))
         worker.join()
         spans = [c.versions for c in made]
         assert sum(len(row) > 1 for row in spans) >= 8, spans
@@ -203,24 +213,13 @@ def test_pause_holds_completions_back_and_resume_lets_them_go_on(tied_server, mo
         made: list[Any] = []
         worker = threading.Thread(target=lambda: made.extend(engine.generate(requests_, Sampling(max_tokens=4))))
         worker.start()
-        worker.join(timeout=1.0)
+        wait_for(lambda: len(engine.pool._waiting) == len(requests_))
         assert not made and worker.is_alive()
         engine.resume()
         worker.join(timeout=30)
         assert len(made) == len(requests_) and engine.health()["ok"]
     finally:
         engine.close()
-
-
-def test_more_prompt_tokens_than_the_server_takes_at_a_time_are_sampled_with_their_seeds(engine):
-    # A prompt that is computed in parts once killed the engine: a CPU's generators cannot take draws back.
-    many = [Request(prompt_ids=[5 + (i + j) % 200 for j in range(180)], seed=i) for i in range(48)]
-    sampling = Sampling(max_tokens=4, for_training=True)
-    engine.load(0)
-    first = engine.generate(many, sampling)
-    assert [len(c.ids) for c in first] == [4] * len(many)
-    assert [c.ids for c in engine.generate(many, sampling)] == [c.ids for c in first]
-    assert engine.metrics()["rollout/retries"] == 0
 
 
 # several trainers ------------------------------------------------------------------------------------------------
@@ -234,27 +233,26 @@ def refused_by(holder: Owner, url: str) -> str:
     )
 
 
-def test_two_trainers_on_one_server_the_second_is_refused_in_both_orders(tied_server, monkeypatch, requests_):
+def test_two_trainers_on_one_server_the_second_is_refused(tied_server, monkeypatch, requests_):
     policy = make_policy(tied_server.model_folder)
-    one, two = Owner.here("aa" * 8, "/runs/a"), Owner.here("bb" * 8, "/runs/b")
+    first, second = Owner.here("aa" * 8, "/runs/a"), Owner.here("bb" * 8, "/runs/b")
     loop = Loop()
     guest = VllmServer(tied_server.url, token=tied_server.token)  # only asks for completions
+    engine = make_engine(tied_server, policy, "process_group", monkeypatch, owner=first)
     try:
-        for first, second in ((one, two), (two, one)):
-            engine = make_engine(tied_server, policy, "process_group", monkeypatch, owner=first)
-            with contextlib.closing(engine):
-                engine.load(3)
+        with contextlib.closing(engine):
+            engine.load(3)
+            with pytest.raises(LeaseError, match=refused_by(first, tied_server.url)):
+                make_engine(tied_server, policy, "process_group", monkeypatch, owner=second)
+            loop.run(guest.connect())
+            assert guest.mark == f"{first.run}:3"
+            segment = loop.run(guest.generate([5, 6, 7], Sampling(max_tokens=4), seed=1, max_tokens=4))
+            assert len(segment.ids) == 4
+            for changes in (guest.pause(), guest.rpc("strop_reload", timeout=30, path="/x", version=1)):
                 with pytest.raises(LeaseError, match=refused_by(first, tied_server.url)):
-                    make_engine(tied_server, policy, "process_group", monkeypatch, owner=second)
-                loop.run(guest.connect())
-                assert guest.mark == f"{first.run}:3"
-                segment = loop.run(guest.generate([5, 6, 7], Sampling(max_tokens=4), seed=1, max_tokens=4))
-                assert len(segment.ids) == 4
-                for change in (guest.pause(), guest.rpc("strop_reload", timeout=30, path="/x", version=1)):
-                    with pytest.raises(LeaseError, match=refused_by(first, tied_server.url)):
-                        loop.run(change)
-                made = engine.generate(requests_, Sampling(max_tokens=4, for_training=True))
-                assert largest_gap([c.logps for c in made], own_logps(engine, made, 1.0)) < LIMIT
+                    loop.run(changes)
+            made = engine.generate(requests_, Sampling(max_tokens=4, for_training=True))
+            assert largest_gap([c.logps for c in made], own_logps(engine, made, 1.0)) < LIMIT
     finally:
         loop.run(guest.close())
         loop.close()
@@ -324,29 +322,33 @@ def test_without_a_lease_another_trainers_weights_stop_the_run(tied_server, monk
         assert largest_gap([c.logps for c in made], own_logps(engines[1], made, 1.0)) < LIMIT
 
 
-@pytest.mark.parametrize("route", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
-def test_a_control_route_that_fails_for_a_while_does_not_end_the_run(tied_server, monkeypatch, requests_, route):
+def test_a_control_route_that_fails_for_a_while_does_not_end_the_run(tied_server, monkeypatch, requests_):
     """What was asked is done, and the answer is lost: the harder case."""
     policy = make_policy(tied_server.model_folder)
+    monkeypatch.setattr(vllm_weights, "PAUSE_S", (0.05, 0.1))
     with proxies_of(tied_server, 1, plain=False) as (proxy,):
         engine = make_engine(tied_server, policy, "process_group", monkeypatch, url=proxy.url, probe_every=1)
         with contextlib.closing(engine):
             engine.load(0)
-            change(policy, seed=1)
-            end = time.monotonic() + 3.0
-            proxy.change = lambda path, status, body: (
-                (503, b"down for repair") if path.startswith(route) and time.monotonic() < end else (status, body)
-            )
-            engine.load(1)  # compares log-probs at its end
-            assert time.monotonic() > end
+            left = {"/pause": 0}
+
+            def fail(path: str, status: int, body: bytes) -> tuple[int, bytes]:
+                (route,) = left
+                if not path.startswith(route) or left[route] == 0:
+                    return status, body
+                left[route] -= 1
+                return 503, b"down for repair"
+
+            proxy.change = fail
+            for version, route in enumerate(("/pause", "/collective_rpc", "/update_weight_version", "/resume"), 1):
+                change(policy, seed=version)
+                left = {route: 2}
+                engine.load(version)  # compares log-probs at its end
+                assert left == {route: 0}
             made = engine.generate(requests_, Sampling(max_tokens=4, for_training=True))
             assert largest_gap([c.logps for c in made], own_logps(engine, made, 1.0)) < LIMIT
-            assert {c.versions[0][0] for c in made} == {1}
-            if route == "/pause":
-                monkeypatch.setattr(vllm_weights, "RETRY_S", 0.5)
-                end = time.monotonic() + 60.0
-                with pytest.raises(
-                    ValueError, match=r"version 2 could not .* \(last: .*/pause failed \(503 down for rep"
-                ):
-                    engine.load(2)
-                end = 0.0
+            assert {c.versions[0][0] for c in made} == {4}
+            monkeypatch.setattr(vllm_weights, "RETRY_S", 0.5)
+            left = {"/pause": 1000}
+            with pytest.raises(ValueError, match=r"version 5 could not .* \(last: .*/pause failed \(503 down for rep"):
+                engine.load(5)

@@ -115,7 +115,7 @@ def policy(vllm_python: str, caller: Path, tmp_path_factory) -> Iterator[Launche
 
 
 def start_gym(python: str, tool: Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
-    script = Path(__file__).parents[1] / "nemo_servers.py"
+    script = Path(__file__).parents[1] / "gyms" / "nemo_servers.py"
     with log.open("wb") as out:
         process = subprocess.Popen(
             [python, str(script), str(tool)], stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}

@@ -28,6 +28,7 @@ from trainer.policy.weights import PolicyWeights
 
 CPU = torch.device("cpu")
 LIMIT = 1e-3  # float32 on any machine, at contexts of 80 tokens and weights moved several times; see wrong_version
+STEPS = 4
 LONG = Sampling(max_tokens=80, for_training=True)  # no stop ids: a completion outlasts several loads
 
 
@@ -96,11 +97,11 @@ def open_files() -> int:
 def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_the_version_it_names(pair):
     engine, policy = pair
     interval = 1 if engine.weights.sync.needs_pause else 2
-    producer = make_producer(engine, LONG, depth=2, max_staleness=2, last_step=6)
+    producer = make_producer(engine, LONG, depth=2, max_staleness=2, last_step=STEPS)
     batches: list[list[Group]] = []
     weights: dict[int, dict[str, torch.Tensor]] = {}
     stale, loaded, in_use, num_tokens = [], [], [], 0
-    for step in range(6):
+    for step in range(STEPS):
         if step == 0 or sync_due(step, engine.version, interval):
             engine.load(step)
             loaded.append(step)
@@ -111,7 +112,7 @@ def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_t
         producer.done()
     producer.close()
 
-    assert loaded == list(range(0, 6, interval))
+    assert loaded == list(range(0, STEPS, interval))
     assert max(stale) == 2.0 and stale[0] == 0.0, stale
     completions = [c for batch in batches for group in batch for c in group.completions]
     for step, batch in enumerate(batches):
@@ -133,15 +134,16 @@ def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_t
         num_tokens += len(found)
         wrong_version = [gap for other in loaded if other != version for gap in gaps(engine, completions, other)]
         assert max(wrong_version) > 30 * LIMIT, f"version {version}: {max(wrong_version)}"
-    assert num_tokens == sum(len(c.ids) for c in completions) == 6 * 8 * 80
+    assert num_tokens == sum(len(c.ids) for c in completions) == STEPS * 8 * 80
 
 
+@pytest.mark.parametrize("pair", ["process_group"], indirect=True)
 def test_closing_ends_what_runs_and_leaves_nothing_behind(pair):
     engine, policy = pair
     engine.load(0)
     engine.generate([Request(prompt_ids=[5], seed=0)], Sampling(max_tokens=2))  # connections that stay
     threads, files = threading.active_count(), open_files()
-    for step in range(1, 4):
+    for step in range(1, 3):
         producer = make_producer(engine, LONG, depth=1)
         engine.load(step)
         producer.begin(step)
@@ -157,6 +159,7 @@ def test_closing_ends_what_runs_and_leaves_nothing_behind(pair):
     assert open_files() <= files + 16  # the connections of 16 requests at a time, kept
 
 
+@pytest.mark.parametrize("pair", ["process_group"], indirect=True)
 def test_a_group_that_a_server_refuses_stops_the_run_with_its_prompt(pair):
     engine, _ = pair
     engine.load(0)
@@ -166,6 +169,7 @@ def test_a_group_that_a_server_refuses_stops_the_run_with_its_prompt(pair):
     producer.close()
 
 
+@pytest.mark.parametrize("pair", ["process_group"], indirect=True)
 def test_a_coroutine_in_the_loop_completes_turn_by_turn(pair):
     engine, _ = pair
     engine.load(7)
@@ -185,6 +189,7 @@ def test_a_coroutine_in_the_loop_completes_turn_by_turn(pair):
     assert [turns[0] for turns in episodes] == again
 
 
+@pytest.mark.parametrize("pair", ["lora"], indirect=True)
 def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair):
     engine, policy = pair
     engine.load(0)
@@ -208,6 +213,7 @@ def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair):
     assert engine.score([([5, 17], [30, 31])], 1.0)[0] == pytest.approx(ours[0], abs=LIMIT)
 
 
+@pytest.mark.parametrize("pair", ["process_group"], indirect=True)
 def test_a_server_that_comes_back_between_syncs_gets_the_weights_of_today_with_all_others(pair):
     engine, policy = pair
     engine.load(0)

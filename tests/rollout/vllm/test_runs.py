@@ -1,12 +1,14 @@
-"""Whole runs of `python -m trainer --method grpo --rollout.engine vllm`, and what is left behind by each way to end."""
+"""Whole runs with `--rollout.engine vllm`: servers that die, trainers that are killed, rollouts ahead of training."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,51 +16,31 @@ from typing import Any
 
 from rollout.servers.command import TOKEN
 from tests.entry import environment, metrics, processes_with
+from tests.rollout.vllm.conftest import wait_for
+from trainer.__main__ import main
 
-STEPS = 6
-EVAL_ROWS = 64
-QUICK = ("--max-steps", STEPS, "--eval-steps", 0, "--save-steps", 2, "--max-eval-rows", EVAL_ROWS)
+GRPO = ("--method", "grpo", "--rollout.engine", "vllm", "--eval-steps", 0)
 
 
-def start(run_dir: Path, *argv: Any, **env: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "trainer", "--method", "grpo", "--rollout.engine", "vllm", *QUICK, *argv]
-    if "--resume" not in argv:
-        command += ["--output-dir", run_dir]
-    log = (run_dir.parent / f"{run_dir.name}.log").open("ab")
-    return subprocess.Popen(
-        [str(word) for word in command], env=environment() | env, stdout=log, stderr=log, cwd=run_dir.parent
-    )
+def words(argv: Any) -> list[str]:
+    return [str(word) for word in argv]
+
+
+def start(run_dir: Path, *argv: Any, **env: str) -> subprocess.Popen[bytes]:
+    """A trainer in a process of its own, which can be killed."""
+    command = [sys.executable, "-m", "trainer", *words(argv), "--output-dir", str(run_dir)]
+    with (run_dir.parent / f"{run_dir.name}.log").open("wb") as log:
+        return subprocess.Popen(command, env=environment() | env, stdout=log, stderr=log, cwd=run_dir.parent)
 
 
 def log_of(run_dir: Path) -> str:
     return (run_dir.parent / f"{run_dir.name}.log").read_text()
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, timeout: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline and process.poll() is None:
-        if (run_dir / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(run_dir)):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"step {step} was not reached\n{log_of(run_dir)[-3000:]}")
-
-
-def servers_of(run_dir: Path) -> list[int]:
-    """Processes that a run started or that are itself."""
-    return processes_with(f"STROP_TEST_RUN={run_dir}")
-
-
-def wait_gone(run_dir: Path, timeout: float = 30.0) -> list[int]:
-    deadline = time.monotonic() + timeout
-    while (left := servers_of(run_dir)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
-
-
 def api_servers(run_dir: Path) -> list[int]:
-    """The servers of a run, without their guards and engines."""
+    """The servers that a run started, without their guards and engines."""
     found = []
-    for pid in servers_of(run_dir):
+    for pid in processes_with(f"STROP_TEST_RUN={run_dir}"):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"vllm.entrypoints.openai.api_server" in command and b"-m" in command[:3]:
             found.append(pid)
@@ -76,89 +58,144 @@ def right_and_written_down(prompts, completions, answer):
 """
 
 
-def test_one_of_two_servers_dies_in_the_middle_and_the_run_ends_as_if_nothing_had_happened(vllm_python, tmp_path):
-    run, seen = tmp_path / "two", tmp_path / "prompts"
+def test_one_of_two_servers_dies_in_the_middle_and_the_run_ends_as_if_nothing_had_happened(
+    vllm_python, tmp_path, monkeypatch, capfd
+):
+    steps, eval_rows, run, seen = 3, 16, tmp_path / "two", tmp_path / "prompts"
     (tmp_path / "counting.py").write_text(COUNTING)
-    reward = ("--reward-funcs", f"{tmp_path}/counting.py:right_and_written_down")
-    process = start(run, "--vllm.replicas", 2, *reward, STROP_TEST_RUN=str(run), STROP_TEST_PROMPTS=str(seen))
-    try:
-        wait_for_step(run, 2, process)
-        victims = api_servers(run)
-        assert len(victims) == 2
+    monkeypatch.setenv("STROP_TEST_RUN", str(run))  # this process was started without it: only children have it
+    monkeypatch.setenv("STROP_TEST_PROMPTS", str(seen))
+    victims: list[int] = []
+
+    def kill_one() -> None:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and metrics(run)[-1]["step"] >= 1, 400)
+        victims.extend(api_servers(run))
         os.killpg(os.getpgid(victims[0]), signal.SIGKILL)
-        assert process.wait(timeout=300) == 0, log_of(run)[-3000:]
-    finally:
-        process.kill()
+
+    killer = threading.Thread(target=kill_one, daemon=True)
+    killer.start()
+    argv = (*GRPO, "--vllm.replicas", 2, "--max-steps", steps, "--max-eval-rows", eval_rows, "--output-dir", run,
+            "--reward-funcs", f"{tmp_path}/counting.py:right_and_written_down")  # fmt: skip
+    assert main(words(argv)) == 0
+    killer.join()
+    assert len(victims) == 2
     rows = [row for row in metrics(run) if row["step"] > 0]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert rows[-1]["rollout/server_out"] >= 1
     assert max(row["policy/behaviour_gap"] for row in rows) < 1e-4
-    assert re.search(r"server [01] \(http://127\.0\.0\.1:\d+\): (doubted|out): ", log_of(run))
+    out, err = capfd.readouterr()
+    assert re.search(r"server [01] \(http://127\.0\.0\.1:\d+\): (doubted|out): ", out + err)
     # Every prompt of every step came back as one group, none was lost and none counted twice.
     counts = Counter(seen.read_text().splitlines())
-    held_out, groups = 2 * EVAL_ROWS, STEPS * 16 * 8
-    assert sum(counts.values()) == held_out + groups
+    assert sum(counts.values()) == 2 * eval_rows + steps * 16 * 8
     assert set(counts.values()) == {2, 8}
-    assert wait_gone(run) == []
+    assert not processes_with(f"STROP_TEST_RUN={run}")
 
 
 def test_ctrl_c_while_the_server_starts_leaves_nothing_behind(vllm_python, tmp_path):
     run = tmp_path / "interrupted"
-    process = start(run, STROP_TEST_RUN=str(run))
+    process = start(run, *GRPO, "--max-steps", 1, STROP_TEST_RUN=str(run))
     try:
-        deadline = time.monotonic() + 120
-        while not api_servers(run):
-            assert process.poll() is None and time.monotonic() < deadline, log_of(run)[-3000:]
-            time.sleep(0.1)
+        wait_for(lambda: api_servers(run) or process.poll() is not None, 120)
         process.send_signal(signal.SIGINT)
         asked = time.monotonic()
         assert process.wait(timeout=60) == 130, log_of(run)[-2000:]
         assert time.monotonic() - asked < 6  # two seconds on a machine that does nothing else
-        assert wait_gone(run) == []
+        assert not processes_with(f"STROP_TEST_RUN={run}")
     finally:
         process.kill()
 
 
-def assert_refused(run: Path, holder: Path, pid: int, *argv: Any, **env: str) -> None:
-    """A second trainer on a server that another run holds: one sentence, and nothing is left of it."""
-    assert start(run, *argv, **env).wait(timeout=120) == 2
-    said = rf"error: vllm\.url=http://\S+: {holder} \(host \S+, pid {pid}, user \S+\) has been training on it since "
-    assert re.search(said, log_of(run).replace("\n", " ")) and "Traceback" not in log_of(run), log_of(run)
-    assert not run.exists()
+STEPS, DEPTH, PROMPTS = 6, 2, 4
+ASYNC = ("--async-prefetch", "--prefetch-depth", DEPTH, "--replay-buffer-size", 8, "--reroll-start-fraction", 0.0,
+         "--dynamic-sampling", "--streaming-partial-batch", "--per-device-train-batch-size", 8 * PROMPTS,
+         "--max-steps", STEPS, "--save-steps", 2, "--max-eval-rows", 8)  # fmt: skip
+# Waits inside a push after the first checkpoint until it is killed.
+HOLD = """
+import os, sys, time
+if os.environ.get("STROP_TEST_HOLD") and "trainer" in " ".join(sys.orig_argv):
+    from pathlib import Path
+    from rollout.sync import process_group as pg
+    held, checkpoints = map(Path, os.environ["STROP_TEST_HOLD"].split(":"))
+    real = pg.fill
+    def fill(bucket, *rest):
+        real(bucket, *rest)
+        if (checkpoints / "step-00000002" / "state.json").is_file():
+            held.touch(); time.sleep(600)
+    pg.fill = fill
+"""
 
 
-def test_a_trainer_killed_in_the_middle_of_a_transfer_is_resumed_on_the_same_server(tied_server, tmp_path):
+def planner_of(run: Path, step: int) -> dict[str, Any]:
+    return json.loads((run / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())["run"]["planner"]
+
+
+def check_accounted(state: dict[str, Any]) -> None:
+    """Every group that was planned is consumed or pending; numbers of the latter are all different."""
+    waiting = [*state["pending"], *state["resampled"]]
+    assert state["planned"] == state["consumed"] + len(waiting)
+    assert len({number for number, _, _ in waiting}) == len(waiting)
+    assert all(number < state["planned"] for number, _, _ in waiting)
+
+
+def test_a_trainer_killed_in_the_middle_of_a_transfer_is_resumed_on_the_same_server_and_no_prompt_is_lost(
+    tied_server, tmp_path, monkeypatch, capfd
+):
+    """Its rollouts run ahead of training. While it lives, and for a minute after, no other run gets the server."""
     run = tmp_path / "killed"
-    hold = tmp_path / "sitecustomize.py"  # waits inside the third push until it is killed
-    hold.write_text(
-        "import os, sys, time\n"
-        "if os.environ.get('STROP_TEST_HOLD') and 'trainer' in ' '.join(sys.orig_argv):\n"
-        "    from rollout.sync import process_group as pg\n"
-        "    real, calls = pg.fill, [0]\n"
-        "    def fill(*a):\n"
-        "        calls[0] += 1\n"
-        "        if calls[0] > 8:\n"
-        "            open(os.environ['STROP_TEST_HOLD'], 'w').close(); time.sleep(600)\n"
-        "        return real(*a)\n"
-        "    pg.fill = fill\n"
-    )
-    env = {TOKEN: tied_server.token, "STROP_TEST_HOLD": str(tmp_path / "held")}
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    (tmp_path / "sitecustomize.py").write_text(HOLD)
+    held = tmp_path / "held"
+    monkeypatch.setenv(TOKEN, tied_server.token)
     url = ("--vllm.url", tied_server.url, "--sync.backend", "process_group", "--sync.bucket-mb", 1)
-    process = start(run, *url, **env)
+    process = start(
+        run, *GRPO, *url, *ASYNC, STROP_TEST_HOLD=f"{held}:{run / 'checkpoints'}",
+        PYTHONPATH=os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]]),
+    )  # fmt: skip
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "held").exists():
-            assert process.poll() is None and time.monotonic() < deadline, log_of(run)[-3000:]
-            time.sleep(0.1)
-        assert_refused(tmp_path / "second", run, process.pid, *url, **env)
+        wait_for(lambda: held.exists() or process.poll() is not None, 240)
+        assert process.poll() is None, log_of(run)[-3000:]
+    finally:
         process.kill()
         process.wait()
-    finally:
-        process.kill()
-    del env["STROP_TEST_HOLD"]
-    assert_refused(tmp_path / "third", run, process.pid, *url, **env)  # its run may come back
-    again = start(run, *url, "--resume", run, **env)
-    assert again.wait(timeout=240) == 0, log_of(run)[-3000:]
-    assert [row["step"] for row in metrics(run)][-1] == STEPS
-    assert max(row["policy/behaviour_gap"] for row in metrics(run) if row["step"]) < 1e-4
+    capfd.readouterr()
+    assert main(words((*GRPO, *url, "--output-dir", tmp_path / "second"))) == 2
+    said = (
+        rf"error: vllm\.url=http://\S+: {run} \(host \S+, pid {process.pid}, user \S+\) has been training on it since "
+    )
+    assert re.search(said, " ".join("".join(capfd.readouterr()).split())) and not (tmp_path / "second").exists()
+
+    saved = planner_of(run, 2)
+    check_accounted(saved)
+    assert saved["batches"] == 2 and len(saved["pending"]) == DEPTH * PROMPTS  # sampled ahead, not trained on yet
+    assert main(words((*GRPO, *url, *ASYNC, "--resume", run))) == 0
+    rows = [row for row in metrics(run) if row["step"] > 0]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert max(row["rollout/staleness_max"] for row in rows) <= DEPTH
+    last = planner_of(run, STEPS)
+    check_accounted(last)
+    assert last["batches"] == STEPS and last["pending"] == [] and last["resampled"] == []
+    # Rows were drawn for every group that was planned, but those that came again.
+    rerolled = sum(row.get("rollout/rerolled_groups", 0) for row in rows)
+    drawn = last["loader"]["position"] + last["loader"]["epoch"] * last["loader"]["num_rows"]
+    assert rerolled > 0 and drawn == last["planned"] - rerolled
+    assert rows[-1]["data/prompts_total"] == last["consumed"]
+
+
+def test_ebft_rollouts_that_run_ahead_are_drawn_to_the_target(tied_server, tmp_path, monkeypatch):
+    """Turns end after 64 tokens: the true sums are short, and no turn may be cut below that."""
+    run, steps = tmp_path / "ebft", 3
+    monkeypatch.setenv(TOKEN, tied_server.token)
+    assert main(words((
+        "--method", "ebft", "--rollout.engine", "vllm", "--vllm.url", tied_server.url, "--eval-steps", 0,
+        "--max-steps", steps, "--async-prefetch", "--prefetch-depth", DEPTH, "--ce-coef", 0.03,
+        "--per-device-train-batch-size", 16, "--max-completion-length", 96, "--output-dir", run,
+        "--data", "task:addition:split=train,size=256", "--eval-data", "task:addition:split=eval,size=8",
+    ))) == 0  # fmt: skip
+    first, *rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(0 < row["reward/cfm"] < 4 and 0 < row["rollout/len_max"] <= 64 for row in rows)
+    staleness = [row["rollout/staleness_max"] for row in rows]
+    assert staleness[0] == 0 and 0 < max(staleness) <= DEPTH
+    assert rows[0]["policy/behaviour_gap"] < 1e-3  # of later ones it is what training has changed since
+    assert all(row["loss/ce"] > 0 for row in rows)
+    assert first["eval/cfm"] > 0 and rows[-1]["eval/cfm"] > 0 and rows[-1]["eval/rows"] == first["eval/rows"] == 8

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ from rollout.sync.filesystem import FilesystemSync
 from rollout.sync.ipc import IpcSync
 from rollout.sync.lora import LoraSync
 from rollout.sync.process_group import ProcessGroupSync
+from tests.entry import ROOT
+from tests.rollout.vllm.conftest import wait_for
 from trainer.policy.logps import Policy
 from trainer.policy.weights import PolicyWeights
 
-ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 IDS = [5, 17, 33, 91, 120, 44, 2, 7, 260, 13, 8, 8, 101, 54]
 BUCKET = 300_000  # bytes: several buckets, and layers that lie across two of them
-FULL = ("process_group", "ipc", "filesystem")
 LIMIT = 1e-4
 
 
@@ -113,8 +113,10 @@ def gap(server: VllmServer, loop: Loop, model: nn.Module, name: str = "base") ->
     return float((served - logps(model)).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("process_group", "tied"), ("process_group", "untied"), ("ipc", "tied"), ("filesystem", "untied")],
+)
 def test_two_policies_go_back_and_forth_exactly(name, kind, request, loop):
     server = request.getfixturevalue(kind)
     folder = request.getfixturevalue(f"{kind}_server").model_folder
@@ -136,10 +138,9 @@ def test_two_policies_go_back_and_forth_exactly(name, kind, request, loop):
         sync.close()
 
 
-@pytest.mark.parametrize("name", FULL)
-def test_a_merged_adapter_reaches_a_server_that_has_lora_layers(name, tied, tied_server, loop):
+def test_a_merged_adapter_reaches_a_server_that_has_lora_layers(tied, tied_server, loop):
     current = with_lora(tied_server.model_folder, seed=3)
-    sync = make(name, current, loop)
+    sync = make("process_group", current, loop)
     push(sync, tied, loop, 5)
     sync.close()
     assert gap(tied, loop, current.model) < LIMIT
@@ -215,7 +216,7 @@ def expect_dirty(server: VllmServer, loop: Loop) -> None:
     assert pulse.dirty and pulse.paused
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", ["ipc", "filesystem"])  # test_engine.py has the process group
 def test_a_tensor_left_out_is_found_and_a_full_push_recovers(name, tied, tied_server, loop):
     current = policy(tied_server.model_folder, seed=8)
     sync = make(name, current, loop, Without(current, torch.float32))
@@ -254,8 +255,7 @@ def test_a_trainer_that_fails_half_way_leaves_the_server_dirty_and_the_same_sync
     assert gap(tied, loop, current.model) < LIMIT
 
 
-@pytest.mark.parametrize("name", ["process_group", "ipc"])
-def test_bytes_that_changed_on_the_way_are_noticed(name, tied, tied_server, loop, monkeypatch):
+def test_bytes_that_changed_on_the_way_are_noticed(tied, tied_server, loop, monkeypatch):
     current = policy(tied_server.model_folder, seed=10)
     seal = strop_wire.seal
 
@@ -263,7 +263,7 @@ def test_bytes_that_changed_on_the_way_are_noticed(name, tied, tied_server, loop
         seal(bucket, buffer)
         buffer[bucket["size"] // 2] ^= 1
 
-    sync = make(name, current, loop)
+    sync = make("process_group", current, loop)
     with monkeypatch.context() as patch:
         patch.setattr(strop_wire, "seal", spoiled)
         with pytest.raises(SyncError, match="arrived with other bytes than were sent"):
@@ -313,12 +313,12 @@ t.push(t.make(sys.argv[4], current, loop, Stalls(current, torch.float32)), serve
 """
 
 
-@pytest.mark.parametrize("name", ["process_group", "ipc"])
 def test_a_trainer_killed_in_the_middle_leaves_a_dirty_server_that_the_next_one_recovers(
-    name, tied, tied_server, loop, tmp_path
+    tied, tied_server, loop, tmp_path
 ):
+    """By ipc; test_runs.py has the process group."""
     reached = tmp_path / "reached"
-    arguments = [tied_server.url, tied_server.token, str(tied_server.model_folder), name, str(reached)]
+    arguments = [tied_server.url, tied_server.token, str(tied_server.model_folder), "ipc", str(reached)]
     trainer = subprocess.Popen(
         [sys.executable, "-c", KILLED, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
@@ -330,11 +330,4 @@ def test_a_trainer_killed_in_the_middle_leaves_a_dirty_server_that_the_next_one_
     killed = time.monotonic()
     expect_dirty(tied, loop)  # the worker noticed: it would not answer while it waits
     assert time.monotonic() - killed < 10
-    recover(name, policy(tied_server.model_folder, seed=14), tied, loop)
-
-
-def wait_for(happened: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"nothing happened for {seconds} s"
-        time.sleep(0.05)
+    recover("ipc", policy(tied_server.model_folder, seed=14), tied, loop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +19,7 @@ from rollout.episodes.tool_episode import ToolEpisode
 from rollout.episodes.tools import load_tools
 from rollout.episodes.turns import turn_seed
 from tests.rollout.scripted_engine import user_prompt
+from tests.rollout.vllm.conftest import wait_for
 from tests.rollout.vllm.test_engine import LIMIT, change, make_engine, make_policy
 
 SAMPLING = Sampling(max_tokens=90, stop_ids=(2, 0), for_training=True)
@@ -74,15 +75,19 @@ def test_episodes_with_tools_are_token_exact(engine):
 
 
 def test_a_sync_in_the_middle_of_episodes_shows_in_their_versions(engine):
+    loaded = threading.Event()
+
     async def episode(client, prompt, seed):
-        await asyncio.sleep(0.3 * (seed % 100))  # so that some begin before the sync, and some behind it
+        while seed % 100 == 3 and not loaded.is_set():  # of each group, one begins behind the sync
+            await asyncio.sleep(0.01)
         return await always_calls(engine)(client, prompt, seed)
 
     source = EpisodeSource(engine, SAMPLING, episode)
     futures = source.start(groups_of(4))
-    time.sleep(0.3)
+    wait_for(lambda: any(member.tasks for member in engine.pool.members))
     change(engine.policy, seed=1)
     engine.load(1)
+    loaded.set()
     made = [c for future in futures for c in future.result(60)]
     seen = {version for c in made for version, _ in c.versions}
     assert seen <= {0, 1} and 1 in seen
@@ -110,7 +115,7 @@ def test_closing_ends_what_runs_and_leaves_the_engine_usable(engine):
 
     source = EpisodeSource(engine, SAMPLING, episode)
     futures = source.start(groups_of(2))
-    time.sleep(0.5)
+    wait_for(lambda: any(member.tasks for member in engine.pool.members))
     source.close()
     assert all(future.cancelled() for future in futures)
     with contextlib.closing(EpisodeSource(engine, SAMPLING, always_calls(engine))) as again:

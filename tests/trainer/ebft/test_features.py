@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,9 +87,13 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
 # Values.
 
 
-@pytest.mark.parametrize("whitening", ["off", "feature", "sample"])
-@pytest.mark.parametrize("norm", ["token", "layer", "none"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "norm", "whitening"),
+    [
+        ("last_token", "token", "off"), ("mean_pooling", "layer", "off"), ("completion_mean", "none", "feature"),
+        ("concat", "token", "sample"), ("concat", "layer", "feature"), ("completion_mean", "token", "sample"),
+    ],
+)  # fmt: skip
 def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitening):
     options = {} if whitening == "off" else {"use_whitening": True, "whiten_gt": whitening}
     network = network_of(embed_method=method, feature_norm=norm, alignment_coef=1.3, diversity_coef=0.6, **options)
@@ -110,31 +113,31 @@ def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitenin
         assert measured.cfm_unbiased[place].item() == pytest.approx(cfm - spread / SIZE, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize(("whiten_gt", "method"), list(itertools.product(("feature", "sample"), METHODS)))
-def test_whitening_treats_duplicates_as_one(whiten_gt, method):
-    network = network_of(embed_method=method, use_whitening=True, whiten_gt=whiten_gt, max_tokens=30)
+def test_whitening_treats_duplicates_as_one():
     prompts, completions = make_groups((3, 5), (4, 5))
     completions[2] = completions[0]  # two of four
     completions[5:8] = [completions[4]] * 3  # all four
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
-    assert torch.equal(found.rollout[0, 2], found.rollout[0, 0]) and not torch.equal(*found.rollout[0, :2])
-    assert torch.equal(found.rollout[1], found.rollout[1, :1].expand(SIZE, -1))
-    diversity = network.measure(found).reward.diversity
-    assert diversity[0].tolist() == pytest.approx([1 / 3, 0.0, 1 / 3, 0.0], abs=1e-9)
-    assert diversity[1].tolist() == pytest.approx([1 / 2] * 4, abs=1e-9)
+    for method, whiten_gt in zip(METHODS, ("feature", "sample") * 2, strict=True):
+        network = network_of(embed_method=method, use_whitening=True, whiten_gt=whiten_gt, max_tokens=30)
+        found = network.of_groups(prompts, completions, num_generations=SIZE)
+        assert torch.equal(found.rollout[0, 2], found.rollout[0, 0]) and not torch.equal(*found.rollout[0, :2])
+        assert torch.equal(found.rollout[1], found.rollout[1, :1].expand(SIZE, -1)), method
+        diversity = network.measure(found).reward.diversity
+        assert diversity[0].tolist() == pytest.approx([1 / 3, 0.0, 1 / 3, 0.0], abs=1e-9), method
+        assert diversity[1].tolist() == pytest.approx([1 / 2] * 4, abs=1e-9), method
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_rollout_equal_to_the_target_has_exactly_its_features(method):
-    network = network_of(embed_method=method, max_tokens=1)
+def test_a_rollout_equal_to_the_target_has_exactly_its_features():
     prompts, completions = make_groups(*GROUPS)
     completions[1] = completion(prompts[1], prompts[1].target_ids)
     completions[8:12] = [completion(prompts[8], prompts[8].target_ids)] * SIZE
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
-    assert torch.equal(found.rollout[0, 1], found.target[0]) and torch.equal(found.rollout[2, 3], found.target[2])
-    measured = network.measure(found)
-    assert measured.reward.alignment[0, 1].item() == pytest.approx(2.0, abs=1e-12)
-    assert measured.cfm[2].item() == 0.0 and measured.cfm[0].item() > 0
+    for method in METHODS:
+        network = network_of(embed_method=method, max_tokens=1)
+        found = network.of_groups(prompts, completions, num_generations=SIZE)
+        assert torch.equal(found.rollout[0, 1], found.target[0]) and torch.equal(found.rollout[2, 3], found.target[2])
+        measured = network.measure(found)
+        assert measured.reward.alignment[0, 1].item() == pytest.approx(2.0, abs=1e-12), method
+        assert measured.cfm[2].item() == 0.0 and measured.cfm[0].item() > 0, method
 
 
 def test_only_the_models_tokens_are_averaged():
@@ -188,24 +191,15 @@ def test_a_completion_without_tokens_has_zero_features_or_those_of_its_prompt():
 # Batching.
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("max_tokens", [1, 17, 60])
-def test_features_do_not_depend_on_the_token_budget(max_tokens, method):
+def test_features_depend_neither_on_the_token_budget_nor_on_the_order_of_groups():
     prompts, completions = make_groups(*GROUPS)
-    whole = network_of(embed_method=method).of_groups(prompts, completions, num_generations=SIZE)
-    cut = network_of(embed_method=method, max_tokens=max_tokens).of_groups(prompts, completions, num_generations=SIZE)
-    close(cut.rollout, whole.rollout, 1e-12)
-    close(cut.target, whole.target, 1e-12)
-
-
-def test_the_order_of_groups_does_not_matter():
-    prompts, completions = make_groups(*GROUPS)
-    network = network_of(max_tokens=40)
-    there = network.of_groups(prompts, completions, num_generations=SIZE)
     order = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
-    back = network.of_groups([prompts[i] for i in order], [completions[i] for i in order], num_generations=SIZE)
-    close(back.rollout, there.rollout[[2, 0, 1]], 1e-12)
-    close(back.target, there.target[[2, 0, 1]], 1e-12)
+    for method, max_tokens in zip(METHODS, (1, 17, 60, 17), strict=True):
+        whole = network_of(embed_method=method).of_groups(prompts, completions, num_generations=SIZE)
+        network = network_of(embed_method=method, max_tokens=max_tokens)
+        cut = network.of_groups([prompts[i] for i in order], [completions[i] for i in order], num_generations=SIZE)
+        close(cut.rollout, whole.rollout[[2, 0, 1]], 1e-12)
+        close(cut.target, whole.target[[2, 0, 1]], 1e-12)
 
 
 def test_every_distinct_sequence_is_computed_once(monkeypatch):
@@ -255,8 +249,7 @@ def test_states_are_the_outputs_of_blocks():
 
 
 @pytest.mark.parametrize(
-    ("fractions", "layers"),
-    [((0.25, 0.5, 0.75), [1, 2]), ((1.0,), [3]), ((0.0,), [1]), ((0.75, 0.25), [2, 1]), ((0.34, 1.0), [1, 3])],
+    ("fractions", "layers"), [((0.25, 0.5, 0.75), [1, 2]), ((0.0,), [1]), ((0.75, 0.25), [2, 1]), ((0.34, 1.0), [1, 3])]
 )
 def test_fractions_of_the_depth_name_blocks_of_the_network(fractions, layers):
     network = network_of(feature_layers=fractions, feature_norm="none")
@@ -341,9 +334,8 @@ def train_a_little(policy: Policy) -> Tensor:
     return before
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(tiny, checkpointing):
-    cfg = replace(TINY, gradient_checkpointing=checkpointing)
+def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(tiny):
+    cfg = replace(TINY, gradient_checkpointing=True)
     policy = load_policy(cfg, LoraConfig(r=4, dropout=0.5), CPU, with_reference=True)
     assert policy.reference is None and policy.reference_adapter is None
     expected = of_model(tiny)

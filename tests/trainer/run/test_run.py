@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import trainer.run.run
 from trainer.config.blocks import Flat, ModelConfig, RunConfig
 from trainer.files.tensor_files import TensorFiles
-from trainer.metrics.console import evaluation_lines
 from trainer.metrics.metrics import Counters, JsonlLog
 from trainer.policy.logps import Policy
 from trainer.run import checkpoint as saver
@@ -243,13 +242,22 @@ def test_failed_write_in_the_background_is_told_and_the_run_goes_on_from_the_che
     assert (run.dir / "metrics.jsonl").read_bytes() == (unbroken.dir / "metrics.jsonl").read_bytes()
 
 
-def test_error_lets_the_save_under_way_finish(tmp_path, monkeypatch):
-    write = saver.write_tensors
+def test_ctrl_c_lets_the_save_under_way_finish_and_says_where_to_continue(tmp_path, monkeypatch):
+    write, folder = saver.write_tensors, tmp_path / "a run"
     monkeypatch.setattr(saver, "write_tensors", lambda *args: (time.sleep(0.1), write(*args))[1])
-    with pytest.raises(KeyboardInterrupt):
-        train(config(tmp_path / "a"), interrupt_at=4)
-    assert checkpoint_names(tmp_path / "a") == ["step-00000003"]
-    assert train(resumed(tmp_path / "a")).start_step == 3
+    with pytest.raises(KeyboardInterrupt) as early:
+        train(config(folder), interrupt_at=2)
+    command = f"python -m trainer --resume '{folder}'"
+    assert str(early.value) == (
+        f"interrupted after step 2; there is no checkpoint yet, so this starts again at step 0: {command}"
+    )
+    with pytest.raises(KeyboardInterrupt) as late:
+        train(resumed(folder), interrupt_at=4)
+    assert str(late.value) == f"interrupted after step 4; continue from step 3 with: {command}"
+    assert checkpoint_names(folder) == ["step-00000003"] and train(resumed(folder)).start_step == 3
+    with pytest.raises(KeyboardInterrupt, match="interrupted while loading; no step was done"):
+        with open_run(config(tmp_path / "b"), "sft"):
+            raise KeyboardInterrupt
 
 
 def test_resume_without_a_checkpoint_starts_again_in_the_same_folder(tmp_path, capsys):
@@ -545,16 +553,6 @@ def test_non_finite_metric_stays_json(tmp_path):
         run.restore(policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
         run.log(1, {"loss/total": float("nan"), "optim/lr": 1e-3})
     assert rows(tmp_path / "a") == [{"step": 1, "loss/total": None, "optim/lr": 1e-3}]
-
-
-def test_evaluation_lines_compare_first_and_last():
-    records = [
-        {"step": 0, "eval/exact_match/mean": 0.25, "eval/len_mean": 4.0},
-        {"step": 1, "loss/total": 1.0, "eval/once": 1.0},
-        {"step": 50, "eval/exact_match/mean": 0.5, "eval/len_mean": None},
-        {"step": 60, "eval/exact_match/mean": 0.9},
-    ]
-    assert evaluation_lines(records) == ["held-out exact_match: 0.250 before, 0.900 after (60 steps)"]
 
 
 def test_finish_exports_reports_and_says_where(tmp_path, capsys):

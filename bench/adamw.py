@@ -82,7 +82,7 @@ def measure(shape: str, seconds: float) -> list[Row]:
         make_row(
             "adamw", name, timing, shape={"weights": num, "tensors": len(parameters)}, dtype="bfloat16", work=num,
             unit="weights", errors={"mean change": errors[name]},
-            against={other: timings[other] for other in timings if other != name},
+            against=timings,
         )
         for name, timing in timings.items()
     ]  # fmt: skip

@@ -152,7 +152,7 @@ def measure(
         rows.append(make_row(
             f"attention/{section}", name, timing, shape=shape, dtype=str(problem.query.dtype).removeprefix("torch."),
             work=tokens, unit="tokens", errors=errors_of(problem, solve(problem, attend)),
-            against={other: timings[other] for other in timings if other != name},
+            against=timings,
             extra={"computed_tokens": problem.spans.own_start.numel(), "tflops": flops / timing.p50 / 1e9},
         ))  # fmt: skip
     return rows
@@ -222,7 +222,7 @@ def masks(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
         rows.append(make_row(
             "attention/masks", name, timing, shape={"T": length}, dtype="int32", work=length, unit="tokens",
             errors={"tiles": max(relative_error(got, exact) for got, exact in counts)},
-            against={other: timings[other] for other in timings if other != name},
+            against=timings,
         ))  # fmt: skip
     return rows
 

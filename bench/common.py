@@ -28,6 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "transformers", "vllm", "trl", "liger_kernel", "cut_cross_entropy")
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 GIB = 1 << 30
+QWEN3_1_7B = {
+    "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 6144, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +204,13 @@ def make_row(
     unit: str,
     errors: dict[str, float],
     floor: Timing | None = None,
-    against: Mapping[str, Timing | None] | None = None,  # others of the same loop; None: that one could not run
+    against: Mapping[str, Timing | None] | None = None,  # of the same loop, itself aside; None: that one could not run
     extra: dict[str, float] | None = None,
 ) -> Row:
     if not errors:
         raise ValueError(f"errors of {provider}: empty; a row carries how far its result is from float64")
     p50 = timing.p50
-    others = {name: other for name, other in (against or {}).items() if other is not None}
+    others = {name: other for name, other in (against or {}).items() if other is not None and name != provider}
     return Row(
         bench=bench, provider=provider, shape=shape, dtype=dtype, ms_p50=p50, ms_p20=timing.p20, ms_p80=timing.p80,
         rate=1000 * work / p50, unit=unit, peak_gib=timing.peak_gib, errors=errors,

@@ -32,8 +32,8 @@ import torch
 import tyro
 from torch import Tensor
 
-from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
-from bench.train_step import QWEN3_1_7B, TINY, WIDER, distance, make_policy
+from bench.common import QWEN3_0_6B, Row, alternate, emit, make_row, relative_error, require_commit
+from bench.train_step import TINY, WIDER, distance, make_policy
 from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
 from losses import ebft
@@ -50,7 +50,6 @@ from trainer.policy.attention import span_masks
 from trainer.policy.logps import Policy, as_head_takes, head_of, hidden_states
 from trainer.policy.optim import total_loss
 
-QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
 SHARED, STEP_MAJOR = "shared row, cached", "step-major, dense"
 
 

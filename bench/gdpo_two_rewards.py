@@ -26,13 +26,13 @@ from torch import Tensor
 
 from bench.common import ROOT
 from data.chat import stop_ids
+from data.command.config_file import load_config
 from data.rows.prompts import load_prompts
 from losses.advantage import GroupRewards, gdpo, group
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.rewards.table import load_rewards
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.config.yaml import load_config
 from trainer.parallel.comm import pick_device
 from trainer.policy.load import load_policy
 

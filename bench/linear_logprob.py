@@ -173,7 +173,7 @@ def measure(
         make_row(
             f"linear_logprob/{section}", name, timings[name], shape=entries[name].problem.shape, dtype=dtype,
             work=len(p.target), unit="tokens", errors=errors[name], floor=timings["floor"],
-            against={other: timings.get(other) for other in against if other != name}, extra=more,
+            against={other: timings.get(other) for other in against}, extra=more,
         )
         for name in errors
     ]  # fmt: skip

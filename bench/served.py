@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from bench.common import QWEN3_0_6B, QWEN3_1_7B
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
@@ -21,17 +22,13 @@ from trainer.policy.load import BUILTIN
 from trainer.policy.logps import Policy
 from trainer.policy.weights import PolicyWeights
 
-QWEN3 = {
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 40960,
-}  # fmt: skip
 SHAPES = {
     "tiny": {
         "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "intermediate_size": 256, "vocab_size": 275, "tie_word_embeddings": True, "max_position_embeddings": 512,
     },
-    "qwen3-0.6b": QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072},
-    "qwen3-1.7b": QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144},
+    "qwen3-0.6b": QWEN3_0_6B,
+    "qwen3-1.7b": QWEN3_1_7B,
 }  # fmt: skip
 CONTEXT = 2048  # tokens; the tiny model has 512
 

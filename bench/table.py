@@ -1,8 +1,8 @@
-"""The README's benchmark tables, made from the rows that the benchmarks wrote.
+"""The benchmark tables of docs/kernels_and_benchmarks.md, made from the rows that the benchmarks wrote.
 
-    python -m bench.table bench/results/h200/*.jsonl                      # print them
-    python -m bench.table bench/results/h200/*.jsonl --write README.md    # put them between the two markers
-    python -m bench.table bench/results/h200/*.jsonl --check README.md    # fail when they are not what stands there
+    python -m bench.table bench/results/h200/*.jsonl                  # print them
+    python -m bench.table bench/results/h200/*.jsonl --write PAGE.md  # put them between the two markers
+    python -m bench.table bench/results/h200/*.jsonl --check PAGE.md  # fail if the page has other tables
 
 A row measured again replaces the earlier one of the same benchmark, provider, shape and machine.
 """

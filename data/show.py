@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from data.chat import set_chat_template
+from data.command.flags import parse_command, run_command
 from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.fields import with_nested
 from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import SFT_FORMATS, parse_specs
 from data.formats.template_settings import JsonObject, check_kwargs
+from data.hub import check_hub
 from data.rows.bad_rows import BadRows
 from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
@@ -82,6 +84,10 @@ class ShowConfig:
     """Allow running Python code that comes with the tokenizer."""
     format: FormatOptions = field(default_factory=FormatOptions)
 
+    def __post_init__(self) -> None:
+        if self.rows < 0:
+            raise ValueError(f"rows={self.rows}: must be 0 or more")
+
 
 class Part(NamedTuple):
     """One sequence of a row."""
@@ -98,22 +104,16 @@ class Shown(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after an error message of one line."""
-    import tyro
+    """Exit status: 0, or 2 after an error message of one line."""
+    return run_command(lambda: run(parse_command(ShowConfig, argv, "python -m data.show")))
 
-    try:
-        cfg = tyro.cli(ShowConfig, prog="python -m data.show", args=argv)
-        if cfg.rows < 0:
-            raise ValueError(f"rows={cfg.rows}: must be 0 or more")
-        cfg, training = with_training(cfg)
-        tokenizer = load_tokenizer(cfg.model, trust_remote_code=cfg.trust_remote_code)
-        set_chat_template(tokenizer, cfg.chat_template)
-        check_kwargs(tokenizer, cfg.chat_template_kwargs)
-        show(read(cfg, tokenizer, training), tokenizer, cfg.rows)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+def run(cfg: ShowConfig) -> None:
+    cfg, training = with_training(cfg)
+    tokenizer = load_tokenizer(cfg.model, trust_remote_code=cfg.trust_remote_code)
+    set_chat_template(tokenizer, cfg.chat_template)
+    check_kwargs(tokenizer, cfg.chat_template_kwargs)
+    show(read(cfg, tokenizer, training), tokenizer, cfg.rows)
 
 
 def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
@@ -149,6 +149,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
     place = TINY_MODEL if name == "builtin:tiny" else Path(name).expanduser()
     place = place / "final" if (place / "final").is_dir() else place
+    if not place.is_dir():
+        check_hub("model", name)
     try:
         return AutoTokenizer.from_pretrained(
             str(place) if place.is_dir() else name, trust_remote_code=trust_remote_code

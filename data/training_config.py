@@ -39,7 +39,7 @@ def config_for(kind: str, flags: Mapping[str, Any]) -> Any:
 def config_from(path: str, flags: Mapping[str, Any]) -> tuple[Any, str, dict[str, Any]]:
     """The config of a YAML file as training reads it, overridden by flags; the kind of its rows; the config tree."""
     cfg = _parsed(["--config", path, *_words(flags)])
-    tree = importlib.import_module("trainer.config.flags").config_to_tree(cfg)
+    tree = importlib.import_module("data.command.flags").config_to_tree(cfg)
     kind = KINDS.get(tree["method"], "auto")
     return cfg, "documents" if tree.get("mode") == "strided" else kind, tree
 

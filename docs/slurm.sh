@@ -3,8 +3,8 @@
 #
 #     sbatch docs/slurm.sh
 #
-# NOT RUN BY US: written from the flags and from what two processes on one machine do. The clone with its .venv, the run
-# folder and run.yaml (model, data, rewards) must lie on a file system that both nodes have.
+# NEVER RUN: written from the flags and from what two processes on one machine do. The clone with its .venv, the run
+# folder and run.yaml (model, data, rewards) must be on a file system that both nodes share.
 #SBATCH --job-name=strop
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -35,12 +35,12 @@ servers=$!
 trap 'kill "$servers" 2>/dev/null || true' EXIT
 for url in "${urls[@]}"; do
     until curl -sf -o /dev/null -H "Authorization: Bearer $STROP_VLLM_TOKEN" "$url/health"; do
-        kill -0 "$servers"  # a server that could not start has said why
+        kill -0 "$servers"  # a server that failed to start has logged the reason
         sleep 5
     done
 done
 
-# A job that was requeued goes on from its last checkpoint.
+# A requeued job resumes from its last checkpoint.
 if [ -f "$RUN/config.yaml" ]; then start=(--resume "$RUN"); else start=(--config run.yaml --output-dir "$RUN"); fi
 srun --overlap --gpus-per-task=8 torchrun --shutdown-timeout 150 \
     --nnodes 2 --nproc-per-node 4 --max-restarts 3 \

@@ -17,11 +17,25 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 from urllib.parse import urlsplit
 
+from data.command.config_file import load_config
+from data.command.flags import (
+    HELP,
+    Flag,
+    Given,
+    Values,
+    build,
+    flag_table,
+    print_help,
+    read_argv,
+    read_tree,
+    run_command,
+)
+from data.hub import check_hub
 from rollout.servers.command import TOKEN, device_of, find_python
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
 from rollout.servers.model_folder import served_model
@@ -64,15 +78,18 @@ class ServeConfig:
     vllm: VllmConfig = field(default_factory=lambda: VllmConfig(port=PORT))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FromFile:
+    """What only the command line has."""
+
+    config: str
+
+
 def main(argv: Sequence[str] | None = None, log: Callable[[str], None] | None = None) -> int:
-    """Exit status: 0 after Ctrl-C, 1 after an error, which is printed as one sentence."""
+    """Exit status: 0 after Ctrl-C, 2 after an error, which is printed as one sentence."""
     log = log or (lambda text: print(text, flush=True))
     try:
-        cfg = parse(sys.argv[1:] if argv is None else argv)
-        serve(cfg, log)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return run_command(lambda: serve(parse(sys.argv[1:] if argv is None else argv), log))
     except KeyboardInterrupt:
         log("stopped: no server is left running")
     return 0
@@ -82,6 +99,8 @@ def serve(cfg: ServeConfig, log: Callable[[str], None]) -> NoReturn:
     """Start the servers and watch them until an exception; leaves nothing running."""
     device = device_of(find_python(cfg.vllm))
     model = served_model(cfg.model)
+    if not Path(model).is_dir():
+        check_hub("model", model)
     rank = cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0
     with contextlib.ExitStack() as stack:
         servers: list[Launched] = []
@@ -164,94 +183,34 @@ def _interrupt(*_: object) -> NoReturn:
 
 def parse(argv: Sequence[str]) -> ServeConfig:
     """argv, plus the part of a trainer's YAML file that concerns a server; flags override the file."""
-    import tyro
-
-    argv, file = _take_config(list(argv))
-    given = {word.partition("=")[0].replace("_", "-").replace("--no-", "--").replace(".no-", ".") for word in argv}
-    from_file = {flag: words for flag, words in _file_words(file) if flag not in given} if file else {}
-    words = [word for words in from_file.values() for word in words]
-    for word, value in zip(argv, [*argv[1:], "-"], strict=False):
-        if word in ("--vllm.extra-args", "--vllm.extra_args") and value.startswith("-"):
-            raise ValueError("--vllm.extra-args: needs a value; one that starts with - is attached with =")
-    if "--vllm.url" in given:
+    prog, table = "python -m rollout.serve", flag_table(ServeConfig)
+    if any(word in HELP for word in argv):
+        print_help(ServeConfig, prog)
+    given = read_argv(argv, table | flag_table(FromFile))
+    file = given.pop("config", None)
+    values = (_from_file(Path(file.words[0]), table) if file else {}) | given
+    if "vllm.url" in values:
         raise ValueError("vllm.url: is for the trainer; name the port of a server here with --vllm.port")
-    wants_help = any(word in ("-h", "--help") for word in argv)
-    if "--model" not in given and "--model" not in from_file and not wants_help:
+    if "model" not in values:
         raise ValueError("model: missing; pass --model or --config FILE.yaml with a model in it")
-
-    def refuse(
-        event: Any,
-    ) -> None:  # a config class raises whole sentences: tyro would draw a box around them
-        if type(event).__name__ == "InstantiationFailure" and not event.argument:
-            raise ValueError(event.message) from None
-
-    # Not public API: without it, tyro prints its box and exits with 2.
-    errors = getattr(tyro, "_errors", None)
-    hook = errors.on_parse_error(refuse) if hasattr(errors, "on_parse_error") else contextlib.nullcontext()
-    with hook:
-        return tyro.cli(ServeConfig, prog="python -m rollout.serve", args=[*words, *argv])
+    return build(ServeConfig, values, table, prog)
 
 
-def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:
-    file = None
-    for i, word in enumerate(argv):
-        name, attached, value = word.partition("=")
-        if name == "--config":
-            value = value if attached else (argv[i + 1] if i + 1 < len(argv) else "")
-            if not value:
-                raise ValueError("--config: needs the path of a YAML file")
-            file = Path(value)
-            del argv[i : i + (1 if attached else 2)]
-            break
-    return argv, file
-
-
-def _file_words(path: Path) -> list[tuple[str, list[str]]]:
-    """[(--flag, words for tyro)] of the keys that concern a server."""
-    import yaml
-
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--config={path}: cannot be read; {error.strerror}") from None
-    except RecursionError:
-        raise ValueError(f"--config={path}: is nested too deeply to be read; a config has two levels") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config={path}: not valid YAML: {str(error).partition(chr(10))[0]}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"--config={path}: not a mapping of settings; write lines such as model: builtin:tiny")
-    block = dict(_block(tree, "vllm", path))
-    unknown = sorted(set(block) - {field.name for field in fields(VllmConfig)})
-    if unknown:
-        raise ValueError(f"--config={path}: vllm.{unknown[0]}: unknown key; --help lists them all")
-    urls = block.pop("url", None) or []
-    first = urls if isinstance(urls, str) else next(iter(urls), "")
-    if first and urlsplit(first).port and "port" not in block:  # where the trainer of this file will connect
-        block["port"] = urlsplit(first).port
-    values = {name: tree[name] for name in ("model", "dtype", "trust_remote_code") if name in tree}
-    values |= {f"vllm.{name}": value for name, value in block.items()}
-    for name, key in (("lora", "r"), ("sync", "backend")):
-        values |= {f"{name}.{key}": value for found, value in _block(tree, name, path).items() if found == key}
-    return [_words(name, value) for name, value in values.items()]
-
-
-def _block(tree: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
-    """A block written as a mapping, or key by key as `vllm.port: 8000`."""
-    inner = tree.get(name) or {}
-    if not isinstance(inner, dict):
-        raise ValueError(f"--config={path}: {name}={inner}: must be a mapping such as {name}: {{...}}")
-    dotted = {key.partition(".")[2]: value for key, value in tree.items() if str(key).startswith(f"{name}.")}
-    return {str(key).replace("-", "_"): value for key, value in {**inner, **dotted}.items()}
-
-
-def _words(name: str, value: Any) -> tuple[str, list[str]]:
-    flag = "--" + name.replace("_", "-")
-    if isinstance(value, bool) and name != "vllm.colocate":  # a bool is --x or --no-x; one that may be None is not
-        head, dot, last = flag[2:].rpartition(".")
-        return flag, [flag if value else f"--{head}{dot}no-{last}"]
-    if isinstance(value, (list, tuple)):
-        return flag, [flag, *map(str, value)]
-    return flag, [f"{flag}={value}"]  # attached: it may begin with a dash
+def _from_file(path: Path, table: dict[str, Flag]) -> Values:
+    """The keys of a trainer's file that concern a server, with the port that its vllm.url has."""
+    taken = {}
+    for name, value in load_config(path).items():
+        block = name.partition(".")[0]
+        if block == "vllm" or name in ("model", "dtype", "trust_remote_code", "lora.r", "sync.backend"):
+            taken[name] = value
+        elif name in ("lora", "sync") and isinstance(value, dict):
+            taken[name] = {key: inner for key, inner in value.items() if f"{name}.{key}" in table}
+    values = read_tree(taken, table, str(path))
+    url = values.pop("vllm.url", None)
+    port = urlsplit(url.words[0]).port if url and url.words else None
+    if port and "vllm.port" not in values:  # where the trainer of this file will connect
+        values["vllm.port"] = Given((str(port),), str(path))
+    return values
 
 
 if __name__ == "__main__":

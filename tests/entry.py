@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from tests.forked import TIMED_OUT
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_REPRODUCIBLE = ("time/", "perf/", "mem/")  # clocks and memory: everything else must repeat bit for bit
@@ -19,10 +23,34 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 
 def run(*argv: Any, cwd: Path, timeout: float = 300, threads: int = 1, **env: str) -> subprocess.CompletedProcess:
+    """`python -m trainer ARGV` with its output: in a copy of a loaded process if nothing about its start is special."""
     command = [sys.executable, "-m", "trainer", *map(str, argv)]
+    if threads == 1 and not env:
+        return _run_forked(command, cwd, timeout)
     return subprocess.run(
         command, cwd=cwd, env=environment(threads) | env, capture_output=True, text=True, timeout=timeout
     )
+
+
+@functools.cache
+def _loaded_process() -> subprocess.Popen[str]:
+    """One per test process; it ends when the test process does, because its stdin ends then."""
+    command = [sys.executable, "-m", "tests.forked"]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _run_forked(command: list[str], cwd: Path, timeout: float) -> subprocess.CompletedProcess:
+    server = _loaded_process()
+    with tempfile.TemporaryDirectory() as scratch:
+        out, err = Path(scratch, "out"), Path(scratch, "err")
+        request = {"argv": command[3:], "cwd": str(cwd), "env": environment(), "out": str(out), "err": str(err)}
+        print(json.dumps(request | {"timeout": timeout}), file=server.stdin, flush=True)
+        code = json.loads(server.stdout.readline())
+        if code == TIMED_OUT:
+            raise subprocess.TimeoutExpired(command, timeout, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
 
 def run_ok(*argv: Any, cwd: Path, timeout: float = 300, threads: int = 1, **env: str) -> subprocess.CompletedProcess:

@@ -1,5 +1,5 @@
-"""make proof: runs that take minutes, each with an outcome it must reach. Writes PROOF.md: what was run, when, on which
-commit, and the figure. `python -m tests.proof NAME ...` runs some of them and leaves the file alone.
+"""make proof: runs that take minutes, each with an outcome it must reach. Writes what was run, when, on which
+commit, and the outcome to docs/proof.md. `python -m tests.proof NAME ...` runs some and leaves the page alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests import proof_async, proof_ebft, proof_ranks
 from tests.entry import ROOT, metrics, processes_with, repeatable, run_ok
 from tests.test_resume import GRPO, STEPS, start_and_kill
 
-TABLE = ROOT / "PROOF.md"
+PAGE, BEGIN, END = ROOT / "docs" / "proof.md", "<!-- proof -->\n", "<!-- /proof -->"
 RECIPES = ROOT / "trainer" / "recipes"
 
 
@@ -305,20 +305,23 @@ def main(names: list[str]) -> int:
 
 
 def write_table(results: dict[str, Outcome]) -> None:
+    """Replace the table between the markers of the page; longer tables of single entries go below it."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     lines = [
-        "# Proof",
-        "",
         f"Written by `make proof` on {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {platform.machine()}, "
         f"{os.cpu_count()} cores, no GPU.",
         "",
         "| run | outcome | |",
         "|---|---|---|",
         *(f"| {PROOFS[name][0]} | {o.figure} | {'passed' if o.passed else 'FAILED'} |" for name, o in results.items()),
-        *(f"\n## {name}\n\n{outcome.table}" for name, outcome in results.items() if outcome.table),
+        *(f"\n### {name}\n\n{outcome.table}" for name, outcome in results.items() if outcome.table),
     ]
-    TABLE.write_text("\n".join(lines) + "\n")
-    print(TABLE.read_text())
+    before, begin, rest = PAGE.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"{PAGE} has lost its markers"
+    table = "\n".join(lines) + "\n"
+    PAGE.write_text(before + begin + table + end + after)
+    print(table)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,14 @@ import ast
 import builtins
 import json
 import pickle
+import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rollout.rewards.table import load_rewards
-from tests.entry import ROOT, environment
+from tests.entry import ROOT
 from trainer.__main__ import main as train
 
 TINY = ROOT / "trainer" / "tiny"
@@ -98,7 +97,7 @@ def evil(tmp_path, marker) -> Path:
 @pytest.fixture
 def data(tmp_path) -> Path:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "2+2=", "completion": "4", "answer": "4"}\n' * 16)
+    path.write_text('{"prompt": "2+2=", "completion": "4", "answer": "4", "chosen": "4", "rejected": "5"}\n' * 16)
     return path
 
 
@@ -134,7 +133,7 @@ ENTRIES = {
     "grpo": (lambda *argv: train([*argv]), f"--method grpo --model EVIL {TASK}"),
     "grpo model:": (lambda *argv: train([*argv]), "--method grpo --reward-funcs model:EVIL --max-steps 1"),
     "rm": (lambda *argv: train([*argv]), f"--method rm --model EVIL {TASK}"),
-    "dpo --ref-model": (lambda *argv: train([*argv]), "--method dpo --ref-model EVIL --max-steps 1"),
+    "dpo --ref-model": (lambda *argv: train([*argv]), "--method dpo --ref-model EVIL --data DATA --max-steps 1"),
     "ebft --feature-model": (lambda *argv: train([*argv]), "--method ebft --feature-model EVIL --max-steps 1"),
 }
 
@@ -156,16 +155,6 @@ def test_they_do_run_when_that_is_asked_for(evil, marker, data):
     marker.unlink()
     argv = ["--check", "exact_match", "--data", str(data), "--model", str(evil), "--max-completion-length", "2"]
     assert run_check(*argv, "--trust-remote-code") == 0
-
-
-def test_nobody_is_asked_who_would_say_yes(evil, marker, data):
-    """The same with a real stdin that says nothing but yes."""
-    command = [sys.executable, "-m", "rollout.rewards", "--check", f"model:{evil}", "--data", str(data)]
-    done = subprocess.run(
-        command, input="yes\n" * 50, env=environment(), capture_output=True, text=True, timeout=300, cwd=data.parent
-    )
-    assert done.returncode == 1 and "custom code" in done.stderr, done.stderr
-    assert "Do you wish to run" not in done.stdout and not marker.exists()
 
 
 def test_an_export_does_not_take_the_word_of_the_run_for_it(evil, marker, tmp_path, capfd):
@@ -201,14 +190,14 @@ def test_weights_in_pickles_are_refused(marker, tmp_path, data, capfd):
     shutil.copytree(TINY, folder)
     change(folder / "config.json", num_labels=1, architectures=["LlamaForSequenceClassification"])
     pickled(folder, marker, "pytorch_model.bin")
-    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 1
+    assert run_check("--check", f"model:{folder}", "--data", str(data)) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     assert train(["--method", "rm", "--model", str(folder), *TASK.split()]) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     change(folder / "config.json", architectures=["LlamaForCausalLM"])
     assert train(["--method", "sft", "--model", str(folder), *TASK.split()]) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
-    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 1
+    assert run_check("--check", "exact_match", "--data", str(data), "--model", str(folder)) == 2
     assert "no file named model.safetensors" in capfd.readouterr().err
     assert not marker.exists()
 
@@ -250,8 +239,9 @@ PICKLES = {"rollout/rewards/worker_child.py"}  # from the trainer to a worker th
 
 
 def test_every_call_that_loads_says_what_it_trusts():
-    calls = [(path, node) for path in LOADERS for node in ast.walk(ast.parse(path.read_text()))]
-    for path, node in calls:
+    texts = {path: path.read_text() for path in LOADERS}
+    texts = {path: text for path, text in texts.items() if re.search(r"\.(from_pretrained|from_config|loads?)\b", text)}
+    for path, node in ((path, node) for path, text in texts.items() for node in ast.walk(ast.parse(text))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         called, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}

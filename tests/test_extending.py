@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.command.flags import config_to_tree
 from data.show import main as show
 from data.user_code import import_beside
 from losses.advantage import GroupRewards, group_advantage, moments
@@ -43,7 +44,6 @@ from tests.trainer.rl.naive_groups import padded
 from tests.trainer.rl.test_groups import groups_of, settings, words
 from trainer.__main__ import main
 from trainer.cli import parse
-from trainer.config.flags import config_to_tree
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
 from trainer.rl.step import backward, prepare
@@ -100,19 +100,18 @@ def test_discounted_counts_back_from_the_last_token():
     assert good.tolist() == pytest.approx([a[0] / 4, a[0] / 2, a[0]]) and bad.tolist() == pytest.approx([a[1]])
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "dapo"])
-def test_advantages_per_token_weigh_each_token_by_its_own(kind):
+def test_advantages_per_token_weigh_each_token_by_its_own():
     """On policy both losses have the gradient -A_t of logp_t; reinforce divides by completions, dapo by tokens."""
     completions = make_completions()
     lists = [[math.sin(7 * row + place) for place in range(len(c.ids))] for row, c in enumerate(completions)]
     off = {"vllm_importance_sampling_correction": False}
-    got, _, _ = step(make_config(num_iterations=1, loss_type=kind, correction=off), completions, lists)
     logp, _, mask = scores("start")  # (B, T) each
     mask = mask.bool()
-    count = mask.any(1).sum() if kind == "reinforce" else mask.sum()
-    loss = -torch.where(mask, padded(completions, lists) * logp, 0.0).sum() / count
-    want = torch.autograd.grad(loss, list(make_llama(0).parameters()), retain_graph=True)
-    assert close(got, torch.cat([g.flatten() for g in want]))
+    for kind, count in (("reinforce", mask.any(1).sum()), ("dapo", mask.sum())):
+        got, _, _ = step(make_config(num_iterations=1, loss_type=kind, correction=off), completions, lists)
+        loss = -torch.where(mask, padded(completions, lists) * logp, 0.0).sum() / count
+        want = torch.autograd.grad(loss, list(make_llama(0).parameters()), retain_graph=True)
+        assert close(got, torch.cat([g.flatten() for g in want])), kind
 
 
 PLAIN = (
@@ -271,14 +270,14 @@ def test_a_format_reads_rows_that_no_other_reads(tmp_path, capsys):
 
 
 def test_functions_from_python(tmp_path):
+    from data.command.config_file import load_config
     from rollout.rewards.options import RewardConfig
     from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
-    from trainer.config.yaml import load_config
     from trainer.methods.grpo import Config
     from trainer.methods.grpo import train as train_grpo
 
     loss, advantage, reward = example("my_loss"), example("my_advantage"), example("my_reward")
-    settings = RunConfig(max_steps=1, per_device_train_batch_size=16, output_dir=str(tmp_path / "run"))
+    settings = RunConfig(max_steps=1, per_device_train_batch_size=8, output_dir=str(tmp_path / "run"))
     train_grpo(
         Config(
             model=ModelConfig(model="builtin:tiny"),
@@ -310,34 +309,46 @@ def test_a_method_from_outside_has_the_learning_rates_of_its_kind():
     assert [parse([*argv, *more])[1].optim.learning_rate for more in ([], ["--lora.r", "4"])] == [1e-6, 1e-5]
 
 
-def test_raft_divides_by_what_it_keeps(tmp_path, monkeypatch):
-    module, kept = example("raft"), []
-    prepare = module.prepare
+@pytest.fixture(scope="module")
+def raft(tmp_path_factory) -> tuple[Path, list[list[Completion]]]:
+    """A run folder, and the completions that each of its two steps kept."""
+    folder, kept = tmp_path_factory.mktemp("raft") / "run", []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(EXAMPLES)
+        module = example("raft")
+        prepare = module.prepare
 
-    def spy(cfg, policy, completions, *rest, **more):
-        kept.append(completions)
-        return prepare(cfg, policy, completions, *rest, **more)
+        def spy(cfg, policy, completions, *rest, **more):
+            kept.append(completions)
+            return prepare(cfg, policy, completions, *rest, **more)
 
-    monkeypatch.setattr(module, "prepare", spy)
-    rows = train(tmp_path / "run", "--method", "raft", "--keep-best", 1, *SHORT)
+        monkeypatch.setattr(module, "prepare", spy)
+        train(folder, "--method", "raft", "--keep-best", 1, *SHORT)
+    return folder, kept
+
+
+def test_raft_divides_by_what_it_keeps(raft):
+    folder, kept = raft
+    rows = metrics(folder)
     for row, completions in zip(rows[1:], kept, strict=True):
         nll = -sum(x for c in completions for x in c.logps) / len(completions)
         assert row["loss/policy"] == row["loss/total"] == pytest.approx(nll, rel=1e-5)
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {row["advantage"] for row in samples} == {0, 1}
     assert all(row["advantage"] <= row["rewards"]["exact_match"] for row in samples)
     assert 0 < rows[1]["rollout/kept_frac"] < rows[1]["reward/mean"] and rows[1]["optim/grad_norm"] > 0
 
 
-def test_raft_on_two_ranks_is_raft_on_one(tmp_path):
-    one = train(tmp_path / "one", "--method", "raft", *SHORT)
+def test_raft_on_two_ranks_is_raft_on_one(raft, tmp_path):
+    one = metrics(raft[0])
     argv = [*SHORT, "--per-device-train-batch-size", "8", "--output-dir", tmp_path / "two"]
-    two_ok("trainer", "--method", "raft", *argv, cwd=EXAMPLES)
+    two_ok("trainer", "--method", "raft", "--keep-best", "1", *argv, cwd=EXAMPLES)
     two = metrics(tmp_path / "two")
     alike(two[:2], one[:2], 1e-5)
     assert two[1]["rollout/kept_frac"] == one[1]["rollout/kept_frac"]
 
 
+@pytest.mark.slow
 def test_raft_learns_to_add(tmp_path):
     """A quarter of the steps of its recipe."""
     rows = train(tmp_path / "run", "--method", "raft", "--max-steps", 30, "--save-steps", 0)
@@ -386,26 +397,30 @@ def critic_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / "step-00000004" / "extra.safetensors")
 
 
-def test_a_critic_trains_and_resumes(tmp_path):
-    one = [*CRITIC, "--per-device-train-batch-size", 16]
-    rows = train(tmp_path / "whole", *one)
-    whole = critic_of(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def with_critic(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("critic") / "run"
+    train(folder, *CRITIC, "--per-device-train-batch-size", 16)
+    return folder
+
+
+def test_a_critic_trains_and_resumes(with_critic, tmp_path):
+    whole = critic_of(with_critic)
     assert whole["trained.critic/num_seen"] == 64 and whole["trained.critic/linear.weight/step"] == 4
-    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    shutil.copytree(with_critic, tmp_path / "broken")
     for gone in ("checkpoints/step-00000004", "final"):
         shutil.rmtree(tmp_path / "broken" / gone)
     resumed = train(tmp_path / "broken", "--resume", tmp_path / "broken")
-    assert repeatable(resumed) == repeatable(rows)
+    assert repeatable(resumed) == repeatable(metrics(with_critic))
     again = critic_of(tmp_path / "broken")
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-def test_a_critic_on_two_ranks_is_that_of_one(tmp_path):
-    rows = train(tmp_path / "one", *CRITIC, "--per-device-train-batch-size", 16)
+def test_a_critic_on_two_ranks_is_that_of_one(with_critic, tmp_path):
     argv = [*CRITIC, "--per-device-train-batch-size", "8", "--output-dir", tmp_path / "two"]
     two_ok("trainer", *argv, cwd=EXAMPLES)
-    alike(metrics(tmp_path / "two"), rows)
-    one, two = critic_of(tmp_path / "one"), critic_of(tmp_path / "two")
+    alike(metrics(tmp_path / "two"), metrics(with_critic))
+    one, two = critic_of(with_critic), critic_of(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
 

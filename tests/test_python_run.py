@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data.command.flags import config_to_tree
 from data.user_code import import_name
 from rollout.rewards.loading import find_reward
 from rollout.rewards.options import RewardConfig
 from rollout.rewards.table import load_rewards
 from tests.entry import ROOT, metrics, run
-from trainer.config.flags import config_to_tree
 
 SCRIPT = """
 import sys

@@ -21,7 +21,8 @@ from data.rows.unpaired import load_labelled
 from data.training_config import BUILT_IN
 from rollout.rewards.__main__ import main as check
 from tests.data.conftest import make_tokenizer
-from tests.entry import metrics, run_ok
+from tests.entry import metrics
+from trainer.__main__ import main as train
 
 # Python that defines something a run can be given. Name of a file -> its text.
 SNIPPETS = {
@@ -280,25 +281,25 @@ REWARDS = {
 }
 
 
-@pytest.mark.parametrize("name", REWARDS)
-def test_rewards_go_through_the_check(snippets, capsys, name):
+def test_rewards_go_through_the_check(snippets, capsys):
     with (snippets / "adaptive.py").open("a") as file:  # a class with an argument is made by whoever uses it
         file.write("from format import format_reward\nby_format = AdaptiveReward(format_reward, initial_weight=2.0)\n")
     prompt = [{"role": "user", "content": "2+2="}]
     data = write_rows(snippets / "rows.jsonl", *({"prompt": prompt, "completion": text} for text in ANSWERS))
-    assert check(["--check", name, "--data", data]) == 0
-    told = capsys.readouterr().out
-    scores = REWARDS[name]
-    if scores is not None:
-        assert f"mean {sum(scores) / 3:.4g}" in told
-    assert "None 0 of 3" in told
+    assert check(["--check", *REWARDS, "--data", data]) == 0
+    said = capsys.readouterr().out
+    for name, scores in REWARDS.items():
+        mean = f"{sum(scores) / 3:.4g}" if scores is not None else ""
+        function = name.partition(".")[2]
+        assert re.search(rf"{function}(_2)?: mean {mean}.*None 0 of 3", said), name
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_rewards_that_are_broken_say_how(snippets, capsys, name):
+def test_rewards_that_are_broken_say_how(snippets, capsys):
     row = {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4", "answer": "4", "answers": "4"}
-    assert check(["--check", name, "--data", write_rows(snippets / "rows.jsonl", row)]) == 1
-    assert f"reward_funcs={name}: raised {BROKEN[name]}" in capsys.readouterr().err
+    data = write_rows(snippets / "rows.jsonl", row)
+    for name, sentence in BROKEN.items():
+        assert check(["--check", name, "--data", data]) == 2
+        assert f"reward_funcs={name}: raised {sentence}" in capsys.readouterr().err
 
 
 def test_the_reward_of_math_env_takes_texts_and_not_what_its_own_transform_makes(snippets, capsys):
@@ -308,7 +309,7 @@ def test_the_reward_of_math_env_takes_texts_and_not_what_its_own_transform_makes
     assert "math_reward: mean 1" in capsys.readouterr().out
     row = {"question": "2+2=", "answer": 4, "completion": "FINAL ANSWER: 4"}
     data = write_rows(snippets / "b.jsonl", row)
-    assert check(["--check", "math_env.math_reward", "--data", data, "--data-format", "math_env.math_transform"]) == 1
+    assert check(["--check", "math_env.math_reward", "--data", data, "--data-format", "math_env.math_transform"]) == 2
     assert "reward_funcs=math_env.math_reward: asks for 'answers', which" in capsys.readouterr().err
 
 
@@ -326,13 +327,12 @@ def test_transforms(snippets):
 
 def test_the_rollout_function_trains(snippets):
     write_rows(snippets / "rows.jsonl", *({"question": f"{n}+1=", "answer": n + 1} for n in range(2)))
-    run_ok(
-        "--method", "grpo", "--model", "builtin:tiny", "--data", "rows.jsonl", 
-        "--data-format", "math_env.math_transform", "--rollout-func", "math_env.math_solver_rollout", "--reward-funcs",
-        "rewards.rand_reward_func",
-        "--num-generations", 2, "--per-device-train-batch-size", 2, "--max-completion-length", 16, "--max-steps", 1,
-        "--scale-rewards", "true", "--output-dir", "run", cwd=snippets,
-    )  # fmt: skip
+    line = (
+        "--method grpo --model builtin:tiny --data rows.jsonl --data-format math_env.math_transform "
+        "--rollout-func math_env.math_solver_rollout --reward-funcs rewards.rand_reward_func --num-generations 2 "
+        "--per-device-train-batch-size 2 --max-completion-length 16 --max-steps 1 --scale-rewards true --output-dir run"
+    )
+    assert train(line.split()) in (0, None)
     (step,) = metrics(snippets / "run")
     assert step["rollout/retokenised_frac"] == 1.0 and step["optim/grad_norm"] > 0
     (first, _) = [json.loads(line) for line in (snippets / "run" / "samples.jsonl").read_text().splitlines()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.entry import metrics, run_ok
+from tests.entry import metrics, repeatable, run_ok
 from trainer.cli import method_names
 from trainer.metrics.metrics import describe
 
@@ -19,36 +19,24 @@ GRPO = {
 }  # fmt: skip
 
 
-SCORERS = {"rm": "AutoModelForSequenceClassification", "prm": "AutoModelForTokenClassification"}  # others write text
+CLASSES = {
+    "grpo": "AutoModelForCausalLM",
+    "rm": "AutoModelForSequenceClassification",
+    "prm": "AutoModelForTokenClassification",
+}  # of each kind of export, by one method that makes it
 
 
-@pytest.fixture(scope="module", params=method_names())
-def finished(request, tmp_path_factory) -> tuple[str, Path]:
-    """(method, its run folder) after the bare command."""
-    cwd = tmp_path_factory.mktemp(request.param)
-    run_ok("--method", request.param, "--max-steps", "2", cwd=cwd)
-    (folder,) = (cwd / "runs").iterdir()
-    return request.param, folder
-
-
-def test_bare_command_trains_two_steps(finished):
-    method, folder = finished
+@pytest.mark.parametrize("method", method_names())
+def test_bare_command_trains_two_steps(method, tmp_path):
+    run_ok("--method", method, "--max-steps", "2", cwd=tmp_path)
+    (folder,) = (tmp_path / "runs").iterdir()
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
     wanted = ALWAYS | (GRPO if method == "grpo" else set())
     assert wanted <= rows[1].keys(), f"missing {wanted - rows[1].keys()}"
     assert rows[1]["optim/grad_norm"] > 0
     assert rows[2]["data/tokens_total"] > rows[1]["data/tokens_total"] > 0
-
-
-def test_every_metric_is_in_the_glossary(finished):
-    _, folder = finished
-    unknown = {name for row in metrics(folder) for name in row if describe(name) is None}
-    assert not unknown
-
-
-def test_run_folder_is_whole(finished):
-    method, folder = finished
+    assert not {name for row in rows for name in row if describe(name) is None}, "every metric is in the glossary"
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["method"] == method and saved["max_steps"] == 2 and saved["model"] == "builtin:tiny"
     assert "<html" in (folder / "report.html").read_text()
@@ -57,24 +45,17 @@ def test_run_folder_is_whole(finished):
         samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
         assert {row["step"] for row in samples} == {1, 2}
         assert {"prompt", "completion", "rewards", "advantage"} <= samples[0].keys()
+        answer_in_plain_transformers(folder)
+    if method in CLASSES:
+        checkpoint_is_a_model_folder(folder, CLASSES[method])
+    if method in ("grpo", "dpo"):  # their loops stand for the rest
+        run_ok("--config", folder / "config.yaml", "--output-dir", tmp_path / "again", cwd=tmp_path)
+        assert repeatable(metrics(tmp_path / "again")) == repeatable(rows)
 
 
-def test_saved_config_reruns_the_same_numbers(finished, tmp_path):
-    method, folder = finished
-    if method not in ("grpo", "dpo"):
-        pytest.skip("the loops of dpo and grpo stand for the rest")
-    run_ok("--config", folder / "config.yaml", "--output-dir", tmp_path / "again", cwd=tmp_path)
-    first, again = metrics(folder)[-1], metrics(tmp_path / "again")[-1]
-    assert again["loss/total"] == first["loss/total"]
-    assert again["optim/grad_norm"] == first["optim/grad_norm"]
-
-
-def test_export_answers_in_plain_transformers(finished):
+def answer_in_plain_transformers(folder: Path) -> None:
     from transformers import pipeline
 
-    method, folder = finished
-    if method in SCORERS:
-        pytest.skip("scores, does not answer")
     answer = pipeline("text-generation", model=str(folder / "final"))(
         [{"role": "user", "content": "12+13="}], max_new_tokens=8, do_sample=False
     )
@@ -82,16 +63,13 @@ def test_export_answers_in_plain_transformers(finished):
     assert reply["role"] == "assistant" and 0 < len(reply["content"]) < 8
 
 
-def test_checkpoint_is_a_model_folder(finished):
+def checkpoint_is_a_model_folder(folder: Path, class_name: str) -> None:
     """Any checkpoint can be loaded, or trained on, as it lies there."""
     import torch
     import transformers
-    from transformers import AutoTokenizer
 
-    method, folder = finished
-    kind = getattr(transformers, SCORERS.get(method, "AutoModelForCausalLM"))
-    last = folder / "checkpoints" / "step-00000002"
-    ids = torch.tensor([AutoTokenizer.from_pretrained(last)("12+13=")["input_ids"]])
+    kind, last = getattr(transformers, class_name), folder / "checkpoints" / "step-00000002"
+    ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(last)("12+13=")["input_ids"]])
     logits = [kind.from_pretrained(path)(ids).logits for path in (last, folder / "final")]
     assert torch.equal(*logits)
 
@@ -112,7 +90,7 @@ def test_what_rewards_log_is_in_the_files_of_the_run(tmp_path, num_workers):
     (tmp_path / "my_rewards.py").write_text(LOGGING)
     workers = ["--reward-num-workers", num_workers] if num_workers else []
     run_ok("--method", "grpo", "--max-steps", 2, "--reward-funcs", "my_rewards.logs", "--output-dir", "run", *workers,
-           "--eval-steps", 2, cwd=tmp_path)  # fmt: skip
+           "--max-eval-rows", 8, "--per-device-train-batch-size", 16, cwd=tmp_path)  # fmt: skip
     rows = metrics(tmp_path / "run")
     assert [row["reward/log/step"] for row in rows[1:]] == [0.0, 1.0]
     assert [row["reward/log/progress"] for row in rows[1:]] == [0.0, 0.5]

@@ -9,7 +9,7 @@ import pytest
 from tests.entry import ROOT, metrics, run_ok
 
 RECIPES = ROOT / "trainer" / "recipes"
-SMALL = ["--eval-data", "task:addition:split=eval,size=60", "--per-device-train-batch-size", "32", "--save-steps", "0"]
+SMALL = ["--eval-data", "task:addition:split=eval,size=24", "--per-device-train-batch-size", "32", "--save-steps", "0"]
 
 
 def stages(tmp_path: Path, first: list[str], second: list[str]) -> tuple[list[dict], list[dict]]:

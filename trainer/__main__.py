@@ -38,10 +38,11 @@ def main(argv: list[str] | None = None) -> int:
         except Stopped as stopped:
             print(stopped, file=sys.stderr)
             return EXIT_CODE
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if debug:
                 raise
-            print("interrupted; continue with --resume", file=sys.stderr)
+            if os.environ.get("RANK", "0") == "0":
+                print(interrupted(interrupt, began=cfg is not None), file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:  # --help | head; a training run must not stop silently either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -62,6 +63,13 @@ def main(argv: list[str] | None = None) -> int:
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes have the same flags
                 print("error:", one_line(error), file=sys.stderr)
             return 2
+
+
+def interrupted(interrupt: KeyboardInterrupt, *, began: bool) -> str:
+    """The Run in trainer/run/run.py puts its folder and step into the interrupt; a method without one cannot."""
+    if interrupt.args:
+        return str(interrupt)
+    return "interrupted; continue with --resume" if began else "interrupted before the run began"
 
 
 def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:

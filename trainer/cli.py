@@ -21,26 +21,30 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import tyro
-
+from data.command.config_file import load_config
+from data.command.flags import HELP, Flag, Values, build, flag_table, looks_like_flag, print_help, read_argv, read_tree
+from data.hints import method_hint
 from data.user_code import import_beside, is_missing
-from strop_names import module_file
+from strop_names import NAMES, module_file
 from trainer.config.blocks import RunConfig
-from trainer.config.flags import (
-    Values,
-    build,
-    flag_table,
-    looks_like_flag,
-    nearest,
-    read_argv,
-    read_tree,
-)
 from trainer.config.learning_rates import rates_of
-from trainer.config.yaml import load_config
 from trainer.parallel.ranks import world_size
 
 METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
+# The flags of ours that --help shows; of a module of the user's it shows all. --help-all shows all of both.
+COMMON = frozenset(
+    """
+    method model dtype gradient_checkpointing chat_template system_prompt data data_format eval_data
+    output_dir resume max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps
+    max_tokens_per_micro_batch seed save_steps eval_steps report_to learning_rate lr_scheduler_type warmup_ratio
+    lora.r lora.alpha parallel.mode max_length max_prompt_length bad_rows ref loss_type beta label_smoothing rpo_alpha
+    desirable_weight undesirable_weight orpo_alpha cpo_alpha simpo_gamma center_rewards_coefficient step_separator
+    train_on_last_step_only num_generations max_completion_length temperature rollout.engine
+    vllm.url reward_funcs reward_weights tools scale_rewards epsilon
+    mode feature_layers ce_coef stride generate_max_len n_samples_per_prompt
+""".split()
+)
 
 
 def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
@@ -50,14 +54,13 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
         argv = [*argv, "--resume=latest"]
     config_file = _peek(argv, "config")
     file_tree = load_config(Path(config_file)) if config_file else {}
-    wants_help = any(word in ("-h", "--help") for word in argv)
+    wants_help = any(word in HELP for word in argv)
     name = _peek(argv, "method") or file_tree.get("method")
     resume = None if wants_help else _resume_point(argv, file_tree, name)
     if name is None and resume is not None:
         name = resume.saved["method"]
     if name is None:
-        others = [word for word in argv if word not in ("-h", "--help")]
-        if others:
+        if any(word not in HELP for word in argv):
             raise ValueError(f"--method: missing; pass one of {', '.join(method_names())} or a dotted module of yours")
         print(method_listing())
         raise SystemExit(0)
@@ -68,7 +71,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
         raise ValueError(f"--method={name}: its Config has no run block; add the field run: Flat[RunConfig]")
     prog = f"python -m trainer --method {name}"
     if wants_help:
-        print_help(module.Config, prog)
+        show_help(module.Config, table, prog, show_all="--help-all" in argv)
 
     values: Values = {}
     if resume is not None:
@@ -129,32 +132,34 @@ def load_method(name: str) -> ModuleType:
             "RunConfig(resume=FOLDER)"
         )
     if "." not in name and module_file(Path.cwd(), name) is None:
-        found = nearest(name, method_names())
-        hint = f"did you mean {found}?" if found else f"there are {', '.join(method_names())}"
+        hint = method_hint(name, method_names())
         raise ValueError(f"--method={name}: unknown method; {hint} (your own: a file here, or a dotted module path)")
     try:
         module = import_beside(name)
     except ModuleNotFoundError as error:
         if not is_missing(name, error):
             raise  # the module exists, but something it imports does not
-        raise ValueError(f"--method={name}: no module {error.name} here or installed; {_hint(name)}") from None
+        raise ValueError(f"--method={name}: no module {error.name} here or installed; {_own_hint(name)}") from None
     for part in ("Config", "train"):
         if not hasattr(module, part):
             raise ValueError(f"--method={name}: has no {part}; a method is a module with Config and train(cfg)")
     return module
 
 
-def _hint(name: str) -> str:
-    found = nearest(name.rpartition(".")[2], method_names())
-    return f"did you mean {found}?" if found else "run from the folder that holds it, or install it"
+def _own_hint(name: str) -> str:
+    hint = method_hint(name, method_names())
+    return hint if hint.startswith("did you") else "run from the folder that holds it, or install it"
 
 
-def print_help(config: type, prog: str) -> NoReturn:
-    """All flags by block, then SystemExit(0)."""
-    description = (config.__doc__ or "") + "\n\n--config FILE.yaml gives the same keys from a file; flags win over it."
-    off = (tyro.conf.HelptextFromCommentsOff,)
-    tyro.cli(config, args=["--help"], prog=prog, description=description, config=off)
-    raise AssertionError("tyro exits after --help")
+def show_help(config: type, table: dict[str, Flag], prog: str, *, show_all: bool) -> NoReturn:
+    """The flags by block, then SystemExit(0)."""
+    note = "--config FILE.yaml gives the same keys from a file; flags win over it."
+    if show_all:
+        print_help(config, prog, note)
+    theirs = {key for key, flag in table.items() if flag.module.partition(".")[0] not in NAMES}
+    shown = (COMMON | theirs) & table.keys()
+    note = f"{len(shown)} of {len(table)} flags; --help-all shows all. {note}"
+    print_help(config, prog, note, shown.__contains__)
 
 
 # layers ----------------------------------------------------------------------------------------------------------

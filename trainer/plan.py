@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from data.command.flags import parse_command, run_command
 from trainer.policy.memory import (
     METHODS,
     Sizes,
@@ -205,17 +206,13 @@ class PlanConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 after one sentence about what is wrong."""
-    import tyro
+    return run_command(lambda: plan(parse_command(PlanConfig, argv, "python -m trainer.plan")))
 
-    try:
-        cfg = tyro.cli(PlanConfig, prog="python -m trainer.plan", args=argv)
-        trusts = cfg.trust_remote_code
-        model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model, trust_remote_code=trusts)
-        print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg), notes(model))))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+def plan(cfg: PlanConfig) -> None:
+    trusts = cfg.trust_remote_code
+    model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model, trust_remote_code=trusts)
+    print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg), notes(model))))
 
 
 def known_config(name: str) -> Any:

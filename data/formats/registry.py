@@ -35,7 +35,7 @@ from data.formats.fields import (
     user_turn,
     with_nested,
 )
-from data.hints import suggest
+from data.hints import other_methods, suggest
 from data.progress import shown
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
@@ -112,7 +112,7 @@ def apply(function: Callable[..., Any], row: Row, *args: Any) -> Any:
     try:
         return function(row.columns, *args)
     except ValueError as error:
-        raise ValueError(f"{row.source}: {error}") from None
+        raise ValueError(f"{row.source}: {error}{other_methods(row.columns, str(error))}") from None
 
 
 def _auto_prompt(columns: Columns) -> Columns:

@@ -77,11 +77,8 @@ class VerifyReward:
         """
         if self.gym is None:
             raise ValueError("works only in a training run, which knows the servers; see --nemo-gym.datasets")
-        work = self._all(list(zip(prompts, completions, verify_extra, nemo_gym_ref, strict=True)))
-        return await asyncio.wrap_future(self.gym.loop.start(work))
-
-    async def _all(self, rows: list[tuple[Messages, Any, str | None, dict[str, Any] | None]]) -> list[float | None]:
-        return await together([self._one(*row) for row in rows])
+        rows = zip(prompts, completions, verify_extra, nemo_gym_ref, strict=True)
+        return await asyncio.wrap_future(self.gym.loop.start(together([self._one(*row) for row in rows])))
 
     async def _one(self, prompt: Messages, completion: Any, row_json: str | None, ref: Any) -> float | None:
         assert self.gym is not None
@@ -104,18 +101,13 @@ class RunSource:
     """Source of episodes run by the gym's agents: one POST /run per request.
 
     A failed episode becomes a completion without trained tokens and without a reward, logged once per kind of failure;
-    GIVE_UP failures in a row stop the run.
+    GIVE_UP failures in a row stop the run. version(): of the weights that the server holds now.
     """
 
     def __init__(
-        self,
-        gym: GymClient,
-        sampling: Sampling,
-        *,
-        version: Callable[[], int],  # of the weights that the server holds now
-        vocab_size: int | None = None,
+        self, gym: GymClient, sampling: Sampling, *, version: Callable[[], int], vocab_size: int | None = None,
         seeded: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.gym, self.sampling, self.version = gym, sampling, version
         self.vocab_size, self.seeded = vocab_size, seeded
         self._running: set[Future[Any]] = set()
@@ -124,8 +116,10 @@ class RunSource:
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         """Start all episodes; one future per group, its completions in the order of the requests."""
         version = self.version()
-        futures = [self.gym.loop.start(self._group(list(group), version)) for group in groups]
-        for future in futures:
+        futures = []
+        for group in groups:
+            episodes = [self._episode(request, i, version) for i, request in enumerate(group)]
+            futures.append(future := self.gym.loop.start(together(episodes)))
             self._running.add(future)
             future.add_done_callback(self._running.discard)
         return futures
@@ -135,27 +129,19 @@ class RunSource:
         for future in list(self._running):
             future.cancel()
 
-    async def _group(self, requests: list[Request], version: int) -> list[Completion]:
-        return await together([self._episode(request, i, version) for i, request in enumerate(requests)])
-
     async def _episode(self, request: Request, number: int, version: int) -> Completion:
         prompt = request.prompt
         try:
             name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
             reply = await self.gym.run(self.body(prompt, name, request.seed, number), name, url)
-            completion, left_out = read_episode(
-                reply,
-                prompt_ids=prompt.ids,
-                max_tokens=self.sampling.max_tokens,
-                version=version,
-                vocab_size=self.vocab_size,
-            )
+            limits = {"max_tokens": self.sampling.max_tokens, "vocab_size": self.vocab_size}
+            completion = read_episode(reply, prompt_ids=prompt.ids, version=version, **limits)
         except NoTokenIds:
             raise
         except (GymError, ValueError) as error:
             kind = error.kind if isinstance(error, GymError) else str(error).partition(":")[0]
             return self._failed(prompt, kind, str(error))
-        if left_out:
+        if completion.columns["left_out_turns"]:
             return self._mismatched(prompt, completion)
         self._in_a_row = 0
         return completion
@@ -175,12 +161,9 @@ class RunSource:
         if self.sampling.top_k:
             extra["top_k"] = self.sampling.top_k
         limit = self.sampling.max_tokens
-        params |= {
-            "max_output_tokens": min(params.get("max_output_tokens") or limit, limit),  # of one turn
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "metadata": metadata | {"extra_body": json.dumps(extra)},
-        }
+        params |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
+        params["max_output_tokens"] = min(params.get("max_output_tokens") or limit, limit)  # of one turn
+        params["metadata"] = metadata | {"extra_body": json.dumps(extra)}
         return row | {
             "responses_create_params": params,
             "agent_ref": {"type": "responses_api_agents", "name": agent},
@@ -199,11 +182,8 @@ class RunSource:
             )
         if rule == "drop":
             return self._failed(prompt, "prefix", what)
-        self.gym.log_once(
-            "prefix",
-            f"NeMo Gym: {prompt.source}: {what}; of such episodes only the last turns are trained on "
-            "(rollout/left_out_turns counts the others)",
-        )
+        text = f"NeMo Gym: {prompt.source}: {what}; of such episodes only the last turns are trained on"
+        self.gym.log_once("prefix", f"{text} (rollout/left_out_turns counts the others)")
         return completion
 
     def _failed(self, prompt: Prompt, kind: str, reason: str) -> Completion:
@@ -214,7 +194,8 @@ class RunSource:
                 "the logs of the gym's agent and model server may say more"
             )
         self.gym.log_once(kind, f"NeMo Gym: {prompt.source}: {reason}; such episodes are not trained on")
-        return failed(prompt.ids)
+        columns = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "left_out_turns": 0}
+        return empty(prompt.ids, columns, [])
 
 
 def set_up_rewards(rewards: Any, gym: GymClient, on_error: Literal["stop", "none"]) -> None:
@@ -246,11 +227,6 @@ class Places:
 class GymClient:
     """HTTP to the gym's servers, in a background loop.
 
-    gym = GymClient(NemoGymConfig(datasets=("rows.jsonl@math",), head_port=11000))
-    gym.connect(prompts, multi_turn=False)      # asks the head server, then each server that the rows need
-    future = gym.loop.start(gym.verify(row, ref))
-    gym.close()
-
     The cookie of /seed_session identifies the session: without it, a server with state verifies 0.0 without an error.
     So each verification has its own cookies, and the client keeps none.
     """
@@ -275,8 +251,7 @@ class GymClient:
         self.places = read_places(text, self.head, self.cfg.head_host)
         needed: dict[str, str] = {}
         for prompt in prompts:
-            ref = prompt.columns.get("nemo_gym_ref")
-            if ref is None:
+            if (ref := prompt.columns.get("nemo_gym_ref")) is None:
                 continue
             try:
                 name, url = self.agent_of(ref) if multi_turn else self.server_of(ref)
@@ -321,22 +296,21 @@ class GymClient:
         """The resource server's reply for a row with a response: new session, /verify, retries."""
         name, url = self.server_of(ref)
 
-        async def once() -> dict[str, Any]:
+        async def once() -> Any:
             seed = {key: value for key, value in row.items() if key != "response"}
-            cookies = await self.post(f"{url}/seed_session", seed, name, optional=True)
-            return (await self.post(f"{url}/verify", row, name, cookies[1]))[0]
+            _, cookies = await self.post(f"{url}/seed_session", seed, name, optional=True)
+            return await self.post(f"{url}/verify", row, name, cookies)
 
-        return await self.retried(once, self.cfg.verify_timeout, f"{name}/verify")
+        reply, _ = await self.retried(once, self.cfg.verify_timeout, f"{name}/verify")
+        return reply
 
     async def run(self, row: dict[str, Any], name: str, url: str) -> dict[str, Any]:
         """One episode, run by an agent."""
 
-        async def once() -> dict[str, Any]:
-            return (await self.post(f"{url}/run", row, name))[0]
+        reply, _ = await self.retried(lambda: self.post(f"{url}/run", row, name), self.cfg.run_timeout, f"{name}/run")
+        return reply
 
-        return await self.retried(once, self.cfg.run_timeout, f"{name}/run")
-
-    async def retried(self, once: Callable[[], Any], seconds: float, what: str) -> dict[str, Any]:
+    async def retried(self, once: Callable[[], Any], seconds: float, what: str) -> Any:
         """Await it with a time limit and retries; time in the queue does not count."""
         if self._slots is None:  # created here because it belongs to the loop
             self._slots = asyncio.Semaphore(self.cfg.max_connections)
@@ -358,24 +332,25 @@ class GymClient:
         """(reply, cookies for the next request of the session); optional: the server may lack this route."""
         import httpx
 
-        route = url.rpartition("/")[2]
+        what = f"{name}/{url.rpartition('/')[2]}"
         try:
             reply = await self._client().post(url, json=body, headers={"cookie": cookies} if cookies else {})
         except (httpx.HTTPError, OSError) as error:
             reason = str(error) or type(error).__name__
-            raise GymError(f"{name}/{route} failed ({reason})", kind=f"{name}/{route} failed", again=True) from error
-        if optional and reply.status_code in (404, 405):
+            raise GymError(f"{what} failed ({reason})", kind=f"{what} failed", again=True) from error
+        status = reply.status_code
+        if optional and status in (404, 405):
             return {}, ""
-        if reply.status_code != 200:
-            text = f"{name}/{route} answered {reply.status_code} ({error_text(reply.content)})"
-            raise GymError(text, kind=f"{name}/{route} {reply.status_code}", again=reply.status_code >= 500)
+        if status != 200:
+            text = f"{what} answered {status} ({error_text(reply.content)})"
+            raise GymError(text, kind=f"{what} {status}", again=status >= 500)
         try:
             value = json.loads(reply.content)
         except ValueError:
             value = None
         if not isinstance(value, dict):
             shown = reply.content[:60]
-            raise GymError(f"{name}/{route} answered {shown!r}, which is not an object", kind=f"{name}/{route} garbage")
+            raise GymError(f"{what} answered {shown!r}, which is not an object", kind=f"{what} garbage")
         return value, join_cookies(cookies, reply.headers.get_list("set-cookie"))
 
     def log_once(self, kind: str, text: str) -> None:
@@ -416,12 +391,9 @@ class GymClient:
         if self._http is None:
             none = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
             # Servers close idle connections after 5 s, and a request on a closing one fails.
-            limits = httpx.Limits(
-                max_connections=None, max_keepalive_connections=self.cfg.max_connections, keepalive_expiry=2.0
-            )
-            self._http = httpx.AsyncClient(
-                timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=False, limits=limits, cookies=none
-            )
+            limits = httpx.Limits(max_keepalive_connections=self.cfg.max_connections, keepalive_expiry=2.0)
+            timeout = httpx.Timeout(None, connect=CONNECT_S)
+            self._http = httpx.AsyncClient(timeout=timeout, trust_env=False, limits=limits, cookies=none)
         return self._http
 
     def _unknown(self, what: str, name: str, known: Sequence[str]) -> str:
@@ -441,8 +413,7 @@ def read_places(text: str, head: str, host: str) -> Places:
         tree = None
     if not isinstance(tree, dict):
         raise ValueError(f"{head}: is not the head server of NeMo Gym (configuration is not a mapping); check the port")
-    servers: dict[str, str] = {}
-    agents: dict[str, tuple[str, str | None]] = {}
+    places = Places({}, {})
     for name, entry in tree.items():
         for kind in (SERVERS, AGENTS):
             inner = entry.get(kind) if isinstance(entry, dict) else None
@@ -453,11 +424,11 @@ def read_places(text: str, head: str, host: str) -> Places:
             at = str(fields.get("host") or "")
             url = f"http://{host if at in EVERYWHERE else at}:{fields['port']}"
             if kind == SERVERS:
-                servers[name] = url
+                places.servers[name] = url
             else:
                 ref = fields.get("resources_server")
-                agents[name] = (url, ref.get("name") if isinstance(ref, dict) else None)
-    return Places(servers, agents)
+                places.agents[name] = (url, ref.get("name") if isinstance(ref, dict) else None)
+    return places
 
 
 def row_body(row_json: str, prompt: Messages) -> dict[str, Any]:
@@ -497,23 +468,14 @@ def error_text(body: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One request to the model: its prompt and what it sampled."""
+class Turns:
+    """Requests to the model of which each continues the one before, as one sequence; at first a single one."""
 
     prompt_ids: list[int]
     ids: list[int]
-    logps: list[float]
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Turns that continue each other, as one sequence."""
-
-    prompt_ids: list[int]
-    ids: list[int]
-    logps: list[float]
+    logps: list[float]  # 0 where the model did not sample the token
     mask: list[bool]
-    num_turns: int
+    num_turns: int = 1
 
 
 class NoTokenIds(ValueError):
@@ -527,7 +489,7 @@ def read_reward(reply: dict[str, Any]) -> float:
     return float(reward)
 
 
-def read_turns(items: Sequence[Any]) -> list[Turn]:
+def read_turns(items: Sequence[Any], vocab_size: int | None) -> list[Turns]:
     """The model's turns among the items of a response. A turn's ids are in its last item."""
     turns, has_text = [], False
     for number, item in enumerate(items):
@@ -536,7 +498,7 @@ def read_turns(items: Sequence[Any]) -> list[Turn]:
         if item.get("generation_token_ids") is None:
             has_text = has_text or item.get("type") == "function_call" or _has_text(item)
             continue
-        turns.append(_turn(item, number))
+        turns.append(_turn(item, number, vocab_size))
     turns = [turn for turn in turns if turn.ids]
     if has_text and not turns:
         raise NoTokenIds(
@@ -546,21 +508,20 @@ def read_turns(items: Sequence[Any]) -> list[Turn]:
     return turns
 
 
-def chains(turns: Sequence[Turn]) -> list[Chain]:
+def chains(turns: Sequence[Turns]) -> list[Turns]:
     """Join consecutive turns; a new chain starts where a prompt does not continue the turns before it."""
-    made: list[Chain] = []
+    made: list[Turns] = []
     for turn in turns:
-        last = made[-1] if made else None
-        seen = last.prompt_ids + last.ids if last else []
-        if last is None or turn.prompt_ids[: len(seen)] != seen:
-            made.append(Chain(turn.prompt_ids, list(turn.ids), list(turn.logps), [True] * len(turn.ids), 1))
+        seen = made[-1].prompt_ids + made[-1].ids if made else []
+        if not made or turn.prompt_ids[: len(seen)] != seen:
+            made.append(turn)
             continue
-        between = turn.prompt_ids[len(seen) :]
-        made[-1] = Chain(
+        last, between = made[-1], turn.prompt_ids[len(seen) :]
+        made[-1] = Turns(
             last.prompt_ids,
             last.ids + between + turn.ids,
             last.logps + [0.0] * len(between) + turn.logps,
-            last.mask + [False] * len(between) + [True] * len(turn.ids),
+            last.mask + [False] * len(between) + turn.mask,
             last.num_turns + 1,
         )
     return made
@@ -568,54 +529,42 @@ def chains(turns: Sequence[Turn]) -> list[Chain]:
 
 def read_episode(
     reply: dict[str, Any], *, prompt_ids: list[int], max_tokens: int, version: int, vocab_size: int | None = None
-) -> tuple[Completion, int]:
-    """(Completion of an episode, number of turns that are not in it because a later prompt did not continue them)."""
+) -> Completion:
+    """An agent's reply as a Completion; left_out_turns are not in it, because a later prompt did not continue them."""
     response = reply.get("response")
     if not isinstance(response, dict) or not isinstance(response.get("output"), list):
         raise ValueError("response: has no output")
     items = response["output"]
     reward = read_reward(reply)
-    turns = read_turns(items)
+    turns = read_turns(items, vocab_size)
     messages = item_messages(items, "output")
+    chain = chains(turns)[-1] if turns else None
     columns: dict[str, Any] = {
         "env_reward": reward,
         "env_failed": 0.0,
         "num_turns": len(turns),
         "tool_calls": sum(item.get("type") == "function_call" for item in items),
-        "left_out_turns": 0,
+        "left_out_turns": len(turns) - chain.num_turns if chain else 0,
     }
     if isinstance(reply.get("reward_components"), dict):
         columns["reward_components"] = reply["reward_components"]
-    if not turns:  # the model's answer is empty, and the environment has scored that
-        return empty(prompt_ids, columns, messages), 0
-    for number, turn in enumerate(turns):
-        _check_ids(turn, number, vocab_size)
-    parts = chains(turns)
-    chain = parts[-1]
-    columns["left_out_turns"] = len(turns) - chain.num_turns
-    cut = len(chain.ids) > max_tokens
-    ids, logps, mask = chain.ids[:max_tokens], chain.logps[:max_tokens], chain.mask[:max_tokens]
-    while not mask[-1]:  # context that no sampled token follows
-        ids, logps, mask = ids[:-1], logps[:-1], mask[:-1]
+    if chain is None:  # the model's answer is empty, and the environment has scored that
+        return empty(prompt_ids, columns, messages)
+    length = min(len(chain.ids), max_tokens)
+    while not chain.mask[length - 1]:  # context that no sampled token follows
+        length -= 1
     short = bool(response.get("incomplete_details")) or response.get("status") == "incomplete"
-    completion = Completion(
+    return Completion(
         prompt_ids=chain.prompt_ids,
-        ids=ids,
-        logps=logps,
-        finish_reason="length" if cut or short else "stop",
+        ids=chain.ids[:length],
+        logps=chain.logps[:length],
+        finish_reason="length" if len(chain.ids) > max_tokens or short else "stop",
         text=next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), ""),
-        versions=[(version, sum(mask))],
-        mask=mask,
+        versions=[(version, sum(chain.mask[:length]))],
+        mask=chain.mask[:length],
         messages=messages,
         columns=columns,
     )
-    return completion, columns["left_out_turns"]
-
-
-def failed(prompt_ids: list[int]) -> Completion:
-    """A failed episode: nothing to train on, and no reward."""
-    columns = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "left_out_turns": 0}
-    return empty(prompt_ids, columns, [])
 
 
 def empty(prompt_ids: list[int], columns: dict[str, Any], messages: list[dict[str, Any]]) -> Completion:
@@ -650,40 +599,23 @@ def response_of(messages: Sequence[dict[str, Any]], model: str) -> dict[str, Any
             function = call.get("function", call)
             name, arguments, call_id = function["name"], function["arguments"], call.get("id") or f"call_{number}"
             output.append({"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments})
-    return {
-        "id": "resp",
-        "created_at": 0.0,
-        "model": model,
-        "object": "response",
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-    }
+    head = {"id": "resp", "created_at": 0.0, "model": model, "object": "response"}
+    return head | {"output": output, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
-def _turn(item: dict[str, Any], number: int) -> Turn:
-    ids, prompt_ids = (_integers(item.get(key)) for key in ("generation_token_ids", "prompt_token_ids"))
+def _turn(item: dict[str, Any], number: int, vocab_size: int | None) -> Turns:
+    try:  # some versions of the gym send ids as text
+        ids, prompt_ids = ([int(x) for x in item[key]] for key in ("generation_token_ids", "prompt_token_ids"))
+    except (KeyError, TypeError, ValueError):
+        ids, prompt_ids = [], []
     logps = item.get("generation_log_probs")
-    if ids is None or not prompt_ids or not isinstance(logps, list) or len(logps) != len(ids):
+    if not prompt_ids or not isinstance(logps, list) or len(logps) != len(ids):
         raise ValueError(f"output[{number}]: its token ids and log-probs do not match")
     if not all(isinstance(logp, (int, float)) and -math.inf < logp <= LOGP_SLACK for logp in logps):
         raise ValueError(f"output[{number}]: has an invalid log-prob")
-    return Turn(prompt_ids, ids, [min(float(logp), 0.0) for logp in logps])
-
-
-def _integers(values: Any) -> list[int] | None:
-    """Some versions of the gym send ids as text."""
-    try:
-        return [int(value) for value in values]
-    except (TypeError, ValueError):
-        return None
-
-
-def _check_ids(turn: Turn, number: int, vocab_size: int | None) -> None:
-    ids = turn.prompt_ids + turn.ids
-    if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
-        raise ValueError(f"turn {number}: an id outside the vocabulary of {vocab_size}; is it another model's?")
+    if min(prompt_ids + ids) < 0 or (vocab_size is not None and max(prompt_ids + ids) >= vocab_size):
+        raise ValueError(f"output[{number}]: an id outside the vocabulary of {vocab_size}; is it another model's?")
+    return Turns(prompt_ids, ids, [min(float(logp), 0.0) for logp in logps], [True] * len(ids))
 
 
 def _has_text(item: dict[str, Any]) -> bool:

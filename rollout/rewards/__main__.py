@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import set_chat_template, stop_ids
+from data.command.flags import parse_command, run_command
 from data.formats.registry import PROMPT_FORMATS, formatted_rows
 from data.formats.template_settings import JsonObject, check_kwargs
+from data.hub import check_hub
 from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
@@ -60,28 +62,21 @@ class CheckConfig:
     trust_remote_code: bool = False
     """Let Python code run that comes with the model, or with a reward model."""
 
+    def __post_init__(self) -> None:
+        for name in ("num_rows", "num_generations", "max_completion_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after an error, which is printed as one sentence."""
-    import tyro
-
-    try:
-        cfg = tyro.cli(CheckConfig, prog="python -m rollout.rewards", args=argv)
-        _check_config(cfg)
-        rewards = load_rewards(cfg.check, cfg.reward_weights, trust_remote_code=cfg.trust_remote_code)
-        prompts, completions = _read_completions(cfg) if cfg.model is None else _sample_completions(cfg)
-        show(prompts, completions, rewards.score(prompts, completions))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Exit status: 0, or 2 after an error, which is printed as one sentence."""
+    return run_command(lambda: check(parse_command(CheckConfig, argv, "python -m rollout.rewards")))
 
 
-def _check_config(cfg: CheckConfig) -> None:
-    """Not in __post_init__: tyro would draw a box around the message."""
-    for name in ("num_rows", "num_generations", "max_completion_length"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name}={getattr(cfg, name)}: must be 1 or more")
+def check(cfg: CheckConfig) -> None:
+    rewards = load_rewards(cfg.check, cfg.reward_weights, trust_remote_code=cfg.trust_remote_code)
+    prompts, completions = _read_completions(cfg) if cfg.model is None else _sample_completions(cfg)
+    show(prompts, completions, rewards.score(prompts, completions))
 
 
 def _training(cfg: CheckConfig) -> Any:
@@ -161,6 +156,8 @@ def _load_model(name: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     place = TINY_MODEL if name == "builtin:tiny" else Path(name)
     if (place / "final").is_dir():
         place = place / "final"
+    if not place.is_dir():
+        check_hub("model", name)
     source = str(place) if place.is_dir() else name
     base = source
     is_adapter = (place / "adapter_config.json").is_file()

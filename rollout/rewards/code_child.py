@@ -1,17 +1,18 @@
 """Runs one program and its tests, and reports whether they passed. Run as a script; imports nothing of ours.
 
-    python -I code_child.py < {"program", "tests", "together", "limits": {...}, "secret"}  # JSON on stdin
+    python -I code_child.py < {"program", "tests", "apart", "limits": {...}, "secret"}  # JSON on stdin
 
 Two processes. The judge forks the program's process before it reads its input, so the tests, the values they expect and
 the secret that reports a pass are never in the program's memory. The tests run in the judge, where the program's
 functions are stand-ins: a call sends its arguments as data and gets the result back as data, and the judge compares.
+Lists, dicts and sets that were arguments or results are kept equal on both sides: every message carries the changes.
 
 A result that is an object of the program's own class stays in the program's process: the judge can iterate it and ask
 for its length, truth value and text, but it never equals data, whatever its __eq__ returns. Running such tests together
 instead would let a program choose that by returning such an object; and no honest program returns one to tests that
 compare a call with a literal or calculate with it, and only those run apart.
 
-With "together" the tests run in the program's process. Some tests need that (classes, patched modules, captured
+If "apart" is None the tests run in the program's process. Some tests need that (classes, patched modules, captured
 output), and there a program can do what it wants with them.
 
 This protects the trainer from accidents (endless loops, memory, forks, downloads). It is not a security boundary.
@@ -20,16 +21,19 @@ This protects the trainer from accidents (endless loops, memory, forks, download
 from __future__ import annotations
 
 import builtins
+import io
+import itertools
 import json
 import math
+import operator
 import os
+import pickle
 import signal
 import sys
+from collections import Counter, OrderedDict, deque
 from importlib import import_module
 
 GIB = 2**30
-MAX_MESSAGE = 2**28  # bytes
-EXACT_INT = 2**53  # larger ones are sent in hexadecimal: Python limits decimal digits
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 0x10000000, 0x40000000, 1, 4
 REFUSED = (  # prefixes of audit events; creating a socket is allowed, since asyncio needs a pair
     "socket.connect", "socket.bind", "socket.send", "socket.get", "subprocess.Popen", "os.fork", "os.exec",
@@ -43,73 +47,17 @@ ALIASES = {"np": "numpy"}
 HELPERS = ("unittest", "doctest", "pytest", "_pytest")  # imported again for tests that run together with a program
 BUILTINS = dict(vars(builtins))  # before a program could change them
 run_code, compile_code = exec, compile
-CONSTANTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # [math.nan] == [math.nan], by identity
-MAX_CALLS, MAX_ASKED = 2000, 2**20  # limits apart (calls, bytes of arguments): larger tests run faster together
-
-
-def rebuild(module: str, name: str) -> object:
-    """A constructor that imports its module on the first call."""
-    return lambda *arguments: getattr(import_module(module), name)(*arguments)
-
-
-def zone(x: object) -> object:
-    """The time zone of a datetime or time as a fixed offset, which keeps equality."""
-    offset = x.utcoffset()
-    return None if offset is None else import_module("datetime").timezone(offset)
-
-
-# Data types besides None, bool, str, float, int and list: (value -> constructor arguments, constructor).
-PLAIN = {
-    "builtins.tuple": (lambda x: [list(x)], tuple),
-    "builtins.set": (lambda x: [list(x)], set),
-    "builtins.frozenset": (lambda x: [list(x)], frozenset),
-    "builtins.dict": (lambda x: [list(x.keys()), list(x.values())], lambda keys, values: dict(zip(keys, values))),  # noqa: B905
-    "builtins.dict_keys": (lambda x: [list(x)], lambda keys: dict.fromkeys(keys).keys()),
-    "builtins.dict_values": (lambda x: [list(x)], lambda values: dict(enumerate(values)).values()),
-    "builtins.dict_items": (lambda x: [list(x)], lambda pairs: dict(pairs).items()),
-    "builtins.bytes": (lambda x: [x.decode("latin-1"), "latin-1"], bytes),
-    "builtins.bytearray": (lambda x: [x.decode("latin-1"), "latin-1"], bytearray),
-    "builtins.memoryview": (lambda x: [x.tobytes()], memoryview),
-    "builtins.complex": (lambda x: [x.real, x.imag], complex),
-    "builtins.range": (lambda x: [x.start, x.stop, x.step], range),
-    "collections.deque": (lambda x: [list(x), x.maxlen], rebuild("collections", "deque")),
-    "collections.Counter": (lambda x: [dict(x)], rebuild("collections", "Counter")),
-    "collections.OrderedDict": (lambda x: [dict(x)], rebuild("collections", "OrderedDict")),
-    "decimal.Decimal": (lambda x: [str(x)], rebuild("decimal", "Decimal")),
-    "fractions.Fraction": (lambda x: [x.numerator, x.denominator], rebuild("fractions", "Fraction")),
-    "uuid.UUID": (lambda x: [str(x)], rebuild("uuid", "UUID")),
-    "datetime.timezone": (lambda x: [x.utcoffset(None)], rebuild("datetime", "timezone")),
-    "datetime.timedelta": (lambda x: [x.days, x.seconds, x.microseconds], rebuild("datetime", "timedelta")),
-    "datetime.datetime": (
-        lambda x: [x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond, zone(x)],
-        rebuild("datetime", "datetime"),
-    ),
-    "datetime.date": (lambda x: [x.year, x.month, x.day], rebuild("datetime", "date")),
-    "datetime.time": (
-        lambda x: [x.hour, x.minute, x.second, x.microsecond, zone(x)],
-        rebuild("datetime", "time"),
-    ),
-    "numpy.ndarray": (
-        lambda x: [x.tolist(), x.dtype.str] if x.dtype.kind in "biufcU" else None,
-        rebuild("numpy", "array"),
-    ),
-}
-for scalar in (
-    "bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
-    "float64", "complex64", "complex128",
-):  # fmt: skip
-    PLAIN[f"numpy.{scalar}"] = (lambda x: [x.item()], rebuild("numpy", scalar))
 
 
 def main() -> None:
-    to_program, from_judge = pipe()
-    to_judge, from_program = pipe()
+    from_judge, to_program = os.pipe()
+    from_program, to_judge = os.pipe()
     if os.fork() == 0:
         try:
             os.close(to_program)
             os.close(from_program)
             silence()
-            serve(Link(from_judge, to_judge))
+            serve(Wire(from_judge, to_judge))
         finally:
             os._exit(1)
     os.close(from_judge)
@@ -121,16 +69,9 @@ def main() -> None:
     hide()
     limit(job["limits"])
     sys.addaudithook(refuse)
-    program = Link(from_program, to_program)
-    verdict = judge(program, job)
+    verdict = judge(Wire(from_program, to_program, is_judge=True), job)
     os.write(result, f"{job['secret']} {verdict}".encode())
     os._exit(0)
-
-
-def pipe() -> tuple[int, int]:
-    """(write end, read end)."""
-    readable, writable = os.pipe()
-    return writable, readable
 
 
 def silence() -> None:
@@ -140,50 +81,183 @@ def silence() -> None:
     os.close(quiet)
 
 
-class Link:
-    """Messages between the two processes: a length, then JSON. Each side waits for the other's answer."""
+# Messages: pickles without classes. What is not a number, a text, a tuple or a frozenset is a persistent id:
+#     (type name, arguments)            data that its constructor makes again
+#     (number, type name, contents)     a list, dict or set that both sides know by number; contents None: as last sent
+#     (number, "object", None)          an object of the program
 
-    def __init__(self, readable: int, writable: int) -> None:
-        self.readable, self.writable = readable, writable
-        self.remote = None  # in the judge: makes a Remote of a number
-        self.decode = json.JSONDecoder(object_hook=self.revive, parse_constant=CONSTANTS.__getitem__).decode
+ATOMS = {bool, int, str, bytes, type(None), tuple, frozenset}
+SHARED = {kind.__name__: kind for kind in (list, dict, set, bytearray, deque, Counter, OrderedDict)}
+LIKE = {  # a subclass as its base type
+    int: int.__int__, float: float.__float__, str: str.__str__, bytes: lambda x: b"".join([x]),
+    tuple: lambda x: tuple(tuple.__iter__(x)), frozenset: lambda x: frozenset(frozenset.__iter__(x)),
+}  # fmt: skip
 
-    def send(self, message: object, dumps=json.dumps, write=os.write) -> None:
-        body = dumps(message).encode()
-        if self.remote is not None and len(body) > MAX_ASKED:
+
+def made_by(module: str, name: str) -> object:
+    """A constructor that imports its module on the first call."""
+    return lambda *arguments: getattr(import_module(module), name)(*arguments)
+
+
+def zone(x: object) -> object:
+    """The time zone of a datetime or time as a fixed offset, which keeps equality."""
+    offset = x.utcoffset()
+    return None if offset is None else import_module("datetime").timezone(offset)
+
+
+DATA = {  # type: (value -> constructor arguments, constructor)
+    "builtins.complex": (lambda x: (x.real, x.imag), complex),
+    "builtins.range": (lambda x: (x.start, x.stop, x.step), range),
+    "builtins.dict_keys": (lambda x: (tuple(x),), lambda keys: dict.fromkeys(keys).keys()),
+    "builtins.dict_values": (lambda x: (tuple(x),), lambda values: dict(enumerate(values)).values()),
+    "builtins.dict_items": (lambda x: (tuple(x),), lambda pairs: dict(pairs).items()),
+    "decimal.Decimal": (lambda x: (str(x),), made_by("decimal", "Decimal")),
+    "fractions.Fraction": (lambda x: (x.numerator, x.denominator), made_by("fractions", "Fraction")),
+    "datetime.timezone": (lambda x: (x.utcoffset(None),), made_by("datetime", "timezone")),
+    "datetime.timedelta": (lambda x: (x.days, x.seconds, x.microseconds), made_by("datetime", "timedelta")),
+    "datetime.datetime": (
+        lambda x: (x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond, zone(x)),
+        made_by("datetime", "datetime"),
+    ),
+    "datetime.date": (lambda x: (x.year, x.month, x.day), made_by("datetime", "date")),
+    "datetime.time": (lambda x: (x.hour, x.minute, x.second, x.microsecond, zone(x)), made_by("datetime", "time")),
+    "numpy.ndarray": (
+        lambda x: (x.tolist(), x.dtype.str) if x.dtype.kind in "biufcU" else None,
+        made_by("numpy", "array"),
+    ),
+    "numpy.generic": (lambda x: (x.item(), x.dtype.str), lambda x, kind: import_module("numpy").dtype(kind).type(x)),
+    "nan": (None, lambda: math.nan),  # [math.nan] == [math.nan], by identity
+    "plain": (None, lambda x: x),
+}
+
+
+class Wire:
+    """One end of the connection, and what both ends share: `things` by number, `numbers` by id, contents as `sent`."""
+
+    def __init__(self, readable: int, writable: int, *, is_judge: bool = False) -> None:
+        self.reader, self.writer = os.fdopen(readable, "rb"), os.fdopen(writable, "wb")
+        self.is_judge = is_judge
+        self.things: dict[int, object] = {}
+        self.numbers: dict[int, int] = {}
+        self.sent: dict[int, tuple[object, ...] | bytes] = {}  # not of objects
+        self.next = itertools.count(int(is_judge), 2)  # each end numbers what it sends first
+
+    def send(self, message: object) -> None:
+        """The message, the contents that changed, and what the tests no longer refer to."""
+        gone = [n for n in self.things if sys.getrefcount(self.things[n]) <= ALONE] if self.is_judge else []
+        self.forget(gone)
+        changed = []
+        for number, before in self.sent.items():
+            now = contents(self.things[number])
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                self.sent[number] = now
+                changed.append((number, now))
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, 5)
+        pickler.persistent_id = self.persistent_id
+        pickler.dump((message, tuple(changed), tuple(gone)))
+        self.writer.write(buffer.getbuffer())
+        self.writer.flush()
+
+    def receive(self) -> object:
+        unpickler = Unpickler(self.reader)
+        unpickler.persistent_load = self.persistent_load
+        message, changed, gone = unpickler.load()
+        for number, now in changed:
+            self.fill(number, now)
+        self.forget(gone)
+        return message
+
+    def forget(self, gone: list[int] | tuple[int, ...]) -> None:
+        for number in gone:
+            del self.numbers[id(self.things.pop(number))]
+            self.sent.pop(number, None)
+
+    def share(self, thing: object, number: int | None = None) -> int:
+        number = next(self.next) if number is None else number
+        self.things[number], self.numbers[id(thing)] = thing, number
+        if base_of(type(thing)) is not None:
+            self.sent[number] = contents(thing)
+        return number
+
+    def fill(self, number: int, now: tuple[object, ...] | bytes) -> None:
+        thing = self.things[number]
+        thing.clear()
+        if isinstance(thing, dict):
+            for key, value in zip(now[::2], now[1::2]):  # noqa: B905
+                thing[key] = value
+        else:
+            (thing.update if isinstance(thing, set) else thing.extend)(now)
+        self.sent[number] = now
+
+    def persistent_load(self, found: tuple) -> object:
+        if isinstance(found[0], str):
+            return DATA[found[0]][1](*found[1])
+        number, name, now = found
+        if number not in self.things:
+            self.share(SHARED[name]() if name in SHARED else Remote(self, number), number)
+        if now is not None:
+            self.fill(number, now)
+        return self.things[number]
+
+    def persistent_id(self, x: object) -> tuple | None:
+        kind = type(x)
+        if kind in ATOMS:
+            return None
+        if kind is float:
+            return None if x == x else ("nan", ())
+        base = base_of(kind)
+        name = (
+            "object" if base is None else "Missing" if base is dict and hasattr(kind, "__missing__") else base.__name__
+        )
+        if id(x) in self.numbers:
+            return self.numbers[id(x)], name, None
+        if base is kind or (base is not None and not self.is_judge):
+            number = self.share(x)
+            return number, name, self.sent[number]
+        for base in kind.__mro__:
+            if base in LIKE and not self.is_judge:
+                return "plain", (LIKE[base](x),)
+            path = f"{base.__module__}.{base.__qualname__}"
+            if path in DATA and (base is kind or not self.is_judge or path == "numpy.generic"):
+                arguments = DATA[path][0](x)
+                return (path, arguments) if arguments is not None else (self.share(x), name, None)
+        if self.is_judge:
             raise Unfit
-        left = memoryview(len(body).to_bytes(8, "big") + body)
-        while left:
-            left = left[write(self.writable, left) :]
+        plain = as_plain(x)
+        return (self.share(x), name, None) if plain is None else ("plain", (plain,))
 
-    def receive(self, read=os.read) -> object:
-        got = bytearray()
-        while len(got) < 8 or len(got) < 8 + int.from_bytes(got[:8], "big"):
-            part = read(self.readable, 2**16)
-            if not part:
-                raise EOFError("the other process has ended")
-            got += part
-            if len(got) > MAX_MESSAGE:
-                raise MemoryError("a message is too long")
-        size = int.from_bytes(got[:8], "big")
-        if len(got) > 8 + size:
-            raise ValueError("a message that nobody asked for")
-        return self.decode(got[8:].decode())
 
-    def revive(self, found: dict[str, object]) -> object:
-        """Decode what encode() produced; other dicts are messages."""
-        if len(found) != 1:
-            return found
-        ((name, inner),) = found.items()
-        if name == "int":
-            return int(inner, 16)
-        if self.remote is not None and name == "object":
-            return self.remote(inner)
-        if self.remote is not None and name == "like":
-            return like(inner[0], self.remote(inner[1]))
-        if self.remote is not None and name in ("builtins.set", "builtins.frozenset"):
-            return in_order(PLAIN[name][1], *inner)
-        return PLAIN[name][1](*inner) if name in PLAIN else found
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        raise pickle.UnpicklingError("messages have no classes")
+
+
+def base_of(kind: type) -> type | None:
+    return next((base for base in kind.__mro__ if SHARED.get(base.__name__) is base), None)
+
+
+def contents(thing: object) -> tuple[object, ...] | bytes:
+    base = base_of(type(thing))
+    if base is bytearray:
+        return bytes(thing)
+    return tuple(itertools.chain.from_iterable(base.items(thing)) if issubclass(base, dict) else base.__iter__(thing))
+
+
+def as_plain(x: object) -> object:
+    """Mappings and numbers of libraries as the data that they stand for; None for other objects."""
+    import numbers
+    from collections import UserList, UserString
+    from collections.abc import Mapping
+
+    kinds = {Mapping: dict, UserList: list, UserString: str, numbers.Integral: int, numbers.Real: float}
+    for abstract, base in kinds.items():
+        if isinstance(x, abstract):
+            return base(x)
+    try:
+        return float(x) if hasattr(type(x), "__float__") else None
+    except Exception:  # for example, a tensor with several elements
+        return None
 
 
 # The process of the judge.
@@ -193,26 +267,24 @@ class Unfit(BaseException):
     """The tests pass something to the program that cannot be sent: they must run together with it."""
 
 
-def judge(link: Link, job: dict) -> str:
+def judge(wire: Wire, job: dict) -> str:
     try:
-        link.send({"limits": job["limits"], "program": job["program"]})
-        if link.receive() != {"ran": True}:
+        apart = job["apart"]
+        wire.send((job["program"], apart["imports"] if apart else "", job["limits"]))
+        if wire.receive() is not True:
             return "failed"
-        if job["together"]:
+        if apart is None:
             word = os.urandom(16).hex()
-            link.send({"op": "tests", "tests": job["tests"], "word": word})
-            return "passed" if link.receive() == {"passed": word} else "failed"
-        link.remote = lambda number: Remote(link, number)
-        code = compile_code(job["tests"], "<tests>", "exec")
+            wire.send(("tests", job["tests"], word))
+            return "passed" if wire.receive() == word else "failed"
         space = {"__name__": "__main__", "__builtins__": builtins}
-        ask(link, "imports", source=imports(job["tests"]))
-        for name in wanted(code):
+        for name in apart["names"]:
             module = ALIASES.get(name, name)
             if module in PURE:
                 space[name] = import_module(module)
-            elif (found := ask(link, "name", name=name)) is not None:
+            elif (found := ask(wire, "name", name)) is not None:
                 space[name] = found
-        run_code(code, space)
+        run_code(compile_code(job["tests"], "<tests>", "exec"), space)
     except Unfit:
         return "unfit"
     except BaseException:
@@ -220,128 +292,102 @@ def judge(link: Link, job: dict) -> str:
     return "passed"
 
 
-def imports(tests: str) -> str:
-    """The import statements of the tests, whose names a program may use, as it could in one process."""
-    import ast
-
-    found = [node for node in ast.parse(tests).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return "\n".join(ast.unparse(node) for node in found)
-
-
-def wanted(code: object) -> list[str]:
-    """Names that the tests may take from the program. Builtins count only if there is no other name: a program that has
-    to define `sum` does so, one that has to define `area` must not replace `abs`."""
-    names = list(dict.fromkeys(names_in(code, "LOAD_NAME", "LOAD_GLOBAL")))
-    theirs = {*names_in(code, "STORE_NAME", "STORE_GLOBAL"), *PURE, *ALIASES}
-    others = [name for name in names if name not in BUILTINS]
-    return others if any(name not in theirs for name in others) else names
-
-
-def names_in(code: object, *operations: str) -> list[str]:
-    import dis
-
-    own = [step.argval for step in dis.get_instructions(code) if step.opname in operations]
-    inner = [constant for constant in code.co_consts if hasattr(constant, "co_consts")]
-    return own + [name for part in inner for name in names_in(part, *operations)]
-
-
-def ask(link: Link, op: str, **details: object) -> object:
+def ask(wire: Wire, *request: object) -> object:
     """Ask the program's process. An exception there fails the test: tests that expect one may not mean the same apart,
     and StopIteration would end a loop of the tests."""
-    link.send({"op": op, **details})
-    reply = link.receive()
-    if "value" not in reply:
+    wire.send(request)
+    reply = wire.receive()
+    if not reply:
         raise RuntimeError("the program raised an exception")
-    return reply["value"]
+    return reply[0]
 
 
 class Remote:
-    """A function or object of the program. It never equals data, whatever its __eq__ returns."""
+    """A function or object of the program. It never equals data, whatever its __eq__ returns. What only its class can
+    do (attributes, items, operators with another object) makes the tests run together with the program."""
 
-    calls = 0
+    __slots__ = ("number", "wire")
 
-    def __init__(self, link: Link, number: int) -> None:
-        self.link, self.number = link, number
+    def __init__(self, wire: Wire, number: int) -> None:
+        self.wire, self.number = wire, number
 
     def __call__(self, *arguments: object, **named: object) -> object:
-        Remote.calls += 1
-        if Remote.calls > MAX_CALLS:
-            raise Unfit
-        return self.ask("call", arguments=encode([*arguments, *named.values()], unfit), named=list(named))
-
-    def ask(self, op: str, **details: object) -> object:
-        return ask(self.link, op, on=self.number, **details)
+        return ask(self.wire, "call", self, arguments, tuple(named), tuple(named.values()))
 
     def __iter__(self) -> object:
-        return iter(self.ask("items"))
+        """One item at a time, since it may be endless or change an item later; more at a time if there are many."""
+        items, count = ask(self.wire, "iterate", self), itertools.count()
+        while some := ask(self.wire, "take", items, 1 if next(count) < 100 else 10000):
+            yield from some
 
     def __len__(self) -> int:
-        length = self.ask("length")
+        length = ask(self.wire, "length", self)
         if length is None:  # a generator; list() asks for the length too
             raise TypeError("the result has no len()")
         return length
 
     def __bool__(self) -> bool:
-        return self.ask("truth")
+        return ask(self.wire, "truth", self)
 
     def __str__(self) -> str:
-        return self.ask("text")
+        return ask(self.wire, "text", self)
 
     def __repr__(self) -> str:
-        return self.ask("repr")
+        return ask(self.wire, "repr", self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Remote and unfit())
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> object:
+        return unfit()
+
+    __getitem__ = __contains__ = __getattr__
+
+    def __add__(self, other: object) -> object:
+        return unfit() if type(other) is Remote else NotImplemented
+
+    __sub__ = __mul__ = __truediv__ = __add__
 
 
-def unfit(value: object) -> object:
+def unfit() -> object:
     raise Unfit
 
 
-def like(plain: object, remote: Remote) -> object:
-    """Data of a subclass, such as a namedtuple: equal to a value of its base, but printed as the program prints it."""
-    kind = type(plain)
-    if kind not in LIKE:
-        own = {"__str__": lambda self: str(self.remote), "__repr__": lambda self: repr(self.remote)}
-        LIKE[kind] = type(kind.__name__, (kind,), own)
-    made = LIKE[kind](plain)
-    made.remote = remote
-    return made
+class Missing(dict):
+    """A defaultdict of the program."""
+
+    def __missing__(self, key: object) -> object:
+        return unfit()
 
 
-LIKE: dict[type, type] = {}
-
-
-def in_order(kind: type, items: list[object]) -> object:
-    """A set that iterates in the same order as in the program."""
-    made = kind(items)
-    if list(made) == items:
-        return made
-    made = type(kind.__name__, (kind,), {"__iter__": lambda self: iter(self.items)})(items)
-    made.items = items
-    return made
+SHARED["Missing"] = Missing
+ALONE = (lambda things: sys.getrefcount(things[0]))({0: []})  # references to what only a dict holds
 
 
 # The process of the program.
 
 
-def serve(link: Link) -> None:
-    start = link.receive()
+def serve(wire: Wire) -> None:
+    program, imports, limits = wire.receive()
     cut_off()
-    limit(start["limits"])
+    limit(limits)
     sys.addaudithook(refuse)  # cannot be removed again
     space = {"__name__": "__main__", "__builtins__": builtins}
-    run_code(compile_code(start["program"], "<program>", "exec"), space)
-    link.send({"ran": True})
-    objects: list[object] = []
+    run_code(compile_code(program, "<program>", "exec"), space)
+    run_code(compile_code(imports, "<imports>", "exec"), space)  # whose names a program may use, as in one process
+    wire.send(True)
     while True:
-        request = link.receive()
-        if request["op"] == "tests":
-            run_together(request["tests"], space)
-            link.send({"passed": request["word"]})
+        op, *details = wire.receive()
+        if op == "tests":
+            run_together(details[0], space)
+            wire.send(details[1])
             continue
         try:
-            reply = answer(request, space, objects)
-        except BaseException as error:  # the program's
-            reply = {"raised": type(error).__name__}
-        link.send(reply)
+            wire.send((ANSWERS[op](*details) if op != "name" else space.get(*details),))
+        except BaseException:  # the program's
+            wire.send(())
 
 
 def run_together(tests: str, space: dict[str, object]) -> None:
@@ -354,99 +400,18 @@ def run_together(tests: str, space: dict[str, object]) -> None:
     run_code(compile_code(tests, "<tests>", "exec"), space)
 
 
-def answer(request: dict, space: dict[str, object], objects: list[object]) -> dict[str, object]:
-    def hold(value: object) -> dict[str, int]:
-        objects.append(value)
-        return {"object": len(objects) - 1}
-
-    def keep(value: object) -> object:
-        base, plain = as_plain(value, keep)
-        if base is None:
-            return hold(value)
-        return {"like": [plain, hold(value)["object"]]} if base in WRITTEN else plain
-
-    op = request["op"]
-    if op == "imports":
-        run_code(compile_code(request["source"], "<imports>", "exec"), space)
-        return {"value": None}
-    if op == "name":
-        return {"value": hold(space[request["name"]]) if request["name"] in space else None}
-    thing = objects[request["on"]]
-    if op == "call":
-        given, named = request["arguments"], request["named"]
-        first = len(given) - len(named)
-        value = thing(*given[:first], **dict(zip(named, given[first:], strict=True)))
-    else:
-        value = {"items": list, "length": length, "truth": bool, "text": str, "repr": repr}[op](thing)
-    return {"value": encode(value, keep)}
-
-
-def length(thing: object) -> int | None:
-    return len(thing) if hasattr(type(thing), "__len__") else None
-
-
-# Types whose subclasses can print differently: see like().
-WRITTEN = (int, float, str, list, tuple, set, frozenset, dict, bytes, bytearray, complex)
-
-
-COPIES = {int: int.__int__, float: float.__float__, str: str.__str__, list: list.copy}  # a subclass as its base type
-
-
-def as_plain(value: object, other: object) -> tuple[type | None, object]:
-    """(data type it can stand for, the encoded value), for subclasses, mappings and numbers of libraries."""
-    import numbers
-    from collections import UserList, UserString
-    from collections.abc import Mapping
-
-    for base in type(value).__mro__:
-        if base in COPIES:
-            return base, encode(COPIES[base](value), other)
-        make, _ = PLAIN.get(name_of(base), (None, None))
-        arguments = make(value) if make is not None else None
-        if arguments is not None:
-            return base, {name_of(base): encode(arguments, other)}
-    kinds = {Mapping: dict, UserList: list, UserString: str, numbers.Integral: int, numbers.Real: float}
-    for abstract, base in kinds.items():
-        if isinstance(value, abstract):
-            return base, encode(base(value), other)
-    if hasattr(type(value), "__float__"):
-        try:
-            return float, float(value)
-        except Exception:  # for example, a tensor with several elements
-            return None, None
-    return None, None
+ANSWERS = {
+    "call": lambda function, arguments, names, values: function(*arguments, **dict(zip(names, values))),  # noqa: B905
+    "iterate": iter,
+    "take": lambda items, number: tuple(itertools.islice(items, number)),
+    "length": lambda thing: len(thing) if hasattr(type(thing), "__len__") else None,
+    "truth": bool,
+    "text": str,
+    "repr": repr,
+}
 
 
 # Both.
-
-
-def name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def encode(value: object, other: object) -> object:
-    """Data as JSON; other(value) for values that are not data."""
-    kind = type(value)
-    if kind is list:
-        kinds = set(map(type, value))
-        if kinds <= SIMPLE and (int not in kinds or fits(value, kinds)):
-            return value
-        return [encode(item, other) for item in value]
-    if kind is int:
-        return value if -EXACT_INT < value < EXACT_INT else {"int": hex(value)}
-    if kind in SIMPLE:
-        return value
-    make, _ = PLAIN.get(name_of(kind), (None, None))
-    arguments = make(value) if make is not None else None
-    return other(value) if arguments is None else {name_of(kind): encode(arguments, other)}
-
-
-SIMPLE = {bool, float, int, str, type(None)}
-
-
-def fits(items: list[object], kinds: set[type]) -> bool:
-    """Whether these integers are small enough for decimal."""
-    return kinds <= {int, bool} and -EXACT_INT < min(items) and max(items) < EXACT_INT
 
 
 def cut_off() -> None:

@@ -208,39 +208,7 @@ def test_to_moves_every_tensor():
     assert moved.rows == batch.rows
 
 
-@settings(max_examples=150, deadline=None)
-@given(items=item_lists(), budget=st.integers(1, 40), accumulation=st.integers(1, 4), packing=st.booleans())
-def test_every_token_once_and_budget_kept(items, budget, accumulation, packing):
-    batches = make_batches(items, accumulation=accumulation, max_tokens=budget, packing=packing, pad_id=0)
-    seen = torch.cat([batch.input_ids[is_token(batch)] for batch in batches]).tolist()
-    assert sorted(seen) == [token for item in items for token in item.ids]
-    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))
-    for batch in batches:
-        assert batch.input_ids.numel() <= budget or len(batch.rows) == 1
-        assert batch.num_tokens == batch.num_computed == int(is_token(batch).sum())
-        assert batch.input_ids.shape[0] == (1 if packing else len(batch.rows))
-
-
-@settings(max_examples=150, deadline=None)
-@given(items=item_lists(), budget=st.integers(1, 40), accumulation=st.integers(1, 4), packing=st.booleans())
-def test_index_target_and_sequence_point_into_the_items(items, budget, accumulation, packing):
-    batches = make_batches(items, accumulation=accumulation, max_tokens=budget, packing=packing)
-    for batch in batches:
-        flat_ids, flat_positions = batch.input_ids.flatten(), batch.position_ids.flatten()
-        order = []
-        for index, target, sequence in zip(batch.index, batch.target, batch.sequence, strict=True):
-            item, position = items[sequence], int(flat_positions[index])
-            assert flat_ids[index] == item.ids[position]  # the predicting state is one before its target
-            assert target == item.ids[position + 1] and item.mask[position + 1]
-            order.append((batch.rows.index(int(sequence)), position))
-        assert order == sorted(order)
-        starts = (flat_positions == 0) & is_token(batch).flatten()
-        assert int(starts.sum()) == len(batch.rows)
-    expected = [(n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m]
-    assert trained(batches) == expected
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(items=item_lists(), budget=st.integers(1, 40), accumulation=st.integers(1, 4))
 def test_packed_and_padded_hold_the_same_trained_tokens(items, budget, accumulation):
     packed = make_batches(items, accumulation=accumulation, max_tokens=budget)
@@ -250,7 +218,7 @@ def test_packed_and_padded_hold_the_same_trained_tokens(items, budget, accumulat
     assert [batch.rows for batch in again] == [batch.rows for batch in packed]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     items=grouped_items(),
     budget=st.integers(1, 40),
@@ -264,8 +232,12 @@ def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumul
     how = dict(accumulation=accumulation, packing=packing, share_prompt=share_prompt, multiple=multiple)
     batches = make_batches(items, max_tokens=budget, **how)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))
+    if not (share_prompt and packing):  # every token once
+        seen = torch.cat([batch.input_ids[is_token(batch)] for batch in batches]).tolist()
+        assert sorted(seen) == sorted(token for item in items for token in item.ids)
     for batch in batches:
         num_rows, width = batch.input_ids.shape
+        assert num_rows == (1 if packing else len(batch.rows))
         assert width % multiple == 0
         if len(batch.rows) > 1:
             assert batch.num_computed <= budget and (packing or num_rows * width <= budget)
@@ -288,6 +260,7 @@ def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumul
     assert trained(batches) == expected
 
 
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(2, 9), st.integers(2, 9)), min_size=1, max_size=12),
     st.integers(1, 30),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -54,9 +55,8 @@ def close(got: Tensor, want, atol: float = 1e-12) -> None:
 # Features.
 
 
-@pytest.mark.parametrize(
-    ("fractions", "num_layers", "expected"),
-    [
+def test_layer_fractions_become_blocks():
+    for fractions, num_layers, expected in (
         ([0.25, 0.5, 0.75], 32, [8, 16, 24]),
         ([0.25, 0.5, 0.75], 28, [7, 14, 21]),
         ([0.25, 0.5, 0.75], 4, [1, 2, 3]),
@@ -64,21 +64,32 @@ def close(got: Tensor, want, atol: float = 1e-12) -> None:
         ([0.0, 1.0], 12, [1, 12]),
         ([0.25, 0.5, 0.75], 3, [1, 2]),  # 0.75 and 1.5 both give the first block
         ([0.29], 100, [29]),  # the product is 28.999999999999996
-    ],
-)
-def test_layer_fractions_become_blocks(fractions, num_layers, expected):
-    assert layer_indices(fractions, num_layers) == expected
+    ):
+        assert layer_indices(fractions, num_layers) == expected, (fractions, num_layers)
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.01, math.nan])
-def test_a_feature_layer_outside_the_network_is_refused(fraction):
-    with pytest.raises(ValueError, match=f"^feature_layers={fraction}: outside the network; use fractions"):
-        layer_indices([0.5, fraction], 12)
-
-
-def test_no_feature_layer_is_refused():
-    with pytest.raises(ValueError, match=r"^feature_layers=\[\]: .*; name a fraction"):
-        layer_indices([], 12)
+def test_refusals():
+    one, mask = draw(2, 1, 3), torch.ones(1, 2, dtype=torch.bool)
+    single = feature_reward(plain(one, draw(2, 3, seed=1)))
+    for call, message in (
+        *((partial(layer_indices, [0.5, x], 12), f"feature_layers={x}: outside the network; use fractions")
+          for x in (-0.1, 1.01, math.nan)),
+        (partial(layer_indices, [], 12), r"feature_layers=\[\]: .*; name a fraction"),
+        (partial(pool, draw(1, 2, 3), mask, mask, embed_method="median"),
+         "embed_method=median: .* completion_mean, concat, last_token, mean_pooling$"),
+        (partial(whiten, one, draw(2, 3)),
+         "rollouts=1: whitening .*; draw 2 or more, or leave use_whitening off$"),
+        (partial(whiten, *WORKED, whiten_target="both"), "whiten_target=both: .*; use feature or sample$"),
+        (partial(advantage_of, PARTS, advantage_estimator="gae"),
+         "advantage_estimator=gae: .* grpo, reinforce, rloo, rloo_split$"),
+        *((partial(advantage_of, single, advantage_estimator=name),
+           f"rollouts=1: {name} compares .*; draw 2 or more, or use .*reinforce$")
+          for name in sorted(set(ADVANTAGES) - {"reinforce"})),
+        (partial(cfm_unbiased, one, draw(2, 3)), "rollouts=1: .*; draw more, or use cfm_distance$"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+    close(advantage_of(single, advantage_estimator="reinforce"), single.alignment)  # diversity of one is 0
 
 
 def test_layers_are_scaled_together_one_by_one_or_not_at_all():
@@ -124,21 +135,10 @@ def test_pooling_ignores_padding(method, side):
     close(nested.flatten(0, 1), want)
 
 
-def test_concat_takes_tokens_two_four_and_six_of_eight():
-    features = torch.arange(8, dtype=torch.float64).view(1, 8, 1)
-    close(quarter_points(features, torch.ones(1, 8, dtype=torch.bool)), [[2, 4, 6]])
-
-
 @pytest.mark.parametrize("function", [last_token, mean_pooling, quarter_points])
 def test_a_sequence_without_a_token_pools_to_zero(function):
     got = function(torch.full((1, 4, 2), math.nan), torch.zeros(1, 4, dtype=torch.bool))
     assert got.unique().tolist() == [0.0]
-
-
-def test_an_unknown_pooling_is_refused_and_lists_the_valid_ones():
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="^embed_method=median: .* completion_mean, concat, last_token, mean_pooling$"):
-        pool(draw(1, 2, 3), mask, mask, embed_method="median")
 
 
 # Whitening.
@@ -211,16 +211,6 @@ def test_whitening_is_per_prompt():
 def test_whitening_zeros_stays_finite():
     features = whiten(torch.zeros(1, 3, 4), torch.ones(1, 4))
     assert features.rollout.unique().tolist() == [0.0] and features.target.unique().tolist() == [0.0]
-
-
-def test_whitening_one_rollout_is_refused():
-    with pytest.raises(ValueError, match="^rollouts=1: whitening .*; draw 2 or more, or leave use_whitening off$"):
-        whiten(draw(2, 1, 3), draw(2, 3))
-
-
-def test_an_unknown_whitening_of_the_target_is_refused():
-    with pytest.raises(ValueError, match="^whiten_target=both: .*; feature or sample$"):
-        whiten(*WORKED, whiten_target="both")
 
 
 # Rewards.
@@ -310,19 +300,6 @@ def test_rewards_that_differ_only_by_rounding_have_no_group_advantage():
     assert grpo(Reward(torch.zeros(1, 3), torch.zeros(1, 3))).tolist() == [[0.0] * 3]
 
 
-@pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES) - {"reinforce"}))
-def test_one_rollout_is_refused_except_by_reinforce(estimator):
-    reward = feature_reward(plain(draw(2, 1, 3), draw(2, 3, seed=1)))
-    with pytest.raises(ValueError, match=f"^rollouts=1: {estimator} compares .*; draw 2 or more, or use .*reinforce$"):
-        advantage_of(reward, advantage_estimator=estimator)
-    close(advantage_of(reward, advantage_estimator="reinforce"), reward.alignment)  # diversity of one is 0
-
-
-def test_an_unknown_estimator_is_refused_and_lists_the_valid_ones():
-    with pytest.raises(ValueError, match="^advantage_estimator=gae: .* grpo, reinforce, rloo, rloo_split$"):
-        advantage_of(PARTS, advantage_estimator="gae")
-
-
 # Losses.
 
 
@@ -383,7 +360,7 @@ class Enumerable:
         return feature_reward(plain(self.features[index], target), alignment="dot", **coefficients)
 
 
-ENUMERABLE = [(5, 1, 2, "last_token"), (5, 1, 4, "concat"), (3, 2, 2, "mean_pooling"), (3, 2, 3, "completion_mean")]
+ENUMERABLE = [(5, 1, 2, "last_token"), (3, 1, 4, "concat"), (3, 2, 3, "completion_mean")]
 
 
 @pytest.mark.parametrize(("vocabulary", "length", "num_rollouts", "embed_method"), ENUMERABLE)
@@ -409,16 +386,6 @@ def test_plain_leave_one_out_shrinks_the_diversity_gradient(vocabulary, length, 
         close(one, other, atol=1e-10)
 
 
-def test_the_enumerated_distance_has_the_gradient_of_its_finite_differences():
-    model = Enumerable(3, 2, "mean_pooling")
-
-    def distance(first: Tensor, second: Tensor) -> Tensor:
-        model.first, model.second = first, second
-        return model.cfm()
-
-    assert torch.autograd.gradcheck(distance, tuple(model.parameters), atol=1e-8)
-
-
 @pytest.mark.parametrize(("vocabulary", "length", "num_rollouts", "embed_method"), ENUMERABLE)
 def test_cfm_distance_is_biased_by_the_variance_and_cfm_unbiased_is_not(vocabulary, length, num_rollouts, embed_method):
     model = Enumerable(vocabulary, length, embed_method)
@@ -431,11 +398,6 @@ def test_cfm_distance_is_biased_by_the_variance_and_cfm_unbiased_is_not(vocabula
     assert float(probability @ cfm_distance(rollout, target)) == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_unbiased_distance_of_one_rollout_is_refused():
-    with pytest.raises(ValueError, match="^rollouts=1: .*; draw more, or use cfm_distance$"):
-        cfm_unbiased(draw(2, 1, 3), draw(2, 3))
-
-
 def test_dot_alignment_uses_lengths_and_cosine_does_not():
     features = PairedFeatures(tensor([[[2.0, 0.0]]]), tensor([[[3.0, 4.0]]]))
     close(dot_alignment(features), [[12.0]])
@@ -443,7 +405,7 @@ def test_dot_alignment_uses_lengths_and_cosine_does_not():
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "rloo_split", "grpo"])
-@pytest.mark.parametrize("num_rollouts", [3, 4, 6, 8, 16])
+@pytest.mark.parametrize("num_rollouts", [3, 16])
 def test_equal_rollouts_have_no_advantage_despite_rounding(estimator, num_rollouts):
     """Diversity sums over the others in a different order for each: equal rollouts differ only by rounding."""
     generator = torch.Generator().manual_seed(num_rollouts)

@@ -24,13 +24,12 @@ from losses.preference import (
     js_divergence,
     ld_weights,
     logistic,
-    options_of,
     reverse_kl,
     robust,
     same_rank,
     wpo_weight,
 )
-from losses.types import LossOut
+from losses.types import LossOut, options_of
 
 BETA = 0.1
 # Token log-probs: chosen 0, chosen 1, rejected 0, rejected 1.
@@ -88,40 +87,40 @@ def gradients(s: PairScores, loss: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, [s.logp_w, s.logp_l])
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "grad_norm", "options"),
-    [
-        ("sigmoid", 0.662826, 0.083945, {}),
-        ("sigmoid", 0.669326, None, {"label_smoothing": 0.1}),
-        ("hinge", 0.935000, 0.173205, {}),
-        ("ipo", 22.535694, 6.987656, {}),
-        ("exo_pair", 2.651578, 0.295051, {}),
-        ("nca_pair", 1.371241, 0.041730, {}),
-        ("robust", 0.654701, 0.105566, {}),
-        ("bco_pair", 1.354925, 0.085235, {}),
-        ("sppo_hard", 44.404999, 16.322683, {}),
-        ("aot", 0.661328, 0.083803, {}),
-        ("aot", 0.667828, 0.066487, {"label_smoothing": 0.1}),
-        ("aot_unpaired", 0.661178, 0.083789, {}),
-        ("apo_zero", 0.983765, 0.043252, {}),
-        ("apo_down", 0.995049, 0.030486, {}),
-        ("discopop", 0.818585, 0.117737, {}),
-        ("sigmoid_norm", 0.679754, 0.036303, {}),
-    ],
-)
-def test_pair_loss_golden_values(name, value, grad_norm, options):
-    tokens = golden_tokens()
-    s = golden_scores(tokens)
-    out = run(s, name, **options)
-    assert list(out.terms) == [name] and out.terms[name].weight == 1.0 and out.terms[name].count.item() == 2
-    loss = mean(out)
-    assert loss.item() == pytest.approx(value, abs=2e-6)
-    by_row = torch.cat(torch.autograd.grad(loss, [s.logp_w, s.logp_l], retain_graph=True))  # (4,)
-    (by_token,) = torch.autograd.grad(loss, tokens)  # (10,)
-    torch.testing.assert_close(by_token, by_row.repeat_interleave(torch.tensor([3, 2, 2, 3])))
-    if grad_norm is not None:
-        # These norms are over the padded grid of 4 rows x 3 positions, including the 2 padding positions.
-        assert by_row.norm().item() * math.sqrt(3) == pytest.approx(grad_norm, abs=2e-6)
+GOLDEN = [
+    ("sigmoid", 0.662826, 0.083945, {}),
+    ("sigmoid", 0.669326, None, {"label_smoothing": 0.1}),
+    ("hinge", 0.935000, 0.173205, {}),
+    ("ipo", 22.535694, 6.987656, {}),
+    ("exo_pair", 2.651578, 0.295051, {}),
+    ("nca_pair", 1.371241, 0.041730, {}),
+    ("robust", 0.654701, 0.105566, {}),
+    ("bco_pair", 1.354925, 0.085235, {}),
+    ("sppo_hard", 44.404999, 16.322683, {}),
+    ("aot", 0.661328, 0.083803, {}),
+    ("aot", 0.667828, 0.066487, {"label_smoothing": 0.1}),
+    ("aot_unpaired", 0.661178, 0.083789, {}),
+    ("apo_zero", 0.983765, 0.043252, {}),
+    ("apo_down", 0.995049, 0.030486, {}),
+    ("discopop", 0.818585, 0.117737, {}),
+    ("sigmoid_norm", 0.679754, 0.036303, {}),
+]
+
+
+def test_pair_loss_golden_values():
+    for name, value, grad_norm, options in GOLDEN:
+        tokens = golden_tokens()
+        s = golden_scores(tokens)
+        out = run(s, name, **options)
+        assert list(out.terms) == [name] and out.terms[name].weight == 1.0 and out.terms[name].count.item() == 2
+        loss = mean(out)
+        assert loss.item() == pytest.approx(value, abs=2e-6), name
+        by_row = torch.cat(torch.autograd.grad(loss, [s.logp_w, s.logp_l], retain_graph=True))  # (4,)
+        (by_token,) = torch.autograd.grad(loss, tokens)  # (10,)
+        torch.testing.assert_close(by_token, by_row.repeat_interleave(torch.tensor([3, 2, 2, 3])))
+        if grad_norm is not None:
+            # These norms are over the padded grid of 4 rows x 3 positions, including the 2 padding positions.
+            assert by_row.norm().item() * math.sqrt(3) == pytest.approx(grad_norm, abs=2e-6), name
 
 
 def test_sft_golden_value_is_the_token_mean_of_the_chosen():
@@ -144,22 +143,19 @@ def test_mixture_golden_value_and_terms():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("divergence", "value"),
-    [
+def test_divergence_golden_values():
+    for divergence, value in (
         (reverse_kl, 0.662826),
         (forward_kl, 0.659849),
         (js_divergence, 0.677979),
         (alpha_divergence, 0.662601),
         (partial(alpha_divergence, alpha=0.0), 0.659849),
         (partial(alpha_divergence, alpha=1.0), 0.662826),
-    ],
-)
-def test_divergence_golden_values(divergence, value):
-    out = run(golden_scores(golden_tokens(), divergence), "sigmoid")
-    assert mean(out).item() == pytest.approx(value, abs=1e-6)
-    # The logged rewards are plain log-ratios.
-    assert (out.metrics["reward/chosen"][0] / 2).item() == pytest.approx(0.045, abs=1e-6)
+    ):
+        out = run(golden_scores(golden_tokens(), divergence), "sigmoid")
+        assert mean(out).item() == pytest.approx(value, abs=1e-6), divergence
+        # The logged rewards are plain log-ratios.
+        assert (out.metrics["reward/chosen"][0] / 2).item() == pytest.approx(0.045, abs=1e-6)
 
 
 def test_divergences_by_hand_and_in_the_limit_of_alpha_one():
@@ -247,38 +243,12 @@ def naive(name: str, c: float, r: float, nw: int, nl: int) -> float:
     }[name]()
 
 
-@pytest.mark.parametrize("name", POINTWISE)
-def test_pair_loss_agrees_with_a_float64_loop(name):
+def test_pair_loss_agrees_with_a_float64_loop():
     s = random_scores()
-    rows = zip(s.c.tolist(), s.r.tolist(), s.len_w.tolist(), s.len_l.tolist(), strict=True)
-    expected = sum(naive(name, *row) for row in rows)
-    assert run(s, name).terms[name].sum.item() == pytest.approx(expected, rel=1e-12)
-    low = PairScores(*(x.detach().float() if x.is_floating_point() else x for x in s[:6]))
-    assert run(low, name).terms[name].sum.item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", POINTWISE)
-def test_pair_loss_gradcheck(name):
-    s = random_scores(num_pairs=5, seed=1)
-    check = lambda w, r: run(PairScores(w, r, *s[2:]), name).terms[name].sum  # noqa: E731
-    assert torch.autograd.gradcheck(check, (s.logp_w, s.logp_l))
-
-
-@pytest.mark.parametrize("name", sorted(DIVERGENCE_LOSSES - {"sft"}))
-@pytest.mark.parametrize("divergence", DIVERGENCES.values())
-def test_divergence_gradcheck(name, divergence):
-    s = random_scores(num_pairs=4, seed=2)
-    s = PairScores(s.logp_w, s.logp_l, s.logp_w.detach() + 0.7, s.logp_l.detach() - 0.4, *s[4:6], divergence)
-    check = lambda w, r: run(PairScores(w, r, *s[2:]), name).terms[name].sum  # noqa: E731
-    assert torch.autograd.gradcheck(check, (s.logp_w, s.logp_l))
-
-
-def test_aot_gradcheck():
-    """With its partners fixed, aot is an ordinary pair loss (aot_unpaired halves its value: see below)."""
-    s = random_scores(num_pairs=5, seed=1)
-    targets = aot_targets(s)
-    check = lambda w, r: run(PairScores(w, r, *s[2:]), "aot", targets=targets).terms["aot"].sum  # noqa: E731
-    assert torch.autograd.gradcheck(check, (s.logp_w, s.logp_l))
+    rows = list(zip(s.c.tolist(), s.r.tolist(), s.len_w.tolist(), s.len_l.tolist(), strict=True))
+    for name in POINTWISE:
+        expected = sum(naive(name, *row) for row in rows)
+        assert run(s, name).terms[name].sum.item() == pytest.approx(expected, rel=1e-12), name
 
 
 def direct_aot(name: str, s: PairScores, eps: float) -> Tensor:
@@ -291,14 +261,12 @@ def direct_aot(name: str, s: PairScores, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("name", AOT)
-@pytest.mark.parametrize("eps", [0.0, 0.1])
-@pytest.mark.parametrize("sizes", [(11,), (1,) * 11, (4, 4, 3), (9, 0, 2)])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_aot_in_micro_batches_has_value_and_gradient_of_the_whole_sorted_step(name, eps, sizes, seed):
-    s = random_scores(seed=seed)
+@pytest.mark.parametrize(("eps", "sizes"), [(0.0, (11,)), (0.1, (1,) * 11), (0.1, (9, 0, 2))])
+def test_aot_in_micro_batches_has_value_and_gradient_of_the_whole_sorted_step(name, eps, sizes):
+    s = random_scores(seed=1)
     expected = direct_aot(name, s, eps)
     targets = aot_targets(s)
-    order = torch.randperm(11, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(2))
     parts = [
         run(select(s, index), name, label_smoothing=eps, targets=targets.select(index)).terms[name]
         for index in order.split(sizes)
@@ -327,47 +295,18 @@ def test_same_rank_and_targets_carry_no_gradient():
     assert isinstance(targets, AotTargets) and not any(value.requires_grad for value in targets)
 
 
-@pytest.mark.parametrize("name", POINTWISE)
-@pytest.mark.parametrize("sizes", [(1,) * 11, (4, 4, 3), (9, 0, 2)])
-def test_pair_loss_micro_batches_sum_to_the_whole(name, sizes):
-    s = random_scores()
-    weight = torch.linspace(0.1, 1, 11, dtype=torch.float64)
-    whole = run(s, name, pair_weight=weight)
-    parts = [run(select(s, index), name, pair_weight=weight[index]) for index in torch.arange(11).split(sizes)]
-    total = torch.stack([part.terms[name].sum for part in parts]).sum()
-    assert total.item() == pytest.approx(whole.terms[name].sum.item(), rel=1e-13)
-    assert sum(part.terms[name].count.item() for part in parts) == 11
-    for ours, theirs in zip(gradients(s, total), gradients(s, whole.terms[name].sum), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
-    for metric, (value, count) in whole.metrics.items():
-        assert sum(part.metrics[metric][0].item() for part in parts) == pytest.approx(value.item(), rel=1e-13)
-        assert sum(part.metrics[metric][1].item() for part in parts) == count.item()
-
-
 def extreme_scores(c: float, r: float, divergence=reverse_kl) -> PairScores:
     logp_w, logp_l = (torch.tensor([x], requires_grad=True) for x in (c, r))  # float32, one token
     zero, one = torch.zeros(1), torch.ones(1, dtype=torch.long)
     return PairScores(logp_w, logp_l, zero, zero, one, one, divergence)
 
 
-@pytest.mark.parametrize("name", PAIR_LOSSES)
 @pytest.mark.parametrize(("c", "r"), [(1e4, 0.0), (-1e4, 0.0), (0.0, 1e4), (0.0, -1e4), (1e4, 1e4), (-1e4, 1e4)])
-@pytest.mark.parametrize("beta", [0.1, 10.0])
-def test_pair_loss_and_gradient_are_finite_at_extremes(name, c, r, beta):
-    s = extreme_scores(c, r)
-    out = run(s, name, beta=beta)
-    loss = out.terms[name].sum
-    assert loss.isfinite() and all(grad.isfinite().all() for grad in gradients(s, loss))
-    assert all(value.isfinite() for value, _ in out.metrics.values())
-
-
-@pytest.mark.parametrize("name", sorted(DIVERGENCE_LOSSES - {"sft"}))
-@pytest.mark.parametrize("divergence", DIVERGENCES.values())
-@pytest.mark.parametrize(("c", "r"), [(-45.0, 0.0), (0.0, -60.0), (1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4)])
-def test_divergence_losses_are_finite_at_extremes(name, divergence, c, r):
-    s = extreme_scores(c, r, divergence)
-    loss = run(s, name).terms[name].sum
-    assert loss.isfinite() and all(grad.isfinite().all() for grad in gradients(s, loss))
+def test_pair_loss_and_gradient_are_finite_at_extremes_of_a_large_beta(c, r):
+    for name in PAIR_LOSSES:
+        s = extreme_scores(c, r)
+        loss = run(s, name, beta=10.0).terms[name].sum
+        assert loss.isfinite() and all(grad.isfinite().all() for grad in gradients(s, loss)), name
 
 
 EXTREMES = torch.linspace(-100, 100, 201, dtype=torch.float64)
@@ -399,7 +338,7 @@ def test_divergences_are_those_of_the_formula_up_to_forty_nats_and_then_keep_val
     assert capped.any() == (exponent is not None)
 
 
-@pytest.mark.parametrize("c", [-20.0, -39.0, -45.0, -80.0, -1e3])
+@pytest.mark.parametrize("c", [-39.0, -45.0, -1e3])
 def test_ipo_of_the_forward_kl_has_a_finite_gradient_in_float32_and_the_right_one_where_it_fits(c):
     """At c = -45 the exact gradient is 2.4e39, which overflows float32: the one at -40 nats replaces it."""
     s = extreme_scores(c, 0.0, forward_kl)
@@ -436,43 +375,26 @@ def test_discopop_far_from_zero(tau):
         assert value == pytest.approx(1e4 + (tau == 1.0), rel=1e-7)
 
 
-@pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_identical_pairs_give_opposite_gradients_where_the_loss_is_of_the_difference(name):
+def test_identical_pairs_give_opposite_gradients_where_the_loss_is_of_the_difference():
     s = random_scores(num_pairs=3)
     same = PairScores(s.logp_w, s.logp_w, s.ref_w, s.ref_w, s.len_w, s.len_w)
-    loss = run(same, name).terms[name].sum
-    (grad,) = torch.autograd.grad(loss, s.logp_w)
-    assert grad.isfinite().all()
-    if name in DIVERGENCE_LOSSES | {"aot"}:
-        assert grad.abs().max() < 1e-12
-    if name in ("sigmoid", "sigmoid_norm", "aot"):
-        assert loss.item() == pytest.approx(3 * math.log(2))
+    for name in PAIR_LOSSES:
+        loss = run(same, name).terms[name].sum
+        (grad,) = torch.autograd.grad(loss, s.logp_w, retain_graph=True)
+        assert grad.isfinite().all(), name
+        if name in DIVERGENCE_LOSSES | {"aot"}:
+            assert grad.abs().max() < 1e-12, name
+        if name in ("sigmoid", "sigmoid_norm", "aot"):
+            assert loss.item() == pytest.approx(3 * math.log(2)), name
 
 
-@pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_no_pairs_give_a_differentiable_zero(name):
-    s = random_scores(num_pairs=0)
-    out = run(s, name)
-    assert out.terms[name].sum.item() == 0.0 and out.terms[name].count.item() == 0
-    assert [grad.shape for grad in gradients(s, out.terms[name].sum)] == [(0,), (0,)]
-
-
-@pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_a_response_without_tokens_does_not_divide_by_zero(name):
-    zero = torch.zeros(2, requires_grad=True)
+def test_a_response_without_tokens_does_not_divide_by_zero():
     none = torch.zeros(2, dtype=torch.long)
-    loss = run(PairScores(zero, zero * 1.0, torch.zeros(2), torch.zeros(2), none, none), name).terms[name].sum
-    (grad,) = torch.autograd.grad(loss, zero)
-    assert loss.isfinite() and grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_bfloat16_inputs_are_computed_in_float32(name):
-    s = random_scores(dtype=torch.bfloat16)
-    exact = PairScores(*(x.detach().float() if x.is_floating_point() else x for x in s[:6]))
-    loss = run(s, name).terms[name].sum
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(run(exact, name).terms[name].sum.item(), rel=1e-6)
+    for name in PAIR_LOSSES:
+        zero = torch.zeros(2, requires_grad=True)
+        loss = run(PairScores(zero, zero * 1.0, torch.zeros(2), torch.zeros(2), none, none), name).terms[name].sum
+        (grad,) = torch.autograd.grad(loss, zero)
+        assert loss.isfinite() and grad.isfinite().all(), name
 
 
 def test_smoothing_zero_is_the_plain_loss_and_half_has_no_preference():
@@ -491,21 +413,17 @@ def test_robust_is_unbiased_under_flipped_labels():
     torch.testing.assert_close((1 - eps) * seen[0] + eps * seen[1], logistic(BETA * s.delta))
 
 
-@pytest.mark.parametrize(
-    ("function", "value", "message"),
-    [
-        (exo_pair, 0.0, "label_smoothing=0.0: exo_pair uses its logarithm; set it above 0, e.g. 0.001"),
-        (robust, 0.5, "label_smoothing=0.5: robust divides by 1 - 2 eps; set it in [0, 0.5)"),
-    ],
-)
-def test_impossible_smoothing_is_refused(function, value, message):
-    with pytest.raises(ValueError) as error:
-        function(random_scores(), beta=BETA, label_smoothing=value)
-    assert str(error.value) == message
+def test_impossible_smoothing_is_refused():
+    for function, value, message in (
+        (exo_pair, 0.0, r"label_smoothing=0.0: exo_pair uses its logarithm; set it above 0, e.g. 0.001"),
+        (robust, 0.5, r"label_smoothing=0.5: robust divides by 1 - 2 eps; set it in \[0, 0.5\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            function(random_scores(), beta=BETA, label_smoothing=value)
 
 
 def test_options_of_lists_the_settings_that_take_effect():
-    assert options_of(PAIR_LOSSES["hinge"]) == {"beta"}
+    assert options_of(PAIR_LOSSES["hinge"]).keys() == {"beta"}
     assert {name for name in PAIR_LOSSES if "label_smoothing" in options_of(PAIR_LOSSES[name])} == {
         "sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Golden values of SimPO, AlphaPO and CPO, checked against TRL 1.16.0 (two pairs)."""
+"""Golden values of SimPO, AlphaPO, CPO (two pairs) and ORPO, checked against TRL 1.16.0."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from losses.preference import options_of
-from losses.reference_free import CPO_LOSSES, FreeScores, alpha_reward, cpo_loss
-from losses.types import LossOut
+from losses.reference_free import (
+    CLOSEST_TO_ZERO,
+    CPO_LOSSES,
+    FreeScores,
+    alpha_reward,
+    cpo_loss,
+    log1mexp,
+    log_odds_ratio,
+    orpo_loss,
+)
+from losses.types import LossOut, options_of
 
 MEAN_W = (-1.0, -0.8)
 MEAN_L = (-1.2, -0.5)
@@ -107,24 +116,11 @@ def naive(name: str, lw: float, ll: float, nw: int, nl: int) -> float:
     }[name]()
 
 
-@pytest.mark.parametrize("name", CPO_LOSSES)
-def test_cpo_agrees_with_a_float64_loop(name):
+def test_cpo_agrees_with_a_float64_loop():
     s = random_scores()
-    expected = sum(naive(name, *row) for row in zip(*(x.tolist() for x in s), strict=True))
-    assert run(s, name).terms[name].sum.item() == pytest.approx(expected, rel=1e-12)
-    low = FreeScores(s.logp_w.detach().float(), s.logp_l.detach().float(), s.len_w, s.len_l)
-    assert run(low, name).terms[name].sum.item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", CPO_LOSSES)
-def test_cpo_gradcheck(name):
-    s = random_scores(num_pairs=5, seed=1)
-
-    def total(w: Tensor, r: Tensor) -> Tensor:
-        out = run(FreeScores(w, r, s.len_w, s.len_l), name, cpo_alpha=0.3)
-        return sum(term.weight * term.sum for term in out.terms.values())
-
-    assert torch.autograd.gradcheck(total, (s.logp_w, s.logp_l))
+    for name in CPO_LOSSES:
+        expected = sum(naive(name, *row) for row in zip(*(x.tolist() for x in s), strict=True))
+        assert run(s, name).terms[name].sum.item() == pytest.approx(expected, rel=1e-12), name
 
 
 def test_alpha_reward_by_hand_and_in_the_limit():
@@ -134,20 +130,6 @@ def test_alpha_reward_by_hand_and_in_the_limit():
     torch.testing.assert_close(alpha_reward(x, alpha=1e-5), x, atol=1e-4, rtol=0)
     s = random_scores()
     torch.testing.assert_close(per_pair(s, "alphapo", alpha=0.0), per_pair(s, "simpo"))
-
-
-@pytest.mark.parametrize("name", CPO_LOSSES)
-@pytest.mark.parametrize("sizes", [(9,), (1,) * 9, (4, 5), (6, 0, 3)])
-def test_cpo_micro_batches_sum_to_the_whole(name, sizes):
-    s = random_scores()
-    whole = run(s, name)
-    parts = [run(FreeScores(*(x[index] for x in s)), name) for index in torch.arange(9).split(sizes)]
-    for term_name, term in whole.terms.items():
-        total = torch.stack([part.terms[term_name].sum for part in parts]).sum()
-        assert total.item() == pytest.approx(term.sum.item(), rel=1e-13)
-        assert sum(part.terms[term_name].count.item() for part in parts) == term.count.item()
-        ours, theirs = (torch.autograd.grad(x, s.logp_w, retain_graph=True)[0] for x in (total, term.sum))
-        torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
 
 
 @pytest.mark.parametrize("alpha", [0.25, -0.5])
@@ -165,14 +147,6 @@ def test_rewards_of_alphapo_are_those_its_loss_compares(alpha):
     assert out.terms["alphapo"].sum.item() == pytest.approx(loss, rel=1e-6)  # of the same margins that are logged
 
 
-@pytest.mark.parametrize("name", CPO_LOSSES)
-@pytest.mark.parametrize(("logp_w", "logp_l"), [(0.0, -1e4), (-1e4, 0.0), (-1e4, -1e4), (0.0, 0.0)])
-def test_cpo_is_finite_at_extremes(name, logp_w, logp_l):
-    s = one_token_pairs((logp_w,), (logp_l,))
-    loss = run(s, name).terms[name].sum
-    assert loss.isfinite() and all(g.isfinite().all() for g in torch.autograd.grad(loss, [s.logp_w, s.logp_l]))
-
-
 def test_identical_pairs_cost_softplus_of_gamma():
     s = one_token_pairs(MEAN_W, MEAN_W)
     expected = math.log1p(math.exp(1.0))
@@ -180,22 +154,95 @@ def test_identical_pairs_cost_softplus_of_gamma():
     assert per_pair(s, "sigmoid").tolist() == pytest.approx([math.log(2)] * 2)
 
 
-@pytest.mark.parametrize("name", CPO_LOSSES)
-def test_no_pairs_and_no_tokens(name):
-    s = random_scores(num_pairs=0)
-    out = run(s, name)
-    total = out.terms[name].sum + out.terms["nll"].sum
-    assert total.item() == 0.0 and torch.autograd.grad(total, s.logp_w)[0].shape == (0,)
-    assert out.terms[name].count.item() == 0 and out.terms["nll"].count.item() == 0
-    empty = FreeScores(torch.zeros(1, requires_grad=True), torch.zeros(1), *torch.zeros(2, 1, dtype=torch.long))
-    loss = run(empty, name).terms[name].sum
-    assert loss.isfinite() and torch.autograd.grad(loss, empty.logp_w)[0].isfinite().all()
+# ORPO; beta in TRL is alpha here.
+
+ALPHA = 0.1
+ORPO_MEAN_W = (-1.0, -0.3, -1e-4)
+ORPO_MEAN_L = (-1.5, -0.9, -0.5)
+LEN_W = (2, 3, 1)
+LEN_L = (1, 2, 4)
 
 
-@pytest.mark.parametrize("name", CPO_LOSSES)
-def test_bfloat16_inputs_are_computed_in_float32(name):
-    s = random_scores()
-    low = FreeScores(s.logp_w.detach().bfloat16(), s.logp_l.detach().bfloat16(), s.len_w, s.len_l)
-    exact = FreeScores(low.logp_w.float(), low.logp_l.float(), s.len_w, s.len_l)
-    loss = run(low, name).terms[name].sum
-    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(run(exact, name).terms[name].sum.item())
+def orpo_golden() -> FreeScores:
+    len_w, len_l = torch.tensor(LEN_W), torch.tensor(LEN_L)
+    return FreeScores(torch.tensor(ORPO_MEAN_W) * len_w, torch.tensor(ORPO_MEAN_L) * len_l, len_w, len_l)
+
+
+def orpo_scores(num_pairs: int = 9, seed: int = 0) -> FreeScores:
+    generator = torch.Generator().manual_seed(seed)
+    len_w, len_l = torch.randint(1, 7, (2, num_pairs), generator=generator)
+    mean = -2 * torch.rand(2, num_pairs, generator=generator, dtype=torch.float64) - 0.05
+    return FreeScores((mean[0] * len_w).requires_grad_(), (mean[1] * len_l).requires_grad_(), len_w, len_l)
+
+
+def orpo(s: FreeScores) -> LossOut:
+    return orpo_loss(s, -s.logp_w.sum(), s.len_w.sum(), alpha=ALPHA)
+
+
+def one_pair(mean_w: float, mean_l: float, dtype: torch.dtype = torch.float32) -> FreeScores:
+    one = torch.ones(1, dtype=torch.long)
+    return FreeScores(*(torch.tensor([x], dtype=dtype, requires_grad=True) for x in (mean_w, mean_l)), one, one)
+
+
+def test_orpo_golden_values():
+    s = orpo_golden()
+    log_odds = log_odds_ratio(s)
+    assert log_odds.tolist() == pytest.approx([0.706193, 1.428390, 8.777538], abs=2e-5)
+    weighted = ALPHA * F.logsigmoid(log_odds)
+    assert weighted.tolist() == pytest.approx([-0.040114, -0.021486, -1.54e-5], abs=1e-6)
+    odds = orpo(s).terms["odds"]
+    assert odds.weight == ALPHA and odds.count.item() == 3
+    assert (odds.sum / odds.count).item() == pytest.approx(0.205385, abs=1e-6)
+
+
+def test_orpo_terms_and_metrics():
+    out = orpo_loss(orpo_golden(), torch.tensor(12.0), torch.tensor(8), alpha=ALPHA)
+    assert list(out.terms) == ["nll", "odds"]
+    assert (out.terms["nll"].weight, out.terms["nll"].sum.item(), out.terms["nll"].count.item()) == (1.0, 12.0, 8)
+    means = {name: (total / count).item() for name, (total, count) in out.metrics.items()}
+    chosen, rejected = -0.1 * 1.3001 / 3, -0.1 * 2.9 / 3
+    assert means == pytest.approx({
+        "reward/chosen": chosen, "reward/rejected": rejected, "reward/margin": chosen - rejected,
+        "reward/accuracy": 1.0, "policy/logp_chosen": -2.9001 / 3, "policy/logp_rejected": -5.3 / 3,
+        "policy/log_odds": (0.706193 + 1.428390 + 8.777538) / 3,
+    }, abs=1e-5)  # fmt: skip
+
+
+def test_orpo_agrees_with_a_float64_loop():
+    s = orpo_scores()
+    total = 0.0
+    for lw, ll, nw, nl in zip(*(x.tolist() for x in s), strict=True):
+        p, q = math.exp(lw / nw), math.exp(ll / nl)
+        ratio = (p / (1 - p)) / (q / (1 - q))
+        total -= math.log(ratio / (1 + ratio))
+    assert orpo(s).terms["odds"].sum.item() == pytest.approx(total, rel=1e-12)
+
+
+def test_log1mexp_is_accurate_on_both_sides():
+    for a in (-1e-5, -1e-3, -0.3, -math.log(2), -0.7, -1.0, -5.0, -40.0):
+        value = log1mexp(torch.tensor(a, dtype=torch.float64))
+        assert value.item() == pytest.approx(math.log(-math.expm1(a)), rel=1e-12), a
+        exact = math.log(-math.expm1(torch.tensor(a).item()))
+        assert log1mexp(torch.tensor(a)).item() == pytest.approx(exact, rel=1e-5), a
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log1mexp_and_its_gradient_are_finite_everywhere(dtype):
+    for a in (0.0, -1e-9, -6e-8, -1e-7, -1e-6, -1e-4, -0.6931471805599453, -80.0, -1e4):
+        x = torch.tensor(a, dtype=dtype, requires_grad=True)
+        value = log1mexp(x)
+        value.backward()
+        assert value.isfinite() and x.grad.isfinite(), a
+        if a > CLOSEST_TO_ZERO:
+            assert value.item() == pytest.approx(math.log(1e-6), rel=1e-5) and x.grad.item() == 0.0, a
+        elif a < CLOSEST_TO_ZERO:
+            assert x.grad.item() == pytest.approx(-math.exp(a) / -math.expm1(a), rel=1e-2), a
+
+
+@pytest.mark.parametrize("mean", [-3.0, -0.5, -1e-3])
+def test_identical_pairs_have_log_odds_zero(mean):
+    s = one_pair(mean, mean, torch.float64)
+    odds = orpo(s).terms["odds"].sum
+    grad_w, grad_l = torch.autograd.grad(odds, [s.logp_w, s.logp_l])
+    assert odds.item() == pytest.approx(math.log(2))
+    assert grad_w.item() == pytest.approx(-0.5 / -math.expm1(mean), rel=1e-9) and grad_l.item() == -grad_w.item()

@@ -1,4 +1,4 @@
-"""Worked example of the Bradley-Terry loss: scores 1.0 and 0.2 against 0.0 and 0.5."""
+"""Worked examples of the Bradley-Terry loss, scores 1.0 and 0.2 against 0.0 and 0.5, and of labelled steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.reward_model import bradley_terry
+from losses.reward_model import bradley_terry, confusion, f1_scores, macro_f1, stepwise_loss
 from losses.types import LossOut
 
 CHOSEN = (1.0, 0.2)
@@ -67,33 +67,6 @@ def test_a_constant_added_to_all_scores_changes_only_the_centring():
     assert there["center"].sum.item() > here["center"].sum.item()
 
 
-def test_bradley_terry_gradcheck():
-    w, r, margin = random_case(n=5)
-
-    def total(a: Tensor, b: Tensor) -> Tensor:
-        terms = bradley_terry(a, b, margin, center_coefficient=0.3).terms
-        return sum(term.weight * term.sum for term in terms.values())
-
-    assert torch.autograd.gradcheck(total, (w, r))
-
-
-@pytest.mark.parametrize("sizes", [(11,), (1,) * 11, (4, 7), (9, 0, 2)])
-def test_bradley_terry_micro_batches_sum_to_the_whole(sizes):
-    w, r, margin = random_case()
-    whole = bradley_terry(w, r, margin, center_coefficient=0.3)
-    rows = zip(w.split(sizes), r.split(sizes), margin.split(sizes), strict=True)
-    parts = [bradley_terry(*row, center_coefficient=0.3) for row in rows]
-    for name, term in whole.terms.items():
-        total = torch.stack([part.terms[name].sum for part in parts]).sum()
-        assert total.item() == pytest.approx(term.sum.item(), rel=1e-13)
-        assert sum(part.terms[name].count.item() for part in parts) == term.count.item()
-        ours, theirs = (torch.autograd.grad(x, w, retain_graph=True)[0] for x in (total, term.sum))
-        torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
-    for name, (value, count) in whole.metrics.items():
-        assert sum(part.metrics[name][0].item() for part in parts) == pytest.approx(value.item(), rel=1e-12)
-        assert sum(part.metrics[name][1].item() for part in parts) == count.item()
-
-
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 def test_bradley_terry_is_finite_at_extremes(distance):
     w, r = torch.tensor([distance], requires_grad=True), torch.zeros(1, requires_grad=True)
@@ -103,22 +76,83 @@ def test_bradley_terry_is_finite_at_extremes(distance):
     assert grad_w.item() == (-1.0 if distance < 0 else 0.0) and grad_l.item() == -grad_w.item()
 
 
-def test_no_pairs_give_a_differentiable_zero():
-    w = torch.zeros(0, requires_grad=True)
-    out = bradley_terry(w, torch.zeros(0), center_coefficient=0.1)
-    (out.terms["bradley_terry"].sum + out.terms["center"].sum).backward()
-    assert out.terms["bradley_terry"].sum.item() == 0.0 and out.terms["bradley_terry"].count.item() == 0
-    assert w.grad.shape == (0,)
-
-
-def test_bfloat16_scores_are_summed_in_float32():
-    out = bradley_terry(torch.ones(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16))
-    total = out.terms["bradley_terry"].sum
-    assert total.dtype == torch.float32 and total.item() == pytest.approx(4096 * math.log1p(math.exp(-1)), rel=1e-5)
-    assert out.metrics["reward/accuracy"][0].item() == 4096.0
-
-
 @pytest.mark.parametrize(("chosen", "margin"), [((3, 1), (3,)), ((3,), (3, 1))])
 def test_shapes_that_would_broadcast_are_refused(chosen, margin):
     with pytest.raises(AssertionError):
         bradley_terry(torch.zeros(chosen), torch.zeros(3), torch.zeros(margin))
+
+
+# Process reward models.
+
+LOGITS = ((0.0, 2.0), (5.0, -5.0), (1.0, 0.0), (0.0, 3.0), (2.0, 2.5))
+LABEL = (1, -100, 0, 0, 1)  # the second position has no label; the fourth is misclassified
+
+
+def random_steps(n: int = 23, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    label = torch.randint(0, 2, (n,), generator=generator)
+    return logits.requires_grad_(), torch.where(torch.rand(n, generator=generator) < 0.5, -100, label)
+
+
+def test_stepwise_hand_computed_value_and_gradient():
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    out = stepwise_loss(logits, torch.tensor(LABEL))
+    term = out.terms["steps"]
+    margins = (2.0, 1.0, -3.0, 0.5)  # logit of the label minus the other, at the labelled positions
+    assert list(out.terms) == ["steps"] and term.weight == 1.0 and term.count.item() == 4
+    assert term.sum.item() == pytest.approx(sum(math.log1p(math.exp(-m)) for m in margins), rel=1e-14)
+    term.sum.backward()
+    push = [1 / (1 + math.exp(m)) for m in margins]
+    expected = [[push[0], -push[0]], [0.0, 0.0], [-push[1], push[1]], [-push[2], push[2]], [push[3], -push[3]]]
+    torch.testing.assert_close(logits.grad, torch.tensor(expected, dtype=torch.float64))
+    right, count = out.metrics["reward/step_accuracy"]
+    assert (right.item(), count.item()) == (3, 4)
+
+
+def test_stepwise_agrees_with_a_float64_loop():
+    logits, label = random_steps()
+    rows = [(z, y) for z, y in zip(logits.tolist(), label.tolist(), strict=True) if y != -100]
+    expected = sum(math.log(math.exp(z[0]) + math.exp(z[1])) - z[y] for z, y in rows)
+    out = stepwise_loss(logits, label)
+    assert out.terms["steps"].sum.item() == pytest.approx(expected, rel=1e-12)
+    assert out.metrics["reward/step_accuracy"][0].item() == sum((z[1] > z[0]) == y for z, y in rows)
+
+
+def test_uniform_logits_cost_log_two():
+    term = stepwise_loss(torch.zeros(5, 2), torch.tensor([0, 1, -100, 1, 0])).terms["steps"]
+    assert (term.sum / term.count).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("gap", [1e4, -1e4])
+@pytest.mark.parametrize("label", [0, 1])
+def test_stepwise_is_finite_at_extremes(gap, label):
+    logits = torch.tensor([[0.0, gap]], requires_grad=True)
+    loss = stepwise_loss(logits, torch.tensor([label])).terms["steps"].sum
+    loss.backward()
+    assert loss.item() == (0.0 if (gap > 0) == label else 1e4) and logits.grad.isfinite().all()
+
+
+def test_confusion_counts_label_by_prediction():
+    assert confusion(torch.tensor(LOGITS), torch.tensor(LABEL)).tolist() == [[1, 1], [0, 2]]
+    tie = confusion(torch.zeros(2, 2), torch.tensor([0, 1]))
+    assert tie.tolist() == [[1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "expected", "macro"),
+    [
+        ([[1, 1], [0, 2]], (2 / 3, 4 / 5), 11 / 15),
+        ([[0, 3], [0, 5]], (0.0, 10 / 13), 5 / 13),  # always predicts right: half of the majority class's F1
+        ([[0, 0], [0, 5]], (math.nan, 1.0), 1.0),  # no wrong step, none predicted: one class to average
+        ([[4, 0], [0, 5]], (1.0, 1.0), 1.0),
+    ],
+)
+def test_f1_by_hand(matrix, expected, macro):
+    assert f1_scores(torch.tensor(matrix)).tolist() == pytest.approx(expected, nan_ok=True)
+    assert macro_f1(torch.tensor(matrix)).item() == pytest.approx(macro)
+
+
+def test_logits_of_another_width_are_refused():
+    with pytest.raises(AssertionError):
+        stepwise_loss(torch.zeros(3, 1), torch.zeros(3, dtype=torch.long))

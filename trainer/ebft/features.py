@@ -136,10 +136,8 @@ class FeatureNetwork:
         A batch indexes the states that predict its trained tokens. The state at a token predicts the next one, so the
         token after each wanted one is marked as trained, and a dummy token is appended.
         """
-        whole = self.cfg.embed_method in (
-            "mean_pooling",
-            "concat",
-        )  # includes the prompt, which therefore cannot be shared
+        # With the prompt, which therefore cannot be shared.
+        whole = self.cfg.embed_method in ("mean_pooling", "concat")
         wanted = [True] * (len(prompt) + len(ids))
         if not whole:
             wanted[: len(prompt)] = [False] * len(prompt)

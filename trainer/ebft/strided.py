@@ -216,7 +216,6 @@ def step_metrics(network: FeatureNetwork, step: StridedStep) -> dict[str, float]
     }
 
 
-@torch.no_grad()
 def evaluate(
     cfg: Any, policy: Policy, network: FeatureNetwork, documents: Sequence[Document], *, batch_size: int
 ) -> dict[str, float]:
@@ -227,8 +226,6 @@ def evaluate(
     if not documents:
         return {}
     measured, sums, multiple = [], MetricSums(), network.policy.row_multiple
-    was_training = policy.model.training
-    policy.model.eval()
     for first in range(0, len(documents), batch_size):
         part = documents[first : first + batch_size]
         places = indices_of_this_rank(part, cfg.strided.plan.size)
@@ -242,7 +239,6 @@ def evaluate(
     for batch in to_device_and_pad(policy, batches):
         logp = token_logps(policy, batch).logp
         sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=policy.device))})
-    policy.model.train(was_training)
     return {**measured_metrics([of_all_ranks(measured)], "eval"), **sums.means(), "eval/rows": len(documents)}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item
 from data.types import TargetPrompt
 from kernels.linear_logprob import TokenLogps
 from losses import ebft
@@ -30,12 +30,11 @@ from rollout.engine import Completion, Request, Source, run_groups
 from rollout.rewards.table import RewardTable
 from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import rows_of_this_rank
+from trainer.offline.loop import pack_items, rows_of_this_rank
 from trainer.parallel import comm
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import to_device_and_pad
 from trainer.rl.groups import GroupBatch
 from trainer.rl.rank0_rollout import Rank0Rollout
 
@@ -124,14 +123,7 @@ def target_batches(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], ac
         )
         for prompt in prompts
     ]
-    batches = make_batches(
-        items,
-        accumulation=accumulation,
-        max_tokens=cfg.run.max_tokens_per_micro_batch,
-        packing=cfg.run.packing,
-        multiple=policy.row_multiple,
-    )
-    return to_device_and_pad(policy, batches)
+    return pack_items(cfg.run, policy, items, accumulation=accumulation)
 
 
 def add_target(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], sums: MetricSums) -> int:

@@ -7,50 +7,30 @@ Xu et al. 2024 (arXiv:2401.08417). `simpo` (trainer/methods/simpo.py) is this lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from data.format_options import FormatOptions
 from data.types import Pair
-from losses.preference import options_of
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss
-from trainer.config.blocks import (
-    DataConfig,
-    Flat,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    ResponseConfig,
-    RunConfig,
-    check_evaluation,
-)
+from losses.types import LossOut, options_of
 from trainer.metrics.metrics import MetricSums
+from trainer.offline.config import PreferenceConfig
 from trainer.offline.loop import Offline, rows_of_this_rank
-from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of
+from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of, sum_losses
 from trainer.parallel.comm import all_sum, pick_device
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy, token_logps
-from trainer.policy.optim import term_metrics, total_loss
+from trainer.policy.logps import Policy
 from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(PreferenceConfig):
     """Contrastive preference optimisation: a pair loss without reference, plus likelihood of the chosen response."""
-
-    model: Flat[ModelConfig]
-    data: Flat[DataConfig]
-    response: Flat[ResponseConfig] = field(default_factory=ResponseConfig)
-    run: Flat[RunConfig] = field(default_factory=RunConfig)
-    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    format: FormatOptions = field(default_factory=FormatOptions)
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = "sigmoid"
     """Pair loss: sigmoid and hinge compare sums of log-probs, the others log-probs per token."""
@@ -66,7 +46,7 @@ class Config:
     """Shape of alphapo's reward; 0 is simpo."""
 
     def __post_init__(self) -> None:
-        check_evaluation(self.data, self.run)
+        super().__post_init__()
         used = options_of(CPO_LOSSES[self.loss_type])
         if not self.beta > 0:
             raise ValueError(f"beta={self.beta}: must be above 0")
@@ -99,27 +79,20 @@ def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, tr
     """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
     lengths = torch.cat([mb.lengths[:, 0] for mb in micro_batches]).float()  # (pairs of the step,) of chosen responses
     num_pairs, num_tokens = all_sum(torch.stack([lengths.new_tensor(len(lengths)), lengths.sum()]))
-    sums = MetricSums()
-    for mb in micro_batches:
-        logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)
-        out = cpo_loss(
+
+    def loss_of(mb: PairBatch, logp: Tensor) -> LossOut:
+        return cpo_loss(
             FreeScores(*mb.sums(logp).T, *mb.lengths.T), loss_type=cfg.loss_type, beta=cfg.beta,
             cpo_alpha=cfg.cpo_alpha, gamma=cfg.simpo_gamma, alpha=cfg.alpha, label_smoothing=cfg.label_smoothing,
         )  # fmt: skip
-        total = total_loss(out, {cfg.loss_type: num_pairs, "nll": num_tokens})
-        if train:
-            total.backward()
-        sums.add({**out.metrics, **term_metrics(out)})
-        sums.add({"loss/total": (total * num_pairs, len(mb.pairs)), "policy/entropy": (entropy.sum(), len(entropy))})
-    return sums
+
+    denominators = {cfg.loss_type: num_pairs, "nll": num_tokens}
+    return sum_losses(policy, micro_batches, loss_of, denominators, num_pairs, train=train)
 
 
-@torch.no_grad()
 def evaluate_pairs(cfg: Config, policy: Policy, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not pairs and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
+    if not cfg.data.eval_data:
         return {}
-    policy.model.eval()
     sums = run_pairs(cfg, policy, pack_pairs(cfg.run, policy, pairs, accumulation=1), train=False)
-    policy.model.train()
     return pair_evaluation(sums, len(pairs))

@@ -15,48 +15,29 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.format_options import FormatOptions
 from data.packing import Item
 from data.types import Pair
 from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
-from trainer.config.blocks import (
-    DataConfig,
-    Flat,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    ReferenceConfig,
-    ResponseConfig,
-    RunConfig,
-    check_evaluation,
-)  # fmt: skip
+from losses.types import LossOut
+from trainer.config.blocks import Flat, ReferenceConfig
 from trainer.config.preference import PairLossType, check_pair_options
 from trainer.metrics.metrics import MetricSums
+from trainer.offline.config import PreferenceConfig
 from trainer.offline.loop import Offline, rows_of_this_rank
-from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
+from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of, sum_losses
 from trainer.parallel.comm import all_sum, pick_device, rows_of_all
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_log_collision, token_logps
-from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
 from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(PreferenceConfig):
     """Direct preference optimisation on chosen and rejected responses, and its relatives."""
 
-    model: Flat[ModelConfig]
-    data: Flat[DataConfig]
-    response: Flat[ResponseConfig] = field(default_factory=ResponseConfig)
-    run: Flat[RunConfig] = field(default_factory=RunConfig)
-    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    format: FormatOptions = field(default_factory=FormatOptions)
 
     loss_type: tuple[PairLossType, ...] = ("sigmoid",)
     """Pair loss; several are added with loss_weights (sigmoid bco_pair sft is MPO)."""
@@ -88,7 +69,7 @@ class Config:
     """Steps between moves of the reference."""
 
     def __post_init__(self) -> None:
-        check_evaluation(self.data, self.run)
+        super().__post_init__()
         check_pair_options(self)
 
     @property
@@ -132,28 +113,27 @@ def run_pairs(
     denominators = {name: num_tokens if name == "sft" else num_pairs for name in names}
     sorts = {"aot", "aot_unpaired"} & set(names)
     targets = step_targets(cfg, policy, reference, items, micro_batches) if sorts else None
-    sums = MetricSums()
-    for mb in micro_batches:
-        scores, logp, entropy = pair_scores(cfg, policy, reference, items, mb)
-        out = dpo_loss(
-            scores, names, weights, beta=cfg.beta, label_smoothing=cfg.label_smoothing, discopop_tau=cfg.discopop_tau,
+
+    def loss_of(mb: PairBatch, logp: Tensor) -> LossOut:
+        return dpo_loss(
+            pair_scores(cfg, reference, items, mb, logp), names, weights, beta=cfg.beta,
+            label_smoothing=cfg.label_smoothing, discopop_tau=cfg.discopop_tau,
             pair_weight=wpo_weights(policy, mb, logp) if cfg.use_weighting else None,
             targets=targets.select(mb.pairs) if targets else None,
             nll_sum=-logp[mb.chosen()].sum(), nll_count=mb.lengths[:, 0].sum(),
         )  # fmt: skip
-        total = total_loss(out, denominators)
-        if train:
-            total.backward()
-        sums.add({**out.metrics, **term_metrics(out)})
-        sums.add({"loss/total": (total * num_pairs, len(mb.pairs)), "policy/entropy": (entropy.sum(), len(entropy))})
-    return sums
+
+    return sum_losses(policy, micro_batches, loss_of, denominators, num_pairs, train=train)
 
 
 def pair_scores(
-    cfg: Config, policy: Policy, reference: Reference, items: list[Item], mb: PairBatch
-) -> tuple[PairScores, Tensor, Tensor]:
-    """Sequence scores of policy and reference, and the policy's (N,) token log-probs and entropies."""
-    logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)
+    cfg: Config,
+    reference: Reference,
+    items: list[Item],
+    mb: PairBatch,
+    logp: Tensor,  # (N,) of the policy
+) -> PairScores:
+    """Log-probs of whole responses, of policy and reference."""
     ref_logp = reference.token_logps(mb.batch, items)  # (N,)
     weight = torch.ones_like(ref_logp)
     if cfg.ld_alpha is not None:
@@ -163,7 +143,7 @@ def pair_scores(
     if cfg.f_divergence_type == "alpha_divergence":
         divergence = partial(divergence, alpha=cfg.f_alpha_divergence_coef)
     (logp_w, logp_l), (ref_w, ref_l) = mb.sums(logp * weight).T, mb.sums(ref_logp * weight).T
-    return PairScores(logp_w, logp_l, ref_w, ref_l, *mb.lengths.T, divergence), logp, entropy
+    return PairScores(logp_w, logp_l, ref_w, ref_l, *mb.lengths.T, divergence)
 
 
 def wpo_weights(policy: Policy, mb: PairBatch, logp: Tensor) -> Tensor:  # (P,)
@@ -176,19 +156,16 @@ def step_targets(
     cfg: Config, policy: Policy, reference: Reference, items: list[Item], micro_batches: list[PairBatch]
 ) -> AotTargets:
     """AOT's partners over the whole step, computed before the backward passes."""
-    parts = [pair_scores(cfg, policy, reference, items, mb)[0] for mb in micro_batches]
+    parts = [pair_scores(cfg, reference, items, mb, token_logps(policy, mb.batch).logp) for mb in micro_batches]
     order = torch.cat([mb.pairs for mb in micro_batches]).argsort()
     own = torch.stack([torch.cat([part[k] for part in parts])[order].double() for k in range(6)], dim=1)  # (P, 6)
     scores, indices = rows_of_all(own, "scores to sort")
     return aot_targets(PairScores(*scores.to(parts[0][0].dtype).T)).select(indices)
 
 
-@torch.no_grad()
 def evaluate_pairs(cfg: Config, policy: Policy, reference: Reference, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not pairs and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
+    if not cfg.data.eval_data:
         return {}
-    policy.model.eval()
     sums = run_pairs(cfg, policy, reference, pairs, pack_pairs(cfg.run, policy, pairs, accumulation=1), train=False)
-    policy.model.train()
     return pair_evaluation(sums, len(pairs))

@@ -26,7 +26,7 @@ from rollout.episodes.target import TargetEpisode
 from trainer.config.ebft import EbftConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork, feature_policy
-from trainer.offline.loop import Offline
+from trainer.offline.loop import Offline, read_rows
 from trainer.parallel.comm import pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
@@ -127,20 +127,10 @@ def context_of(policy: Policy, network: FeatureNetwork) -> int | None:
 
 
 def targets_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[TargetPrompt]:
-    if not specs:
-        return []
-    return load_targets(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_prompt_length=cfg.max_prompt_length,
-        context_length=context_of(policy, network),
-        max_completion_length=cfg.max_completion_length,
-        options=cfg.format,
-        cfg=cfg,
-    )
+    return read_rows(
+        load_targets, cfg, policy, specs, context_length=context_of(policy, network), options=cfg.format,
+        max_prompt_length=cfg.max_prompt_length, max_completion_length=cfg.max_completion_length,
+    )  # fmt: skip
 
 
 def documents_of(
@@ -148,21 +138,14 @@ def documents_of(
 ) -> list[Document]:
     if not specs:
         return []
-    documents = load_documents(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_length=cfg.strided.max_length,
-        context_length=context_of(policy, network),
-        cfg=cfg,
-    )
-    documents, plan = documents[:limit], cfg.strided.plan
+    context_length, plan = context_of(policy, network), cfg.strided.plan
+    documents = read_rows(
+        load_documents, cfg, policy, specs, max_length=cfg.strided.max_length, context_length=context_length
+    )[:limit]
     require_anchors(documents, plan)
     if plan.min_completion_prefix and not any(document.prompt_length for document in documents):
         raise ValueError(
-            f"min_completion_prefix={plan.min_completion_prefix}: has no effect, no document has a prompt; use "
+            f"min_completion_prefix={plan.min_completion_prefix}: has no effect because no document has a prompt; use "
             "context_length"
         )
     if cfg.features.ce_coef:

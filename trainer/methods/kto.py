@@ -16,24 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.format_options import FormatOptions
 from data.packing import Batch, Item
 from data.types import Labelled
 from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
 from losses.types import LossOut
-from trainer.config.blocks import (
-    DataConfig,
-    Flat,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    ReferenceConfig,
-    ResponseConfig,
-    RunConfig,
-    check_evaluation,
-)  # fmt: skip
+from trainer.config.blocks import Flat, ReferenceConfig
 from trainer.metrics.metrics import MetricSums
+from trainer.offline.config import PreferenceConfig
 from trainer.offline.labelled import LabelledStep, item_of, load_rows, mismatched_items, pack_labelled
 from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_gather, all_sum, pick_device
@@ -46,18 +35,10 @@ from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(PreferenceConfig):
     """Kahneman-Tversky optimisation on responses labelled desirable or undesirable."""
 
-    model: Flat[ModelConfig]
-    data: Flat[DataConfig]
-    response: Flat[ResponseConfig] = field(default_factory=ResponseConfig)
-    run: Flat[RunConfig] = field(default_factory=RunConfig)
-    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
     reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    format: FormatOptions = field(default_factory=FormatOptions)
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     """apo_zero_unpaired holds the reference point at zero and needs no mismatched rows."""
@@ -69,7 +50,7 @@ class Config:
     """Weight of undesirable rows; change one of the two weights, not both."""
 
     def __post_init__(self) -> None:
-        check_evaluation(self.data, self.run)
+        super().__post_init__()
         if not self.beta > 0:
             raise ValueError(f"beta={self.beta}: must be above 0")
         for name in ("desirable_weight", "undesirable_weight"):
@@ -151,17 +132,14 @@ def loss(cfg: Config, logp: Tensor, ref_logp: Tensor, label: Tensor, z0: Tensor)
     return kto_loss(logp, ref_logp, label, z0, beta=cfg.beta, **weights)
 
 
-@torch.no_grad()
 def evaluate_rows(
     cfg: Config, policy: Policy, reference: Reference, partner: dict[int, Item], rows: list[Labelled]
 ) -> dict[str, float]:
     """The same loss on held-out rows, and how well the implicit reward separates the two labels (AUC)."""
-    if not rows and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
+    if not cfg.data.eval_data:
         return {}
-    policy.model.eval()
     packed = pack_labelled(cfg, policy, rows, partner, accumulation=1)
     sums, rewards = run_rows(cfg, policy, reference, packed, train=False)
-    policy.model.train()
     means = sums.means()
     kept = {f"eval/{name}": means[name] for name in ("reward/chosen", "reward/rejected") if name in means}
     all_rewards = torch.cat(all_gather(rewards, "held-out rewards"))

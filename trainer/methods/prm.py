@@ -16,9 +16,10 @@ from data.packing import Batch, Item
 from data.rows.stepwise import load_steps
 from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
-from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
+from trainer.config.blocks import Flat, OptimConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, pack_items, rows_of_this_rank
+from trainer.offline.config import OfflineConfig
+from trainer.offline.loop import Offline, pack_items, read_rows, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, scores_at
 from trainer.policy.logps import Policy
@@ -28,15 +29,10 @@ from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(OfflineConfig):
     """Process reward model from solutions whose steps are labelled; a reward for GRPO, --reward-funcs prm:RUN."""
 
-    model: Flat[ModelConfig]
-    data: Flat[DataConfig]
-    run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     max_length: int = 1024
     """Tokens per solution, prompt included; what is longer is cut on the right, with its labels."""
@@ -80,22 +76,10 @@ def train(cfg: Config) -> None:
 
 
 def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_step_only: bool) -> list[Steps]:
-    if not specs:
-        return []
-    return load_steps(
-        specs,
-        scorer.tokenizer,
-        data_format=cfg.data.data_format,
-        step_separator=cfg.step_separator,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_length=cfg.max_length,
-        max_completion_length=cfg.max_completion_length,
-        context_length=scorer.context_length,
-        last_step_only=last_step_only,
-        bad_rows=cfg.bad_rows,
-        cfg=cfg,
-    )
+    return read_rows(
+        load_steps, cfg, scorer, specs, step_separator=cfg.step_separator, max_length=cfg.max_length,
+        max_completion_length=cfg.max_completion_length, last_step_only=last_step_only, bad_rows=cfg.bad_rows,
+    )  # fmt: skip
 
 
 def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int) -> list[Batch]:
@@ -121,21 +105,18 @@ def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps])
     return sums
 
 
-@torch.no_grad()
 def evaluate(cfg: Config, scorer: Policy, solutions: list[Steps]) -> dict[str, float]:
     """Loss, accuracy per step, and macro F1 beside that of always answering the more frequent label."""
-    if not solutions and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
+    if not cfg.data.eval_data:
         return {}
     sums = MetricSums()
     matrix = torch.zeros(2, 2, dtype=torch.int64, device=scorer.device)  # steps by [label, predicted class]
-    scorer.model.eval()
     for mb in pack(cfg, scorer, solutions, accumulation=1):
         logits, labels = scores_at(scorer, mb), labels_of(mb, solutions)
         out = stepwise_loss(logits, labels)
         matrix += confusion(logits, labels)
         sums.add({"eval/loss": (out.terms["steps"].sum, out.terms["steps"].count)})
         sums.add({f"eval/{name}": value for name, value in out.metrics.items()})
-    scorer.model.train()
     matrix = all_sum(matrix)
     majority = torch.zeros_like(matrix)
     majority[:, matrix.sum(dim=1).argmax()] = matrix.sum(dim=1)

@@ -18,9 +18,10 @@ from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.reward_model import bradley_terry
 from losses.types import LossOut
-from trainer.config.blocks import DataConfig, Flat, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
+from trainer.config.blocks import Flat, OptimConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, pack_items, rows_of_this_rank
+from trainer.offline.config import OfflineConfig
+from trainer.offline.loop import Offline, pack_items, read_rows, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, marked_last, scores_at
 from trainer.policy.logps import Policy
@@ -30,15 +31,10 @@ from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(OfflineConfig):
     """Reward model from preference pairs; its output is a reward for GRPO, --reward-funcs model:RUN."""
 
-    model: Flat[ModelConfig]
-    data: Flat[DataConfig]
-    run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     format: FormatOptions = field(default_factory=FormatOptions)
 
     max_length: int = 1024
@@ -78,22 +74,10 @@ def train(cfg: Config) -> None:
 
 def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> list[Pair]:
     """Pairs whose two sides both fit; none is cut."""
-    if not specs:
-        return []
-    return load_pairs(
-        specs,
-        scorer.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_length=cfg.max_length,
-        context_length=scorer.context_length,
-        too_long="drop",
-        bad_rows=cfg.bad_rows,
-        options=cfg.format,
-        cfg=cfg,
-        margins=True,
-    )
+    return read_rows(
+        load_pairs, cfg, scorer, specs, max_length=cfg.max_length, too_long="drop", bad_rows=cfg.bad_rows,
+        options=cfg.format, margins=True,
+    )  # fmt: skip
 
 
 def pack(cfg: Config, scorer: Policy, pairs: list[Pair], accumulation: int) -> list[Batch]:
@@ -130,17 +114,14 @@ def backward(cfg: Config, scorer: Policy, micro_batches: list[Batch], pairs: lis
     return sums
 
 
-@torch.no_grad()
 def evaluate(cfg: Config, scorer: Policy, pairs: list[Pair]) -> dict[str, float]:
     """Loss, accuracy and margin on held-out pairs."""
-    if not pairs and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
+    if not cfg.data.eval_data:
         return {}
     sums = MetricSums()
-    scorer.model.eval()
     for mb in pack(cfg, scorer, pairs, accumulation=1):
         out = loss_of(cfg, scorer, mb, pairs)
         undivided = total_loss(out, dict.fromkeys(out.terms, torch.ones(())))
         sums.add({"eval/loss": (undivided, len(mb.rows) // 2)})
         sums.add({f"eval/{name}": value for name, value in out.metrics.items()})
-    scorer.model.train()
     return {**sums.means(), "eval/rows": all_count(len(pairs))}

@@ -16,18 +16,10 @@ from data.rows.sft import load_examples
 from data.types import Example
 from kernels.linear_logprob import TokenLogps
 from losses.sft import sft_loss
-from trainer.config.blocks import (
-    DataConfig,
-    Flat,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    RunConfig,
-    check_evaluation,
-)
+from trainer.config.blocks import Flat, OptimConfig, check_evaluation
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline, pack_items, rows_of_this_rank
+from trainer.offline.config import OfflineConfig
+from trainer.offline.loop import Offline, pack_items, read_rows, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps, token_loss
@@ -37,15 +29,10 @@ from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(OfflineConfig):
     """Supervised fine-tuning: imitate the assistant turns or completions of the data."""
 
-    model: Flat[ModelConfig]
-    data: Flat[DataConfig]
-    run: Flat[RunConfig] = field(default_factory=RunConfig)
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=2e-5))
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     max_length: int = 1024
     """Tokens per example; what is longer is cut on the right, and counted."""
@@ -73,18 +60,7 @@ def train(cfg: Config) -> None:
 
 
 def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Example]:
-    if not specs:
-        return []
-    return load_examples(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_length=cfg.max_length,
-        context_length=policy.context_length,
-        cfg=cfg,
-    )
+    return read_rows(load_examples, cfg, policy, specs, max_length=cfg.max_length)
 
 
 def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int) -> list[Batch]:
@@ -115,15 +91,12 @@ def backward(policy: Policy, micro_batches: list[Batch]) -> MetricSums:
     return sums
 
 
-@torch.no_grad()
 def evaluate(cfg: Config, policy: Policy, examples: list[Example]) -> dict[str, float]:
     """Mean negative log-likelihood per trained token of held-out examples."""
-    if not examples and not cfg.data.eval_data:  # with eval_data, a rank without rows still takes part
+    if not cfg.data.eval_data:
         return {}
     sums = MetricSums()
-    policy.model.eval()
     for mb in pack(cfg, policy, examples, accumulation=1):
         nll = sft_loss(token_logps(policy, mb).logp, torch.ones_like(mb.target, dtype=torch.bool)).terms["nll"]
         sums.add({"eval/nll": (nll.sum, nll.count)})
-    policy.model.train()
     return {**sums.means(), "eval/rows": all_count(len(examples))}

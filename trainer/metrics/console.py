@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainer.metrics.health import Finding
+from trainer.metrics.health import Finding, reward_function_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,12 +16,22 @@ if TYPE_CHECKING:
 # (label, metric): the handful of numbers that matter; those a method does not log are left out
 NUMBERS = (
     ("reward", "reward/mean"),
+    ("accuracy", "reward/accuracy"),
+    ("accuracy", "reward/step_accuracy"),
+    ("margin", "reward/margin"),
+    ("chosen", "reward/chosen"),
+    ("rejected", "reward/rejected"),
     ("loss", "loss/total"),
     ("entropy", "policy/entropy"),
     ("length", "rollout/len_mean"),
     ("grad norm", "optim/grad_norm"),
     ("tokens/s", "perf/tokens_per_s"),
 )
+SAID_BY = {  # (label: metrics) a number is left out where one of these metrics says it better
+    "loss": ("reward/mean",),  # the policy loss is near zero at every step by construction
+    "chosen": ("reward/margin", "reward/mean"),
+    "rejected": ("reward/margin", "reward/mean"),
+}
 DROPPED_FIRST = ("so far", "tokens/s", "grad norm", "length", "entropy")  # where the terminal is too narrow for all
 EVAL_HEADLINES = ("eval/reward/mean", "eval/reward/accuracy", "eval/reward/auc", "eval/reward/macro_f1", "eval/nll")
 PACE_STEPS = 30  # the time left follows the pace of this many last steps
@@ -34,9 +44,16 @@ class Console:
     """Shows progress on `stream` (standard output unless given); every call is cheap."""
 
     def __init__(
-        self, total_steps: int, start_step: int, title: str, logging_steps: int = 1, stream: TextIO | None = None
+        self,
+        total_steps: int,
+        start_step: int,
+        title: str,
+        logging_steps: int = 1,
+        stream: TextIO | None = None,
+        config: Mapping[str, Any] | None = None,  # of the run: how completions are sampled
     ) -> None:
         self.total_steps, self.title, self.logging_steps = total_steps, title, logging_steps
+        self._config = config or {}
         self.step_now = start_step
         self._start_step = start_step
         self._stream = stream if stream is not None else sys.stdout
@@ -45,17 +62,11 @@ class Console:
         self._latest: dict[str, float] = {}
         self._headline: list[float] = []  # reward or loss of every step so far, for the sparkline
         self._evals: list[float] = []
+        self._eval_decoding = ""
         self._sample: Mapping[str, Any] | None = None
         self._sample_at = -float("inf")
         self._rich: Any = None
         self._live: Any = None
-
-    def __enter__(self) -> Console:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def start(self) -> None:
         """Show the title and, on a terminal, the live display; starts the clock for the time left."""
@@ -84,8 +95,10 @@ class Console:
             self._step_ends = deque(
                 [(step, time.monotonic())], maxlen=PACE_STEPS
             )  # the evaluation before is not a step
-        self._evals += [values[name] for name in EVAL_HEADLINES if name in values][:1]
-        if line := eval_line(values):
+        if evaluated := [values[name] for name in EVAL_HEADLINES if name in values]:
+            self._evals.append(evaluated[0])
+            self._eval_decoding = eval_decoding(self._config, values)
+        if line := eval_line(values, self._config):
             self._print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", "green")
 
     def sample(self, sample: Mapping[str, Any]) -> None:
@@ -137,15 +150,20 @@ class Console:
     def _step_line(self) -> str:
         width = len(str(self.total_steps))
         parts = [f"step {self.step_now:>{width}}/{self.total_steps}"]
-        parts += [f"{label} {number(value)}" for label, value in self._shown_numbers()]
+        parts += [f"{label} {value}" if value else label for label, value in self._shown_numbers()]
         if (left := self._seconds_left()) is not None and self.step_now < self.total_steps:
             parts.append(f"left {duration(left)}")
         return "  ".join(parts)
 
-    def _shown_numbers(self) -> list[tuple[str, float]]:
-        shown = [(label, self._latest[name]) for label, name in NUMBERS if name in self._latest]
-        # the policy loss says little beside the reward: near zero at every step by construction
-        return [pair for pair in shown if pair[0] != "loss" or "reward/mean" not in self._latest]
+    def _shown_numbers(self) -> list[tuple[str, str]]:
+        """(label, value) of the last step; a step without anything to learn says so instead of its zeros."""
+        values, reason = self._latest, nothing_to_learn(self._latest)
+        hidden = {label for label, better in SAID_BY.items() if any(name in values for name in better)}
+        hidden |= {"entropy", "grad norm", "tokens/s"} if reason else set()
+        shown = [(label, number(values[name])) for label, name in NUMBERS if name in values and label not in hidden]
+        if shown and shown[0][0] == "reward" and train_decoding(self._config):
+            shown[0] = ("reward (sampled)", shown[0][1])
+        return shown + ([(reason, "")] if reason else [])
 
     def _seconds_left(self) -> float | None:
         """From the pace of the last steps, evaluations and checkpoints between them included."""
@@ -180,10 +198,11 @@ class Console:
 
     def _cells(self) -> list[tuple[str, str]]:
         """(label, value) of the numbers that fit side by side."""
-        cells = [(label, number(value)) for label, value in self._shown_numbers()]
+        cells = self._shown_numbers()
         if self._evals:
             first, last = number(self._evals[0]), number(self._evals[-1])
-            cells.append(("eval", first if len(self._evals) == 1 else f"{first} -> {last}"))
+            label = f"eval ({self._eval_decoding})" if self._eval_decoding else "eval"
+            cells.append((label, first if len(self._evals) == 1 else f"{first} -> {last}"))
         if len(self._headline) > 1 and not self._rich.options.ascii_only:
             cells.insert(1, ("so far", sparkline(self._headline)))
         for label in DROPPED_FIRST:
@@ -236,26 +255,54 @@ def sparkline(values: list[float], width: int = 16) -> str:
     return "".join(SPARKS[round((value - low) * scale)] for value in means)
 
 
-def eval_line(metrics: Mapping[str, float]) -> str:
-    """ "eval: reward 0.412  exact_match 0.412  length 3.40", or "" when the step was not evaluated."""
+def train_decoding(config: Mapping[str, Any]) -> str:
+    """ "sampled at temperature 1" for a method that samples, else "". Training never decodes greedily."""
+    temperature = config.get("temperature")
+    return f"sampled at temperature {temperature:g}" if isinstance(temperature, int | float) else ""
+
+
+def eval_decoding(config: Mapping[str, Any], names: Iterable[str]) -> str:
+    """How held-out completions are made: "greedy", "sampled at temperature 0.6", or "" where nothing is sampled."""
+    rollout = config.get("rollout")
+    if not train_decoding(config) or not isinstance(rollout, Mapping):
+        return ""
+    if "eval/cfm" in names:  # EBFT samples held-out groups as those of training
+        return train_decoding(config)
+    temperature = rollout.get("eval_temperature")
+    return f"sampled at temperature {temperature:g}" if temperature else "greedy"
+
+
+def nothing_to_learn(metrics: Mapping[str, float]) -> str:
+    """Why a step of a group method had no gradient, or ""."""
+    if metrics.get("reward/zero_std_frac") != 1.0 or metrics.get("optim/grad_norm") != 0.0:
+        return ""
+    scores = {value for name, value in metrics.items() if reward_function_of(name) is not None}
+    reason = {(1.0,): "every group is solved", (0.0,): "every completion failed"}.get(tuple(scores))
+    return f"nothing to learn: {reason or 'equal rewards within every group'}"
+
+
+def eval_line(metrics: Mapping[str, float], config: Mapping[str, Any]) -> str:
+    """ "eval (greedy): reward 0.412  exact_match 0.412  length 3.40", or "" when the step was not evaluated."""
     parts = []
     for name, value in metrics.items():
         if name.startswith("eval/"):
             label = name.removeprefix("eval/").removesuffix("/mean")
             shown = f"{value:.0f}" if label == "rows" else number(value)
             parts.append(f"{'length' if label == 'len_mean' else label} {shown}")
-    return "eval: " + "  ".join(parts) if parts else ""
+    decoding = eval_decoding(config, metrics)
+    return (f"eval ({decoding}): " if decoding else "eval: ") + "  ".join(parts) if parts else ""
 
 
-def evaluation_lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def evaluation_lines(records: Iterable[Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
     """Held-out numbers before and after: one line per eval/* metric that was measured twice or more."""
     seen: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, value in record.items():
             if name.startswith("eval/") and name != "eval/rows" and value is not None:
                 seen.setdefault(name, []).append((record["step"], value))
+    decoding = eval_decoding(config, seen)
     return [
-        f"held-out {name.removeprefix('eval/').removesuffix('/mean')}: "
+        f"held-out {name.removeprefix('eval/').removesuffix('/mean')}{f' ({decoding})' if decoding else ''}: "
         f"{number(points[0][1])} before, {number(points[-1][1])} after ({points[-1][0] - points[0][0]} steps)"
         for name, points in seen.items()
         if len(points) > 1

@@ -2,9 +2,9 @@
 
     write_report(Path("runs/grpo-20261115-093000"))
 
-It reads only config.yaml, metrics.jsonl and samples.jsonl, so it works at any time, also for a run that is still going
-or was killed. The page loads nothing and runs no script: curves are inline SVG, drawn without a library, with colours
-from the style sheet that follow light and dark mode.
+It reads only config.yaml, metrics.jsonl and samples.jsonl, so it also works while a run is going or after it was
+killed. The page loads nothing and runs no script. Curves are inline SVG of our own: a plotting library's would be ten
+times larger and could not follow light and dark mode.
 """
 
 from __future__ import annotations
@@ -12,32 +12,42 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.config.yaml import load_config
-from trainer.metrics.console import duration, number
+from data.command.config_file import load_config
+from rollout.rewards.weights import parse_weight
+from trainer.metrics.console import EVAL_HEADLINES, duration, eval_decoding, number, train_decoding
 from trainer.metrics.health import Episode, replay
 from trainer.metrics.metrics import GLOSSARY, describe, read_jsonl
 
 Point = tuple[float, float]
-AREAS = (("reward", "Reward"), ("loss", "Loss"), ("policy", "Policy"), ("eval", "Evaluation"), ("rollout", "Rollout"),
-         ("optim", "Optimizer"))  # fmt: skip
-FOLDED_AREAS = (("perf", "Speed"), ("time", "Time"), ("mem", "Memory"), ("data", "Data"))
-HEADLINES = ("reward/mean", "loss/nll", "loss/total")
-EVAL_HEADLINES = ("eval/reward/mean", "eval/reward/accuracy", "eval/reward/auc", "eval/reward/macro_f1", "eval/nll")
-LOWER_IS_BETTER = ("eval/nll", "eval/loss", "eval/reward/rejected")
+AREAS = {"reward": "Reward", "loss": "Loss", "policy": "Policy", "eval": "Evaluation", "rollout": "Rollout",
+         "optim": "Optimizer"}  # fmt: skip
+FOLDED_AREAS = {"perf": "Speed", "time": "Time", "mem": "Memory", "data": "Data"}
+# On top of the page: the first of these groups that the run logged.
+TOP = (
+    ("reward/mean", "reward/accuracy", "reward/step_accuracy", "reward/margin"),
+    ("reward/chosen", "reward/rejected"),
+    ("loss/nll",),
+    ("loss/total",),
+)
+LOWER_IS_BETTER = ("eval/nll", "eval/loss", "eval/reward/rejected", "eval/cfm", "eval/cfm_unbiased")
 NEITHER = ("eval/len_mean", "eval/rows")
 HEALTHY = {"policy/entropy": (0.05, 0.5)}  # drawn as a band behind the curve
-SAMPLES_PER_STEP = 4
+LAST_SAMPLED_STEPS = 10  # best and worst samples are picked from these
+SHOWN_SAMPLES = 3
 MAX_TEXT = 4000  # characters of a sample's prompt or completion
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24  # margins for the labels
+SMALL, TALL, LARGE = (360, 170), (360, 230), (560, 236)  # size of a chart
+RIGHT, TOP_MARGIN, BOTTOM = 10, 10, 24  # margins; the left one fits the labels
+CHARACTER = 6.4  # width of a digit of a label
 MAX_POINTS = 300  # more than the pixels of a small chart: a longer run is drawn as the range of each stretch
 MAX_SLICES = 48  # hover targets
 SPARSE = 12  # with fewer points than this each gets a dot
+SAME = 5e-7  # values this close, relative to their size, differ by float32 rounding only
 
 
 # page ------------------------------------------------------------------------------------------------------------
@@ -49,10 +59,11 @@ class RunData:
 
     name: str
     config: dict[str, Any]
+    defaults: Mapping[str, Any] | None  # of the method's settings; None if it could not be imported
     records: list[dict[str, Any]]  # one per step, in order
-    logged: set[str]  # every metric name in them
     samples: list[dict[str, Any]]
     finished: bool
+    logged: list[str] = field(default_factory=list)  # every metric name, in the glossary's order
 
     @property
     def last_step(self) -> int:
@@ -63,19 +74,15 @@ class RunData:
         pairs = [(r["step"], r[name]) for r in self.records if isinstance(r.get(name), int | float)]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
-    def names(self, area: str) -> list[str]:
-        """Metrics of an area that were logged, in the glossary's order."""
-        found = [name for name in self.logged if name.startswith(f"{area}/")]
-        texts = list(GLOSSARY.values())
-        return sorted(found, key=lambda n: (texts.index(t) if (t := describe(n)) else len(texts), n))
+    def values(self, name: str) -> list[float]:
+        return self.series(name)[1]
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> Path:
     """Write report.html into a run folder, atomically, and return its path."""
     run_dir = Path(run_dir)
-    run = load_run(run_dir)
+    page = render(load_run(run_dir, defaults)).encode("utf-8", errors="replace")
     path, temporary = run_dir / "report.html", run_dir / ".tmp-report.html"
-    page = render(run).encode("utf-8", errors="replace")
     try:
         temporary.write_bytes(page)
         os.replace(temporary, path)
@@ -86,29 +93,33 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def load_run(run_dir: Path) -> RunData:
+def load_run(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> RunData:
     if not (run_dir / "config.yaml").is_file():
-        raise ValueError(f"{run_dir}: no config.yaml in it, so not a run; pass the folder that --output-dir named")
+        raise ValueError(f"{run_dir}: has no config.yaml, so it is not a run folder; pass what --output-dir named")
     config = load_config(run_dir / "config.yaml")
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):
         by_step.setdefault(record["step"], {}).update(record)
     records = [by_step[step] for step in sorted(by_step)]
     last_step, max_steps = (records[-1]["step"] if records else 0), config.get("max_steps")
+    texts = list(GLOSSARY.values())
     return RunData(
         name=run_dir.resolve().name,
         config=config,
+        defaults=defaults,
         records=records,
-        logged={name for record in records for name in record},
         samples=read_jsonl(run_dir / "samples.jsonl"),
         finished=(run_dir / "final").exists() or (max_steps is not None and last_step >= max_steps),
+        logged=sorted(
+            {name for record in records for name in record} - {"step"},
+            key=lambda name: (texts.index(known) if (known := describe(name)) else len(texts), name),
+        ),
     )
 
 
 def render(run: RunData) -> str:
     """The whole page."""
     _, episodes = replay(run.records)
-    headline = next((name for name in HEADLINES if run.series(name)[0]), None)
     method, model = str(run.config.get("method", "run")), str(run.config.get("model", ""))
     parts = [
         f'<h1>{text(method)} <span class="model">{text(model)}</span>'
@@ -116,18 +127,12 @@ def render(run: RunData) -> str:
         + "</h1>",
         f'<p class="where">{text(run.name)}, written {datetime.now():%Y-%m-%d %H:%M}</p>',
         facts_html(run),
-        '<div class="lead">',
-        evaluation_html(run),
-        chart_html(run, headline, width=560, height=236) if headline else "",
-        "</div>",
+        top_html(run),
         "<h2>Health</h2>",
         health_html(run, episodes),
-        "<h2>Curves</h2>" if run.records else "",
-        *(area_html(run, area, title, headline) for area, title in AREAS),
-        folded_html(run),
+        curves_html(run, {f"health/{episode.finding.name}" for episode in episodes}),
         samples_html(run),
-        "<h2>Config</h2>",
-        config_html(run.config),
+        config_html(run),
         "<footer>Light line: every step. Strong line: centred moving mean over a fifteenth of the run. "
         "All numbers are in metrics.jsonl.</footer>",
     ]
@@ -149,6 +154,10 @@ def text(value: object) -> str:
     return escape(shown)
 
 
+def details_html(summary: str, body: str) -> str:
+    return f"<details><summary>{summary}</summary>{body}</details>" if body else ""
+
+
 # facts, evaluation, health ---------------------------------------------------------------------------------------
 
 
@@ -157,37 +166,45 @@ def facts_html(run: RunData) -> str:
     steps = (
         str(run.last_step) if run.finished or not max_steps else f"{run.last_step} <small>of {text(max_steps)}</small>"
     )
-    wall = run.series("time/wall_s")[1]
-    seconds = wall[-1] if wall else sum(run.series("time/step_s")[1])
-    facts = [("Steps", steps), ("Wall time", text(duration(seconds)))]
-    for label, name in (("Tokens", "data/tokens_total"), ("Epochs", "data/epoch"),
-                        ("Tokens per second", "perf/tokens_per_s"), ("Peak memory", "mem/peak_gib")):  # fmt: skip
-        values = run.series(name)[1]
-        if not values:
-            continue
-        if name == "perf/tokens_per_s":
-            shown = number(sorted(values)[len(values) // 2]) + " <small>median</small>"
-        elif name == "mem/peak_gib":
-            shown = f"{max(values):.2f} <small>GiB</small>"
-        else:
-            shown = number(values[-1])
-        facts.append((label, shown))
+    wall = run.values("time/wall_s")
+    facts = [("Steps", steps), ("Wall time", text(duration(wall[-1] if wall else sum(run.values("time/step_s")))))]
+    for label, name, show in (
+        ("Tokens", "data/tokens_total", lambda values: number(values[-1])),
+        ("Epochs", "data/epoch", lambda values: number(values[-1])),
+        ("Tokens per second", "perf/tokens_per_s",
+         lambda values: number(sorted(values)[len(values) // 2]) + " <small>median</small>"),
+        ("Peak memory", "mem/peak_gib", lambda values: f"{max(values):.2f} <small>GiB</small>"),
+    ):  # fmt: skip
+        if values := run.values(name):
+            facts.append((label, show(values)))
     cells = "".join(f"<div><dt>{label}</dt><dd>{shown}</dd></div>" for label, shown in facts)
     return f'<dl class="facts card">{cells}</dl>'
 
 
+def top_names(run: RunData) -> list[str]:
+    found = ([name for name in group if run.values(name)] for group in TOP)
+    return next((names for names in found if names), [])
+
+
+def top_html(run: RunData) -> str:
+    """Held-out evaluation and the curves that matter most for the method."""
+    names = top_names(run)
+    if len(names) == 1:  # drawn twice, because a wide chart that shrinks has unreadable labels
+        charts = chart_html(run, names[0], LARGE, "wide-only") + chart_html(run, names[0], SMALL, "narrow-only")
+    else:
+        charts = "".join(chart_html(run, name, TALL) for name in names)
+    return f'<div class="lead lead-{len(names) + 1}">{evaluation_html(run)}{charts}</div>'
+
+
 def evaluation_html(run: RunData) -> str:
     """Before -> after on held-out rows; for an unfinished run, up to now."""
-    names = [name for name in run.names("eval") if run.series(name)[1]]  # null throughout if no reward applied
+    names = [name for name in run.logged if name.startswith("eval/") and run.values(name)]
     if not names:
-        return (
-            '<div class="card"><h3 style="margin-top:0">Held-out evaluation</h3>'
-            '<p class="soft">None: the run had no --eval-data.</p></div>'
-        )
+        empty = '<p class="soft">None: the run had no --eval-data.</p>'
+        return f'<div class="card"><h3>Held-out evaluation</h3>{empty}</div>'
     head = next((name for name in EVAL_HEADLINES if name in names), names[0])
     steps, values = run.series(head)
     label = head.removeprefix("eval/").removesuffix("/mean").replace("_", " ")
-    until = "after" if run.finished else "latest"
     if len(steps) > 1:
         outcome = (
             f'<span class="from">{number(values[0])}</span> <span class="arrow">&rarr;</span> '
@@ -196,28 +213,32 @@ def evaluation_html(run: RunData) -> str:
         caption = f"{label}, step {steps[0]} \u2192 {steps[-1]}"
     else:
         outcome, caption = number(values[0]), f"{label} at step {steps[0]}, no later evaluation yet"
-    rows = [
-        f'<tr><th></th><th class="num">before</th><th class="num">{until}</th><th class="num">change</th></tr>',
-    ]
+    until = "after" if run.finished else "latest"
+    rows = [f'<tr><th></th><th class="num">before</th><th class="num">{until}</th><th class="num">change</th></tr>']
     for name in names:
-        _, own = run.series(name)
-        if own:
-            later = f"{number(own[-1])}</td><td class='num'>{change_html(name, own)}" if len(own) > 1 else "</td><td>"
-            rows.append(
-                f'<tr title="{text(describe(name) or "")}"><td class="mono">{text(name)}</td>'
-                f'<td class="num">{number(own[0])}</td><td class="num">{later}</td></tr>'
-            )
+        own = run.values(name)
+        later = f"{number(own[-1])}</td><td class='num'>{change_html(name, own)}" if len(own) > 1 else "</td><td>"
+        rows.append(
+            f'<tr title="{text(f"{name}: {definition(name)}")}">'
+            f'<td class="mono">{text(name.removeprefix("eval/"))}</td>'
+            f'<td class="num">{number(own[0])}</td><td class="num">{later}</td></tr>'
+        )
     return (
-        '<div class="card"><h3 style="margin-top:0">Held-out evaluation</h3>'
+        f'<div class="card"><h3>Held-out evaluation{tag_html(eval_decoding(run.config, names))}</h3>'
         f'<p class="soft">{text(caption)}</p><p class="outcome">{outcome}</p>'
         f'<table class="plain">{"".join(rows)}</table></div>'
     )
 
 
+def tag_html(words: str) -> str:
+    return f' <span class="tag">{text(words)}</span>' if words else ""
+
+
 def change_html(name: str, values: Sequence[float]) -> str:
     change = values[-1] - values[0]
     sign = "+" if change > 0 else "\u2212" if change < 0 else ""
-    better = 0.0 if name in NEITHER else -change if name in LOWER_IS_BETTER else change
+    unknown = name in NEITHER or name.startswith("eval/log/") or describe(name) is None
+    better = 0.0 if unknown else -change if name in LOWER_IS_BETTER else change
     colour = " good" if better > 0 else " bad" if better < 0 else ""
     return f'<span class="change{colour}">{sign}{number(abs(change))}</span>'
 
@@ -227,84 +248,141 @@ def health_html(run: RunData, episodes: Iterable[Episode]) -> str:
     for episode in episodes:
         span = f"step {episode.first_step}"
         if episode.last_step > episode.first_step:
-            span = f"steps {episode.first_step} to {episode.last_step}, {episode.num_steps} of them"
+            span = f"{episode.num_steps} steps from {episode.first_step} to {episode.last_step}"
         state = "at the end of the run" if run.finished else "now"
-        when = f"{span}; {f'still so {state}' if episode.now else 'since over'}"
+        when = f"{span}; {f'still so {state}' if episode.now else 'no longer so'}"
         classes = f"finding {'info' if episode.finding.level == 'info' else ''} {'' if episode.now else 'over'}"
         sentence = episode.finding.message
         parts.append(
             f'<div class="{" ".join(classes.split())}"><p>{text(sentence[:1].upper() + sentence[1:])}.</p>'
             f'<p class="when"><code>health/{text(episode.finding.name)}</code>: {when}</p></div>'
         )
-    steps = run.series("optim/grad_norm")[0]
-    short = f"No finding, but {len(steps)} steps are too few to judge."
-    none = "No finding: every watched number stayed in its range." if len(steps) >= 20 else short
+    num_steps = len(run.values("optim/grad_norm"))
+    short = f"Nothing found, but {num_steps} steps are too few to judge."
+    none = "Nothing found: every watched number stayed in its range." if num_steps >= 20 else short
     return "\n".join(parts) or f'<p class="soft">{none}</p>'
 
 
 # metrics by area -------------------------------------------------------------------------------------------------
 
 
-def chart_html(run: RunData, name: str, width: int = 360, height: int = 170) -> str:
+def curves_html(run: RunData, findings: set[str]) -> str:
+    """Every metric that is on no other place of the page: a curve, or a row in the list of constants."""
+    left = [name for name in run.logged if name not in {*top_names(run), *findings}]
+    left = [name for name in left if name not in names_in_table_only(run)]
+    flat = {name: shown for name in left if (shown := flat_value(run, name))}
+    curved = [name for name in left if name not in flat]
+    known = {**AREAS, **FOLDED_AREAS}
+    area_of = {name: known.get(name.partition("/")[0], "Other metrics") for name in curved}
+
+    def section(title: str) -> str:
+        charts = "".join(chart_html(run, name) for name in curved if area_of[name] == title)
+        return f'<h3>{title}</h3><div class="charts">{charts}</div>' if charts else ""
+
+    rows = "".join(
+        f'<tr><td class="mono">{text(name)}</td><td class="num">{shown}</td>'
+        f'<td class="soft">{text(definition(name))}</td></tr>'
+        for name, shown in flat.items()
+    )
+    table = f'<div class="card"><table class="plain constants">{rows}</table></div>' if rows else ""
+    parts = [
+        *(section(title) for title in (*AREAS.values(), "Other metrics")),
+        details_html("Speed, time, memory and data", "".join(map(section, FOLDED_AREAS.values()))),
+        details_html(f"{len(flat)} metrics that did not change or repeat another", table),
+    ]
+    return "<h2>Curves</h2>" + "\n".join(part for part in parts if part) if any(parts) else ""
+
+
+def names_in_table_only(run: RunData) -> set[str]:
+    """Evaluation metrics that the table on top shows completely: two points are not a curve."""
+    evaluated = [name for name in run.logged if name.startswith("eval/") and run.values(name)]
+    return {name for name in evaluated if len(run.values(name)) < 3 or is_constant(run, name)}
+
+
+def is_constant(run: RunData, name: str) -> bool:
+    values = run.values(name)
+    return max(values) - min(values) <= SAME * max(map(abs, values))
+
+
+def flat_value(run: RunData, name: str) -> str:
+    """What the list of constants shows for a metric, "" for one that is worth a curve."""
+    values = run.values(name)
+    if not values:
+        return "never a finite number"
+    if is_constant(run, name):
+        return f"{values[0]:.7g}"
+    earlier = (*top_names(run), *run.logged[: run.logged.index(name)])
+    twin = next((other for other in earlier if repeats(run, other, name)), None)
+    return f"same as {text(twin)}" if twin else ""
+
+
+def repeats(run: RunData, first: str, second: str) -> bool:
+    """Whether two metrics of an area are the same curve, as of a total of one term."""
+    (steps, values), (other_steps, others) = run.series(first), run.series(second)
+    if first.partition("/")[0] != second.partition("/")[0] or steps != other_steps:
+        return False
+    limit = 10 * SAME * max(map(abs, values))
+    return all(abs(a - b) <= limit for a, b in zip(values, others, strict=True))
+
+
+def definition(name: str) -> str:
+    return describe(name) or "Logged by your own code."
+
+
+def chart_html(run: RunData, name: str, size: tuple[int, int] = SMALL, kind: str = "") -> str:
     steps, values = run.series(name)
-    if not steps:
-        return ""
-    svg = curve_svg(
-        steps,
-        values,
-        label=f"{name} over steps",
-        step_range=(0, run.last_step),
-        width=width,
-        height=height,
-        healthy=HEALTHY.get(name),
-    )
+    svg = curve_svg(steps, values, label=f"{name} over steps", step_range=(0, run.last_step), size=size,
+                    healthy=HEALTHY.get(name))  # fmt: skip
     band = "" if name not in HEALTHY else " Shaded: healthy range {:g} to {:g}.".format(*HEALTHY[name])
+    sampled = tag_html(train_decoding(run.config)) if name == "reward/mean" else ""
     return (
-        f'<div class="card"><div class="chart-head"><span class="mono">{text(name)}</span>'
-        f'<span class="last">last {number(values[-1])}</span></div>{svg}'
-        f'<p class="definition">{text(describe(name) or "")}{band}</p></div>'
+        f'<div class="card {kind}"><div class="chart-head"><span class="mono">{text(name)}</span>{sampled}'
+        f'<span class="last">last {precise(values[-1], max(values) - min(values))}</span></div>{svg}'
+        f'<p class="definition">{text(definition(name))}{band}</p></div>'
     )
 
 
-def area_charts(run: RunData, area: str, headline: str | None) -> str:
-    names = [name for name in run.names(area) if name != headline]
-    if area == "loss" and headline:  # supervised runs have one term, so the total would be the same curve again
-        names = [name for name in names if run.series(name) != run.series(headline)]
-    if area == "eval":  # two points are a table, not a curve
-        names = [name for name in names if len(run.series(name)[0]) > 2]
-    charts = "".join(chart_html(run, name) for name in names)
-    return f'<div class="charts">{charts}</div>' if charts else ""
-
-
-def area_html(run: RunData, area: str, title: str, headline: str | None) -> str:
-    charts = area_charts(run, area, headline)
-    return f"<h3>{title}</h3>{charts}" if charts else ""
-
-
-def folded_html(run: RunData) -> str:
-    parts = [area_html(run, area, title, None) for area, title in FOLDED_AREAS]
-    body = "".join(parts)
-    return f"<details><summary>Speed, time, memory and data</summary>{body}</details>" if body else ""
+def precise(value: float, spread: float) -> str:
+    """A number with enough digits to tell it from the other values of its curve."""
+    digits = 2 + math.ceil(math.log10(abs(value) / spread)) if spread and value else 0
+    return f"{value:#.{min(digits, 12)}g}".rstrip(".") if digits > 3 else number(value)
 
 
 # samples and config ----------------------------------------------------------------------------------------------
 
 
 def samples_html(run: RunData) -> str:
+    """The best and worst of the last steps, and some of the first step."""
     steps = sorted({sample["step"] for sample in run.samples})
     if not steps:
         return ""
-    parts = ["<h2>Samples</h2>"]
-    for step in dict.fromkeys((steps[0], steps[-1])):
-        own = [sample for sample in run.samples if sample["step"] == step]
-        count = min(SAMPLES_PER_STEP, len(own))
-        picked = [own[i * len(own) // count] for i in range(count)]  # spread over the step's groups
-        rows = "".join(sample_row(sample) for sample in picked)
-        parts.append(
-            f'<h3>Step {step}</h3><div class="card"><table class="samples"><tr><th>prompt</th><th>completion</th>'
-            f"<th>rewards</th><th>advantage</th></tr>{rows}</table></div>"
-        )
-    return "\n".join(parts)
+    last = steps[-LAST_SAMPLED_STEPS:]
+    recent = [sample for sample in run.samples if sample["step"] >= last[0]]
+    distinct = {(str(sample.get("prompt")), str(sample.get("completion"))): sample for sample in recent}
+    ranked = sorted(reversed(distinct.values()), key=lambda sample: -total_reward(run, sample))
+    where = f"step {last[0]}" if len(last) == 1 else f"steps {last[0]} to {last[-1]}"
+    scores = {total_reward(run, sample) for sample in ranked}
+    if len(scores) > 1:
+        count = min(SHOWN_SAMPLES, len(ranked) // 2)
+        tables = [(f"Best of {where}", ranked[:count]), (f"Worst of {where}", ranked[::-1][:count])]
+    else:
+        tables = [(f"Samples of {where}, all with the same reward", ranked[:SHOWN_SAMPLES])]
+    if steps[0] < last[0]:
+        first = [sample for sample in run.samples if sample["step"] == steps[0]]
+        tables.append((f"For comparison: step {steps[0]}", first[:SHOWN_SAMPLES]))
+    return "<h2>Samples</h2>" + "\n".join(
+        f'<h3>{title}</h3><div class="card"><table class="samples"><tr><th>prompt</th><th>completion</th>'
+        f"<th>rewards</th><th>advantage</th></tr>{''.join(map(sample_row, rows))}</table></div>"
+        for title, rows in tables
+    )
+
+
+def total_reward(run: RunData, sample: Mapping[str, Any]) -> float:
+    """Weighted sum of a sample's rewards."""
+    values = list((sample.get("rewards") or {}).values())
+    given = run.config.get("reward_weights") or []
+    weights = [parse_weight(w).at(sample["step"]) for w in given] if len(given) == len(values) else [1.0] * len(values)
+    return sum(weight * value for weight, value in zip(weights, values, strict=True) if value is not None)
 
 
 def sample_row(sample: Mapping[str, Any]) -> str:
@@ -329,9 +407,31 @@ def shorten(long: str) -> str:
     return long if rest <= 0 else f"{long[:MAX_TEXT]}\n[{rest} more characters in samples.jsonl]"
 
 
-def config_html(config: Mapping[str, Any]) -> str:
-    rows = "".join(f"<div><dt>{text(key)}</dt><dd>{text(value)}</dd></div>" for key, value in flatten(config))
-    return f'<div class="card"><dl class="config mono">{rows}</dl></div>'
+def config_html(run: RunData) -> str:
+    """What differs from the method's defaults, then everything, folded."""
+    settings = dict(flatten(run.config))
+    whole = settings_html((key, value, "") for key, value in settings.items())
+    if run.defaults is None:
+        return f"<h2>Config</h2>{whole}"
+    defaults = dict(flatten(run.defaults))
+    changed = [(key, value, defaults.get(key, "")) for key, value in settings.items()
+               if key != "method" and defaults.get(key) != value]  # fmt: skip
+    unchanged = '<p class="soft">Every setting has its default.</p>'
+    return (
+        "<h2>Config</h2><h3>Different from the defaults</h3>"
+        + (settings_html(changed) if changed else unchanged)
+        + details_html(f"All {len(settings)} settings", whole)
+    )
+
+
+def settings_html(rows: Iterable[tuple[str, str, str]]) -> str:
+    cells = "".join(
+        f"<div><dt>{text(key)}</dt><dd>{text(value)}"
+        + (f' <span class="default">default {text(default)}</span>' if default else "")
+        + "</dd></div>"
+        for key, value, default in rows
+    )
+    return f'<div class="card"><dl class="config mono">{cells}</dl></div>'
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -353,36 +453,46 @@ def curve_svg(
     *,
     label: str,
     step_range: tuple[int, int] | None = None,
-    width: int = 360,
-    height: int = 170,
+    size: tuple[int, int] = SMALL,
     healthy: tuple[float, float] | None = None,
 ) -> str:
     """One metric over steps: values as a light line, the smoothed curve as a strong one."""
     assert len(steps) == len(values) > 0, f"{len(steps)} steps, {len(values)} values"
+    width, height = size
     low, high, ticks = value_axis(min(values), max(values))
+    labels = tick_texts(ticks)
+    left = 14 + CHARACTER * max(map(len, labels))
     first, last = step_range or (steps[0], steps[-1])
     last = max(last, first + 1)
 
     def place(step: float, value: float) -> Point:
-        x = LEFT + (step - first) / (last - first) * (width - LEFT - RIGHT)
-        return x, TOP + (high - value) / (high - low) * (height - TOP - BOTTOM)
+        x = left + (step - first) / (last - first) * (width - left - RIGHT)
+        return x, TOP_MARGIN + (high - value) / (high - low) * (height - TOP_MARGIN - BOTTOM)
 
-    body = [_grid(place, ticks, first, last, width, height)]
+    body = []
+    for value, shown in zip(ticks, labels, strict=True):
+        y = place(first, value)[1]
+        body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        body.append(f'<text x="{left - 6:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>')
+    stride = max(1, round(nice_step((last - first) / (width / 110))))
+    marks = list(range(math.ceil(first / stride) * stride, last + 1, stride))
+    for step, shown in zip(marks, tick_texts(marks) if len(marks) > 1 else map(str, marks), strict=True):
+        x = place(step, low)[0]
+        anchor = "end" if x + CHARACTER * len(shown) / 2 > width else "middle"
+        body.append(f'<text x="{x:.1f}" y="{height - 7}" text-anchor="{anchor}">{shown}</text>')
     if healthy and healthy[1] > low and healthy[0] < high:
         top, bottom = place(first, min(healthy[1], high))[1], place(first, max(healthy[0], low))[1]
-        body.append(f'<rect class="band" x="{LEFT}" y="{top:.1f}" width="{width - LEFT - RIGHT}" '
+        body.append(f'<rect class="band" x="{left:.1f}" y="{top:.1f}" width="{width - left - RIGHT:.1f}" '
                     f'height="{bottom - top:.1f}"/>')  # fmt: skip
     smoothed = smooth(values)
     if len(values) < SPARSE:
-        body.append(_line("smooth", [place(*point) for point in zip(steps, values, strict=True)]))
-        for step, value in zip(steps, values, strict=True):
-            x, y = place(step, value)
-            body.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>')
+        points = [place(*point) for point in zip(steps, values, strict=True)]
+        body.append(_line("smooth", points))
+        body += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in points]
     else:
         body.append(_line("raw", [place(*point) for point in outline(steps, values)]))
         strong = list(zip(steps, smoothed, strict=True))
-        stride = max(1, len(strong) // MAX_POINTS)
-        kept = [*strong[:-1:stride], strong[-1]]
+        kept = [*strong[: -1 : max(1, len(strong) // MAX_POINTS)], strong[-1]]
         body.append(_line("smooth", [place(*point) for point in kept]))
     body.append(_slices(steps, values, smoothed, place, height))
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">' + "".join(body) + "</svg>"
@@ -418,7 +528,7 @@ def value_axis(low: float, high: float) -> tuple[float, float, list[float]]:
         low = 0.0
     if high < 0 and high > 0.6 * low:
         high = 0.0
-    if high <= low:
+    if high - low <= SAME * max(abs(low), abs(high)):
         spread = abs(high) * 0.1 or 1.0
         low, high = low - spread, high + spread
     tick = nice_step((high - low) / 3)
@@ -433,32 +543,18 @@ def nice_step(rough: float) -> float:
 
 
 def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """As many decimals as the distance between ticks needs; 12.5k from ten thousand on, 2e-4 below a thousandth."""
+    """As many decimals as tell the ticks apart; 12.5k from ten thousand on, 2e-4 below a thousandth, 2e9 above."""
     tick, largest = ticks[1] - ticks[0], max(map(abs, ticks))
-    if largest < 1e-3:
-        parts = [f"{value:.2e}".split("e") for value in ticks]
-        return [f"{float(mantissa):g}e{int(power)}" if float(mantissa) else "0" for mantissa, power in parts]
-    unit, suffix = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1.0, "")
+    if 1e-3 <= largest < 1e9:
+        unit, suffix = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1.0, "")
+    else:
+        power = math.floor(math.log10(largest) + 1e-9)
+        unit, suffix = 10.0**power, f"e{power}"
     tick /= unit
     decimals = max(0, -math.floor(math.log10(tick) + 1e-9))
     if abs(tick * 10**decimals - round(tick * 10**decimals)) > 1e-6:  # steps of 2.5
         decimals += 1
     return [f"{value / unit:.{decimals}f}{suffix}" if value else "0" for value in ticks]
-
-
-def _grid(place, ticks: list[float], first: int, last: int, width: int, height: int) -> str:
-    parts = []
-    for value, text in zip(ticks, tick_texts(ticks), strict=True):
-        y = place(first, value)[1]
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
-    stride = max(1, round(nice_step((last - first) / (width / 110))))
-    marks = list(range(math.ceil(first / stride) * stride, last + 1, stride))
-    for step, text in zip(marks, tick_texts(marks) if len(marks) > 1 else map(str, marks), strict=True):
-        x = place(step, ticks[0])[0]
-        anchor = "end" if x > width - RIGHT - 8 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{height - 7}" text-anchor="{anchor}">{text}</text>')
-    return "".join(parts)
 
 
 def _line(name: str, points: Sequence[Point]) -> str:
@@ -470,15 +566,16 @@ def _slices(steps: Sequence[int], values: Sequence[float], smoothed: Sequence[fl
     count = min(MAX_SLICES, len(steps))
     picks = sorted({round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)})
     middles = [place(steps[i], values[i])[0] for i in picks]
+    spread = max(values) - min(values)
     parts = []
     for k, i in enumerate(picks):
         left = middles[k] - 4 if k == 0 else (middles[k - 1] + middles[k]) / 2
         right = middles[k] + 4 if k == len(picks) - 1 else (middles[k] + middles[k + 1]) / 2
-        text = f"step {steps[i]}: {values[i]:.4g}"
+        shown = f"step {steps[i]}: {precise(values[i], spread)}"
         if len(values) >= SPARSE:
-            text += f" (smoothed {smoothed[i]:.4g})"
+            shown += f" (smoothed {precise(smoothed[i], spread)})"
         parts.append(
-            f'<rect class="slice" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" '
-            f'height="{height - TOP - BOTTOM}"><title>{text}</title></rect>'
+            f'<rect class="slice" x="{left:.1f}" y="{TOP_MARGIN}" width="{right - left:.1f}" '
+            f'height="{height - TOP_MARGIN - BOTTOM}"><title>{shown}</title></rect>'
         )
     return "".join(parts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from data.packing import Batch, Item
 from data.rows.unpaired import load_labelled
 from data.types import Labelled
-from trainer.offline.loop import pack_items
+from trainer.offline.loop import pack_items, read_responses
 from trainer.policy.logps import Policy
 
 
@@ -31,21 +31,7 @@ class LabelledStep:
 
 
 def load_rows(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Labelled]:
-    if not specs:
-        return []
-    return load_labelled(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_length=cfg.response.max_length,
-        max_prompt_length=cfg.response.max_prompt_length,
-        context_length=policy.context_length,
-        bad_rows=cfg.response.bad_rows,
-        options=cfg.format,
-        cfg=cfg,
-    )
+    return read_responses(load_labelled, cfg, policy, specs)
 
 
 def item_of(row: Labelled, completion_ids: list[int] | None = None) -> Item:

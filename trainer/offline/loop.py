@@ -12,7 +12,9 @@ for batch in offline.steps():                  # this rank's rows of each step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from data.loader import Loader
 from data.packing import Batch, Item, make_batches
@@ -25,6 +27,27 @@ from trainer.policy.sharding import to_device_and_pad
 from trainer.run.run import Run
 
 Evaluate = Callable[[], dict[str, float]]
+T = TypeVar("T")
+
+
+def read_rows(load: Callable[..., list[T]], cfg: Any, policy: Policy, specs: Sequence[str], **options: Any) -> list[T]:
+    """Rows by a loader of data/rows, which gets what all of them take, and `options`; none without specs."""
+    if not specs:
+        return []
+    shared = {
+        "data_format": cfg.data.data_format,
+        "system_prompt": cfg.model.system_prompt,
+        "chat_template_kwargs": cfg.model.chat_template_kwargs,
+        "context_length": policy.context_length,
+        "cfg": cfg,
+    }
+    return load(specs, policy.tokenizer, **shared | options)
+
+
+def read_responses(load: Callable[..., list[T]], cfg: Any, policy: Policy, specs: Sequence[str]) -> list[T]:
+    """read_rows for a PreferenceConfig."""
+    limits = {name: getattr(cfg.response, name) for name in ("max_length", "max_prompt_length", "bad_rows")}
+    return read_rows(load, cfg, policy, specs, **limits, options=cfg.format)
 
 
 def num_tokens(row: Any) -> int:
@@ -82,8 +105,16 @@ class Offline:
         """Make the run folder or restore the checkpoint; evaluate the model before training as step 0."""
         self.run.begin(self.total_steps, f"{self.run.method} {self.cfg.model.model}")
         self.step = self.run.restore(self.policy, self.optimizer, self.schedule, self.state)
-        if self.step == 0 and (before := evaluate()):
+        if self.step == 0 and (before := self._evaluate(evaluate)):
             self.run.log(0, before)
+
+    @torch.no_grad()
+    def _evaluate(self, evaluate: Evaluate) -> dict[str, float]:
+        """All ranks call it, also one without held-out rows."""
+        self.policy.model.eval()
+        metrics = evaluate()
+        self.policy.model.train()
+        return metrics
 
     def steps(self) -> Iterator[list[Any]]:
         """This rank's rows of each remaining step."""
@@ -123,6 +154,6 @@ class Offline:
             **self.timer.metrics(num_tokens),
         }
         if self.run.eval_due(self.step):
-            metrics |= evaluate()
+            metrics |= self._evaluate(evaluate)
         self.run.log(self.step, metrics)
         self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)

@@ -5,7 +5,7 @@ Shapes: N trained tokens of a micro-batch, P its pairs; sums over responses are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import Tensor
 from data.packing import Batch, Item
 from data.rows.pairs import load_pairs
 from data.types import Pair
+from losses.types import LossOut
 from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import pack_items
+from trainer.offline.loop import pack_items, read_responses
 from trainer.parallel.comm import all_count
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, token_logps
+from trainer.policy.optim import term_metrics, total_loss
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,7 @@ class PairBatch:
 
 
 def pairs_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Pair]:
-    if not specs:
-        return []
-    return load_pairs(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_length=cfg.response.max_length,
-        max_prompt_length=cfg.response.max_prompt_length,
-        context_length=policy.context_length,
-        bad_rows=cfg.response.bad_rows,
-        options=cfg.format,
-        cfg=cfg,
-    )
+    return read_responses(load_pairs, cfg, policy, specs)
 
 
 def pair_items(pairs: Sequence[Pair], *, train_prompt: bool = False) -> list[Item]:
@@ -92,6 +80,28 @@ def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:
         offset=position - num_prompt[batch.slot],
         lengths=torch.tensor(lengths, **integers).view(-1, 2),
     )
+
+
+def sum_losses(
+    policy: Policy,
+    micro_batches: Sequence[PairBatch],
+    loss_of: Callable[[PairBatch, Tensor], LossOut],  # of (N,) log-probs
+    denominators: dict[str, Tensor],  # () of each term, over the whole step
+    num_pairs: Tensor,  # () of the whole step
+    *,
+    train: bool,
+) -> MetricSums:
+    """Loss, metrics and (train) gradients over all micro-batches of one step."""
+    sums = MetricSums()
+    for mb in micro_batches:
+        logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)
+        out = loss_of(mb, logp)
+        total = total_loss(out, denominators)
+        if train:
+            total.backward()
+        sums.add({**out.metrics, **term_metrics(out)})
+        sums.add({"loss/total": (total * num_pairs, len(mb.pairs)), "policy/entropy": (entropy.sum(), len(entropy))})
+    return sums
 
 
 def pair_evaluation(sums: MetricSums, num_rows: int) -> dict[str, float]:

@@ -71,6 +71,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from data.hub import check_hub
 from rollout.servers.model_folder import read_adapter, resolve_model
 from trainer.config.errors import load_error
 from trainer.parallel.ranks import world_size
@@ -403,6 +404,8 @@ def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
     path = resolve_model(model)
     if (Path(path) / "adapter_config.json").exists():
         path = resolve_model(read_adapter(path)["base_model_name_or_path"])
+    if not Path(path).is_dir():
+        check_hub("model", path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except Exception as error:  # damaged files make transformers raise anything

@@ -87,28 +87,15 @@ class RolloutSetup:
         prompts = prompts_of(cfg, policy, specs)
         if self.toolset is not None and prompts:
             room = None if policy.context_length is None else policy.context_length - cfg.max_completion_length
-            prompts = show_tools(
-                prompts,
-                policy.tokenizer,
-                self.toolset.schemas,
-                max_prompt_length=cfg.max_prompt_length,
-                longest=room,
-            )
+            schemas, limit = self.toolset.schemas, cfg.max_prompt_length
+            prompts = show_tools(prompts, policy.tokenizer, schemas, max_prompt_length=limit, longest=room)
             self.toolset.check_rows(prompts, "eval_data" if held_out else "data")
         if self.gym is not None and not held_out:
             from data.rows.nemo_gym import load_nemo_gym
 
-            prompts += load_nemo_gym(
-                cfg.nemo_gym.datasets,
-                policy.tokenizer,
-                folder=cfg.nemo_gym.dir,
-                multi_turn=cfg.nemo_gym.multi_turn,
-                system_prompt=cfg.model.system_prompt,
-                chat_template_kwargs=cfg.model.chat_template_kwargs,
-                max_prompt_length=cfg.max_prompt_length,
-                context_length=policy.context_length,
-                max_completion_length=cfg.max_completion_length,
-            )
+            gym = cfg.nemo_gym
+            options = {"folder": gym.dir, "multi_turn": gym.multi_turn, **prompt_options(cfg, policy)}
+            prompts += load_nemo_gym(gym.datasets, policy.tokenizer, **options)
         return prompts
 
     def connect(self, prompts: Sequence[Prompt], rewards: Rewards) -> None:
@@ -124,14 +111,8 @@ class RolloutSetup:
             assert self.gym is not None
             from rollout.gyms.nemo_gym import RunSource
 
-            vocab_size = self.policy.model.config.get_text_config().vocab_size
-            return RunSource(
-                self.gym,
-                sampling,
-                version=lambda: engine.version,
-                vocab_size=vocab_size,
-                seeded=self.cfg.vllm.seeded,
-            )
+            vocab_size, seeded = self.policy.model.config.get_text_config().vocab_size, self.cfg.vllm.seeded
+            return RunSource(self.gym, sampling, version=lambda: engine.version, vocab_size=vocab_size, seeded=seeded)
         if self.function is not None:
             settings = {"chat_template_kwargs": self.cfg.model.chat_template_kwargs}
             return self.function.source(engine, sampling, num_generations=self.cfg.num_generations, **settings)
@@ -153,33 +134,35 @@ def load_curriculum(spec: str | None) -> Order | None:
     return None if spec is None else find_callable(spec, f"curriculum={spec}")[1]
 
 
-# The engine.
-
-
 def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
     """Prompts of a method that samples, with its limits on length."""
     if not specs:
         return []
-    return load_prompts(
-        specs,
-        policy.tokenizer,
-        data_format=cfg.data.data_format,
-        system_prompt=cfg.model.system_prompt,
-        chat_template_kwargs=cfg.model.chat_template_kwargs,
-        max_prompt_length=cfg.max_prompt_length,
-        context_length=policy.context_length,
-        max_completion_length=cfg.max_completion_length,
-        cfg=cfg,
-    )
+    options = {"data_format": cfg.data.data_format, "cfg": cfg, **prompt_options(cfg, policy)}
+    return load_prompts(specs, policy.tokenizer, **options)
+
+
+def prompt_options(cfg: Any, policy: Policy) -> dict[str, Any]:
+    """What every loader of prompts takes."""
+    return {
+        "system_prompt": cfg.model.system_prompt,
+        "chat_template_kwargs": cfg.model.chat_template_kwargs,
+        "max_prompt_length": cfg.max_prompt_length,
+        "context_length": policy.context_length,
+        "max_completion_length": cfg.max_completion_length,
+    }
+
+
+# The engine.
 
 
 def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
     """Refuse what would keep a server from starting or answering, before there is a run folder."""
     if cfg.prompts_per_step < data_size():
-        those = "processes" if context_size() == 1 else f"times {context_size()} processes that share theirs"
+        those = "processes" if context_size() == 1 else f"times {context_size()} processes that share one"
         raise ValueError(
-            f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step holds {cfg.prompts_per_step} "
-            f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, so that each has one"
+            f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step has {cfg.prompts_per_step} "
+            f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, until each gets a group"
         )
     if cfg.rollout.engine == "vllm":
         if world_size() > 1:
@@ -193,8 +176,8 @@ def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
             )
         if cfg.overlap.async_prefetch and shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
-                "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it another "
-                "by --vllm.devices or --vllm.url, or let both run at a time with --vllm.colocate False "
+                "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it its own "
+                "with --vllm.devices or --vllm.url, or let both run at once with --vllm.colocate False "
                 "--vllm.devices 0 --vllm.gpu-memory-utilization 0.3"
             )
 
@@ -204,13 +187,13 @@ def check_places(cfg: Any, policy: Policy) -> None:
     if policy.device.type == "cuda":
         if shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
-                f"vllm.colocate={cfg.vllm.colocate}: a server shares the GPU of one process, and {world_size()} train "
-                "on one each; give servers GPUs of their own by --vllm.devices or --vllm.url"
+                f"vllm.colocate={cfg.vllm.colocate}: a server shares the GPU of one process, but {world_size()} train; "
+                "give servers their own GPUs with --vllm.devices or --vllm.url"
             )
         if cfg.sync.backend == "ipc":
             raise ValueError(
-                f"sync.backend=ipc: is for a server on the trainer's GPU, and {world_size()} processes have one each; "
-                "use --sync.backend process_group"
+                f"sync.backend=ipc: needs a server on the trainer's GPU, but {world_size()} processes train on one "
+                "each; use --sync.backend process_group"
             )
         if is_main():  # servers of ours run on its machine
             check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
@@ -231,14 +214,14 @@ def check_gpus(vllm: VllmConfig, ours: int, there_are: int) -> None:
     taken = [number for number in vllm.devices if number < ours]
     if taken:
         raise ValueError(
-            f"vllm.devices={' '.join(map(str, vllm.devices))}: GPU {taken[0]} is that of a process that trains here, "
-            f"as are all below {ours}; name others"
+            f"vllm.devices={' '.join(map(str, vllm.devices))}: GPU {taken[0]} is used for training, as are all below "
+            f"{ours}; name others"
         )
     needed = vllm.replicas * vllm.tensor_parallel_size
     if not vllm.devices and ours + needed > there_are:
         raise ValueError(
-            f"vllm.replicas={vllm.replicas}: {needed} GPUs for servers beside {ours} that train, and this machine has "
-            f"{there_are}; start fewer processes, or servers elsewhere, and name them by --vllm.url"
+            f"vllm.replicas={vllm.replicas}: needs {needed} GPUs beside {ours} that train, but this machine has "
+            f"{there_are}; start fewer processes, or run servers elsewhere and name them with --vllm.url"
         )
 
 

@@ -101,6 +101,11 @@ def prepare(
     rows = [row for row in trained if not can_skip or whole or teaches[row]]
     kept = [completions[row] for row in rows]
     micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
+    if per_completion:
+        own = advantage[rows].to(policy.device, _wide(policy))  # (K,)
+        of_tokens = [own[mb.sequence] for mb in micro_batches]
+    else:
+        of_tokens = [_per_token(policy, kept, mb, [advantage[row] for row in rows]) for mb in micro_batches]
     # Ranks of a sharded model must run the same passes, empty ones too.
     skips = can_skip and not policy.is_sharded
     idle = [skips and not any(teaches[rows[i]] for i in mb.rows) for mb in micro_batches]
@@ -115,7 +120,7 @@ def prepare(
     names = ("num_tokens", "num_completions", "num_micro_batches")
     batch = StepBatch(
         completions=kept, rows=rows, micro_batches=micro_batches, idle=idle,
-        advantage=_token_advantages(policy, kept, micro_batches, advantage, rows),
+        advantage=of_tokens,
         behaviour=[_per_token(policy, kept, mb, [c.logps for c in kept]) for mb in micro_batches],
         start=None, given=False, reference=None,
         local=dict(zip(names, counts, strict=True)), total=dict(zip(names, all_sum(counts), strict=True)),
@@ -157,19 +162,6 @@ def _per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequen
     ]
     assert len(flat) == len(mb.target), (len(flat), len(mb.target))
     return torch.tensor(flat, dtype=_wide(policy), device=policy.device)
-
-
-def _token_advantages(
-    policy: Policy,
-    kept: list[Completion],
-    micro_batches: list[Batch],
-    advantage: Tensor | Sequence[Sequence[float]],  # (B,), or for each completion one number per id
-    rows: list[int],
-) -> list[Tensor]:  # (N,) of each micro-batch
-    if isinstance(advantage, Tensor):
-        own = advantage[rows].to(policy.device, _wide(policy))  # (K,)
-        return [own[mb.sequence] for mb in micro_batches]
-    return [_per_token(policy, kept, mb, [advantage[row] for row in rows]) for mb in micro_batches]
 
 
 def _start(cfg: Any, policy: Policy, batch: StepBatch, given: list[Sequence[float] | None]) -> list[TokenLogps]:
@@ -293,17 +285,15 @@ def token_inputs(
     start = None if batch.start is None else batch.start[number].logp
     old = behaviour if correction.proximal_policy == "behaviour" else start
     lengths = torch.tensor([batch.completions[row].trained for row in mb.rows], device=mb.target.device)
-    inputs = TokenInputs(
-        advantage=batch.advantage[number], length=lengths[mb.slot], behaviour=behaviour, old=old,
-        reference=None if batch.reference is None else batch.reference[number], correction=None, mean=None, total=None,
-        keep_geometric=None, keep_on_policy=None, keep_entropy=None,
-    )  # fmt: skip
+    reference = None if batch.reference is None else batch.reference[number]
+    inputs = TokenInputs(batch.advantage[number], lengths[mb.slot], behaviour, old, reference)
     trainer_logp = start if start is not None or now is None else now.logp
     if correction.is_on and trainer_logp is not None:
         m = importance.mismatch(trainer_logp, behaviour, **per_completion)
         inputs = inputs._replace(correction=correct(cfg, m))
         if correction.has_geometric_filter:
-            inputs = inputs._replace(keep_geometric=filter_geometric(cfg, m))
+            keep = importance.keep_geometric(m, low=correction.geometric_min, high=correction.geometric_max)
+            inputs = inputs._replace(keep_geometric=keep)
     if now is not None and old is not None:
         moved = importance.log_difference(now.logp, old, mask)
         inputs = inputs._replace(
@@ -342,14 +332,14 @@ class TokenInputs(NamedTuple):
     advantage: Tensor
     length: Tensor  # trained tokens of the token's completion
     behaviour: Tensor
-    old: Tensor | None  # what the ratio is against; None: the current policy
-    reference: Tensor | None
-    correction: Tensor | None  # weight for the gap to the engine; None: none, or from the token alone, in the loss
-    mean: Tensor | None  # of logp - old over the completion; None: 0
-    total: Tensor | None  # log of the completion's own ratio or weight, for rloo and vespo; None: 0
-    keep_geometric: Tensor | None  # bool; None: all
-    keep_on_policy: Tensor | None  # bool; None: all
-    keep_entropy: Tensor | None  # bool; None: all
+    old: Tensor | None = None  # what the ratio is against; None: the current policy
+    reference: Tensor | None = None
+    correction: Tensor | None = None  # weight for the gap to the engine; None: none, or the loss takes the token's own
+    mean: Tensor | None = None  # of logp - old over the completion; None: 0
+    total: Tensor | None = None  # log of the completion's own ratio or weight, for rloo and vespo; None: 0
+    keep_geometric: Tensor | None = None  # bool; None: all
+    keep_on_policy: Tensor | None = None
+    keep_entropy: Tensor | None = None
 
     def at(self, rows: Tensor) -> TokenInputs:
         return TokenInputs(*(None if x is None else x[rows] for x in self))
@@ -403,10 +393,6 @@ def correct(cfg: Any, m: importance.Mismatch) -> Tensor:  # (N,)
     """Weight for the gap between trainer and engine."""
     low, high = cfg.correction.bounds
     return importance.CORRECTIONS[cfg.correction.vllm_importance_sampling_mode](m, low=low, high=high)
-
-
-def filter_geometric(cfg: Any, m: importance.Mismatch) -> Tensor:  # (N,) bool
-    return importance.keep_geometric(m, low=cfg.correction.geometric_min, high=cfg.correction.geometric_max)
 
 
 def has_kl_term(cfg: Any) -> bool:

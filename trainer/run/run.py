@@ -29,8 +29,9 @@ import math
 import random
 import re
 import secrets
+import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -40,12 +41,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from data.command.config_file import load_config, save_config
+from data.command.flags import config_to_tree
 from data.user_code import describe_error, users_part
 from trainer.config.blocks import RunConfig
+from trainer.config.defaults import default_tree
 from trainer.config.errors import raised_on_purpose
-from trainer.config.flags import config_to_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
-from trainer.config.yaml import load_config, save_config
 from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import Console, evaluation_lines
@@ -60,6 +62,7 @@ from trainer.run.checkpoint import (
     Saver,
     check_state,
     latest_valid,
+    list_checkpoints,
     load_checkpoint,
     restore_rng,
     save_checkpoint,
@@ -146,7 +149,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, ended_by: BaseException | None = None, *_: object) -> None:
         try:
             self._saver.wait() if kind is None else self._saver.end()
         finally:
@@ -156,6 +159,18 @@ class Run:
                 if kind is None:
                     raise ValueError(_no_space(self.dir, error)) from None
                 log(_no_space(self.dir, error))  # the error that ended the run is reported after this
+            if isinstance(ended_by, KeyboardInterrupt) and not ended_by.args:
+                ended_by.args = (self._where_to_continue(),)  # trainer/__main__.py prints it
+
+    def _where_to_continue(self) -> str:
+        """What a user who pressed Ctrl-C wants to know."""
+        if self._metrics is None:
+            return "interrupted while loading; no step was done"
+        done = f"interrupted after step {max(self._last_step, 0)}"
+        command = f"python -m trainer --resume {shlex.quote(str(self.dir))}"
+        if saved := list_checkpoints(self.dir / "checkpoints"):
+            return f"{done}; continue from step {saved[-1][0]} with: {command}"
+        return f"{done}; there is no checkpoint yet, so this starts again at step 0: {command}"
 
     @stop.uninterrupted()
     def begin(self, total_steps: int, title: str) -> None:
@@ -184,19 +199,17 @@ class Run:
         """Load the checkpoint, if any, and open the logs. Returns the number of steps already done."""
         assert self._lock is not None, "begin() comes before restore()"
         self._load(policy, optimizer, schedule, state)
-        try:
+        with _writing(self.dir):
             if self._resumed:
                 self._continue_folder()
             self._metrics = JsonlLog(self.dir / "metrics.jsonl")
             self._samples = JsonlLog(self.dir / "samples.jsonl")
-        except OSError as error:
-            raise ValueError(_no_space(self.dir, error)) from None
         records = read_jsonl(self.dir / "metrics.jsonl")
         self._watch, _ = replay(records)
         self._last_step = records[-1]["step"] if records else -1
         tree = self._config_tree()
         self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
-        self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps)
+        self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps, config=tree)
         self._console.start()
         if sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL and (text := far_off(self.cfg)):
             self.note(text)
@@ -276,7 +289,7 @@ class Run:
 
     def finish(self, policy: Policy) -> None:
         """Export the model to final/, write the report, and log their paths and the evaluation."""
-        from trainer.metrics.report import write_report  # matplotlib is slow to import
+        from trainer.metrics.report import write_report  # only needed here
 
         assert self._console is not None, "restore() comes before finish()"
         self._saver.wait()
@@ -284,8 +297,9 @@ class Run:
         self._flush()
         final, merge_lora = self.dir / "final", self.cfg.model.merge_lora
         export_model(policy.model, policy.tokenizer, final, merge_lora=merge_lora, base=policy.source)
-        report = write_report(self.dir)
-        evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"))
+        tree = self._config_tree()
+        report = write_report(self.dir, default_tree(type(self.cfg), tree))
+        evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"), tree)
         for line in (*evaluation, f"model: {final}", f"report: {report}"):
             self._console.note(line)
         self.close()
@@ -359,19 +373,15 @@ class Run:
         return tree
 
     def _write(self, file: JsonlLog, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        try:
+        with _writing(file.path):
             for row in rows:
                 file.write(step, row)
-        except OSError as error:
-            raise ValueError(_no_space(file.path, error)) from None
 
     def _flush(self) -> None:
         assert self._metrics is not None and self._samples is not None, "restore() comes before save() and finish()"
         for file in (self._metrics, self._samples):
-            try:
+            with _writing(file.path):
                 file.flush_to_disk()
-            except OSError as error:
-                raise ValueError(_no_space(file.path, error)) from None
 
 
 class OtherRank(Run):
@@ -407,6 +417,14 @@ class OtherRank(Run):
 
     def _flush(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(_no_space(path, error)) from None
 
 
 def _no_space(path: Path, error: OSError) -> str:
@@ -482,7 +500,7 @@ def make_folder(folder: Path, *, may_exist: bool) -> Path:
             return tried
         except FileExistsError:
             continue
-    raise ValueError(f"output_dir={folder}: exists a thousand times over; clear the folder above it")
+    raise ValueError(f"output_dir={folder}: a thousand runs started there in the same second; wait a moment")
 
 
 def lock_folder(folder: Path) -> IO[bytes]:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
 import gzip
 import json
 import os
 import socket
 import textwrap
 import time
-import uuid
-from collections import Counter, OrderedDict, deque
-from decimal import Decimal
-from fractions import Fraction
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.rewards import code_child
-from rollout.rewards.code import can_run_apart, last_block, passes, program
+from rollout.rewards.code import apart, last_block, passes, program
 from rollout.rewards.table import load_rewards
 from tests.rollout.rewards.code_programs import ASSERTS, ATTACKS, CHECK, HONEST
 
@@ -56,40 +50,35 @@ def test_assert_lines_decide():
     ) == [1.0, 0.0, 1.0, 1.0, 0.0, None]
 
 
-@pytest.mark.parametrize(
-    ("text", "block"),
-    [
-        ("x = 1", "x = 1"),
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("a\n```\nx = 1\n```\nb\n~~~py\nx = 2\n~~~\nc", "x = 2\n"),
-        ("so ```x``` then\n```py\nx = 1\n", "x = 1\n"),
-        ("````\n```\nx\n```\n````", "```\nx\n```\n"),
-        ("1.\n   ```python\n   def f():\n       pass\n   ```\n", "def f():\n    pass\n"),
-        ("", ""),
-    ],
-)
-def test_the_last_block_is_the_program(text, block):
-    assert last_block(text) == block
+def test_the_last_block_is_the_program():
+    for text, block in {
+        "x = 1": "x = 1",
+        "```python\nx = 1\n```": "x = 1\n",
+        "a\n```\nx = 1\n```\nb\n~~~py\nx = 2\n~~~\nc": "x = 2\n",
+        "so ```x``` then\n```py\nx = 1\n": "x = 1\n",
+        "````\n```\nx\n```\n````": "```\nx\n```\n",
+        "1.\n   ```python\n   def f():\n       pass\n   ```\n": "def f():\n    pass\n",
+        "": "",
+    }.items():
+        assert last_block(text) == block, text
 
 
 STUB = 'import math\n\ndef area(r):\n    """Of a circle."""\n'
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [
+def test_a_completion_may_go_on_where_the_prompt_stops():
+    tests = "def check(candidate):\n    assert abs(candidate(2) - 12.566) < 0.001\n"
+    pairs = [
         (STUB, "    return math.pi * r**2\n"),
         (STUB, fenced(STUB + "    return math.pi * r**2\n")),
         (STUB, fenced("def area(r):\n    return math.pi * r**2\n")),
         (chat(f"Complete this:\n```python\n{STUB}```\n"), fenced("def area(r):\n    return math.pi * r**2\n")),
         (chat("The area of a circle, please."), fenced("import math\ndef area(r):\n    return math.pi * r**2\n")),
-    ],
-)
-def test_a_completion_may_go_on_where_the_prompt_stops(prompt, text):
-    tests = "def check(candidate):\n    assert abs(candidate(2) - 12.566) < 0.001\n"
-    assert score([prompt], [text], tests=[tests], entry_point=["area"]) == [1.0]
-    assert score([prompt], [text], test=[tests], entry_point=["area"]) == [1.0], "as HumanEval calls it"
-    assert score([prompt], [text.replace("**2", "**3")], tests=[tests], entry_point=["area"]) == [0.0]
+    ]
+    prompts, texts = [list(column) for column in zip(*pairs, strict=True)]
+    columns = {"test": [tests] * 6, "entry_point": ["area"] * 6}  # as HumanEval calls them
+    wrong = texts[0].replace("**2", "**3")
+    assert score([*prompts, STUB], [*texts, wrong], **columns) == [1.0] * 5 + [0.0]
 
 
 def test_prose_is_not_run():
@@ -97,59 +86,56 @@ def test_prose_is_not_run():
     assert program("x = 1", chat("Import taxes from (2010)?"), None) == "x = 1"
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 32, 38, 53, 163])
-def test_humaneval_rows_as_they_ship(asset, number):
+def test_humaneval_rows_as_they_ship(asset):
     with gzip.open(asset("data/HumanEval.jsonl.gz"), "rt") as lines:
-        row = [json.loads(line) for line in lines][number]
-    columns = {name: [row[name]] * 3 for name in ("test", "entry_point")}
-    whole = row["prompt"] + row["canonical_solution"]
-    texts = [row["canonical_solution"], fenced(whole), "    return None\n"]
-    assert score([row["prompt"]] * 3, texts, **columns) == [1.0, 1.0, 0.0]
+        rows = [json.loads(line) for line in lines]
+    together = [i for i, row in enumerate(rows) if apart(f"{row['test']}\ncheck({row['entry_point']})") is None]
+    assert together == [32], "it makes a random.Random"
+    rows = [rows[number] for number in (0, 32, 33, 53)]
+    columns = {name: [row[name] for row in rows for _ in range(2)] for name in ("test", "entry_point")}
+    texts = [text for row in rows for text in (row["canonical_solution"], "    return None\n")]
+    assert score([row["prompt"] for row in rows for _ in range(2)], texts, **columns) == [1.0, 0.0] * 4
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import sys; sys.exit(0)",
+def failures(cases: dict[str, tuple[str, str]], seconds: float) -> set[str]:
+    """Names of the (program, tests) that do not pass."""
+    with ThreadPoolExecutor(4) as threads:
+        passed = threads.map(lambda case: passes(textwrap.dedent(case[0]), case[1], seconds), cases.values())
+        return {name for name, ok in zip(cases, passed, strict=True) if not ok}
+
+
+def test_ending_early_is_not_passing():
+    tests = "def check(candidate):\n    assert candidate == 1\n\ncheck(x)\n"
+    sources = [
         "import os; os._exit(0)",
         "raise SystemExit",
         "def check(candidate): pass\nx = 2",
         "x = 1 +",
-        "print('passed')",
         "import os\nfor f in range(3, 20):\n    try: os.write(f, b'passed')\n    except OSError: pass\nos._exit(0)",
         "import signal, os; os.kill(os.getppid(), signal.SIGKILL)",
-        "import atexit; atexit.register(lambda: print('x')); x = 0",
-    ],
-)
-def test_ending_early_is_not_passing(source):
-    assert not passes(source, "def check(candidate):\n    assert candidate == 1\n\ncheck(x)\n", 4.0)
+    ]
+    assert failures({source: (source, tests) for source in sources}, 4.0) == {*sources}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_what_the_limits_are_for():
+    sources = [
         "while True: pass",
-        "import time; time.sleep(100)",
         "import signal, time; signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(100)",
         "x = bytearray(3 * 2**30)",
-        "x = 'a'\nwhile True: x += x",
         "open('big', 'wb').write(b'0' * 2**26)",
         "import os; os.fork()",
         "import subprocess; subprocess.run(['true'], check=True)",
         "import os\nif os.system('true'): raise ValueError",
-        "import socket; socket.create_connection(('127.0.0.1', PORT), timeout=1)",
         "import urllib.request; urllib.request.urlopen('http://127.0.0.1:PORT', timeout=1)",
         "import socket; socket.getaddrinfo('localhost', PORT)",
         "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0))",
         "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-    ],
-)  # fmt: skip
-def test_what_the_limits_are_for(source):
+    ]  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as server:
-        source = source.replace("PORT", str(server.getsockname()[1]))
+        port = str(server.getsockname()[1])
         started = time.perf_counter()
-        assert not passes(source, "", 1.0)
-        assert time.perf_counter() - started < 8
+        assert failures({source: (source.replace("PORT", port), "") for source in sources}, 1.0) == {*sources}
+        assert time.perf_counter() - started < 30
 
 
 def test_ordinary_programs_have_what_they_need(monkeypatch):
@@ -203,71 +189,72 @@ def test_bad_settings_are_refused():
         score(["?"], ["x = 1"])
 
 
-@pytest.mark.parametrize("tests", [ASSERTS, CHECK], ids=["asserts", "check"])
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_tricks_earn_nothing(attack, tests):
-    assert can_run_apart(tests)
-    assert not passes(textwrap.dedent(ATTACKS[attack]), tests, 3.0)
+def test_tricks_earn_nothing():
+    assert apart(ASSERTS) and apart(CHECK)
+    cases = {name: (source, CHECK) for name, source in ATTACKS.items()}
+    cases |= {f"{name} (asserts)": (ATTACKS[name], ASSERTS) for name in ("equal to everything", "a tracer that jumps")}
+    assert failures(cases, 3.0) == {*cases}
 
 
-@pytest.mark.parametrize("name", HONEST)
-def test_honest_programs_keep_their_reward(name):
-    source, tests = HONEST[name]
-    assert passes(source, tests, 10.0)
+def test_honest_programs_keep_their_reward():
+    assert failures(HONEST, 10.0) == set()
 
 
-@pytest.mark.parametrize(
-    ("tests", "apart"),
-    [
-        ("assert f(2) == 4", True),
-        ("METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n\n\ncheck(Strongest_One)\n", True),
-        ("import math\nassert math.isclose(Find_It(2), 4)", True),
-        ("assert not f([1], k='a') and f() is None and f(1) != {2: [3]}", True),
-        ("assert round(f(1), 2) == 0.5 and abs(f(2) - 1e3) < 1e-6 and sorted(f([3, 1])) == [1, 3]", True),
-        ("x = f(1)\nassert x == 2 and len(x) == 3\nx = f(2)\nassert x == 3", True),
-        ("for x, y in [([1], 2), ([3], 4)]:\n    assert f(x) == y", True),
-        ("cases = [([1], [2])]\nfor x, y in cases:\n    assert f(*x) == y", True),
-        ("cases = [([1], [2])]\nassert all(map(lambda c: f(c[0]) == c[1], cases))", True),
-        ("xs, ys = [1], [2]\nfor x, y in zip(xs, ys):\n    assert f(x) == y", True),
-        ("assert all(f(x) == x * x for x in range(9))", True),
-        ("x = [3, 1]\nassert f(x) == [1, 3]", True),
-        ("import copy\nx = [3, 1]\nassert f(copy.deepcopy(x)) == sorted(x)", True),
-        ("import datetime\nassert f(1) == datetime.datetime(2024, 1, 2, 3)", True),
-        ("assert list(map(list, list(f(1)))) == [[1]] and {tuple(x) for x in sorted(f(2))} == {(1,)}", True),
-        ("assert [list(x) for x in f(1)] == [[1]]", False),
-        ("import decimal\ndecimal.setcontext(decimal.Context(prec=3))\nassert f(1) == 1", False),
-        ("x = [3, 1]\nf(x)\nassert x == [1, 3]", False),
-        ("cases = [[1]]\nfor x in cases:\n    assert f(x) == 1\nassert cases == [[1]]", False),
-        ("cases = [([1], 2)]\nassert all(map(lambda c: f(c[0]) == len(c[0]), cases))", False),
-        ("x = [1]\nassert f(x, x) == 2", False),
-        ("x = [1]\ny = x\nassert f(x) == y", False),
-        ("x = f(1)\nf(2)\nassert x == 1", False),
-        ("def run(g, x):\n    g(1)\n    return x == 2\nassert run(f, f(2))", False),
-        ("assert f(g(1)) == 2", False),
-        ("assert f(1) == g(1)", False),
-        ("assert f(1)[0] == 2", False),
-        ("assert f(1).x == 2", False),
-        ("assert f(1)(2) == 3", False),
-        ("assert f(1) is x", False),
-        ("assert 1 in f()", False),
-        ("assert x == 1", False),
-        ("assert all(map(f, [1]))", False),
-        ("assert any(x == 3 for x in f())", False),
-        ("for i in range(len(f(1))):\n    assert f(i) == i", False),
-        ("for x in f(1):\n    assert f(2) == 2", False),
-        ("with f() as x:\n    pass", False),
-        ("assert Vec(1) == (1,)", False),
-        ("assert Vec(1) + Vec(2) == Vec(3)", False),
-        ("x = Stack()\nassert x.pop() == 1", False),
-        ("try:\n    f(1)\nexcept MyError:\n    pass", False),
-        ("import sys\nassert f(2) == 4", False),
-        ("assert eval('f(2)') == 4", False),
-        ("f.limit = 3\nassert f(2) == 4", False),
-        ("assert f(2) ==", False),
-    ],
-)
-def test_which_tests_run_apart_from_the_program(tests, apart):
-    assert can_run_apart(tests) is apart
+def test_which_tests_run_apart_from_the_program():
+    for tests in (
+        "assert f(2) == 4",
+        "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n\n\ncheck(Strongest_One)\n",
+        "import math\nassert math.isclose(Find_It(2), 4)",
+        "assert not f([1], k='a') and f() is None and f(1) != {2: [3]}",
+        "assert round(f(1), 2) == 0.5 and abs(f(2) - 1e3) < 1e-6 and sorted(f([3, 1])) == [1, 3]",
+        "x = f(1)\nassert x == 2 and len(x) == 3\nx = f(2)\nassert x == 3",
+        "for x, y in [([1], 2), ([3], 4)]:\n    assert f(x) == y",
+        "cases = [([1], [2])]\nfor x, y in cases:\n    assert f(*x) == y",
+        "cases = [([1], [2])]\nassert all(map(lambda c: f(c[0]) == c[1], cases))",
+        "xs, ys = [1], [2]\nfor x, y in zip(xs, ys):\n    assert f(x) == y",
+        "assert all(f(x) == x * x for x in range(9))",
+        "x = [3, 1]\nassert f(x) == [1, 3]",
+        "import copy\nx = [3, 1]\nassert f(copy.deepcopy(x)) == sorted(x)",
+        "import datetime\nassert f(1) == datetime.datetime(2024, 1, 2, 3)",
+        "assert list(map(list, list(f(1)))) == [[1]] and {tuple(x) for x in sorted(f(2))} == {(1,)}",
+        "x = [3, 1]\nf(x)\nassert x == [1, 3]",
+        "cases = [[1]]\nfor x in cases:\n    assert f(x) == 1\nassert cases == [[1]]",
+        "cases = [([1], 2)]\nassert all(map(lambda c: f(c[0]) == len(c[0]), cases))",
+        "x = [1]\nassert f(x, x) == 2",
+        "x = [1]\ny = x\nassert f(x) == y",
+        "x = f(1)\nf(2)\nassert x == 1",
+        "def run(g, x):\n    g(1)\n    return x == 2\nassert run(f, f(2))",
+        "assert f(g(1)) == 2",
+        "assert [list(x) for x in f(1)] == [[1]]",
+        "assert f(1) == g(1)",
+        "assert f(1)[0] == 2",
+        "assert f(1)(2) == 3",
+        "assert 1 in f()",
+        "assert all(map(f, [1]))",
+        "assert any(x == 3 for x in f())",
+        "for i in range(len(f(1))):\n    assert f(i) == i",
+        "for x in f(1):\n    assert f(2) == 2",
+        "x = [1]\nf(x)\nfor y in x:\n    assert f(y) == 1",
+    ):
+        assert apart(tests) is not None, tests
+    for tests in (
+        "import decimal\ndecimal.setcontext(decimal.Context(prec=3))\nassert f(1) == 1",
+        "assert f(1).x == 2",
+        "assert f(1) is x",
+        "assert x == 1",
+        "with f() as x:\n    pass",
+        "assert Vec(1) == (1,)",
+        "assert Vec(1) + Vec(2) == Vec(3)",
+        "x = Stack()\nassert x.pop() == 1",
+        "try:\n    f(1)\nexcept MyError:\n    pass",
+        "import sys\nassert f(2) == 4",
+        "assert eval('f(2)') == 4",
+        "f.limit = 3\nassert f(2) == 4",
+        "assert f(2) ==",
+        "assert str(f(1)) == '2'",
+        "for x in range(20000):\n    assert f(x) == x",
+    ):
+        assert apart(tests) is None, tests
 
 
 def test_a_result_cannot_end_a_loop_of_the_tests():
@@ -279,31 +266,14 @@ def test_a_result_cannot_end_a_loop_of_the_tests():
 
 def test_a_program_cannot_have_its_tests_run_together():
     always = "class Any:\n    def __eq__(self, other): return True\n    def __len__(self): return 10**6\n"
-    for result in ("Any()", "[Any()] * 10**4", "lambda: 1", "(Any() for _ in range(10**4))"):
-        source = f"{always}def double(x): return {result}\n"
-        for tests in (ASSERTS, CHECK, "assert list(double(1)) == [2]", "x = double(2)\nassert x == 4"):
-            assert can_run_apart(tests) and not passes(source, tests, 10.0)
-
-
-def test_humaneval_runs_apart(asset):
-    with gzip.open(asset("data/HumanEval.jsonl.gz"), "rt") as lines:
-        rows = [json.loads(line) for line in lines]
-    together = [i for i, row in enumerate(rows) if not can_run_apart(f"{row['test']}\ncheck({row['entry_point']})")]
-    assert together == [32, 33, 38, 50], "they give a result to another function, or compare two"
-
-
-def test_data_travels_as_it_is():
-    link = code_child.Link(0, 0)
-    zone = datetime.timezone(datetime.timedelta(hours=2))
-    for value in (
-        None, True, -1.5, float("inf"), "a\ud800", b"\xff", (1, (2,)), {1: {2: [3]}}, {1, 2}, frozenset({3}), 1j,
-        range(3), 7**99, [1, 7**99], [True, None, 2**60], deque([1], 2), Counter("aab"), OrderedDict(a=1),
-        Decimal("0.10"), Fraction(1, 3), datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 1, 2, 3, 4, zone),
-        bytearray(b"x"), datetime.time(1, 2, tzinfo=zone), datetime.timedelta(1, 2, 3), zone, uuid.UUID(int=5),
-        {1: 2}.keys(), {1: 2}.items(), memoryview(b"x"), np.float32(0.1), np.int64(3), np.bool_(True),
-    ):  # fmt: skip
-        again = link.decode(json.dumps(code_child.encode([value], None)))[0]
-        assert again == value and type(again) is type(value) and repr(again)[:9] == repr(value)[:9]
+    for result, tests in {
+        "Any()": ASSERTS,
+        "[Any()] * 10**4": "assert list(double(1)) == [2]",
+        "lambda: 1": CHECK,
+        "(Any() for _ in range(10**4))": "x = double(2)\nassert x == 4",
+        "x.append(Any())": "x = []\ndouble(x)\nassert x == [1]",
+    }.items():
+        assert apart(tests) and not passes(f"{always}def double(x): return {result}\n", tests, 10.0)
 
 
 def test_patched_test_helpers_are_put_back():

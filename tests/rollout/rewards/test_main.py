@@ -82,48 +82,42 @@ def test_completions_are_sampled_with_a_model(files, capsys, make_model, tokeniz
     assert capsys.readouterr().out != first
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--check", "exact_match", "--data", "rows.jsonl"], "rows.jsonl:2: has no 'completion' (its columns: prompt"),
-        (["--check", "exact_mach", "--data", "rows.jsonl"], "did you mean 'exact_match'"),
-        (["--check", "exact_match", "--data", "gone.jsonl"], "data=gone.jsonl: no such file"),
-        (["--check", "my_rewards.broken", "--data", "one.jsonl"], "my_rewards.broken: returned nan for one.jsonl:1"),
-        (["--check", "length", "--data", "one.jsonl"], "asks for 'completion_ids', which one.jsonl:1 does not have"),
-        (["--check", "exact_match", "--data", "odd.jsonl"], "odd.jsonl:1: 'completion' is neither text nor a list"),
-        (["--check", "length", "--data", "one.jsonl", "--model", "./nowhere"], "model=./nowhere: cannot be loaded"),
-        (["--check", "length", "--data", "one.jsonl", "--num-rows", "0"], "num_rows=0"),
-    ],
-)
-def test_bad_input_is_one_sentence(files, capsys, arguments, sentence):
+BAD = {  # arguments: what is said
+    "--check exact_match --data rows.jsonl": "rows.jsonl:2: has no 'completion' (its columns: prompt",
+    "--check exact_mach --data rows.jsonl": "did you mean 'exact_match'",
+    "--check exact_match --data gone.jsonl": "data=gone.jsonl: no such file",
+    "--check my_rewards.broken --data one.jsonl": "my_rewards.broken: returned nan for one.jsonl:1",
+    "--check length --data one.jsonl": "asks for 'completion_ids', which one.jsonl:1 does not have",
+    "--check exact_match --data odd.jsonl": "odd.jsonl:1: 'completion' is neither text nor a list",
+    "--check length --data one.jsonl --model ./nowhere": "model=./nowhere: no such folder",
+    "--check length --data one.jsonl --num-rows 0": "num_rows=0",
+}
+
+
+def test_bad_input_is_one_sentence(files, capsys):
     write_rows(files / "rows.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a"})
     write_rows(files / "one.jsonl", {"prompt": "a", "completion": "b"})
     write_rows(files / "odd.jsonl", {"prompt": "a", "completion": 5, "answer": "5"})
-    assert main(arguments) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
+    for arguments, sentence in BAD.items():
+        assert main(arguments.split()) == 2, arguments
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, arguments
 
 
-def test_sampling_with_the_built_in_model_says_nothing_else(files):
+def test_sampling_with_the_built_in_model_says_nothing_else(files, capfd):
     data = write_rows(files / "rows.jsonl", {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"})
-    command = [sys.executable, "-m", "rollout.rewards", "--check", "exact_match", "--data", data]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--model", "builtin:tiny", "--max-completion-length", "4"],
-        env=env, cwd=files, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "exact_match: mean" in done.stdout
-    assert done.stderr == "", "no progress bar where nobody watches"
+    arguments = ["--check", "exact_match", "--data", data, "--model", "builtin:tiny", "--max-completion-length", "4"]
+    assert main(arguments) == 0
+    said = capfd.readouterr()
+    assert "exact_match: mean" in said.out
+    assert said.err == "", "no progress bar where nobody watches"
 
 
 def test_the_module_runs_as_a_command(files):
-    data = write_rows(files / "rows.jsonl", {"prompt": "2+2=", "completion": "4", "answer": "4"})
-    command = [sys.executable, "-m", "rollout.rewards", "--check", "exact_match", "--data"]
+    command = [sys.executable, "-m", "rollout.rewards", "--check", "exact_match", "--data", "gone.jsonl"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, data], env=env, cwd=files, capture_output=True, text=True)
-    assert done.returncode == 0 and "exact_match: mean 1" in done.stdout
-    done = subprocess.run([*command, "gone.jsonl"], env=env, cwd=files, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "error: data=gone.jsonl: no such file; check the path\n"
+    done = subprocess.run(command, env=env, cwd=files, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "error: data=gone.jsonl: no such file; check the path\n"
 
 
 def test_settings_of_the_chat_template_reach_the_prompts(files, capsys, make_model, tokenizer, monkeypatch):
@@ -148,5 +142,5 @@ def test_settings_of_the_chat_template_reach_the_prompts(files, capsys, make_mod
         assert main([*arguments, *extra]) == 0
     assert seen == ["[user]2<eos>[assistant]", "[user]2<eos>[assistant]12345"]
     capsys.readouterr()
-    assert main([*arguments, "--chat-template-kwargs", '{"stile": 1}']) == 1
+    assert main([*arguments, "--chat-template-kwargs", '{"stile": 1}']) == 2
     assert "the chat template does not read 'stile'" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.packing import Item, make_batches
+from data.packing import make_batches
 from data.types import TargetPrompt
 from losses.ebft import layer_indices
 from rollout.engine import Completion
 from tests.trainer.ebft import naive_ebft
-from tests.trainer.ebft.test_strided import make_policy, two_layers
+from tests.trainer.ebft.test_strided import make_policy
 from tests.trainer.rl.group_cases import VOCAB
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
-from trainer.ebft.features import FeatureNetwork, blocks_of, feature_policy, states_of
+from trainer.ebft.features import FeatureNetwork, blocks_of, feature_policy
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy, hidden_states
+from trainer.policy.logps import Policy
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(model="builtin:tiny")
@@ -88,9 +87,13 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
 # Values.
 
 
-@pytest.mark.parametrize("whitening", ["off", "feature", "sample"])
-@pytest.mark.parametrize("norm", ["token", "layer", "none"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "norm", "whitening"),
+    [
+        ("last_token", "token", "off"), ("mean_pooling", "layer", "off"), ("completion_mean", "none", "feature"),
+        ("concat", "token", "sample"), ("concat", "layer", "feature"), ("completion_mean", "token", "sample"),
+    ],
+)  # fmt: skip
 def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitening):
     options = {} if whitening == "off" else {"use_whitening": True, "whiten_gt": whitening}
     network = network_of(embed_method=method, feature_norm=norm, alignment_coef=1.3, diversity_coef=0.6, **options)
@@ -110,31 +113,31 @@ def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitenin
         assert measured.cfm_unbiased[place].item() == pytest.approx(cfm - spread / SIZE, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize(("whiten_gt", "method"), list(itertools.product(("feature", "sample"), METHODS)))
-def test_whitening_treats_duplicates_as_one(whiten_gt, method):
-    network = network_of(embed_method=method, use_whitening=True, whiten_gt=whiten_gt, max_tokens=30)
+def test_whitening_treats_duplicates_as_one():
     prompts, completions = make_groups((3, 5), (4, 5))
     completions[2] = completions[0]  # two of four
     completions[5:8] = [completions[4]] * 3  # all four
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
-    assert torch.equal(found.rollout[0, 2], found.rollout[0, 0]) and not torch.equal(*found.rollout[0, :2])
-    assert torch.equal(found.rollout[1], found.rollout[1, :1].expand(SIZE, -1))
-    diversity = network.measure(found).reward.diversity
-    assert diversity[0].tolist() == pytest.approx([1 / 3, 0.0, 1 / 3, 0.0], abs=1e-9)
-    assert diversity[1].tolist() == pytest.approx([1 / 2] * 4, abs=1e-9)
+    for method, whiten_gt in zip(METHODS, ("feature", "sample") * 2, strict=True):
+        network = network_of(embed_method=method, use_whitening=True, whiten_gt=whiten_gt, max_tokens=30)
+        found = network.of_groups(prompts, completions, num_generations=SIZE)
+        assert torch.equal(found.rollout[0, 2], found.rollout[0, 0]) and not torch.equal(*found.rollout[0, :2])
+        assert torch.equal(found.rollout[1], found.rollout[1, :1].expand(SIZE, -1)), method
+        diversity = network.measure(found).reward.diversity
+        assert diversity[0].tolist() == pytest.approx([1 / 3, 0.0, 1 / 3, 0.0], abs=1e-9), method
+        assert diversity[1].tolist() == pytest.approx([1 / 2] * 4, abs=1e-9), method
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_rollout_equal_to_the_target_has_exactly_its_features(method):
-    network = network_of(embed_method=method, max_tokens=1)
+def test_a_rollout_equal_to_the_target_has_exactly_its_features():
     prompts, completions = make_groups(*GROUPS)
     completions[1] = completion(prompts[1], prompts[1].target_ids)
     completions[8:12] = [completion(prompts[8], prompts[8].target_ids)] * SIZE
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
-    assert torch.equal(found.rollout[0, 1], found.target[0]) and torch.equal(found.rollout[2, 3], found.target[2])
-    measured = network.measure(found)
-    assert measured.reward.alignment[0, 1].item() == pytest.approx(2.0, abs=1e-12)
-    assert measured.cfm[2].item() == 0.0 and measured.cfm[0].item() > 0
+    for method in METHODS:
+        network = network_of(embed_method=method, max_tokens=1)
+        found = network.of_groups(prompts, completions, num_generations=SIZE)
+        assert torch.equal(found.rollout[0, 1], found.target[0]) and torch.equal(found.rollout[2, 3], found.target[2])
+        measured = network.measure(found)
+        assert measured.reward.alignment[0, 1].item() == pytest.approx(2.0, abs=1e-12), method
+        assert measured.cfm[2].item() == 0.0 and measured.cfm[0].item() > 0, method
 
 
 def test_only_the_models_tokens_are_averaged():
@@ -188,24 +191,15 @@ def test_a_completion_without_tokens_has_zero_features_or_those_of_its_prompt():
 # Batching.
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("max_tokens", [1, 17, 60])
-def test_features_do_not_depend_on_the_token_budget(max_tokens, method):
+def test_features_depend_neither_on_the_token_budget_nor_on_the_order_of_groups():
     prompts, completions = make_groups(*GROUPS)
-    whole = network_of(embed_method=method).of_groups(prompts, completions, num_generations=SIZE)
-    cut = network_of(embed_method=method, max_tokens=max_tokens).of_groups(prompts, completions, num_generations=SIZE)
-    close(cut.rollout, whole.rollout, 1e-12)
-    close(cut.target, whole.target, 1e-12)
-
-
-def test_the_order_of_groups_does_not_matter():
-    prompts, completions = make_groups(*GROUPS)
-    network = network_of(max_tokens=40)
-    there = network.of_groups(prompts, completions, num_generations=SIZE)
     order = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
-    back = network.of_groups([prompts[i] for i in order], [completions[i] for i in order], num_generations=SIZE)
-    close(back.rollout, there.rollout[[2, 0, 1]], 1e-12)
-    close(back.target, there.target[[2, 0, 1]], 1e-12)
+    for method, max_tokens in zip(METHODS, (1, 17, 60, 17), strict=True):
+        whole = network_of(embed_method=method).of_groups(prompts, completions, num_generations=SIZE)
+        network = network_of(embed_method=method, max_tokens=max_tokens)
+        cut = network.of_groups([prompts[i] for i in order], [completions[i] for i in order], num_generations=SIZE)
+        close(cut.rollout, whole.rollout[[2, 0, 1]], 1e-12)
+        close(cut.target, whole.target[[2, 0, 1]], 1e-12)
 
 
 def test_every_distinct_sequence_is_computed_once(monkeypatch):
@@ -239,24 +233,8 @@ def test_a_sequence_may_fill_the_context():
 # Which states.
 
 
-def test_states_are_the_outputs_of_blocks():
-    policy = make_policy()
-    lm = policy.reference
-    ids = list(range(1, 12))
-    (batch,) = make_batches([Item(ids, [False] + [True] * 10)], max_tokens=64)
-    with torch.no_grad():
-        hidden = lm(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
-        with states_of(list(blocks_of(lm, "test")), torch.tensor([0, 4, 10])) as states:
-            hidden_states(policy, lm, batch)
-        for number in (1, 2):
-            close(states[number - 1], hidden[number][0, [0, 4, 10]], 1e-12)
-        close(lm.model.norm(states[2]), hidden[3][0, [0, 4, 10]], 1e-12)  # transformers applies the last norm to it
-        assert (states[2] - hidden[3][0, [0, 4, 10]]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
-    ("fractions", "layers"),
-    [((0.25, 0.5, 0.75), [1, 2]), ((1.0,), [3]), ((0.0,), [1]), ((0.75, 0.25), [2, 1]), ((0.34, 1.0), [1, 3])],
+    ("fractions", "layers"), [((0.25, 0.5, 0.75), [1, 2]), ((0.0,), [1]), ((0.75, 0.25), [2, 1]), ((0.34, 1.0), [1, 3])]
 )
 def test_fractions_of_the_depth_name_blocks_of_the_network(fractions, layers):
     network = network_of(feature_layers=fractions, feature_norm="none")
@@ -341,9 +319,8 @@ def train_a_little(policy: Policy) -> Tensor:
     return before
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(tiny, checkpointing):
-    cfg = replace(TINY, gradient_checkpointing=checkpointing)
+def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(tiny):
+    cfg = replace(TINY, gradient_checkpointing=True)
     policy = load_policy(cfg, LoraConfig(r=4, dropout=0.5), CPU, with_reference=True)
     assert policy.reference is None and policy.reference_adapter is None
     expected = of_model(tiny)
@@ -412,15 +389,3 @@ def test_another_model_with_other_tokens_is_refused(tmp_path):
     path.write_text(text.replace('"+": ', '"@@": ').replace('"-": ', '"+": ').replace('"@@": ', '"-": '))
     with pytest.raises(ValueError, match=r"^feature_model=.*other: its tokenizer gives tokens other ids than model="):
         feature_policy(FeatureConfig(feature_model=folder), TINY, policy, ParallelConfig())
-
-
-def test_two_layers_is_the_network_of_these_tests():
-    """Features are of the frozen model, not of the one in training."""
-    policy = make_policy()
-    assert policy.reference is two_layers(1)
-    prompts, completions = make_groups((3, 5))
-    before = network_of(policy).of_groups(prompts, completions, num_generations=SIZE).target
-    with torch.no_grad():
-        for p in policy.model.parameters():
-            p.add_(0.1)
-    assert torch.equal(network_of(policy).of_groups(prompts, completions, num_generations=SIZE).target, before)

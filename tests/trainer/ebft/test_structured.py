@@ -172,52 +172,34 @@ def test_the_whole_gradient_is_that_of_plain_loops(options):
 
 
 CUTS = [
-    {"max_tokens": 1}, {"max_tokens": 30}, {"accumulation": 3}, {"accumulation": 4, "max_tokens": 25},
-    {"packing": False, "share_prompt": False}, {"packing": False, "share_prompt": False, "max_tokens": 40},
-    {"share_prompt": False},
+    {"max_tokens": 1}, {"accumulation": 4, "max_tokens": 25}, {"accumulation": 3, "share_prompt": False},
+    {"packing": False, "share_prompt": False, "max_tokens": 40},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_the_gradient_does_not_depend_on_how_a_step_is_split(cut):
-    options = {"ce_coef": 0.2, "embed_method": "completion_mean"}
-    expected, policy = make_policy(), make_policy()
-    prompts, groups = make_groups(policy)
-    want, *_ = take_step(make_cfg(**options), expected, prompts, groups)
-    got, *_ = take_step(make_cfg(**cut, **options), policy, prompts, groups)
-    close(gradients(policy.model), gradients(expected.model), 1e-12)
-    for name in ("loss/total", "loss/ce", "loss/policy", "policy/entropy"):
-        assert got[name] == pytest.approx(want[name], rel=1e-6, abs=1e-9)
+def test_the_gradient_depends_neither_on_how_a_step_is_split_nor_on_the_order_of_groups():
+    options, order = {"ce_coef": 0.2, "embed_method": "completion_mean"}, [2, 0, 1]
+    expected = make_policy()
+    prompts, groups = make_groups(expected)
+    want, there, _ = take_step(make_cfg(**options), expected, prompts, groups)
+    prompts, groups = [prompts[i] for i in order], [groups[i] for i in order]
+    for cut in CUTS:
+        policy = make_policy()
+        got, back, _ = take_step(make_cfg(**cut, **options), policy, prompts, groups)
+        close(back, there[order], 1e-12)
+        close(gradients(policy.model), gradients(expected.model), 1e-12)
+        for name in ("loss/total", "loss/ce", "loss/policy", "policy/entropy"):
+            assert got[name] == pytest.approx(want[name], rel=1e-6, abs=1e-9), (cut, name)
 
 
-def test_the_order_of_groups_does_not_matter():
-    cfg = make_cfg(ce_coef=0.2, max_tokens=40)
-    expected, policy = make_policy(), make_policy()
-    prompts, groups = make_groups(policy)
-    _, there, _ = take_step(cfg, expected, prompts, groups)
-    order = [2, 0, 1]
-    _, back, _ = take_step(cfg, policy, [prompts[i] for i in order], [groups[i] for i in order])
-    close(back, there[order], 1e-12)
-    close(gradients(policy.model), gradients(expected.model), 1e-12)
-
-
-def test_without_a_policy_loss_the_step_is_only_cross_entropy():
-    """No completion is computed, and the gradient is that of SFT on the targets."""
-    cfg, policy, slow = make_cfg(rl_coef=0.0, ce_coef=0.5), make_policy(), make_policy()
+def test_without_a_policy_loss_no_completion_is_computed():
+    """That the gradient is that of the cross-entropy alone is the last case above."""
+    cfg, policy = make_cfg(rl_coef=0.0, ce_coef=0.5), make_policy()
     prompts, groups = make_groups(policy)
     batch = prepare(cfg, policy, flat(prompts, groups)[1], torch.zeros(len(LENGTHS) * SIZE))
     assert batch.micro_batches == []
     logged, *_ = take_step(cfg, policy, prompts, groups)
-    _, ce, _ = by_hand(cfg, slow, prompts, groups)
-    total, count = 0.0, 0
-    for prompt in prompts:
-        logps = naive_ebft.logps(slow.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
-        kept = logps[torch.tensor(prompt.target_mask or [True] * len(prompt.target_ids))]
-        total, count = total - kept.sum(), count + len(kept)
-    (0.5 * total / count).backward()
-    close(gradients(policy.model), gradients(slow.model))
-    assert logged["loss/ce"] == pytest.approx(ce) and logged["loss/total"] == pytest.approx(0.5 * ce)
-    assert logged["policy/skipped_frac"] == 1.0
+    assert logged["loss/total"] == pytest.approx(0.5 * logged["loss/ce"]) and logged["policy/skipped_frac"] == 1.0
 
 
 @pytest.mark.parametrize("targets", [True, False])
@@ -250,17 +232,16 @@ def group_batch(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: l
     return GroupBatch(made, table.names, table.weights, {})
 
 
-@pytest.mark.parametrize("whitening", [False, True])
 @pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_advantages_are_those_of_plain_loops(estimator, whitening):
+def test_advantages_are_those_of_plain_loops(estimator):
+    whitening = list(ADVANTAGES).index(estimator) % 2 == 0
     cfg = make_cfg(advantage_estimator=estimator, use_whitening=whitening, alignment_coef=1.2, diversity_coef=0.7)
     policy = make_policy()
     prompts, groups = make_groups(policy)
     _, _, found = by_hand(cfg, policy, prompts, groups)
     batch = group_batch(cfg, policy, prompts, groups)
-    close(
-        estimate(cfg, batch.for_advantage()).double(), torch.tensor(found, dtype=torch.float64), 1e-5
-    )  # tables are float32
+    advantage = estimate(cfg, batch.for_advantage()).double()
+    close(advantage, torch.tensor(found, dtype=torch.float64), 1e-5)  # tables are float32
     totals = [[a - d for a, d in group.values] for group in batch.groups]
     close(batch.reward.double(), torch.tensor(totals, dtype=torch.float64), 1e-6)
 
@@ -298,7 +279,7 @@ def test_metrics_cover_everything_sampled_since_the_last_call():
     whole.submit(*flat(prompts, groups), step=1)
     parts.submit(*flat(prompts[:1], groups[:1]), step=1)  # as groups arrive, one by one
     parts.submit(*flat(prompts[1:], groups[1:]), step=1)
-    assert parts.metrics() == pytest.approx(whole.metrics(), rel=1e-9)
+    assert parts.feature_metrics() == pytest.approx(whole.feature_metrics(), rel=1e-9)
 
 
 # Held-out rows.
@@ -327,9 +308,8 @@ class Writer:
     def tend(self) -> None: ...
 
 
-@pytest.mark.parametrize("max_tokens", [20, 4096])
-def test_held_out_numbers_are_those_of_plain_loops(max_tokens):
-    cfg, policy = make_cfg(use_whitening=True, max_tokens=max_tokens), make_policy()
+def test_held_out_numbers_are_those_of_plain_loops():
+    cfg, policy = make_cfg(use_whitening=True, max_tokens=20), make_policy()
     prompts, _ = make_groups(policy)
     writer = Writer(policy)
     logged = evaluate(

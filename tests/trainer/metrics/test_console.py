@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 
 from trainer.metrics import console as console_module
-from trainer.metrics.console import Console, duration, eval_line, number, one_line, prompt_text, sparkline
+from trainer.metrics.console import (
+    Console,
+    duration,
+    eval_decoding,
+    eval_line,
+    evaluation_lines,
+    number,
+    one_line,
+    prompt_text,
+    sparkline,
+    train_decoding,
+)  # fmt: skip
 from trainer.metrics.health import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +55,8 @@ def clock(monkeypatch):
 
 def test_plain_lines(clock):
     out = io.StringIO()
-    console = Console(10, 0, "grpo tiny", logging_steps=4, stream=out)
+    config = {"temperature": 1.0, "rollout": {"eval_temperature": 0.0}}
+    console = Console(10, 0, "grpo tiny", logging_steps=4, stream=out, config=config)
     console.start()
     clock.now += 500  # an evaluation before training does not count as pace
     console.step(0, {"eval/reward/mean": 0.41, "eval/exact_match/mean": 0.41, "eval/len_mean": 3.0})
@@ -52,15 +64,49 @@ def test_plain_lines(clock):
         clock.now += 30
         console.step(step, STEP | ({"eval/reward/mean": 0.9} if step == 10 else {}))
     console.stop()
-    numbers = "reward 0.500  entropy 0.250  length 3.40  grad norm 0.800  tokens/s 12.3k"
+    numbers = "reward (sampled) 0.500  entropy 0.250  length 3.40  grad norm 0.800  tokens/s 12.3k"
     assert out.getvalue().splitlines() == [
         "grpo tiny: 10 steps",
-        "step  0/10  eval: reward 0.410  exact_match 0.410  length 3.00",
+        "step  0/10  eval (greedy): reward 0.410  exact_match 0.410  length 3.00",
         f"step  4/10  {numbers}  left 3:00",
         f"step  8/10  {numbers}  left 1:00",
         f"step 10/10  {numbers}",
-        "step 10/10  eval: reward 0.900",
+        "step 10/10  eval (greedy): reward 0.900",
     ]
+
+
+PAIR = {"reward/chosen": 0.1, "reward/rejected": -0.2, "loss/total": 0.5}
+SOLVED = STEP | {"reward/zero_std_frac": 1.0, "optim/grad_norm": 0.0, "perf/tokens_per_s": 0.0}
+REASON = "nothing to learn: "
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        (PAIR | {"reward/accuracy": 0.75, "reward/margin": 0.3}, "accuracy 0.750  margin 0.300  loss 0.500"),
+        (PAIR, "chosen 0.100  rejected -0.200  loss 0.500"),  # kto
+        ({"reward/step_accuracy": 0.5, "loss/total": 0.5}, "accuracy 0.500  loss 0.500"),  # prm
+        (SOLVED | {"reward/f/mean": 1.0, "reward/g/mean": 1.0}, f"length 3.40  {REASON}every group is solved"),
+        (SOLVED | {"reward/f/mean": 0.0}, f"length 3.40  {REASON}every completion failed"),
+        (SOLVED | {"reward/f/mean": 0.5}, f"length 3.40  {REASON}equal rewards within every group"),
+        (SOLVED | {"optim/grad_norm": 0.1}, "grad norm 0.100  tokens/s 0"),  # replayed groups, or a KL term
+    ],
+)
+def test_step_lines_say_what_matters(metrics, line):
+    out = io.StringIO()
+    console = Console(1, 0, "t", stream=out)
+    console.start()
+    console.step(1, metrics)
+    assert out.getvalue().rstrip().endswith(line)
+
+
+def test_decoding_is_named_as_the_run_does_it():
+    greedy = {"temperature": 0.7, "rollout": {"eval_temperature": 0}}
+    names = {"eval/reward/mean": 1.0}
+    assert eval_decoding(greedy, names) == "greedy" and train_decoding(greedy) == "sampled at temperature 0.7"
+    assert eval_decoding(greedy | {"rollout": {"eval_temperature": 0.6}}, names) == "sampled at temperature 0.6"
+    assert eval_decoding(greedy, {"eval/cfm": 1.0}) == "sampled at temperature 0.7"  # EBFT
+    assert eval_decoding({}, names) == train_decoding({}) == ""  # nothing is sampled
 
 
 def test_a_resumed_run_says_so_and_times_only_its_own_steps(clock):
@@ -116,9 +162,20 @@ def test_small_formats():
     )
     assert [duration(s) for s in (0, 42.4, 725, 10809, 183609)] == ["0:00", "0:42", "12:05", "3:00:09", "2d 3:00:09"]
     assert sparkline([0.0, 1.0]) == "\u2581\u2588" and sparkline([2.0] * 99) == "\u2581" * 16
-    assert eval_line({"loss/total": 1.0}) == ""
+    assert eval_line({"loss/total": 1.0}, {}) == ""
     assert one_line("a\tb" + "c" * 200, limit=10) == "a\\tbccccccc..."
     assert prompt_text("x" * 200 + "?", limit=4) == "...xxx?" and prompt_text([]) == ""
+
+
+def test_evaluation_lines_compare_first_and_last():
+    records = [
+        {"step": 0, "eval/exact_match/mean": 0.25, "eval/len_mean": 4.0},
+        {"step": 1, "loss/total": 1.0, "eval/once": 1.0},
+        {"step": 50, "eval/exact_match/mean": 0.5, "eval/len_mean": None},
+        {"step": 60, "eval/exact_match/mean": 0.9},
+    ]
+    config = {"temperature": 1.0, "rollout": {"eval_temperature": 0.0}}
+    assert evaluation_lines(records, config) == ["held-out exact_match (greedy): 0.250 before, 0.900 after (60 steps)"]
 
 
 SCRIPT = """
@@ -126,17 +183,18 @@ import time
 from trainer.metrics.console import Console
 from trainer.metrics.health import Finding
 console = Console(8, 2, "grpo tiny")
-with console:
-    console.step(2, {"eval/reward/mean": 0.25})
-    for step in range(3, 9):
-        time.sleep(0.05)
-        console.step(step, {"reward/mean": step / 8, "policy/entropy": 0.25, "perf/tokens_per_s": 12345.6})
-        console.sample({"prompt": "37+58=", "completion": "95[b]", "rewards": {"exact_match": 1.0}, "advantage": 0.5})
-        if step == 5:
-            print("printed by a reward")
-            console.warn(Finding("x", 1.0, "something [odd] is up: do this"))
-    time.sleep(0.4)
-    console.step(8, {"eval/reward/mean": 0.75})
+console.start()
+console.step(2, {"eval/reward/mean": 0.25})
+for step in range(3, 9):
+    time.sleep(0.05)
+    console.step(step, {"reward/mean": step / 8, "policy/entropy": 0.25, "perf/tokens_per_s": 12345.6})
+    console.sample({"prompt": "37+58=", "completion": "95[b]", "rewards": {"exact_match": 1.0}, "advantage": 0.5})
+    if step == 5:
+        print("printed by a reward")
+        console.warn(Finding("x", 1.0, "something [odd] is up: do this"))
+time.sleep(0.4)
+console.step(8, {"eval/reward/mean": 0.75})
+console.stop()
 print("THE END")
 """
 

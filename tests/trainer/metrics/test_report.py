@@ -6,18 +6,15 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import yaml
 
 from trainer.metrics.metrics import JsonlLog
 from trainer.metrics.report import curve_svg, flatten, outline, smooth, tick_texts, value_axis, write_report
+from trainer.report import main
 
-ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "method": "grpo",
     "model": "builtin:tiny",
@@ -168,41 +165,119 @@ def read(path):
     return page
 
 
-def test_a_finished_grpo_run(tmp_path):
-    page = read(write_report(make_grpo_run(tmp_path / "grpo-demo")))
-    assert "grpo builtin:tiny" in page.flat and "unfinished" not in page.flat
-    assert "Steps 200 " in page.flat and "Wall time 3:10" in page.flat
-    assert "0.610 \u2192 1.13 +0.520" in page.flat  # eval/reward/mean before and after
-    assert "eval/exact_match/mean 0.410 0.930 +0.520" in page.flat
-    assert "Mean over the step's completions of the total reward" in page.flat
-    assert "steps 62 to 67, 6 of them; since over" in page.flat and "health/grad_norm_high" in page.flat
-    assert "Step 1 " in page.flat and "Step 191 " in page.flat and "Step 101 " not in page.flat
-    assert "lora.alpha 32" in page.flat and "lora.target_modules all-linear" in page.flat
-    assert page.tags.count("svg") == 31, "28 training curves and 3 of the evaluation"
-    assert (tmp_path / "grpo-demo" / "report.html").stat().st_size < 600_000
+OWN = {  # logged by user code, a method's or a reward's
+    "reward/log/almost_one": lambda step: 0.99999 + 1e-6 * (step % 10),
+    "distill/kl": lambda step: 1e-5 * (step % 7),
+    "bare": lambda step: 3e9 + 1e7 * (step % 3),
+    "distill/constant": lambda step: 0.25,
+    "distill/never": lambda step: math.nan,
+}
+DEFAULTS = {"method": "", "data": [], "max_steps": None, "learning_rate": 1e-6, "num_generations": 8,
+            "temperature": 1.0, "lora": {"r": 0, "alpha": 32}}  # fmt: skip
 
 
-def test_every_curve_has_its_definition(tmp_path):
-    html = write_report(make_grpo_run(tmp_path / "run", steps=20)).read_text()
-    charts = re.findall(r'<span class="mono">([^<]+)</span>.*?<p class="definition">([^<]*)</p>', html, re.DOTALL)
-    assert len(charts) > 20 and all(definition for _, definition in charts)
+def make_pair_run(folder, name="dpo", extra=None):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"method": name, "model": "m", "max_steps": 30}))
+    log = JsonlLog(folder / "metrics.jsonl")
+    log.write(0, {"eval/loss": 0.69, "eval/reward/accuracy": 0.5, "eval/rows": 9})
+    for step in range(1, 31):
+        pair = {"reward/chosen": 0.1 * step, "reward/rejected": -0.1 * step}
+        more = {"reward/accuracy": 0.5 + step / 100, "reward/margin": 0.2 * step, "loss/sigmoid": 1 / step}
+        log.write(step, {"loss/total": 1 / step, "optim/grad_norm": 1.0, **pair, **(more if extra is None else extra)})
+    log.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory):
+    """The page of a finished run that also logged metrics of its user."""
+    folder = make_grpo_run(tmp_path_factory.mktemp("runs") / "grpo-demo")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").unlink()
+    log = JsonlLog(folder / "metrics.jsonl")
+    for line in lines:
+        log.write(
+            line["step"], line | ({name: make(line["step"]) for name, make in OWN.items()} if line["step"] else {})
+        )
+    log.close()
+    path = write_report(folder, DEFAULTS)
+    assert path.stat().st_size < 600_000
+    return path.read_text(), read(path).flat
+
+
+def test_a_finished_grpo_run(grpo):
+    _, flat = grpo
+    assert "grpo builtin:tiny" in flat and "unfinished" not in flat
+    assert "Steps 200 " in flat and "Wall time 3:10" in flat
+    assert "Held-out evaluation greedy" in flat and "reward/mean sampled at temperature 1" in flat
+    assert "0.610 \u2192 1.13 +0.520" in flat  # eval/reward/mean before and after
+    assert "exact_match/mean 0.410 0.930 +0.520" in flat
+    assert "6 steps from 62 to 67; no longer so" in flat and "health/grad_norm_high" in flat
+
+
+def test_every_logged_metric_is_on_the_page_once_with_its_definition(grpo):
+    html, _ = grpo
+    charts = dict(re.findall(r'<span class="mono">([^<]+)</span>.*?<p class="definition">([^<]*)</p>', html, re.DOTALL))
+    assert len(charts) > 20 and all(charts.values())
+    folded = dict(re.findall(r'<td class="mono">([^<]+)</td><td class="num">([^<]*)</td><td class="soft">', html))
+    logged = {*grpo_step(1, 200, random.Random(0)), *OWN}
+    assert charts.keys() | folded.keys() >= logged and not charts.keys() & folded.keys()
+    assert folded["distill/constant"] == "0.25" and folded["distill/never"] == "never a finite number"
+    assert folded["mem/peak_gib"] == "1.31" and folded["reward/exact_match/std"] == "same as reward/std"
+    assert "last 0.99999" in html and ">0.9999900<" in html and charts["bare"] == "Logged by your own code."
+
+
+def test_best_and_worst_samples(grpo):
+    _, flat = grpo
+    best, worst = flat.partition("Best of steps 101 to 191")[2].partition("Worst of steps 101 to 191")[::2]
+    worst = worst.partition("For comparison: step 1")[0]
+    assert best.count("exact_match 1.00 tagged_format 1.00") == 3 and worst.count("exact_match 0 ") == 3
+
+
+def test_config_shows_differences_first(grpo):
+    html, flat = grpo
+    changed, whole = flat.partition("Different from the defaults")[2].partition("All 20 settings")[::2]
+    assert "learning_rate 0.0003 default 1e-06" in changed and "max_steps 200 default none" in changed
+    assert "num_generations" not in changed and "lora.alpha" not in changed and "system_prompt none" in changed
+    assert "lora.alpha 32" in whole and "lora.target_modules all-linear" in whole and "<details" in html
+
+
+@pytest.mark.parametrize(
+    ("extra", "on_top"),
+    [
+        (None, ["reward/accuracy", "reward/margin"]),
+        ({"reward/step_accuracy": 0.5}, ["reward/step_accuracy"]),
+        ({}, ["reward/chosen", "reward/rejected"]),  # kto
+    ],
+)
+def test_pair_methods_have_accuracy_and_margin_on_top(tmp_path, extra, on_top):
+    html = write_report(make_pair_run(tmp_path / "run", extra=extra)).read_text()
+    top = html.partition("<h2>Health")[0]
+    assert list(dict.fromkeys(re.findall(r'<span class="mono">([^<]+)</span>', top))) == on_top
+    assert "greedy" not in html and "sampled at" not in html
+    assert extra is not None or "same as loss/total" in html
 
 
 def test_an_unfinished_run(tmp_path):
-    page = read(write_report(make_grpo_run(tmp_path / "run", steps=112)))
-    assert "unfinished" in page.flat and "112 of 200" in page.flat
+    page = read(write_report(make_grpo_run(tmp_path / "run", steps=112, config={"rollout": {"eval_temperature": 0.6}})))
+    assert (
+        "unfinished" in page.flat and "112 of 200" in page.flat and "evaluation sampled at temperature 0.6" in page.flat
+    )
     assert "reward, step 0 \u2192 100" in page.flat and "latest" in page.flat
     early = read(write_report(make_grpo_run(tmp_path / "early", steps=3)))
-    assert "no later evaluation yet" in early.flat
+    assert "no later evaluation yet" in early.flat and "lora.alpha 32" in early.flat, (
+        "without defaults the whole config"
+    )
 
 
 def test_an_sft_run(tmp_path):
     html = write_report(make_sft_run(tmp_path / "sft"))
     page = read(html)
     assert "sft Qwen/Qwen2.5-0.5B-Instruct" in page.flat and "Samples" not in page.flat and "Reward" not in page.flat
-    assert "eval/nll 2.31 1.19 \u22121.12" in page.flat
+    assert "nll 2.31 1.19 \u22121.12" in page.flat
     assert '<span class="change good">\u22121.12</span>' in html.read_text(), "a falling nll is good"
-    assert "No finding" in page.flat and "loss/total" not in page.flat, "the same curve as loss/nll"
+    assert "Nothing found" in page.flat and "loss/total same as loss/nll" in page.flat
 
 
 def test_a_run_without_any_step_or_evaluation(tmp_path):
@@ -212,18 +287,18 @@ def test_a_run_without_any_step_or_evaluation(tmp_path):
     page = read(write_report(folder))
     assert "the run had no --eval-data" in page.flat and "Steps 0" in page.flat
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss/total": 0.5}\n{"step": 2, "loss')
-    assert read(write_report(folder)).tags.count("svg") == 1
+    assert read(write_report(folder)).tags.count("svg") == 2, "one chart, for wide and for narrow windows"
 
 
 def test_text_from_models_and_users_is_escaped(tmp_path):
     evil = '<script>alert("x")</script><img src=x onerror=alert(1)>'
-    sample = {"prompt": evil, "completion": f"</pre></td>{evil}\x1b[31m\x00", "rewards": {evil: 1.0}, "advantage": 0.5}
+    sample = {"prompt": evil, "completion": f"</pre></td>{evil}\x1b[31m\x00", "rewards": {evil: 9.0}, "advantage": 0.5}
     chat = [{"role": "user", "content": evil}]
     folder = make_grpo_run(
         tmp_path / "run",
         steps=30,
         config={"model": evil, "system_prompt": evil, "method": evil, "lora": {evil: evil}},
-        samples=[sample, sample | {"prompt": chat, "completion": "y" * 5000, "rewards": None, "advantage": None}],
+        samples=[sample, {"prompt": chat, "completion": "y" * 5000, "rewards": {"f": -9.0}, "advantage": None}],
     )
     log = JsonlLog(folder / "metrics.jsonl")
     for step in range(31, 60):
@@ -245,21 +320,35 @@ def test_the_page_is_replaced_not_appended(tmp_path):
     assert not list(folder.glob(".tmp*"))
 
 
-def test_command_line(tmp_path):
-    folder = make_grpo_run(tmp_path / "run", steps=5)
-    command = [sys.executable, "-m", "trainer.report"]
-    done = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, str(folder / "report.html"))
-    wrong = subprocess.run([*command, str(tmp_path / "no")], cwd=ROOT, capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
+OWN_METHOD = """
+from dataclasses import dataclass, field
+from trainer.config.blocks import Flat, LoraConfig, OptimConfig
+@dataclass(frozen=True)
+class Config:
+    model: str
+    temperature: float = 0.5
+    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+def train(cfg): ...
+"""
 
 
-def test_a_folder_that_cannot_be_written_or_read_is_a_sentence(tmp_path):
-    folder = make_grpo_run(tmp_path / "run", steps=2)
+def test_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_method_of_report.py").write_text(OWN_METHOD)
+    folder = make_grpo_run(tmp_path / "run", steps=2, config={"method": "own_method_of_report"})
+    assert main([str(folder)]) == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
+    changed = read(folder / "report.html").flat.partition("Different from the defaults")[2].partition("settings")[0]
+    assert "temperature 1.0 default 0.5" in changed and "model builtin:tiny" in changed and "lora.r" not in changed
+    (folder / "report.html").unlink()
     (folder / ".tmp-report.html").mkdir()  # as root one may write anywhere, but not a file over a folder
-    command = [sys.executable, "-m", "trainer.report", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {folder / 'report.html'}: cannot be written (")
+    for argv, message in (
+        ([str(folder)], f"error: {folder / 'report.html'}: cannot be written ("),
+        ([str(tmp_path / "no")], f"error: {tmp_path / 'no'}: has no config.yaml"),
+    ):
+        assert main(argv) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(message) and said.count("\n") == 1
     (folder / "config.yaml").write_text("a: " + "[" * 3000)
     with pytest.raises(ValueError, match="config.yaml: is nested too deeply"):
         write_report(folder)
@@ -281,24 +370,28 @@ def test_a_long_run_keeps_its_spikes():
     assert len(curve_svg(range(10_000), values, label="x")) < 20_000
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
+def test_axes_have_round_unambiguous_ticks_around_the_data():
+    for low, high, ticks in (
         (0.38, 0.97, ["0", "0.25", "0.50", "0.75", "1.00"]),
         (0.0, 3e-6, ["0", "1e-6", "2e-6", "3e-6"]),
-        (0.0, 3e-4, ["0", "1e-4", "2e-4", "3e-4"]),
+        (9.9999e-5, 9.99994e-5, ["9.99990e-5", "9.99991e-5", "9.99992e-5", "9.99993e-5", "9.99994e-5"]),
         (11000, 12500, ["11.0k", "11.5k", "12.0k", "12.5k"]),
+        (3e9, 3.03e9, ["3.00e9", "3.01e9", "3.02e9", "3.03e9"]),
+        (0.99999, 1.0, ["0.9999900", "0.9999925", "0.9999950", "0.9999975", "1.0000000"]),
         (-0.004, 0.005, ["-0.0050", "-0.0025", "0", "0.0025", "0.0050"]),
         (1.31, 1.31, None),
         (0.0, 0.0, None),
-    ],
-)
-def test_axes_have_round_ticks_around_the_data(low, high, ticks):
-    start, end, values = value_axis(low, high)
-    assert start <= low <= high <= end and start < end and 3 <= len(values) <= 7
-    assert values[0] == pytest.approx(start) and values[-1] == pytest.approx(end)
-    if ticks is not None:
-        assert tick_texts(values) == ticks
+    ):
+        start, end, values = value_axis(low, high)
+        assert start <= low + 1e-12 and high <= end + 1e-12 and start < end and 3 <= len(values) <= 7
+        texts = tick_texts(values)
+        assert len(set(texts)) == len(texts) and texts == (ticks or texts)
+
+
+def test_labels_fit_the_margin():
+    svg = curve_svg(range(50), [0.99999 + 1e-7 * i for i in range(50)], label="x")
+    for x, label in re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="end">([^<]+)', svg):
+        assert float(x) > 6 * len(label), f"{label} begins left of the picture"
 
 
 def test_one_point_and_constant_curves_are_drawn_inside_the_box():
@@ -310,8 +403,3 @@ def test_one_point_and_constant_curves_are_drawn_inside_the_box():
 
 def test_flatten_names_nested_settings_by_their_flag():
     assert dict(flatten({"a": [], "b": {"c": None, "d": [1, "x"]}})) == {"a": "none", "b.c": "none", "b.d": "1 x"}
-
-
-def test_metrics_lines_are_plain_json(tmp_path):
-    folder = make_grpo_run(tmp_path / "run", steps=3)
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]

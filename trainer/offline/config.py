@@ -1,0 +1,46 @@
+"""Config blocks of methods that train on fixed rows.
+
+@dataclass(frozen=True, kw_only=True)
+class Config(OfflineConfig):
+    my_flag: float = 0.5
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from data.format_options import FormatOptions
+from trainer.config.blocks import (
+    DataConfig,
+    Flat,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ResponseConfig,
+    RunConfig,
+    check_evaluation,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig:
+    """What every method on fixed rows has."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(OfflineConfig):
+    """What every method on pairs or labelled responses has."""
+
+    response: Flat[ResponseConfig] = field(default_factory=ResponseConfig)
+    format: FormatOptions = field(default_factory=FormatOptions)
+
+    def __post_init__(self) -> None:
+        check_evaluation(self.data, self.run)

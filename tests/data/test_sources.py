@@ -50,7 +50,7 @@ def test_parse_spec():
     }
 
 
-PARSE_SPEC_REFUSALS = [
+BAD_SPECS = [
     ("a.jsonl:splt=train", "unknown key 'splt'; did you mean 'split'"),
     ("a.jsonl:split=train,weight", "'weight' is not of the form key=value"),
     ("a.jsonl:weight=much", "weight=much is not a number"),
@@ -65,7 +65,7 @@ PARSE_SPEC_REFUSALS = [
 
 
 def test_parse_spec_refusals():
-    for text, message in PARSE_SPEC_REFUSALS:
+    for text, message in BAD_SPECS:
         with pytest.raises(ValueError, match=message):
             parse_spec(text)
 

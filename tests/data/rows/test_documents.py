@@ -41,7 +41,7 @@ def test_plain_text_has_no_prompt(write, chatml, tokenizer_of):
     assert (document.prompt_length, document.mask, document.weight) == (0, None, 0.5)
 
 
-PROMPT_AND_TRAINED_TEXT = [
+TRAINED = [
     ({"prompt": "2+2=", "completion": "4"}, "auto", "2+2=", "4<|endoftext|>"),
     ({"messages": AGAIN}, "auto", OPENING, "4<|im_end|>33336<|im_end|>"),
     ({"question": "2+2=", "answer": "4"}, "question_answer", OPENING, "4<|im_end|>"),
@@ -56,7 +56,7 @@ PROMPT_AND_TRAINED_TEXT = [
 
 
 def test_prompt_and_trained_text(write, chatml):
-    for row, name, given, trained in PROMPT_AND_TRAINED_TEXT:
+    for row, name, given, trained in TRAINED:
         (document,) = load_documents([write(row)], chatml, data_format=name)
         assert parts(chatml, document) == (given, trained)
         assert document.mask is not None and document.mask.index(True) == document.prompt_length

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.rows.documents import load_documents
@@ -12,15 +10,6 @@ from data.strided import StridedPlan, make_strided, require_anchors
 USER, ANSWER = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
 OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = [USER, ANSWER, {"role": "user", "content": "33333+3="}, {"role": "assistant", "content": "33336"}]
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows) -> str:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write_rows
 
 
 def parts(tokenizer, document):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -11,15 +10,6 @@ from data.rows.sft import load_examples
 
 USER = {"role": "user", "content": "2+2="}
 ANSWER = {"role": "assistant", "content": "4"}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows) -> str:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write_rows
 
 
 def texts(tokenizer, example):

@@ -15,6 +15,8 @@ Shapes: N = packed tokens.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,8 +35,26 @@ def entropy_bonus(
     return LossOut({"entropy": Term(-coef, torch.where(mask, wide(entropy), 0.0).sum(), mask.sum())}, {})
 
 
+@torch.no_grad()
+def entropy_threshold(
+    entropy: Tensor,  # (N,) of every trained token of the step, over all ranks
+    *,
+    top: float,
+) -> Tensor:  # ()
+    """The (1 - top) quantile, interpolated linearly; -inf for no tokens. torch.quantile limits the input size."""
+    if not 0 < top <= 1:
+        raise ValueError(f"top_entropy_quantile={top}: must be above 0 and at most 1; 1 trains on every token")
+    if len(entropy) == 0:
+        return wide(entropy).new_tensor(-math.inf)
+    position = (1 - top) * (len(entropy) - 1)
+    below = math.floor(position)
+    ordered = wide(entropy).sort().values  # kthvalue has no deterministic form on CUDA
+    low, high = ordered[below], ordered[min(below + 1, len(entropy) - 1)]
+    return torch.lerp(low, high, position - below)
+
+
 def keep_top_entropy(
     entropy: Tensor,  # (N,)
-    threshold: Tensor,  # () the quantile of the step
+    threshold: Tensor,  # () from entropy_threshold
 ) -> Tensor:  # (N,) bool
     return entropy.detach() >= threshold

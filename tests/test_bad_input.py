@@ -1,6 +1,7 @@
 """Whatever a user gets wrong ends in one sentence that names it, before anything is trained.
 
-Most cases call main() in this process, because a start costs seconds; the last ones are processes of their own.
+Tables of cases run in a loop: through main() in this process, or the loader for what a loader refuses by itself. The
+last test starts processes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from data.rows.prompts import load_prompts
+from data.rows.sft import load_examples
+from data.rows.targets import load_targets
+from data.show import load_tokenizer
 from tests.entry import run
 from trainer.__main__ import main
 from trainer.policy.load import BUILTIN
 
 TINY = BUILTIN["builtin:tiny"]
+TOKENIZER = load_tokenizer("builtin:tiny")
 SMALL = ["--max-steps", 1, "--per-device-train-batch-size", 8]
 GRPO = ["--method", "grpo", *SMALL, "--num-generations", 4, "--max-completion-length", 4]
 SFT = ["--method", "sft", *SMALL]
@@ -84,6 +90,33 @@ def refused(here, capsys):
     return check
 
 
+@pytest.fixture
+def refused_all(refused):
+    """refused_all({name: (argv, *parts)}): each is refused as above; a failure names its entry."""
+
+    def check(cases: dict[str, tuple]) -> None:
+        for name, (argv, *parts) in cases.items():
+            try:
+                refused(argv, *parts)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+
+    return check
+
+
+def check_sentences(cases: dict[str, tuple], load) -> None:
+    """Of what load(case) raises, case by case, for rows that a loader refuses without a model."""
+    for name, (case, *parts) in cases.items():
+        with pytest.raises(ValueError) as caught:
+            load(case)
+        missing = [part for part in parts if part not in str(caught.value)]
+        assert not missing and "\n" not in str(caught.value), f"{name}: {missing} not in: {caught.value}"
+
+
+def prompts_in(text_or_spec: str, **options) -> list:
+    return load_prompts((text_or_spec,), TOKENIZER, **options)
+
+
 def check_nothing_trained(folder: Path) -> None:
     steps = [json.loads(line)["step"] for path in folder.rglob("metrics.jsonl") for line in path.open()]
     assert all(step == 0 for step in steps)
@@ -135,6 +168,9 @@ SETTINGS = {
     "dtype": ([*GRPO, "--dtype", "float16"], "--dtype=float16", "bfloat16"),
     "no weights for rewards": ([*GRPO, "--reward-weights", 1, 2], "reward_weights=[1.0, 2.0]", "1 reward functions"),
     "no data": ([*GRPO, "--data"], "--data: required"),
+    "name of TRL": ([*GRPO, "--train-data", "x"], "--train-data: unknown flag; did you mean --data?"),
+    "name of axolotl": ([*GRPO, "--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
+    "method of TRL": (["--method", "ppo"], "--method=ppo", "there is no ppo here", "cpo, dpo, ebft", "rloo"),
     "no data for sft": (["--method", "sft", *MODEL, "--data"], "data: empty"),
     "empty output_dir": ([*GRPO, "--output-dir="], "output_dir: empty"),
     "lora without a rank": ([*GRPO, "--lora.target-modules", "q_proj"], "lora.target_modules", "q_proj", "--lora.r"),
@@ -150,32 +186,29 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings(refused, name):
-    argv, *parts = SETTINGS[name]
-    refused(argv, *parts)
+def test_settings(refused_all):
+    refused_all(SETTINGS)
 
 
 YAML = {
     "unknown key": ("learning_rat: 1\n", "c.yaml: learning_rat: unknown key; did you mean learning_rate?"),
     "unknown key in a block": ("lora: {rank: 4}\n", "c.yaml: lora.rank: unknown key; did you mean lora.r?"),
     "syntax": ("seed: 1\ndata: [a\n", "c.yaml: not valid YAML in line 3"),
-    "nested 3,000 deep": ("seed: " + "[" * 3000 + "]" * 3000 + "\n", "c.yaml: is nested too deeply"),
+    "nested 700 deep": ("seed: " + "[" * 700 + "]" * 700 + "\n", "c.yaml: is nested too deeply"),
     "two lines in a value": ('data: ["one\\ntwo.jsonl"]\n', "data=one two.jsonl: no such file"),
 }
 
 
-@pytest.mark.parametrize("name", YAML)
-def test_yaml(refused, name):
-    text, *parts = YAML[name]
-    Path("c.yaml").write_text(text)
-    refused(["--method", "grpo", "--config", "c.yaml"], *parts)
+def test_yaml(refused):
+    for text, *parts in YAML.values():
+        Path("c.yaml").write_text(text)
+        refused(["--method", "grpo", "--config", "c.yaml"], *parts)
 
 
-@pytest.mark.parametrize("size", ["2", "many"])
-def test_several_processes(refused, monkeypatch, size):
-    monkeypatch.setenv("WORLD_SIZE", size)
-    refused([*GRPO, *MODEL, *DATA], f"WORLD_SIZE={size}", "torchrun")
+def test_several_processes(refused, monkeypatch):
+    for size in ("2", "many"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        refused([*GRPO, *MODEL, *DATA], f"WORLD_SIZE={size}", "torchrun")
 
 
 def test_reporting_to_a_package_that_is_not_there(refused, monkeypatch):
@@ -183,10 +216,10 @@ def test_reporting_to_a_package_that_is_not_there(refused, monkeypatch):
     refused([*GRPO, *MODEL, *DATA, "--report-to", "wandb"], "report_to=wandb", "pip install wandb")
 
 
-@pytest.mark.parametrize("place", ["file", "file/run", "file/run-{time}"])
-def test_output_dir_that_cannot_be(refused, place):
+def test_output_dir_that_cannot_be(refused):
     Path("file").touch()
-    refused([*GRPO, *MODEL, *DATA, "--output-dir", place], f"output_dir={place.removesuffix('{time}')}")
+    for place in ("file", "file/run-{time}"):
+        refused([*GRPO, *MODEL, *DATA, "--output-dir", place], f"output_dir={place.removesuffix('{time}')}")
 
 
 def test_broken_template_file_is_named(refused):
@@ -229,18 +262,37 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-def test_prompts(refused, name):
-    text, *parts = PROMPTS[name]
-    Path("rows.jsonl").write_text(text)
-    refused([*GRPO, *MODEL, *DATA], *parts)
+def test_prompts(refused, here):
+    def load(text: str) -> None:
+        Path("rows.jsonl").write_text(text)
+        prompts_in("rows.jsonl", max_completion_length=4, context_length=512)
+
+    check_sentences(PROMPTS, load)
+    refused([*GRPO, *MODEL, *DATA], "rows.jsonl:2", "600 tokens", "context of 512")  # the last of them, by the command
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples(refused, name):
-    row, *parts = EXAMPLES[name]
-    Path("rows.jsonl").write_text(rows(GOOD_SFT, row))
-    refused([*SFT, *MODEL, *DATA], *parts)
+def test_examples(refused, here):
+    def load(row: dict) -> None:
+        Path("rows.jsonl").write_text(rows(GOOD_SFT, row))
+        load_examples(("rows.jsonl",), TOKENIZER, max_length=64)
+
+    check_sentences(EXAMPLES, load)
+    refused([*SFT, *MODEL, *DATA], "rows.jsonl:2: the text holds half a character")
+
+
+def test_rows_of_another_method_name_it(refused):
+    pair, labelled = {"prompt": "a", "chosen": "b", "rejected": "c"}, {**GOOD_SFT, "label": True}
+    steps = {"prompt": "a", "completions": ["b"], "labels": [True]}
+    for method, row, meant in (
+        ("dpo", labelled, "prompt, completion, label are for --method kto"),
+        ("dpo", GOOD_SFT, "prompt, completion are for --method sft"),
+        ("rm", steps, "prompt, completions, labels are for --method prm"),
+        ("kto", GOOD_SFT, "prompt, completion are for --method sft"),
+        ("sft", pair, "chosen, rejected are for --method dpo, ipo, cpo, simpo, orpo and rm"),
+        ("prm", pair, "chosen, rejected are for --method dpo, ipo, cpo, simpo, orpo and rm"),
+    ):
+        Path("rows.jsonl").write_text(rows(row))
+        refused(["--method", method, *MODEL, *DATA], "rows.jsonl:1: has no", f"; rows with {meant}")
 
 
 def test_nothing_to_imitate(refused):
@@ -264,11 +316,12 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files(refused, name):
-    path, content, *parts = FILES[name]
-    Path(path).write_bytes(content)
-    refused([*GRPO, *MODEL, "--data", path], *parts)
+def test_files(here):
+    def load(file: tuple[str, bytes]) -> None:
+        Path(file[0]).write_bytes(file[1])
+        prompts_in(file[0])
+
+    check_sentences({name: ((path, content), *parts) for name, (path, content, *parts) in FILES.items()}, load)
 
 
 SPECS = {
@@ -285,11 +338,9 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("flag", ["--data", "--eval-data"])
-@pytest.mark.parametrize("name", SPECS)
-def test_specs(refused, name, flag):
-    spec, *parts = SPECS[name]
-    refused([*GRPO, *MODEL, *([] if flag == "--data" else DATA), flag, spec], *parts)
+def test_specs(refused, here):
+    check_sentences(SPECS, prompts_in)
+    refused([*GRPO, *MODEL, *DATA, "--eval-data", "task:additoin"], *SPECS["unknown task"][1:])
 
 
 TRANSFORMS = """
@@ -315,11 +366,12 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats_and_transforms(refused, name):
+def test_formats_and_transforms(refused, here):
     Path("mine.py").write_text(TRANSFORMS)
     Path("script.py").write_text("raise SystemExit('usage')\n")
-    refused([*GRPO, *MODEL, *DATA, "--data-format", name], *FORMATS[name])
+    cases = {name: (name, *parts) for name, parts in FORMATS.items()}
+    check_sentences(cases, lambda name: prompts_in("rows.jsonl", data_format=name))
+    refused([*GRPO, *MODEL, *DATA, "--data-format", "mine.raises"], *FORMATS["mine.raises"])
 
 
 def test_completions_that_fill_the_context(refused):
@@ -373,21 +425,20 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_FOUND)
-def test_rewards_that_are_not_there(refused, name):
+def test_rewards_that_are_not_there(refused_all, here):
     Path("mine.py").write_text(REWARDS)
     Path("broken.py").write_text("def (:\n")
     Path("needs.py").write_text("import nowhere\n")
     Path("script.py").write_text("raise SystemExit('usage')\n")
-    refused([*GRPO, *MODEL, *DATA, "--reward-funcs", name], *NOT_FOUND[name])
+    refused_all({name: ([*GRPO, *MODEL, *DATA, "--reward-funcs", name], *parts) for name, parts in NOT_FOUND.items()})
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_rewards_that_go_wrong(refused, name):
+def test_rewards_that_go_wrong(refused):
     Path("mine.py").write_text(REWARDS)
     Path("rows.jsonl").write_text(rows(GOOD, {**GOOD, "answer": "4"}))
-    argv = [*GRPO, *MODEL, *DATA, "--reward-funcs", f"mine.{name}"]
-    refused(argv, f"mine.{name}", *WRONG[name], leaves_folder=name != "column")
+    for name, parts in WRONG.items():
+        argv = [*GRPO, *MODEL, *DATA, "--reward-funcs", f"mine.{name}", "--output-dir", "run", "--overwrite-output-dir"]
+        refused(argv, f"mine.{name}", *parts, leaves_folder=True)
 
 
 def test_weights_that_make_rewards_too_large(refused):
@@ -435,19 +486,18 @@ SPOILED = {  # file -> its new content, None to take it away
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPOILED)
-def test_model_folders(refused, name):
-    spoiled, *parts = SPOILED[name]
-    shutil.copytree(TINY, "m")
-    for file, content in spoiled.items():
-        Path("m", file).unlink()
-        if content is not None:
-            Path("m", file).write_bytes(content)
-    refused([*GRPO, "--model", "m", *TASK], *parts, *([] if name == "no template" else ["model=m:"]))
+def test_model_folders(refused):
+    for name, (spoiled, *parts) in SPOILED.items():
+        shutil.rmtree("m", ignore_errors=True)
+        shutil.copytree(TINY, "m")
+        for file, content in spoiled.items():
+            Path("m", file).unlink()
+            if content is not None:
+                Path("m", file).write_bytes(content)
+        refused([*GRPO, "--model", "m", *TASK], *parts, *([] if name == "no template" else ["model=m:"]))
 
 
-@pytest.mark.parametrize("data", [TASK, DATA], ids=["chat", "text"])
-def test_tokenizer_that_gives_no_ids(refused, data):
+def test_tokenizer_that_gives_no_ids(refused):
     shutil.copytree(TINY, "m")
     Path("rows.jsonl").write_text(rows({"prompt": "28+31=", "answer": "59"}))
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
@@ -455,15 +505,21 @@ def test_tokenizer_that_gives_no_ids(refused, data):
     tokenizer["model"]["vocab"] = {word: i for word, i in tokenizer["model"]["vocab"].items() if word in special}
     tokenizer["model"]["merges"] = []
     Path("m/tokenizer.json").write_text(json.dumps(tokenizer))
-    refused([*GRPO, "--model", "m", *data], ":1: tokenizer: gives no ids for the non-empty text", "+")
+    for data in (TASK, DATA):
+        refused([*GRPO, "--model", "m", *data], ":1: tokenizer: gives no ids for the non-empty text", "+")
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [("./no", "no such folder"), ("builtin:huge", "builtin:tiny"), ("rows.jsonl", "no such folder"), (".", "neither")],
-)
-def test_models_that_are_not_there(refused, name, part):
-    refused([*GRPO, "--model", name, *TASK], f"model={name}:", part)
+def test_models_that_are_not_there(refused_all, monkeypatch):
+    """At once: nothing that looks like a path is asked of the hub, and a hub out of reach is asked once."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
+    names = {"./no": "no such folder", "/no": "no such folder", "~/no": "no such folder", "a/b/no": "no such folder",
+             "builtin:huge": "builtin:tiny", "rows.jsonl": "no such folder", ".": "neither",
+             "no-such/model": "is no folder here, nor in the cache of the hub"}  # fmt: skip
+    refused_all({"data": ([*GRPO, *MODEL, "--data", "no-such/data"], "data=no-such/data: is no local file")})
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("asks the hub"))
+    refused_all({name: ([*GRPO, "--model", name, *TASK], f"model={name}:", part) for name, part in names.items()})
 
 
 @pytest.fixture(scope="module")
@@ -491,27 +547,25 @@ ADAPTERS = {  # rank asked for, changes to adapter_config.json
 }
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters(refused, adapter, name):
-    rank, changes, *parts = ADAPTERS[name]
+def test_adapters(refused, adapter):
     shutil.copytree(adapter, "m")
     saved = json.loads(Path("m/adapter_config.json").read_text())
-    Path("m/adapter_config.json").write_text(json.dumps({**saved, **changes}))
-    refused([*GRPO, "--model", "m", *TASK, "--lora.r", rank], *parts)
+    for rank, changes, *parts in ADAPTERS.values():
+        Path("m/adapter_config.json").write_text(json.dumps({**saved, **changes}))
+        refused([*GRPO, "--model", "m", *TASK, "--lora.r", rank], *parts)
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-@pytest.mark.parametrize("rank", [0, 4])
-def test_damaged_adapters(refused, adapter, file, rank):
-    shutil.copytree(adapter, "m")
-    Path("m", file).write_bytes(b"{")
-    refused([*GRPO, "--model", "m", *TASK, "--lora.r", rank], "model=m:", "adapter")
+def test_damaged_adapters(refused, adapter):
+    for file, rank in (("adapter_model.safetensors", 4), ("adapter_model.safetensors", 0), ("adapter_config.json", 4)):
+        shutil.copytree(adapter, "m", dirs_exist_ok=True)
+        Path("m", file).write_bytes(b"{")
+        refused([*GRPO, "--model", "m", *TASK, "--lora.r", rank], "model=m:", "adapter")
 
 
-@pytest.mark.parametrize("modules", ["nowhere", "lm_head", "norm"])
-def test_lora_on_what_it_cannot_adapt(refused, modules):
-    argv = [*GRPO, *MODEL, *TASK, "--lora.r", 4, "--lora.target-modules", modules]
-    refused(argv, "lora.target_modules", modules)
+def test_lora_on_what_it_cannot_adapt(refused):
+    for modules in ("nowhere", "lm_head", "norm"):
+        argv = [*GRPO, *MODEL, *TASK, "--lora.r", 4, "--lora.target-modules", modules]
+        refused(argv, "lora.target_modules", modules)
 
 
 # energy-based fine-tuning ----------------------------------------------------------------------------------------
@@ -545,10 +599,8 @@ EBFT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EBFT)
-def test_ebft_settings(refused, name):
-    argv, *parts = EBFT[name]
-    refused(argv, *parts)
+def test_ebft_settings(refused_all):
+    refused_all(EBFT)
 
 
 GOOD_TARGET, GOOD_TEXT = GOOD_SFT, {"text": "1+2=3 and 3+4=7"}
@@ -565,12 +617,13 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_ebft_rows(refused, name):
-    row, *parts = TARGETS[name]
-    Path("rows.jsonl").write_text(rows(GOOD_TARGET, row))
-    refused([*STRUCTURED, *MODEL, *DATA], *parts)
-    refused([*STRUCTURED, *MODEL, *ADDITION, "--eval-data", "rows.jsonl"], *parts)
+def test_ebft_rows(refused):
+    def load(row: dict) -> None:
+        Path("rows.jsonl").write_text(rows(GOOD_TARGET, row))
+        load_targets(("rows.jsonl",), TOKENIZER, max_completion_length=4)
+
+    check_sentences(TARGETS, load)
+    refused([*STRUCTURED, *MODEL, *ADDITION, "--eval-data", "rows.jsonl"], "rows.jsonl:2: the prompt is text but")
 
 
 def test_ebft_formats_of_the_other_mode(refused):
@@ -647,11 +700,9 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMES)
-def test_resume_leaves_the_run_as_it_was(refused, finished, name):
-    argv, *parts = RESUMES[name]
+def test_resume_leaves_the_run_as_it_was(refused_all, finished):
     shutil.copytree(finished, "run")
-    refused(argv, *parts)
+    refused_all(RESUMES)
 
 
 def test_damaged_run(refused, finished):
@@ -666,31 +717,14 @@ def test_damaged_run(refused, finished):
     refused(["--resume", "run"], "run/config.yaml: not valid YAML")
 
 
-@pytest.mark.parametrize("kept", ["config.yaml", "metrics.jsonl"])
-def test_unfinished_run_as_a_model(refused, finished, kept):
-    Path("run").mkdir()
-    shutil.copy(finished / kept, "run")
-    refused([*GRPO, "--model", "run", *TASK], "model=run: this run has not finished", "--resume run")
+def test_unfinished_run_as_a_model(refused, finished):
+    for kept in ("config.yaml", "metrics.jsonl"):
+        Path(kept).mkdir()
+        shutil.copy(finished / kept, kept)
+        refused([*GRPO, "--model", kept, *TASK], f"model={kept}: this run has not finished", f"--resume {kept}")
 
 
 # the command itself ----------------------------------------------------------------------------------------------
-
-REAL = {
-    "unknown method": (["--method", "grop"], "--method=grop", "did you mean grpo?"),
-    "malformed line": ([*GRPO, *MODEL, "--data", "bad.jsonl"], "bad.jsonl:2: is not valid JSON"),
-    "model from a hub out of reach": ([*GRPO, "--model", "no-such/model", *TASK], "model=no-such/model", "no folder"),
-    "data from a hub out of reach": ([*GRPO, *MODEL, "--data", "no-such/data"], "data=no-such/data", "no local file"),
-}
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_the_command_itself(here, name):
-    argv, *parts = REAL[name]
-    Path("bad.jsonl").write_text(rows(GOOD) + "{\n")
-    before = files(here)
-    done = run(*argv, cwd=here, timeout=60)
-    check_sentence(done.returncode, done.stderr, *parts)
-    assert files(here) == before
 
 
 def test_the_command_itself_when_a_reward_raises_after_the_folder_is_made(here):
@@ -703,5 +737,7 @@ def test_the_command_itself_when_a_reward_raises_after_the_folder_is_made(here):
     Path("mine.py").write_text(REWARDS.replace("1 / (int(one) - 4)", "1.0 * int(one)"))
     done = run(*argv, "--max-steps", "1", cwd=here, timeout=60)  # nothing was trained, so the folder may be used again
     assert done.returncode == 0, done.stderr
+    before = files(here)
     done = run(*argv, cwd=here, timeout=60)
     check_sentence(done.returncode, done.stderr, "output_dir=run: already holds a run", "--resume run")
+    assert files(here) == before

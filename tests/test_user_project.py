@@ -79,16 +79,25 @@ def python(*argv: str, cwd: Path, executable: Path | str = sys.executable) -> su
     return subprocess.run([executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_every_entry_starts_there(project, installed, entry):
-    """By --help of every command that people type."""
-    done = python("-m", *entry.split(), "--help", cwd=project, executable=installed)
+def test_every_entry_starts_there(project, installed):
+    """By --help of every command that people type: one of each folder as a command, the others in one process."""
     note = (
         f"python -m trainer: runs {ROOT / 'trainer'}, not {project / 'trainer.py'}; to run yours, rename it or use an "
         "environment without strop\n"
     )
-    assert done.returncode == 0 and done.stderr == (note if entry.split()[0] == "trainer" else ""), done.stderr
-    assert done.stdout.startswith("usage: "), done.stdout
+    for entry in ("trainer", "data.show", "rollout.serve", "bench.table"):
+        done = python("-m", entry, "--help", cwd=project, executable=installed)
+        assert done.returncode == 0 and done.stderr == (note if entry == "trainer" else ""), done.stderr
+        assert done.stdout.startswith("usage: "), done.stdout
+    code = (
+        "import runpy, sys\nsys.path.remove('')\n"
+        f"for entry in {ENTRIES}:\n"
+        "    sys.argv = [*entry.split(), '--help']\n"
+        "    try:\n        runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+        "    except SystemExit as stop:\n        print(entry, 'ends with', stop.code)\n"
+    )
+    done = python("-c", code, cwd=project)
+    assert [f"{entry} ends with 0" in done.stdout for entry in ENTRIES] == [True] * len(ENTRIES), done.stderr
 
 
 def test_entries_are_all_there_are():
@@ -138,9 +147,8 @@ def test_an_editable_install_has_the_line(tmp_path):
         assert f"{ROOT}\n" in [wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".pth")]
 
 
-@pytest.mark.parametrize("spec", ["mine.score", "mine.py:score"])
-def test_a_reward_gets_the_users_modules_and_where_there_are_none_ours(project, spec):
-    done = python("-P", "-m", "rollout.rewards", "--check", spec, "--data", "rows.jsonl", cwd=project)
+def test_a_reward_gets_the_users_modules_and_where_there_are_none_ours(project):
+    done = python("-P", "-m", "rollout.rewards", "--check", "mine.py:score", "--data", "rows.jsonl", cwd=project)
     assert done.returncode == 0 and f"score: mean {TOTAL:g}" in done.stdout, done.stderr
 
 
@@ -152,10 +160,9 @@ def test_a_reward_file_is_found_with_its_packages_from_elsewhere(project, tmp_pa
     assert done.returncode == 0 and f"score: mean {TOTAL:g}" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_training_from_there(project, tmp_path, workers):
+def test_training_from_there(project, tmp_path):
     argv = ["--method", "grpo", "--max-steps", "1", "--max-eval-rows", "4", "--reward-funcs", "mine.score",
-            "--reward-num-workers", str(workers), "--output-dir", str(tmp_path / "run")]  # fmt: skip
+            "--reward-num-workers", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
     done = python("-P", "-m", "trainer", *argv, cwd=project)
     assert done.returncode == 0, done.stderr
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])

@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import LOOK_S, Completion, Request, Sampling
 from rollout.engines.local import LocalEngine, StopCheck
-from rollout.engines.probe import Probe
-from rollout.engines.score import score_rows
+from rollout.engines.probe import Probe, score_rows
 from rollout.engines.weights import Weights
 from rollout.servers.client import RefusedError, ServerError, VllmServer
 from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
@@ -41,7 +40,6 @@ from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
 from rollout.sync.lora import LoraSync
 
-LOOK_S = 0.5  # how often a thread that waits for completions calls tend()
 CLOSE_S = 30.0
 
 
@@ -72,7 +70,6 @@ class VllmEngine:
         self._owner = threading.get_ident()
         self._keys = itertools.count()
         self._begun: dict[int, int] = {}  # per call in flight: the oldest version its requests may name
-        self._paused: list[Member] = []
         self._until_probe, self._seconds, self._gap = 0, 0.0, 0.0
         self.loop = Loop()
         self.weights = self._watch = None
@@ -199,18 +196,6 @@ class VllmEngine:
         """Versions that requests in flight may name: all since the oldest of them started."""
         return range(min(list(self._begun.values()), default=self.version), self.version + 1)
 
-    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        """Log-probs of given completions from the first ready server; vLLM scores at temperature 1 only."""
-        if temperature != 1.0:
-            raise ValueError(f"temperature={temperature}: vLLM scores given tokens at temperature 1 only; use local")
-        assert self._ready(), "load() comes before score()"
-        try:
-            rows = [prompt + completion for prompt, completion in sequences]
-            rows = self._run(score_rows(self.pool, self._ready()[0], rows))
-        except (ServerError, RefusedError) as error:
-            raise ValueError(str(error)) from error
-        return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(rows, sequences, strict=True)]
-
     def load(self, version: int) -> None:
         """Send the trainer's weights to every server; compare log-probs after the first sync and every probe_every."""
         assert threading.get_ident() == self._owner, "only the thread that trains may read its weights"
@@ -219,8 +204,7 @@ class VllmEngine:
             return
         self._check_watch()
         started = time.monotonic()
-        self._run(self.pool.expect(version))
-        self.version = version
+        self.version = self.pool.version = version
         everyone = [member for member in self.pool.members if member.state != "out" or member.needs_weights]
         self.weights.give_all(everyone, version)
         self._seconds += time.monotonic() - started
@@ -249,30 +233,10 @@ class VllmEngine:
                 )
         return compared
 
-    def pause(self) -> None:
-        """Stop sampling; completions in flight come back and continue at resume."""
-        self._paused = self._ready()
-        self.weights.on_all(self.pool.empty, self._paused)
-
-    def resume(self) -> None:
-        assert not self.weights.asleep, "load() is what wakes a server"
-        paused, self._paused = self._paused, []
-        self.weights.open([member for member in paused if member.state == "updating"], self.version)
-
     def sleep(self) -> None:
         """With colocate: the servers release their memory to the trainer. Call load before the next generate."""
         if self.colocate:
             self.weights.sleep(self._ready())
-
-    def wake(self) -> None:
-        """Load the last version again, which also takes back the memory for weights and KV cache."""
-        self.load(self.version)
-
-    def health(self) -> dict[str, Any]:
-        states = [
-            {"url": m.server.url, "state": m.state, "reason": m.reason, "version": m.version} for m in self.pool.members
-        ]
-        return {"ok": bool(self._ready()), "engine": "vllm", "version": self.version, "servers": states}
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the syncs since the last call, and of the servers."""

@@ -107,10 +107,6 @@ class Launched:
         """Exit status once the server has ended (above 128: that signal), else None."""
         return None if self._guard is None else self._guard.poll()
 
-    def tail(self, lines: int = 20) -> str:
-        """The end of its log."""
-        return "\n".join(self._text().splitlines()[-lines:])
-
     def cause(self) -> str:
         """Why it ended, in one line."""
         status = self.poll() or 0
@@ -352,7 +348,7 @@ def _log_progress(server: Launched, name: str, seconds: float, last: tuple[str, 
 
 def _start_again(server: Launched, name: str, tries: dict[Launched, int], log: Log) -> None:
     """Restart on another port if the port was taken and we chose it; otherwise raise the reason."""
-    taken = is_port_taken(server.tail(lines=2000))
+    taken = is_port_taken(server._text())
     if taken and server.cfg.port:
         port = server.cfg.port + server.replica
         raise ValueError(f"vllm.port={port}: is in use; stop what uses it, or pass 0 for a free one")

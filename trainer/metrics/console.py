@@ -68,13 +68,6 @@ class Console:
         self._rich: Any = None
         self._live: Any = None
 
-    def __enter__(self) -> Console:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def start(self) -> None:
         """Show the title and, on a terminal, the live display; starts the clock for the time left."""
         if hasattr(self._stream, "reconfigure"):

@@ -326,7 +326,7 @@ def repeats(run: RunData, first: str, second: str) -> bool:
 
 
 def definition(name: str) -> str:
-    return describe(name) or "A metric of this run's own code."
+    return describe(name) or "Logged by your own code."
 
 
 def chart_html(run: RunData, name: str, size: tuple[int, int] = SMALL, kind: str = "") -> str:

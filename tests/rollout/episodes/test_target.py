@@ -95,17 +95,23 @@ def test_a_limit_cuts_the_same_sample(tiny_engine):
         assert part.finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("length", "multiplier", "max_tokens", "expected"),
-    [(50, 1.5, 256, 75), (51, 1.5, 256, 76), (50, 1.5, 70, 70), (2, 1.5, 256, 64), (2, 1.5, 9, 9), (200, 1.5, 256, 256),
-     (100, 0.5, 256, 64), (200, 0.5, 256, 100), (2, None, 256, 256)],
-)  # fmt: skip
-def test_limits_by_hand(length, multiplier, max_tokens, expected):
-    engine = ScriptedEngine(lambda text, seed: "x" * 400)
-    episode = TargetEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier)
-    ((made,),) = play(engine, episode, [single(length)], max_tokens=max_tokens)
-    assert len(made.ids) == expected and made.finish_reason == "length"
-    assert made.mask is None and made.messages is None and made.columns == {}
+def test_limits_by_hand():
+    for length, multiplier, max_tokens, expected in [
+        (50, 1.5, 256, 75),
+        (51, 1.5, 256, 76),
+        (50, 1.5, 70, 70),
+        (2, 1.5, 256, 64),
+        (2, 1.5, 9, 9),
+        (200, 1.5, 256, 256),
+        (100, 0.5, 256, 64),
+        (200, 0.5, 256, 100),
+        (2, None, 256, 256),
+    ]:
+        engine = ScriptedEngine(lambda text, seed: "x" * 400)
+        episode = TargetEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier)
+        ((made,),) = play(engine, episode, [single(length)], max_tokens=max_tokens)
+        assert len(made.ids) == expected and made.finish_reason == "length"
+        assert made.mask is None and made.messages is None and made.columns == {}
 
 
 def test_a_model_that_says_what_the_data_says_makes_the_target(conversation):

@@ -34,26 +34,24 @@ def test_every_method_has_both_rates_and_says_where_they_are_from():
     assert all(rates.source for rates in RATES.values())
 
 
-@pytest.mark.parametrize("method", cli.method_names())
-def test_the_default_follows_the_rank_and_a_given_rate_wins(method, tmp_path):
-    full, lora = PUBLISHED[method]
+def test_the_default_follows_the_rank_and_a_given_rate_wins(tmp_path):
     own = ("--model", "m", "--data", "d")
-    assert parse(method, *own).optim.learning_rate == full
-    cfg = parse(method, *own, "--lora.r", "8")
-    assert cfg.optim.learning_rate == lora and cfg.lora.r == 8
-    assert config_to_tree(cfg)["learning_rate"] == lora  # what config.yaml is written from
-    assert parse(method, *own, "--lora.r", "0").optim.learning_rate == full
-    assert parse(method, *own, "--lora.r", "8", "--learning-rate", "3e-6").optim.learning_rate == 3e-6
+    for method, (full, lora) in PUBLISHED.items():
+        assert parse(method, *own).optim.learning_rate == full
+        cfg = parse(method, *own, "--lora.r", "8")
+        assert cfg.optim.learning_rate == lora and cfg.lora.r == 8
+        assert config_to_tree(cfg)["learning_rate"] == lora  # what config.yaml is written from
+    assert parse("sft", *own, "--lora.r", "8", "--learning-rate", "3e-6").optim.learning_rate == 3e-6
     (tmp_path / "c.yaml").write_text("model: m\ndata: [d]\nlearning_rate: 4e-6\nlora: {r: 4}\n")
-    assert parse(method, "--config", str(tmp_path / "c.yaml")).optim.learning_rate == 4e-6
+    assert parse("sft", "--config", str(tmp_path / "c.yaml")).optim.learning_rate == 4e-6
 
 
-@pytest.mark.parametrize("method", cli.method_names())
-def test_tiny_recipes_keep_their_own_rates(method):
-    for path in RECIPES.glob(f"{method}_*tiny.yaml"):
+def test_tiny_recipes_keep_their_own_rates():
+    for path in RECIPES.glob("*_*tiny.yaml"):
         assert float(yaml.safe_load(path.read_text())["learning_rate"]) > 0, path
-    written = float(yaml.safe_load((RECIPES / f"{method}_tiny.yaml").read_text())["learning_rate"])
-    assert parse(method).optim.learning_rate == parse(method, "--lora.r", "4").optim.learning_rate == written
+    for method in cli.method_names():
+        written = float(yaml.safe_load((RECIPES / f"{method}_tiny.yaml").read_text())["learning_rate"])
+        assert parse(method, "--lora.r", "4").optim.learning_rate == written
 
 
 def test_a_method_that_extends_one_of_ours_has_its_rates_and_another_has_none():
@@ -93,14 +91,11 @@ def test_a_rate_that_is_far_off_is_told_with_both_numbers(method, rank, rate, te
 def test_a_run_saves_the_rate_it_used_and_tells_a_far_one(tmp_path, monkeypatch, capsys):
     """The embedded model is too small to be told anything, as its own recipes have higher rates, unless it counts."""
     monkeypatch.chdir(tmp_path)
-    base = ["--method", "sft", "--model", "builtin:tiny", "--data", "task:addition", "--lora.r", "4",
-            "--max-steps", "1", "--save-steps", "0"]  # fmt: skip
-    for name, size, more in (("a", None, []), ("b", None, ["--learning-rate", "0.02"]),
-                             ("c", 0, ["--learning-rate", "0.02"])):  # fmt: skip
-        if size is not None:
-            monkeypatch.setattr(trainer.run.run, "SMALL_MODEL", size)
-        assert main([*base, "--output-dir", name, *more]) == 0
+    base = ["--method", "sft", "--model", "builtin:tiny", "--data", "task:addition:size=8", "--lora.r", "4",
+            "--max-steps", "1", "--save-steps", "0", "--learning-rate", "0.02"]  # fmt: skip
+    for name, size in (("a", trainer.run.run.SMALL_MODEL), ("b", 0)):
+        monkeypatch.setattr(trainer.run.run, "SMALL_MODEL", size)
+        assert main([*base, "--output-dir", name]) == 0
         said = capsys.readouterr()
-        assert ("100 times above 0.0002" in said.out + said.err) == (name == "c"), name
-        saved = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
-        assert saved["learning_rate"] == (2e-4 if name == "a" else 0.02)
+        assert ("100 times above 0.0002" in said.out + said.err) == (name == "b"), name
+    assert yaml.safe_load((tmp_path / "b" / "config.yaml").read_text())["learning_rate"] == 0.02

@@ -33,7 +33,7 @@ def find_loss(spec: str | Callable[..., Any]) -> PolicyLoss:
         refuse_python_object(spec, "loss_type")
         if "." not in spec:
             raise ValueError(
-                f"loss_type={spec}: no such loss, {suggest(spec, POLICY_LOSSES)}; one of yours is my_module.my_loss"
+                f"loss_type={spec}: no such loss, {suggest(spec, POLICY_LOSSES)}; your own is my_module.my_loss"
             )
         _, spec = find_callable(spec, f"loss_type={spec}")
     if isinstance(spec, str):
@@ -137,7 +137,7 @@ class PolicyLossConfig(_Options):
             if name in OPTIONS or name not in loss.options:
                 advice = f"use --{name.replace('_', '-')}" if name in OPTIONS else suggest(name, loss.options)
                 raise ValueError(
-                    f"loss_kwargs.{name}: is no option of loss_type={self.loss_type} to set here; {advice}"
+                    f"loss_kwargs.{name}: not an option of loss_type={self.loss_type} to set here; {advice}"
                 )
         missing = [name for name, p in loss.options.items() if p.default is p.empty and name not in self.loss_options]
         if missing:

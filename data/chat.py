@@ -125,9 +125,7 @@ def render_prompt(
         _check_calls(tokenizer, prompt, settings)
         whole = with_system(prompt, system_prompt)
         return _ids_of(tokenizer, _render_text(tokenizer, whole, generation_prompt=True, settings=settings))
-    ids = _encode(tokenizer, prompt)
-    if prompt and not ids:
-        raise ValueError(_no_ids(prompt))
+    ids = render_text(tokenizer, prompt)
     bos = tokenizer.bos_token_id
     return [bos, *ids] if ids and ids[0] != bos and _adds_bos(tokenizer) else ids
 

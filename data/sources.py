@@ -37,7 +37,8 @@ TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES))
 _FIRST_OPTION = re.compile(r":(?=[A-Za-z_]+=)")
 _COMMA = re.compile(r"(?<!\\),")  # separates options; \, is a comma within a value
-# The split syntax of the datasets library: train, train[:500], train[10%:20%], train[-5:]
+# The split syntax of the datasets library (train, train[:500], train[10%:20%], train[-5:]), parsed here because
+# importing that library takes two seconds.
 _SLICE = re.compile(
     r"(?P<split>\w+(?:\.\w+)*)(?:\[(?:(?P<start>-?\d+)(?P<pct1>%)?)?:(?:(?P<stop>-?\d+)(?P<pct2>%)?)?\])?"
 )
@@ -199,9 +200,7 @@ def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
             return message
         if "tool_calls" in message:
             return {**message, "tool_calls": _without_nulls(message["tool_calls"])}
-        return {
-            name: clean(name, value) for name, value in message.items()
-        }  # a conversation may be nested in an object
+        return {name: clean(name, value) for name, value in message.items()}  # a conversation nested in an object
 
     return {name: clean(name, value) for name, value in columns.items()}
 
@@ -226,12 +225,13 @@ def _hub_rows(spec: DataSpec) -> list[Row]:
     except Exception as error:  # network, hub, unknown split or configuration, broken file: all for the user to fix
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"data={spec.path}: is no local file and could not be loaded as a hub dataset ({reason}); check the path, "
-            "name=, split= and the network"
+            f"data={spec.path}: is not a local file and could not be loaded as a hub dataset ({reason}); check the "
+            "path, name=, split= and the network"
         ) from None
 
 
 def _file_rows(path: str) -> list[Row]:
+    """Read without datasets: it adds nulls, guesses the types of CSV columns, and does not say which line is broken."""
     place = Path(path).expanduser()
     kind = next((suffix.split(".")[1] for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
     if not place.is_file():
@@ -265,12 +265,8 @@ def _read_jsonl(path: str, text: str) -> list[Row]:
             continue
         try:
             columns = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}:{number}: is not valid JSON ({error.msg}, column {error.colno}); fix it"
-            ) from None
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets nested too deep
-            raise ValueError(f"{path}:{number}: cannot be read as JSON ({error}); fix it") from None
+        except (ValueError, RecursionError) as error:
+            raise _not_json(f"{path}:{number}", error) from None
         rows.append(_object_row(path, number, columns))
     return rows
 
@@ -280,19 +276,23 @@ def _read_json(path: str, text: str) -> list[Row]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        first = text.lstrip().split("\n", 1)[0]
-        if error.msg == "Extra data" and first.startswith("{"):
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
             return _read_jsonl(path, text)
-        raise ValueError(
-            f"{path}:{error.lineno}: is not valid JSON ({error.msg}, column {error.colno}); fix it"
-        ) from None
+        raise _not_json(f"{path}:{error.lineno}", error) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"data={path}: cannot be read as JSON ({error}); fix it") from None
+        raise _not_json(f"data={path}", error) from None
     if isinstance(value, dict):
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise ValueError(f"data={path}: holds a {type(value).__name__}; give a list of objects")
     return [_object_row(path, number, columns) for number, columns in enumerate(value, 1)]
+
+
+def _not_json(where: str, error: Exception) -> ValueError:
+    """Besides bad syntax: a number of thousands of digits, or brackets nested too deep."""
+    if isinstance(error, json.JSONDecodeError):
+        return ValueError(f"{where}: is not valid JSON ({error.msg}, column {error.colno}); fix it")
+    return ValueError(f"{where}: cannot be read as JSON ({error}); fix it")
 
 
 def _object_row(path: str, number: int, columns: Any) -> Row:

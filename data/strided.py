@@ -123,7 +123,6 @@ class StridedBatch:
     text: Tensor  # (L,) int64 places of the documents' own tokens, for the pass before generation
     ce_index: Tensor  # (M,) int64 the place whose state predicts each token that cross-entropy covers
     ce_target: Tensor  # (M,) int64 those tokens
-    ce_document: Tensor  # (M,) int64 index of their document
     rows: list[int]  # the documents in this batch, in order
     num_computed: int  # places with a token, generated ones included
 
@@ -203,7 +202,7 @@ def _build(
     samples, length = plan.n_samples_per_prompt, plan.generate_max_len
     parts: dict[str, list[Tensor]] = {
         name: [] for name in ("place", "predictor", "target_place", "anchor", "document", "text", "ce_index",
-                              "ce_target", "ce_document")
+                              "ce_target")
     }  # fmt: skip
     first = 0
     for row in rows:
@@ -227,7 +226,6 @@ def _build(
         found = {
             "place": place, "predictor": predictor, "target_place": first + ahead, "anchor": anchor, "text": text,
             "document": torch.full_like(anchor, row), "ce_index": first + trained - 1, "ce_target": ids[trained],
-            "ce_document": torch.full_like(trained, row),
         }  # fmt: skip
         for name, value in found.items():
             parts[name].append(value)

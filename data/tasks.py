@@ -18,6 +18,8 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import add, mul, sub
 from typing import Any
 
 from data.hints import suggest
@@ -49,24 +51,10 @@ def _pairs(difficulty: int) -> int:
     return 10 ** (2 * difficulty)
 
 
-def _operands(number: int, difficulty: int) -> tuple[int, int, str]:
+def _arithmetic(sign: str, operator: Callable[[int, int], int], number: int, difficulty: int) -> Problem:
     a, b = divmod(number, 10**difficulty)
-    return a, b, f"{min(a, b)},{max(a, b)}"  # unordered: 37+58 and 58+37 must be in the same split
-
-
-def _addition(number: int, difficulty: int) -> Problem:
-    a, b, key = _operands(number, difficulty)
-    return f"{a}+{b}=", str(a + b), key
-
-
-def _subtraction(number: int, difficulty: int) -> Problem:
-    a, b, key = _operands(number, difficulty)
-    return f"{a}-{b}=", str(a - b), key
-
-
-def _multiplication(number: int, difficulty: int) -> Problem:
-    a, b, key = _operands(number, difficulty)
-    return f"{a}*{b}=", str(a * b), key
+    key = f"{min(a, b)},{max(a, b)}"  # unordered: 37+58 and 58+37 must be in the same split
+    return f"{a}{sign}{b}=", str(operator(a, b)), key
 
 
 def _reverse(number: int, difficulty: int) -> Problem:
@@ -142,11 +130,17 @@ def _slip_last(content: str, answer: str) -> str:
 
 
 TASKS = {
-    "addition": Task("sum of two numbers; difficulty = digits of the operands", 2, _pairs, _addition, _without_carries),
-    "subtraction": Task(
-        "difference, may be negative; difficulty = digits of the operands", 2, _pairs, _subtraction, change_digit
+    "addition": Task(
+        "sum of two numbers; difficulty = digits of the operands", 2, _pairs, partial(_arithmetic, "+", add),
+        _without_carries,
     ),
-    "multiplication": Task("product; difficulty = digits of the operands", 2, _pairs, _multiplication, change_digit),
+    "subtraction": Task(
+        "difference, may be negative; difficulty = digits of the operands", 2, _pairs, partial(_arithmetic, "-", sub),
+        change_digit,
+    ),
+    "multiplication": Task(
+        "product; difficulty = digits of the operands", 2, _pairs, partial(_arithmetic, "*", mul), change_digit
+    ),
     "reverse": Task("reverse a word; difficulty = letters", 4, lambda difficulty: 26**difficulty, _reverse, _swap),
     "sort": Task("sort digits; difficulty = digits", 5, lambda difficulty: 10**difficulty, _sort, _swap),
     "steps": Task(

@@ -22,11 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from data.hints import suggest
 from strop_names import NAMES, ROOT, is_ours, module_file
 
+R = TypeVar("R")
 LIBRARY = str(Path(importlib.__file__).parent)
 PYTHON = "python"  # prefix of callables that cannot be imported by name
 
@@ -96,6 +97,19 @@ def import_name(call: Callable[..., Any]) -> str:
     module, name = named.__module__, named.__qualname__
     found = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
     return f"{module}.{name}" if found is call else f"{PYTHON}:{module}.{name}"
+
+
+def find_record(flag: str, spec: str | Callable[..., Any], known: Mapping[str, R], kind: type[R], what: str) -> R:
+    """The record that a flag names: a built-in one (`known`), or a record or function of the user's."""
+    if isinstance(spec, str) and spec not in known:
+        refuse_python_object(spec, flag)
+        if "." not in spec:
+            hint = f"{suggest(spec, known)}; one of yours is my_module.my_{what}"
+            raise ValueError(f"{flag}={spec}: no such {what}, {hint}")
+        _, spec = find_callable(spec, f"{flag}={spec}")
+    if isinstance(spec, str):
+        return known[spec]
+    return spec if isinstance(spec, kind) else kind(spec)
 
 
 def refuse_python_object(spec: str, flag: str) -> None:

@@ -17,11 +17,7 @@ def linear_logprob(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # (N,) log-prob, (N,) entropy
     """log softmax(softcap(scale * (hidden @ weight.T + bias)) / temperature) at the target, and its entropy."""
-    z = hidden @ weight.T
-    z = (z if bias is None else z + bias) * scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    logp = (z / temperature).log_softmax(dim=-1)  # (N, V)
+    logp = _logits(hidden, weight, bias, scale, softcap, temperature).log_softmax(dim=-1)  # (N, V)
     entropy = -(logp.exp() * logp).sum(dim=-1)
     return logp.gather(1, target.unsqueeze(1)).squeeze(1), entropy
 
@@ -36,11 +32,15 @@ def linear_log_collision(
     temperature: float = 1.0,
 ) -> Tensor:  # (N,)
     """Log of the sum of squared probabilities."""
+    return _logits(hidden, weight, bias, scale, softcap, temperature).softmax(dim=-1).square().sum(dim=-1).log()
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
+) -> Tensor:  # (N, V)
     z = hidden @ weight.T
     z = (z if bias is None else z + bias) * scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    return (z / temperature).softmax(dim=-1).square().sum(dim=-1).log()
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
 
 
 def attention_mask(

@@ -33,6 +33,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from losses.types import options_of
+
 
 @torch.no_grad()
 def moments(
@@ -172,8 +174,7 @@ class AdvantageEstimator:
     @property
     def options(self) -> dict[str, inspect.Parameter]:
         """Keyword-only parameters of the function: flags, or keys of --advantage-kwargs."""
-        parameters = inspect.signature(self.estimate).parameters
-        return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        return options_of(self.estimate)
 
     def __call__(self, r: GroupRewards, **options: Any) -> Advantage:
         return self.estimate(r, **options)

@@ -132,7 +132,7 @@ def pool(
     methods = {"last_token": last_token, "mean_pooling": mean_pooling, "concat": quarter_points}
     if embed_method not in methods:
         names = ", ".join(sorted([*methods, "completion_mean"]))
-        raise ValueError(f"embed_method={embed_method}: no such way to pool; use one of {names}")
+        raise ValueError(f"embed_method={embed_method}: unknown pooling; use one of {names}")
     return methods[embed_method](features, mask)
 
 
@@ -180,7 +180,9 @@ def whiten(
             "draw 2 or more, or leave use_whitening off"
         )
     if whiten_target not in ("feature", "sample"):
-        raise ValueError(f"whiten_target={whiten_target}: no such way to whiten the true completion; feature or sample")
+        raise ValueError(
+            f"whiten_target={whiten_target}: unknown way to whiten the true completion; use feature or sample"
+        )
     x, g = rollout.double(), target.double()
     square, u = torch.linalg.eigh(x @ x.transpose(1, 2))  # (P, G), (P, G, G)
     s = square.clamp(min=0).sqrt()

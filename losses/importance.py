@@ -145,50 +145,25 @@ def _check_bounds(low: float | None, high: float | None) -> None:
         raise ValueError(f"low={low}, high={high}: low must be below high")
 
 
-def token_truncate(
-    m: Mismatch,
-    *,
-    low: float | None = None,
-    high: float | None = 2.0,
-) -> Tensor:  # (N,)
+def token_truncate(m: Mismatch, *, low: float | None = None, high: float | None = 2.0) -> Tensor:  # (N,)
     """Truncated importance sampling per token."""
     return _truncate(m.token, low, high)
 
 
-def token_mask(
-    m: Mismatch,
-    *,
-    low: float | None = None,
-    high: float | None = 2.0,
-) -> Tensor:  # (N,)
+def token_mask(m: Mismatch, *, low: float | None = None, high: float | None = 2.0) -> Tensor:  # (N,)
     return _mask(m.token, low, high)
 
 
-def sequence_truncate(
-    m: Mismatch,
-    *,
-    low: float | None = None,
-    high: float | None = 3.0,
-) -> Tensor:  # (N,)
+def sequence_truncate(m: Mismatch, *, low: float | None = None, high: float | None = 3.0) -> Tensor:  # (N,)
     return _truncate(m.total, low, high)
 
 
-def sequence_mask(
-    m: Mismatch,
-    *,
-    low: float | None = None,
-    high: float | None = 3.0,
-) -> Tensor:  # (N,)
+def sequence_mask(m: Mismatch, *, low: float | None = None, high: float | None = 3.0) -> Tensor:  # (N,)
     """TRL's default. A hundred tokens that all differ by +0.012 already exceed 3: log how much it masks."""
     return _mask(m.total, low, high)
 
 
-def icepop(
-    m: Mismatch,
-    *,
-    low: float | None = 0.5,
-    high: float | None = 5.0,
-) -> Tensor:  # (N,)
+def icepop(m: Mismatch, *, low: float | None = 0.5, high: float | None = 5.0) -> Tensor:  # (N,)
     """IcePop (Ling team 2025, arXiv:2510.18855): token_mask with both bounds."""
     if low is None or high is None:
         raise ValueError(f"low={low}, high={high}: icepop masks on both sides; give both, or use token_mask")
@@ -225,12 +200,7 @@ def correction_metrics(
 # Filters of whole completions
 
 
-def keep_geometric(
-    m: Mismatch,
-    *,
-    low: float | None,
-    high: float | None,
-) -> Tensor:  # (N,) bool
+def keep_geometric(m: Mismatch, *, low: float | None, high: float | None) -> Tensor:  # (N,) bool
     """True for completions whose geometric ratio is within bounds; multiplies with a token correction."""
     return _mask(m.mean, low, high) > 0
 

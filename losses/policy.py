@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from losses.kl import MAX_LOG_RATIO
-from losses.types import LossOut, Term, wide
+from losses.types import LossOut, Term, options_of, wide
 
 MIN_LOG_WEIGHT = math.log(1e-8)  # VESPO's floor of a sequence weight
 
@@ -89,8 +89,7 @@ class PolicyLoss:
     @property
     def options(self) -> dict[str, inspect.Parameter]:
         """Keyword-only parameters of the function: each is a flag, or a key of --loss-kwargs."""
-        parameters = inspect.signature(self.loss).parameters
-        return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        return options_of(self.loss)
 
     def __call__(
         self,
@@ -128,10 +127,8 @@ class PolicyLoss:
     ) -> Share:
         """The average, also for terms beside the loss (losses.kl.kl_penalty)."""
         if self.average == "budget":
-            assert max_completion_length is not None, "an average over the budget needs max_completion_length"
             return over_budget(t, max_completion_length=max_completion_length)
         if self.average == "micro_batch":
-            assert micro_batch_tokens is not None, "an average over the micro-batch needs micro_batch_tokens"
             return over_micro_batch(t, micro_batch_tokens=micro_batch_tokens)
         plain = {"tokens": over_tokens, "completions": over_completions, "completion_sums": over_completion_sums}
         return plain[self.average](t)
@@ -163,8 +160,8 @@ def token_log_ratio(
     mask: Tensor,  # (N,) bool, True = trained
 ) -> Tensor:  # (N,) 0 where masked
     # Zero it before exp: a masked position may hold any value, even NaN.
-    dtype = torch.promote_types(logp.dtype, torch.float32)
-    return torch.where(mask, logp.to(dtype) - old_logp.to(dtype), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    logp = wide(logp)
+    return torch.where(mask, logp - old_logp.to(logp.dtype), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_log_ratio(

@@ -14,7 +14,6 @@ Shapes: B = preference pairs, N = packed tokens.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.types import LossOut, Term, wide
+from losses.types import LossOut, Term, options_of, wide
 
 MAX_EXPONENT = 40.0  # exp(40) is 2e17 and its square 6e34: beyond it, squared losses would overflow fp32
 
@@ -287,12 +286,6 @@ PAIR_LOSSES: dict[str, Callable[..., Tensor]] = {
     "aot": aot,
     "aot_unpaired": aot_unpaired,
 }
-
-
-def options_of(loss: Callable[..., Any]) -> frozenset[str]:
-    """Names of the keyword options a loss takes; other settings have no effect on it."""
-    parameters = inspect.signature(loss).parameters.values()
-    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 @torch.no_grad()

@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.preference import capped_expm1, logistic, options_of, pair_metrics
-from losses.types import LossOut, Term, wide
+from losses.preference import capped_expm1, logistic, pair_metrics
+from losses.types import LossOut, Term, options_of, wide
 
 
 class FreeScores(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,3 +40,9 @@ def wide(
 ) -> Tensor:  # (...)
     """Promote to at least fp32: in lower precision, sums and differences of log-probs lose digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Keyword-only parameters of a loss or an estimator: the settings that have an effect on it."""
+    parameters = inspect.signature(function).parameters
+    return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}

@@ -130,26 +130,11 @@ class Engine(Protocol):
         newer than the ones loaded last.
         """
 
-    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        """Log-probs of given completions: [(prompt ids, completion ids)] -> one list per pair."""
-
     def load(self, version: int) -> None:
         """Take the trainer's current weights as `version`; the engine is awake and ready afterwards."""
 
-    def pause(self) -> None:
-        """Stop sampling; requests wait."""
-
-    def resume(self) -> None:
-        """Continue sampling."""
-
     def sleep(self) -> None:
-        """Release GPU memory to the trainer."""
-
-    def wake(self) -> None:
-        """Take the memory back."""
-
-    def health(self) -> dict[str, Any]:
-        """{"ok": bool, ...}: whether a request would be answered, plus details for display."""
+        """Release GPU memory to the trainer; load takes it back."""
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the engine itself since the last call."""

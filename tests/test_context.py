@@ -1,10 +1,8 @@
-"""Ranks that share rows (--parallel.context) give what one process gives, with a slice of the work each."""
+"""Ranks that share rows (--parallel.context): slices by hand, runs, refusals; gradients are in test_ranks.py."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,42 +16,6 @@ from trainer.config.ebft import EbftConfig
 from trainer.parallel import context
 from trainer.policy import attention
 
-BOTH = ("replicate", "fsdp")
-
-
-def results(size: int, *names: str, cwd: Path, processes: int = 2) -> list[dict[str, Any]]:
-    launcher = ("--nproc-per-node", str(processes))
-    found = results_of("tests.ranks.context_worker", size, *names, cwd=cwd, launcher=launcher, timeout=500)
-    for result in found:
-        assert result["gradient"] < 1e-12 and result["norm"] < 1e-12, result
-        assert result["unlike"] == {}, result
-    return found
-
-
-def test_ranks_that_share_rows_have_the_gradient_of_one_process(tmp_path):
-    """float64: packed and shared prompts, full and LoRA, rows that do not divide, and one too short for all."""
-    names = ("sft", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared", "grpo-lora")
-    words = [*(f"replicate:{name}" for name in names), "fsdp:sft-short", "fsdp:dpo-lora", "fsdp:grpo-shared"]
-    found = results(2, *words, cwd=tmp_path)
-    assert [f"{result['mode']}:{result['case']}" for result in found] == words
-    for result in found:  # half the positions each, but for padding
-        assert result["computed"] <= 0.6 * result["positions"] or result["case"] == "sft-tiny", result
-
-
-@pytest.mark.slow
-def test_every_case_in_both_modes(tmp_path):
-    assert len(results(2, cwd=tmp_path)) == 2 * 25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_four_ranks_share_rows_by_twos_and_all_together(size, tmp_path):
-    """By twos there is a pair with nothing to do; all together have rows of fewer tokens than ranks."""
-    names = ("sft-one-row", "sft-tiny", "sft-padded", "sft-windows", "sft-recomputed", "dpo-aot", "kto", "prm",
-             "grpo-shared", "grpo-lora")  # fmt: skip
-    words = [f"{mode}:{name}" for mode in BOTH for name in names]
-    assert len(results(size, *words, cwd=tmp_path, processes=4)) == len(words)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -66,7 +28,7 @@ def test_four_ranks_share_rows_by_twos_and_all_together(size, tmp_path):
 )
 def test_a_run_is_that_of_one_process(method, flags, tmp_path):
     common = ("--method", method, "--max-steps", "2", "--max-eval-rows", "20")
-    alone = [flag for flag in flags if flag not in ("--parallel.mode", *BOTH)]
+    alone = [flag for flag in flags if flag not in ("--parallel.mode", "replicate", "fsdp")]
     run_ok(*common, *alone, "--per-device-train-batch-size", "32", "--output-dir", tmp_path / "one", cwd=tmp_path)
     two_ok(
         "trainer", *common, *flags, "--parallel.context", "2", "--per-device-train-batch-size", "16",
@@ -97,8 +59,7 @@ def batches() -> list[Batch]:
     return [*make_batches(items, **packed), *make_batches(items, max_tokens=60, packing=False), empty_batch()]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("multiple", [2, 128])
+@pytest.mark.parametrize(("size", "multiple"), [(2, 2), (3, 128), (4, 2)])
 def test_slices_cover_a_batch_and_see_what_it_sees(size, multiple, monkeypatch):
     monkeypatch.setattr(context, "context_size", lambda: size)
     for batch in batches():
@@ -152,20 +113,6 @@ def test_keys_come_back_in_the_order_of_the_row_and_their_gradients_go_home(monk
 
 
 # What is refused.
-
-
-@pytest.mark.parametrize(
-    ("world", "settings", "message"),
-    [
-        ("1", {"context": 2}, "parallel.context=2: has no effect with one process; start several with torchrun"),
-        ("4", {"context": 3}, "parallel.context=3: must divide the 4 processes"),
-        ("4", {"context": 0}, "parallel.context=0: must divide the 4 processes"),
-    ],
-)
-def test_a_context_that_cannot_be_is_refused(world, settings, message, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        ParallelConfig(**settings)
 
 
 def test_methods_and_models_that_cannot_share_rows_are_refused(monkeypatch):

@@ -6,6 +6,7 @@ import ast
 import builtins
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def evil(tmp_path, marker) -> Path:
 @pytest.fixture
 def data(tmp_path) -> Path:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "2+2=", "completion": "4", "answer": "4"}\n' * 16)
+    path.write_text('{"prompt": "2+2=", "completion": "4", "answer": "4", "chosen": "4", "rejected": "5"}\n' * 16)
     return path
 
 
@@ -132,7 +133,7 @@ ENTRIES = {
     "grpo": (lambda *argv: train([*argv]), f"--method grpo --model EVIL {TASK}"),
     "grpo model:": (lambda *argv: train([*argv]), "--method grpo --reward-funcs model:EVIL --max-steps 1"),
     "rm": (lambda *argv: train([*argv]), f"--method rm --model EVIL {TASK}"),
-    "dpo --ref-model": (lambda *argv: train([*argv]), "--method dpo --ref-model EVIL --max-steps 1"),
+    "dpo --ref-model": (lambda *argv: train([*argv]), "--method dpo --ref-model EVIL --data DATA --max-steps 1"),
     "ebft --feature-model": (lambda *argv: train([*argv]), "--method ebft --feature-model EVIL --max-steps 1"),
 }
 
@@ -238,8 +239,9 @@ PICKLES = {"rollout/rewards/worker_child.py"}  # from the trainer to a worker th
 
 
 def test_every_call_that_loads_says_what_it_trusts():
-    calls = [(path, node) for path in LOADERS for node in ast.walk(ast.parse(path.read_text()))]
-    for path, node in calls:
+    texts = {path: path.read_text() for path in LOADERS}
+    texts = {path: text for path, text in texts.items() if re.search(r"\.(from_pretrained|from_config|loads?)\b", text)}
+    for path, node in ((path, node) for path, text in texts.items() for node in ast.walk(ast.parse(text))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         called, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}

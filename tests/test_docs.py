@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,17 @@ from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
 from data.rows.stepwise import STEP_FORMATS
 from data.show import ShowConfig, load_tokenizer, read
+from data.tasks import TASKS
 from data.training_config import KINDS
+from losses.policy import POLICY_LOSSES
 from rollout.rewards.__main__ import CheckConfig
+from rollout.rewards.functions import FACTORIES, FUNCTIONS
 from rollout.serve import parse as parse_server
 from tests.data.conftest import make_tokenizer
 from tests.entry import ROOT
 from trainer.cli import flag_table, load_method, method_names, parse
+from trainer.config.learning_rates import RATES
+from trainer.config.preference import PairLossType
 from trainer.metrics.metrics import describe
 from trainer.plan import PlanConfig
 from trainer.run.export import ExportConfig
@@ -97,6 +103,32 @@ def test_method_table_lists_the_methods_there_are():
     assert sorted(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)) == method_names()
 
 
+def test_lists_are_complete():
+    """Losses, rewards and tasks that exist are named, and the learning rates are those of the code."""
+    grpo, offline = TEXTS[DOCS / "grpo.md"], TEXTS[DOCS / "offline_methods.md"]
+    rewards, data = TEXTS[DOCS / "rewards.md"], TEXTS[DOCS / "data.md"]
+    for text, names in (
+        (grpo, POLICY_LOSSES), (offline, typing.get_args(PairLossType)), (rewards, {**FUNCTIONS, **FACTORIES}),
+        (data, TASKS),
+    ):  # fmt: skip
+        assert not [name for name in names if not re.search(rf"`{name}[`\[:]", text)]
+    table = re.findall(r"^\| ([a-z, ]+) \| (\S+e-\d) \| (\S+e-\d) \|", TEXTS[DOCS / "quickstart.md"], re.MULTILINE)
+    found = {name: (float(full), float(lora)) for names, full, lora in table for name in names.split(", ")}
+    assert found == {name: (rates.full, rates.lora) for name, rates in RATES.items()}
+
+
+def test_quoted_messages_are_those_of_the_code():
+    source = "".join(
+        path.read_text() for folder in ("data", "rollout", "trainer") for path in ROOT.glob(f"{folder}/**/*.py")
+    )
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a message over several lines
+    cells = re.findall(r"^\| ([^|]+) \|", TEXTS[DOCS / "troubleshooting.md"], flags=re.MULTILINE)
+    quoted = [part for cell in cells for part in re.findall(r"`([^`]+ [^`]+)`", cell)]
+    assert len(quoted) > 8
+    pieces = [piece.strip(" :.") for part in quoted for piece in part.removeprefix("vllm: ").split("...")]
+    assert not [piece for piece in pieces if piece.replace("900 s", "") not in source]
+
+
 def test_tree_names_folders_that_exist():
     tree = README.split("## Where things are")[1].split("\n\n")[1]
     names = re.findall(r"(?<!\S)([\w.]+)/(?=[\s;,)]|$)", tree)
@@ -123,7 +155,9 @@ def check_command(module: str, words: list[str]) -> None:
     """Parse the command as its program would, up to what it would do."""
     parsers = {"trainer.plan": PlanConfig, "data.show": ShowConfig, "rollout.rewards": CheckConfig}
     words = [str(ROOT / "trainer/recipes/grpo_tiny.yaml") if word in PLACEHOLDERS else word for word in words]
-    if module == "trainer" and words and "--resume" not in words:
+    if module == "trainer" and words[:1] == ["--method"] and len(words) == 2:
+        assert words[1] in {*method_names(), "raft"}, words  # tests/test_smoke.py runs them
+    elif module == "trainer" and words and "--resume" not in words:
         words = [word for word in words if word not in ("--help", "--help-all")]
         _, cfg, name = parse(words)
         assert cfg.run.method == name
@@ -188,6 +222,16 @@ def test_python_code_is_valid_and_its_imports_exist(monkeypatch):
                 if isinstance(node, ast.ImportFrom) and node.module:
                     module = importlib.import_module(node.module)
                     assert all(hasattr(module, alias.name) for alias in node.names), (path, node.module)
+
+
+def test_yaml_of_the_pages_parses(tmp_path):
+    found = [
+        code for text in TEXTS.values() for code in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+    assert found
+    for code in found:
+        (tmp_path / "run.yaml").write_text(code)
+        parse(["--config", str(tmp_path / "run.yaml")])
 
 
 def test_the_slurm_job_is_bash_with_flags_that_exist():

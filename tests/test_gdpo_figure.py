@@ -19,7 +19,9 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def effects():
-    return bench.effects()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(bench, "NUM_PROMPTS", 8)
+        return bench.effects()
 
 
 def test_summed_first_the_brackets_are_lost_and_normalised_first_they_are_not(effects):
@@ -27,7 +29,7 @@ def test_summed_first_the_brackets_are_lost_and_normalised_first_they_are_not(ef
     medians = {method: statistics.median(effects[method]) for method in bench.METHODS}
     assert 0 < medians["grpo"] < 0.2, medians
     assert medians["gdpo"] > 1.5, medians
-    assert len(effects["grpo"]) == len(effects["gdpo"]) == bench.NUM_PROMPTS * bench.GROUP
+    assert len(effects["grpo"]) == len(effects["gdpo"]) == 8 * bench.GROUP
 
 
 def test_the_committed_rows_show_that_both_come_as_close_and_one_forgets_the_brackets():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +21,24 @@ import torch
 from safetensors.torch import load_file
 
 from data.command.config_file import load_config
+from rollout.servers.model_folder import resolve_model
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
+from tests.ranks import sampled, slices, worker
+from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from trainer.__main__ import main
 from trainer.config.blocks import ParallelConfig
 from trainer.parallel.comm import shares
-from trainer.parallel.watch import HUNG, Place, Watch, record_flight
-from trainer.run.checkpoint import find_problem, list_checkpoints
+from trainer.parallel.watch import HUNG, Watch, record_flight
+from trainer.run.checkpoint import find_problem, list_checkpoints, load_checkpoint
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SFT = (
     "--method", "sft", "--learning-rate", "1e-3", "--max-eval-rows", "20", "--save-steps", "2", "--eval-steps", "2",
     "--lr-scheduler-type", "constant",
 )  # fmt: skip
+MODES = ("replicate", "fsdp")
+FOUR = ("sft-one-row", "sft-tiny", "sft-padded", "sft-windows", "sft-recomputed", "dpo-aot", "kto", "prm",
+        "grpo-shared", "grpo-lora")  # fmt: skip
 
 
 def two(*argv: Any, cwd: Path, timeout: float = 240, launcher: tuple[str, ...] = (), **env: str) -> Any:
@@ -70,34 +79,117 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
             assert a[name] == pytest.approx(b[name], rel=limit, abs=limit), (a["step"], name)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])
-def test_every_method_has_the_gradient_of_one_process(mode, tmp_path):
-    """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step."""
-    found = results_of("tests.ranks.worker", mode, cwd=tmp_path)
-    assert len(found) == 32
-    for result in found:
-        assert result["gradient"] < 1e-12, result
-        assert result["norm"] < 1e-12 and result["clipped"] == pytest.approx(1e-3, rel=1e-4), result
-        assert result["unlike"] == {}, result
+ALL = (*worker.CASES, *sampled.CASES)
+# A pass of shards costs ten times that of replicas: a case of each kind in shards, the others in replicas.
+SHARDED = (
+    "sft-untied", "sft-lora", "sft-one-row", "dpo", "dpo-lora", "kto", "rm", "prm", "grpo", "ebft-structured-lora",
+    "ebft-strided",
+)  # fmt: skip
+SHARED = ("sft", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared", "grpo-lora")
+WORDS = (
+    *(f"fsdp:{name}" for name in SHARDED),
+    *(f"replicate:{name}" for name in ALL if name not in SHARDED),
+    "copies:sft-untied",
+    *(f"replicate/2:{name}" for name in SHARED),
+    *(f"fsdp/2:{name}" for name in ("dpo-lora", "grpo-shared")),
+)
 
 
-def test_bnpo_averages_over_micro_batches_with_completions_alone(tmp_path):
-    """Six and one of them, where the second rank passes five empty ones: divided by 7 as in one process, not by 12."""
-    cases = ("grpo-bnpo", "grpo-bnpo-masked", "ebft-bnpo")
-    found = results_of("tests.ranks.worker", "replicate", *cases, cwd=tmp_path)
-    assert [result["case"] for result in found] == list(cases)
-    for result in found:
-        assert result["gradient"] < 1e-12 and result["unlike"] == {}, result
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """What two processes have left in a folder, and found; started once for all tests."""
+    folder = tmp_path_factory.mktemp("ranks")
+    rows = ("--data", "task:addition:split=sft,size=32", "--eval-data", "task:addition:split=eval,size=4")
+    assert main([*SFT, *rows, "--max-steps", "2", "--output-dir", str(folder / "run")]) == 0
+    sharded = ("--sharded", folder / "sharded", folder / "run")
+    found = results_of("tests.ranks.main", *sharded, *WORDS, cwd=folder, timeout=900)
+    return folder / "sharded", {result["case"]: result for result in found}
 
 
-@pytest.mark.parametrize("mode", ["copies", pytest.param("once", marks=pytest.mark.slow)])
-def test_copies_of_shards_and_gradients_reduced_once_have_it_too(mode, tmp_path):
-    found = results_of("tests.ranks.worker", mode, "sft-untied", "dpo-lora", cwd=tmp_path)
-    assert [result["case"] for result in found] == ["sft-untied", "dpo-lora"]
-    assert all(result["gradient"] < 1e-12 and result["norm"] < 1e-12 for result in found), found
+def exact(results: Iterable[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["gradient"] < 1e-12 and result["norm"] < 1e-12, result
+        assert result["clipped"] == pytest.approx(1e-3, rel=1e-4) and result["unlike"] == {}, result
 
 
-@pytest.mark.slow  # trainer/run/test_sharded_checkpoint.py reads checkpoints of two processes in one, every time
+def test_every_method_has_the_gradient_of_one_process(two_ranks):
+    """float64: uneven rows, a rank with nothing to do, tied and untied heads, LoRA, statistics over the step.
+
+    In replicas bnpo's six and one micro-batches, where the second rank passes five empty ones, are divided by 7 as in
+    one process, not by 12. `copies` has the mesh of several machines.
+    """
+    assert tuple(two_ranks[1]) == WORDS
+    exact(two_ranks[1].values())
+
+
+def test_ranks_that_share_rows_compute_half_of_the_positions(two_ranks):
+    for name, result in two_ranks[1].items():
+        if "/2:" in name and not name.endswith("tiny"):
+            assert result["computed"] <= 0.6 * result["positions"], result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (2, [f"{mode}:{name}" for mode in MODES for name in ALL]),
+        (2, [f"{mode}:{name}" for mode in ("copies", "once") for name in ("sft-untied", "dpo-lora")]),
+        (2, [f"{mode}/2:{name}" for mode in MODES for name in (*worker.CASES, *slices.CASES)]),
+        (4, [f"{mode}/2:{name}" for mode in MODES for name in FOUR]),  # a pair has nothing to do
+        (4, [f"{mode}/4:{name}" for mode in MODES for name in FOUR]),  # rows of fewer tokens than ranks
+    ],
+    ids=["all", "copies and once", "shared by two", "four by twos", "shared by four"],
+)
+def test_every_case_in_every_mode(processes, words, tmp_path):
+    launcher = ("--nproc-per-node", str(processes))
+    found = results_of("tests.ranks.main", *words, cwd=tmp_path, launcher=launcher, timeout=900)
+    assert [result["case"] for result in found] == words
+    exact(found)
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "copies"])
+def test_one_process_resumes_a_sharded_checkpoint_with_the_same_numbers(two_ranks, mode):
+    folder, _ = two_ranks
+    expected = load_file(folder / f"{mode}.safetensors")
+    loss = float(expected.pop("loss"))
+    policy = worker.make_policy(tied=False)
+    optimizer, schedule = optimizer_of(policy)
+    load_checkpoint(folder / mode / "step-00000002", policy.model, optimizer, schedule)
+    same(everything(policy, optimizer), expected)
+    assert take_step(policy, optimizer, 3) == pytest.approx(loss, rel=1e-12)
+
+
+def test_a_damaged_shard_is_named(two_ranks, tmp_path):
+    whole, folder = two_ranks[0] / "fsdp" / "step-00000002", tmp_path / "step-00000002"
+    for name in ("shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors", "shards.json"):
+        shutil.copytree(whole, folder)
+        data = bytearray((folder / name).read_bytes())
+        data[-1] ^= 1
+        (folder / name).write_bytes(data)
+        assert find_problem(folder) == f"{name} has changed since it was written"
+        (folder / name).unlink()
+        assert find_problem(folder) == f"{name} is missing"
+        shutil.rmtree(folder)
+
+
+def test_shards_are_no_model_and_the_error_says_how_to_make_one(two_ranks):
+    with pytest.raises(ValueError, match=r"sharded checkpoint; convert it with python -m trainer\.export .* OUT"):
+        resolve_model(str(two_ranks[0] / "fsdp" / "step-00000002"))
+
+
+def test_the_index_of_a_sharded_checkpoint_says_where_each_part_is(two_ranks):
+    folder = two_ranks[0] / "fsdp" / "step-00000002"
+    index = json.loads((folder / "shards.json").read_text())
+    uneven = index["weights/model.embed_tokens.weight"]  # 29 rows
+    assert (uneven["shape"], uneven["dtype"]) == ([29, 8], "F64")
+    assert [(part["start"], part["shape"]) for part in uneven["parts"]] == [([0, 0], [15, 8]), ([15, 0], [14, 8])]
+    assert index["moments/model.embed_tokens.weight.step"]["shape"] == []
+    second = load_file(folder / "shard-00001-of-00002.safetensors")
+    whole = load_file(two_ranks[0] / "fsdp.safetensors")["weights/model.embed_tokens.weight"]
+    assert torch.equal(second["weights/model.embed_tokens.weight"], whole[15:])
+
+
+@pytest.mark.slow  # above, one process reads checkpoints of two, every time
 @pytest.mark.parametrize("mode", ["replicate", "fsdp"])
 def test_sft_saved_by_two_goes_on_with_one_and_the_reverse(mode, tmp_path):
     one_batch, two_batch = ("--per-device-train-batch-size", "16"), ("--per-device-train-batch-size", "8")
@@ -227,48 +319,6 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_waited_for(tmp_path):
     assert f"exitcode  : {HUNG}" in done.stderr
 
 
-SLOW_DISK = """
-import sys, time
-from trainer.run import checkpoint
-from trainer.cli import parse
-from trainer.parallel.comm import of_all, process_group, rank
-from trainer.run.run import open_run
-
-def slow(path, sha256_of=checkpoint.sha256_of):
-    time.sleep(7)
-    return sha256_of(path)
-
-checkpoint.sha256_of = slow
-_, cfg, _ = parse(["--resume", sys.argv[1]])
-with process_group(4.0):
-    with open_run(cfg, "sft") as run:
-        print("rank", rank(), run.checkpoint.name, flush=True)
-    of_all(None, "both have it")
-    if rank() == 0:
-        (run.checkpoint / "model.safetensors").write_bytes(b"short")
-    of_all(None, "now it is damaged")
-    try:
-        open_run(cfg, "sft")
-    except (SystemExit, ValueError) as error:
-        print("rank", rank(), type(error).__name__, str(error).split("; ")[0], flush=True)
-"""
-
-
-def test_a_checkpoint_may_take_longer_to_read_than_ranks_wait_for_each_other(tmp_path):
-    """Rank 0 reads all of it; what it finds wrong is an error of its own, and the others end with it."""
-    run, script = tmp_path / "run", tmp_path / "slow_disk.py"
-    rows = ("--data", "task:addition:split=sft,size=64", "--eval-data", "task:addition:split=eval,size=8")
-    assert main([*SFT, *rows, "--max-steps", "2", "--output-dir", str(run)]) == 0
-    script.write_text(SLOW_DISK)
-    done = two_ok("slow_disk", run, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
-        "rank 0 ValueError resume=run/checkpoints: no undamaged checkpoint (1 tried)",
-        "rank 0 step-00000002",
-        "rank 1 SystemExit 2",
-        "rank 1 step-00000002",
-    ]
-
-
 ASLEEP = """
 import time, torch
 from data.packing import Item, make_batches
@@ -350,9 +400,9 @@ def rank_1_of(launcher: int) -> int:
 def test_long_computing_is_not_waiting_and_a_rank_that_has_not_begun_is(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     told: dict[str, str] = {}
-    watch = Watch.__new__(Watch)
-    watch.number, watch.passes, watch.at, watch.timeout_s = 7, 0, Place("tokens"), 60.0
-    watch.store = SimpleNamespace(get=told.__getitem__, check=lambda keys: all(key in told for key in keys))
+    store = SimpleNamespace(get=told.__getitem__, check=lambda keys: all(key in told for key in keys))
+    watch = Watch(60.0, store, on_cuda=False)
+    watch.number = 7
     with watch.passing("micro-batch 1"), watch.inside("a statistic of the step"):
         assert (watch.number, watch.passes, watch.at.is_pass) == (8, 0, False)
     with watch.passing("micro-batch 2"):
@@ -365,6 +415,43 @@ def test_long_computing_is_not_waiting_and_a_rank_that_has_not_begun_is(monkeypa
             pass
         assert watch.at.since is not None and watch.at.is_pass and watch.at.name == "micro-batch 2"
     assert watch.at.since is None
+
+
+def test_collectives_on_the_device_are_timed_by_events(monkeypatch):
+    done: set[int] = set()  # events that have passed
+    numbers = itertools.count()
+
+    def record_event() -> Any:
+        number = next(numbers)
+        return SimpleNamespace(query=lambda: number in done)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=record_event))
+    watch = Watch(60.0, None, on_cuda=True)
+    for name in ("first", "second"):  # launched at once, the device is still busy with what came before
+        with watch.inside(name):
+            pass
+    with watch.inside("keys and values", timed=False):
+        pass
+    assert watch.place() == ("keys and values", 3, None, False)
+    done.add(0)
+    assert watch.place()[:2] == ("first", 1) and watch.place().since is not None
+    done.update((1, 2))
+    assert watch.place()[:2] == ("second", 2) and watch.place().since is not None
+    done.add(3)
+    assert watch.place().since is None and not watch.launched
+
+
+@pytest.mark.gpu
+def test_a_collective_that_hangs_on_a_gpu_is_seen_and_the_main_thread_does_not_wait():
+    watch = Watch(60.0, None, on_cuda=True)
+    torch.cuda._sleep(1_000_000_000)  # half a second or so of computing, which is no waiting
+    with watch.inside("count of tokens"):
+        torch.cuda._sleep(2_000_000_000)
+    assert watch.place().since is None, "it has not begun"
+    watch.launched[0].begin.synchronize()
+    assert watch.place().name == "count of tokens" and watch.place().since is not None
+    torch.cuda.synchronize()
+    assert watch.place().since is None
 
 
 def test_flight_recorder_is_set_up_unless_somebody_has(monkeypatch):
@@ -390,17 +477,18 @@ def test_shares_are_whole_and_even():
     assert shares([4], 2) == [[0], []] and shares([], 2) == [[], []] and shares(sizes, 1) == [list(range(8))]
 
 
-@pytest.mark.parametrize(
-    ("world", "settings", "message"),
-    [
-        ("1", {"mode": "fsdp"}, "parallel.mode=fsdp: has no effect with one process; start several with torchrun"),
+def test_settings_that_cannot_take_effect_are_refused(monkeypatch):
+    alone = "has no effect with one process; start several with torchrun"
+    for world, settings, message in (
+        ("1", {"mode": "fsdp"}, f"parallel.mode=fsdp: {alone}"),
+        ("1", {"context": 2}, f"parallel.context=2: {alone}"),
+        ("4", {"context": 3}, "parallel.context=3: must divide the 4 processes"),
+        ("4", {"context": 0}, "parallel.context=0: must divide the 4 processes"),
         ("4", {"shard": 3}, "parallel.shard=3: must divide the 4 processes"),
         ("4", {"mode": "replicate", "cpu_offload": True},
          "parallel.cpu_offload=True: has no effect with parallel.mode=replicate"),
         ("2", {"timeout_s": 0.0}, "parallel.timeout_s=0.0: must be above 0"),
-    ],
-)  # fmt: skip
-def test_settings_that_cannot_take_effect_are_refused(world, settings, message, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        ParallelConfig(**settings)
+    ):  # fmt: skip
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            ParallelConfig(**settings)

@@ -9,18 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.entry import environment, metrics, repeatable, run_ok
+from tests.entry import environment, metrics, repeatable
 from trainer.__main__ import main
 
-STEPS = 8
+STEPS = 6
 GRPO = [
     "--method", "grpo", "--max-steps", STEPS, "--save-steps", 2, "--eval-steps", 3, "--seed", 5,
-    "--per-device-train-batch-size", 16, "--eval-data", "task:addition:split=eval,size=20",
+    "--per-device-train-batch-size", 16, "--data", "task:addition:split=train,size=256",
+    "--eval-data", "task:addition:split=eval,size=8",
 ]  # fmt: skip
 VARIANTS = {
     "full": GRPO,
@@ -39,11 +41,11 @@ VARIANTS = {
 }
 EBFT = {
     "structured": [
-        "--method", "ebft", *GRPO[2:-2], "--lora.r", 4, "--replay-buffer-size", 8, "--ce-coef", 0.1, "--use-whitening",
+        "--method", "ebft", *GRPO[2:-4], "--lora.r", 4, "--replay-buffer-size", 8, "--ce-coef", 0.1, "--use-whitening",
         "--data", "task:addition:split=train,size=64", "--eval-data", "task:addition:split=eval,size=4",
     ],
     "strided": [
-        "--method", "ebft", "--mode", "strided", *GRPO[2:-2], "--per-device-train-batch-size", 2, "--stride", 8,
+        "--method", "ebft", "--mode", "strided", *GRPO[2:-4], "--per-device-train-batch-size", 2, "--stride", 8,
         "--data", "task:steps:split=sft,size=16,difficulty=5",
         "--eval-data", "task:steps:split=eval,size=4,difficulty=5",
     ],
@@ -67,49 +69,65 @@ def start_and_kill(argv: list, folder: Path, at_step: int, threads: int = 1, tim
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the processes that are killed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_this_process(argv: list, folder: Path) -> None:
+    assert main([*map(str, argv), "--output-dir", str(folder)]) == 0
+
+
+def copy_as_if_killed(whole: Path, broken: Path, *, saved: int, logged: int) -> None:
+    """The run as it was when it had a checkpoint of step `saved` and had logged step `logged`."""
+    shutil.copytree(whole, broken, ignore=shutil.ignore_patterns("final", "report.html", f"step-*[!{saved}]"))
+    for log in broken.glob("*.jsonl"):
+        rows = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(row for row in rows if json.loads(row)["step"] <= logged))
+    assert [path.name for path in (broken / "checkpoints").iterdir()] == [f"step-{saved:08d}"]
+
+
+def check_equal(broken: Path, whole: Path) -> None:
+    assert [row["step"] for row in metrics(broken)] == list(range(STEPS + 1))
+    assert repeatable(metrics(broken)) == repeatable(metrics(whole))
+    samples = [folder / "samples.jsonl" for folder in (broken, whole)]
+    assert samples[0].exists() == samples[1].exists()
+    assert not samples[0].exists() or samples[0].read_text() == samples[1].read_text()
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS]
 )
-def test_killed_and_resumed_equals_unbroken(name, tmp_path):
+def test_killed_and_resumed_equals_unbroken(name, tmp_path, capfd):
     argv = VARIANTS[name]
-    run_ok(*argv, "--output-dir", tmp_path / "whole", cwd=tmp_path)
+    in_this_process(argv, tmp_path / "whole")
     start_and_kill(argv, tmp_path / "broken", at_step=random.Random(name).randrange(1, STEPS))
-    run_ok("--resume", "--output-dir", tmp_path / "broken", cwd=tmp_path)
-    whole, broken = metrics(tmp_path / "whole"), metrics(tmp_path / "broken")
-    assert [row["step"] for row in broken] == list(range(STEPS + 1))
-    assert repeatable(broken) == repeatable(whole)
-    assert (tmp_path / "broken" / "samples.jsonl").exists() == (tmp_path / "whole" / "samples.jsonl").exists()
-    if argv is not VARIANTS["sft"]:
-        assert (tmp_path / "broken" / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
+    in_this_process(["--resume"], tmp_path / "broken")
+    check_equal(tmp_path / "broken", tmp_path / "whole")
+    if name not in SLOW:
+        check_damaged_falls_back(tmp_path / "broken", tmp_path / "whole", capfd)
+
+
+def check_damaged_falls_back(run: Path, whole: Path, capfd: pytest.CaptureFixture) -> None:
+    """The newest checkpoint is damaged: the run says so, resumes from the one before, and has the same numbers."""
+    weights = run / "checkpoints" / f"step-{STEPS:08d}" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    in_this_process(["--resume"], run)
+    said = capfd.readouterr().err
+    assert f"step-{STEPS:08d} is damaged (adapter_model.safetensors" in said
+    assert f"step {STEPS - 2}, where this run resumes" in said
+    check_equal(run, whole)
 
 
 @pytest.mark.parametrize("mode", EBFT)
-def test_ebft_goes_on_from_a_checkpoint_as_if_unbroken(mode, tmp_path, monkeypatch):
+def test_ebft_goes_on_from_a_checkpoint_as_if_unbroken(mode, tmp_path):
     """In this process: the run as it was when it had written five steps, and a checkpoint of the fourth alone."""
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert main([str(word) for word in [*EBFT[mode], "--output-dir", "whole"]]) == 0
-        shutil.copytree("whole", "broken", ignore=shutil.ignore_patterns("final", "report.html", "step-*[!4]"))
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            rows = Path("whole", name).read_text().splitlines(keepends=True)
-            Path("broken", name).write_text("".join(row for row in rows if json.loads(row)["step"] <= 5))
-        assert [path.name for path in Path("broken/checkpoints").iterdir()] == ["step-00000004"]
-        assert main(["--resume", "--output-dir", "broken"]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    assert [row["step"] for row in metrics(tmp_path / "broken")] == list(range(STEPS + 1))
-    assert repeatable(metrics(tmp_path / "broken")) == repeatable(metrics(tmp_path / "whole"))
-    assert Path("broken/samples.jsonl").read_text() == Path("whole/samples.jsonl").read_text()
-
-
-def test_corrupt_checkpoint_falls_back_and_says_so(tmp_path):
-    run_ok(*GRPO, "--output-dir", tmp_path / "run", cwd=tmp_path)
-    before = repeatable(metrics(tmp_path / "run"))
-    weights = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    done = run_ok("--resume", tmp_path / "run", cwd=tmp_path)
-    assert f"step-{STEPS:08d} is damaged (model.safetensors" in done.stderr
-    assert f"step {STEPS - 2}, where this run resumes" in done.stderr
-    assert repeatable(metrics(tmp_path / "run")) == before
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    in_this_process(EBFT[mode], whole)
+    copy_as_if_killed(whole, broken, saved=4, logged=5)
+    in_this_process(["--resume"], broken)
+    check_equal(broken, whole)

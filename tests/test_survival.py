@@ -12,15 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.entry import environment, metrics, processes_with, repeatable, run_ok
+from tests.entry import environment, metrics, processes_with, repeatable
+from trainer.__main__ import main
 from trainer.run.checkpoint import find_problem, list_checkpoints
 from trainer.run.stop import EXIT_CODE
 
 STEPS = 8
 GRPO = [
     "--method", "grpo", "--max-steps", STEPS, "--save-steps", 0, "--eval-steps", 3, "--seed", 5,
-    "--per-device-train-batch-size", 16, "--eval-data", "task:addition:split=eval,size=10", "--num-iterations", 2,
+    "--per-device-train-batch-size", 8, "--eval-data", "task:addition:split=eval,size=10", "--num-iterations", 2,
     "--reward-num-workers", 1,
 ]  # fmt: skip
 SFT = [
@@ -28,7 +30,11 @@ SFT = [
     "--max-eval-rows", 5,
 ]  # fmt: skip
 TERM = "os.kill(os.getpid(), signal.SIGTERM)"
-START = "import os, signal, sys, time\nfrom trainer import __main__ as entry\n{patch}\nsys.exit(entry.main())"
+START = (
+    "import os, signal, sys, time\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background of a shell
+    "from trainer import __main__ as entry\n{patch}\nsys.exit(entry.main())"
+)
 PATCHES = {
     "loading": "from trainer.methods import sft\nsft.load_policy = lambda *a, **k: (print('here', flush=True), "
     "time.sleep(60))",
@@ -49,6 +55,16 @@ def start(argv: list, cwd: Path, patch: str = "", **env: str) -> subprocess.Pope
     return subprocess.Popen(
         command, cwd=cwd, env=environment() | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def run_here(*argv: object) -> None:
+    """A run that needs no process of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as environment() sets it for the processes: sums depend on it
+    try:
+        assert main([str(word) for word in argv]) == 0
+    finally:
+        torch.set_num_threads(threads)
 
 
 def ended(process: subprocess.Popen[str], timeout: float = 120) -> str:
@@ -75,7 +91,7 @@ def steps_saved(folder: Path) -> list[int]:
 
 def test_sigterm_saves_and_the_resumed_run_equals_an_unbroken_one(tmp_path):
     marker = f"STROP_TEST_RUN={tmp_path}"
-    run_ok(*GRPO, "--output-dir", tmp_path / "whole", cwd=tmp_path)
+    run_here(*GRPO, "--output-dir", tmp_path / "whole")
     process = start([*GRPO, "--output-dir", tmp_path / "run"], tmp_path, **dict([marker.split("=", 1)]))
     wait_for_line(process, f"step 3/{STEPS}")
     assert len(processes_with(marker)) > 1, "a reward worker is running"
@@ -86,7 +102,7 @@ def test_sigterm_saves_and_the_resumed_run_equals_an_unbroken_one(tmp_path):
     assert said == f"stopped by SIGTERM after step {step}, saved; continue with --resume {tmp_path / 'run'}"
     assert not processes_with(marker)
     assert not (tmp_path / "run" / "final").exists()
-    run_ok("--resume", tmp_path / "run", cwd=tmp_path)
+    run_here("--resume", tmp_path / "run")
     assert repeatable(metrics(tmp_path / "run")) == repeatable(metrics(tmp_path / "whole"))
     for name in ("samples.jsonl", "final/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -18,15 +18,7 @@ CONVERSATION = ("messages", "conversations")  # columns of a conversation; the f
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
                   "model": "assistant", "function_call": "assistant", "system": "system", "tool": "tool",
                   "observation": "tool", "function_response": "tool"}  # fmt: skip
-BOOL_TEXTS = {
-    "true": True,
-    "1": True,
-    "1.0": True,
-    "false": False,
-    "0": False,
-    "0.0": False,
-}  # as text, in CSV for example
-
+BOOL_TEXTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # in CSV, for example
 NOT_FOR_TEMPLATE = "fix the row, or rename the column if it is not for the chat template"
 
 

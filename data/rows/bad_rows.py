@@ -22,8 +22,9 @@ class Tally:
     notes: dict[str, int] = field(default_factory=dict)  # note -> number of rows
     bad: list[str] = field(default_factory=list)  # errors of the rows left out
 
-    def note(self, what: str) -> None:
-        self.notes[what] = self.notes.get(what, 0) + 1
+    def note(self, *what: str) -> None:
+        for one in what:
+            self.notes[one] = self.notes.get(one, 0) + 1
 
     def log(self) -> None:
         parts = [f"{count} {what}" for what, count in self.notes.items()]
@@ -31,6 +32,12 @@ class Tally:
             parts.append(f"{len(self.bad)} skipped as bad, the first: {self.bad[0]}")
         if parts:
             print(f"data: of {self.num_rows} rows, {'; '.join(parts)}", file=sys.stderr)
+
+
+def check_system(system_prompt: str | None, takes_system: bool) -> None:
+    """Refuse a system prompt that applies to no row."""
+    if system_prompt is not None and not takes_system:
+        raise ValueError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
 
 
 def read_rows(

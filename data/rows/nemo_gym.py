@@ -18,11 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.chat import clean_messages, render_prompt, with_system
 from data.formats.registry import apply
-from data.formats.template_settings import template_settings
-from data.rows.prompts import fits, log_left_out
-from data.sources import load_rows, parse_spec
+from data.rows.prompts import fits, log_left_out, tokenise_prompt
+from data.sources import Row, load_rows, parse_spec
 from data.types import Messages, Prompt
 
 Columns = dict[str, Any]
@@ -44,15 +42,18 @@ def load_nemo_gym(
             num_rows += 1
             columns = apply(nemo_gym_columns, row, server, num_rows - 1)
             columns["nemo_gym_ref"]["source"] = row.source
-            settings = apply(_settings, row, chat_template_kwargs)
-            messages, ids = apply(_tokenise, row, columns["prompt"], tokenizer, system_prompt, settings)
-            if not fits(row.source, ids, max_prompt_length, context_length, max_completion_length):
+            params = row.columns["responses_create_params"]
+            # A gym row has its settings of the chat template in its metadata, as JSON.
+            own = (params.get("metadata") or {}).get("chat_template_kwargs")
+            shown = Row(source=row.source, columns={"prompt": columns.pop("prompt"), "chat_template_kwargs": own})
+            made = apply(tokenise_prompt, shown, tokenizer, system_prompt, chat_template_kwargs)
+            if not fits(row.source, made.ids, max_prompt_length, context_length, max_completion_length):
                 continue
-            num_tools += bool(row.columns["responses_create_params"].get("tools"))
-            rest = {name: value for name, value in columns.items() if name != "prompt"}
+            num_tools += bool(params.get("tools"))
             prompts.append(
-                Prompt(source=row.source, prompt=messages, ids=ids, columns=rest, settings=settings, weight=spec.weight)
-            )
+                Prompt(source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, settings=made.settings,
+                       weight=spec.weight)
+            )  # fmt: skip
     log_left_out(len(prompts), num_rows, max_prompt_length)
     if num_tools and not multi_turn:
         print(
@@ -149,20 +150,3 @@ def _agent_name(columns: Columns) -> str | None:
     if not isinstance(ref, dict) or not isinstance(ref.get("name"), str) or not ref["name"]:
         raise ValueError(f"agent_ref={ref!r}: must be an object with a name")
     return ref["name"]
-
-
-def _settings(columns: Columns, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Settings of the chat template; a gym row has its own in its metadata, as JSON."""
-    metadata = columns["responses_create_params"].get("metadata") or {}
-    return template_settings({"chat_template_kwargs": metadata.get("chat_template_kwargs")}, kwargs)
-
-
-def _tokenise(
-    columns: Columns, messages: Messages, tokenizer: Any, system_prompt: str | None, settings: dict[str, Any]
-) -> tuple[Messages, list[int]]:
-    messages = clean_messages(messages)
-    if messages[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with an assistant turn; it must end where the assistant is to answer")
-    if not str(messages[-1]["content"]).strip():
-        raise ValueError("the prompt is empty (its last message has no text); remove the row or fill it in")
-    return with_system(messages, system_prompt), render_prompt(tokenizer, messages, system_prompt, settings)

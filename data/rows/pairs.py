@@ -7,7 +7,7 @@ response is never tokenised on its own: that could insert a BOS, or split tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -24,11 +24,11 @@ from data.format_options import FormatOptions
 from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
 from data.formats.registry import Columns, Format, WithOptions, parse_specs
 from data.formats.template_settings import check_effect, template_settings
-from data.rows.bad_rows import BadRows, Tally, read_rows
+from data.rows.bad_rows import BadRows, Tally, check_system, read_rows
+from data.sources import DataSpec, Row
 from data.types import Pair
 
 TooLong = Literal["cut", "drop"]
-EQUAL = "whose chosen response equals the rejected one"
 
 
 class Rendered(NamedTuple):
@@ -65,12 +65,25 @@ def load_pairs(
     """
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
-    tally = Tally()
-    make = partial(
-        render_pair, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=chat_template_kwargs, margins=margins
-    )
-    pairs = []
-    takes_system = by_template = False
+    found = read_responses(
+        specs, formats, partial(render_pair, margins=margins), limits, tokenizer=tokenizer, data_format=data_format,
+        system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
+    )  # fmt: skip
+    return [
+        Pair(source=row.source, prompt_ids=rendered.prompt_ids, chosen_ids=chosen, rejected_ids=rejected,
+             margin=rendered.value, weight=spec.weight)
+        for spec, row, rendered, (chosen, rejected) in found
+    ]  # fmt: skip
+
+
+def read_responses(
+    specs: Sequence[str], formats: Mapping[str, Format], render: Callable[..., Rendered], limits: Limits, *,
+    tokenizer: Any, data_format: str, system_prompt: str | None, kwargs: Mapping[str, Any] | None, bad_rows: BadRows,
+    cfg: Any,
+) -> list[tuple[DataSpec, Row, Rendered, list[list[int]]]]:  # fmt: skip
+    """Every row that fits, rendered, with the ids of its responses; what happened to the others is logged."""
+    make = partial(render, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=kwargs)
+    tally, found, takes_system, by_template = Tally(), [], False, False
     for spec, row, rendered in read_rows(
         specs, formats, make, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
     ):
@@ -79,17 +92,19 @@ def load_pairs(
         responses = fit(rendered, limits, tally)
         if responses is None:
             continue
-        if responses[0] == responses[1]:
-            tally.note(EQUAL)
-        pairs.append(
-            Pair(source=row.source, prompt_ids=rendered.prompt_ids, chosen_ids=responses[0], rejected_ids=responses[1],
-                 margin=rendered.value, weight=spec.weight)
-        )  # fmt: skip
-    check_kept(pairs, tally, limits)
+        if len(responses) == 2 and responses[0] == responses[1]:
+            tally.note("whose chosen response equals the rejected one")
+        found.append((spec, row, rendered, responses))
+    if not found:
+        name = "max_prompt_length" if any("max_prompt_length" in what for what in tally.notes) else "max_length"
+        left_out = "; ".join(f"{count} {what}" for what, count in tally.notes.items())
+        raise ValueError(
+            f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({left_out}); raise it"
+        )
     check_system(system_prompt, takes_system)
-    check_effect(chat_template_kwargs, by_template)
+    check_effect(kwargs, by_template)
     tally.log()
-    return pairs
+    return found
 
 
 def bind(
@@ -166,26 +181,8 @@ def fit(rendered: Rendered, limits: Limits, tally: Tally) -> list[list[int]] | N
             return None
         tally.note(f"cut to max_length={limit}")
         responses = [ids[: limit - length] for ids in responses]
-    for what in rendered.notes:
-        tally.note(what)
+    tally.note(*rendered.notes)
     return responses
-
-
-def check_kept(kept: Sequence[Any], tally: Tally, limits: Limits) -> None:
-    if not kept:
-        name = "max_prompt_length" if any("max_prompt_length" in what for what in tally.notes) else "max_length"
-        raise ValueError(
-            f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({_summary(tally)}); raise it"
-        )
-
-
-def check_system(system_prompt: str | None, takes_system: bool) -> None:
-    if system_prompt is not None and not takes_system:
-        raise ValueError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
-
-
-def _summary(tally: Tally) -> str:
-    return "; ".join(f"{count} {what}" for what, count in tally.notes.items())
 
 
 def render_pair(
@@ -203,14 +200,12 @@ def render_row(
     """Ids of a prompt, and of the responses in the named columns that follow it."""
     prompt = columns["prompt"]
     responses = [columns[name] for name in names]
-    by_template = not isinstance(prompt, str)
+    by_template, notes = not isinstance(prompt, str), []
     if not by_template:
         head = render_prompt(tokenizer, prompt)
         wholes = [_closed(render_prompt(tokenizer, prompt + response), tokenizer) for response in responses]
-        notes = []
     else:
         settings = template_settings(columns, kwargs)
-        notes = []
         head, wholes = render_responses(tokenizer, prompt, responses, system_prompt, settings, notes)
         for response in responses:
             notes += unwritten(tokenizer, prompt + response, settings, first_trained=len(prompt))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from data.chat import clean_messages, render_prompt, unwritten, with_system
 from data.formats.registry import PROMPT_FORMATS, Columns, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
-from data.rows.bad_rows import Tally
+from data.rows.bad_rows import Tally, check_system
 from data.types import Messages, Prompt
 
 
@@ -39,8 +39,7 @@ def load_prompts(
         made = apply(tokenise_prompt, row, tokenizer, system_prompt, chat_template_kwargs)
         if not fits(row.source, made.ids, max_prompt_length, context_length, max_completion_length):
             continue
-        for what in made.notes:
-            tally.note(what)
+        tally.note(*made.notes)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         prompts.append(
             Prompt(source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, settings=made.settings,
@@ -48,11 +47,9 @@ def load_prompts(
         )  # fmt: skip
     log_left_out(len(prompts), tally.num_rows, max_prompt_length)
     log_plain(prompts, tokenizer)
-    if system_prompt is not None and not any(prompt.conversational for prompt in prompts):
-        raise ValueError(
-            "system_prompt: has no effect, all prompts are plain text; give messages, or put it in the text"
-        )
-    check_effect(chat_template_kwargs, any(prompt.conversational for prompt in prompts))
+    conversational = any(prompt.conversational for prompt in prompts)
+    check_system(system_prompt, conversational)
+    check_effect(chat_template_kwargs, conversational)
     tally.log()
     return prompts
 
@@ -66,12 +63,9 @@ def check_room(max_completion_length: int, context_length: int | None) -> None:
 
 
 def fits(
-    source: str,
-    ids: Sequence[int],
-    max_prompt_length: int | None,
-    context_length: int | None,
+    source: str, ids: Sequence[int], max_prompt_length: int | None, context_length: int | None,
     max_completion_length: int,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether to keep a prompt; one that leaves no room for a completion is refused."""
     if max_prompt_length is not None and len(ids) > max_prompt_length:
         return False
@@ -108,12 +102,10 @@ def tokenise_prompt(
 ) -> Rendered:
     """The prompt of a row; kwargs are --chat-template-kwargs, which the row's own settings override."""
     prompt = columns["prompt"]
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise ValueError("the prompt is empty; remove the row or fill it in")
-        return Rendered(prompt, render_prompt(tokenizer, prompt), {}, [])
-    if isinstance(prompt, list) and not prompt:
+    if prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError("the prompt is empty; remove the row or fill it in")
+    if isinstance(prompt, str):
+        return Rendered(prompt, render_prompt(tokenizer, prompt), {}, [])
     prompt = clean_messages(prompt)
     last = prompt[-1]
     if last["role"] == "assistant":

@@ -9,7 +9,7 @@ from typing import Any
 from data.chat import clean_messages, render_completion, render_conversation, render_prompt, unwritten
 from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
-from data.rows.bad_rows import Tally
+from data.rows.bad_rows import Tally, check_system
 from data.types import Example, Messages
 
 
@@ -26,21 +26,17 @@ def load_examples(
     if max_length < 2:
         raise ValueError(f"max_length={max_length}: must be 2 or more, a token and the one it predicts")
     limit = max_length if context_length is None else min(max_length, context_length)
-    examples = []
-    num_rows = num_cut = 0
-    conversational = False
-    tally = Tally()
+    examples, num_cut, conversational, tally = [], 0, False, Tally()
     for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
-        num_rows += 1
+        tally.num_rows += 1
         conversational |= not _is_text(row.columns)
         ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs)
-        for what in notes:
-            tally.note(what)
+        tally.note(*notes)
         num_cut += len(ids) > limit
         ids, mask = ids[:limit], [False, *mask[1:limit]]  # nothing predicts the first token
         if any(mask):
             examples.append(Example(source=row.source, ids=ids, mask=mask, weight=spec.weight))
-    num_dropped = num_rows - len(examples)
+    num_rows, num_dropped = tally.num_rows, tally.num_rows - len(examples)
     if not examples and not num_cut:
         raise ValueError(f"data: none of the {num_rows} rows has an assistant turn to train; check the roles")
     if not examples:
@@ -49,10 +45,8 @@ def load_examples(
         print(f"data: cut {num_cut} of {num_rows} examples to {limit} tokens", file=sys.stderr)
     if num_dropped:
         print(f"data: left out {num_dropped} of {num_rows} examples with no trained token", file=sys.stderr)
-    if system_prompt is not None and not conversational:
-        raise ValueError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
+    check_system(system_prompt, conversational)
     check_effect(chat_template_kwargs, conversational)
-    tally.num_rows = num_rows
     tally.log()
     return examples
 

@@ -14,8 +14,7 @@ from data.chat import render_prompt, render_text
 from data.formats.fields import Columns, for_template, messages_of, need, parse_bool, text_of
 from data.formats.registry import Format
 from data.formats.template_settings import check_effect, template_settings
-from data.rows.bad_rows import BadRows, Tally, read_rows
-from data.rows.pairs import check_system
+from data.rows.bad_rows import BadRows, Tally, check_system, read_rows
 from data.types import Steps
 
 UNLABELLED = -100

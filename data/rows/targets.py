@@ -20,8 +20,8 @@ from data.formats.fields import DEFAULT, Columns, listed
 from data.formats.pairs import PAIR_FORMATS, PAIR_OPTIONS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, apply, parse_specs, rows_and_formats
 from data.formats.template_settings import check_effect
-from data.rows.bad_rows import Tally
-from data.rows.pairs import bind, check_system, render_row
+from data.rows.bad_rows import Tally, check_system
+from data.rows.pairs import bind, render_row
 from data.rows.prompts import check_room, fits, log_left_out, log_plain, tokenise_prompt
 from data.sources import Row
 from data.types import Messages, TargetPrompt
@@ -69,8 +69,7 @@ def load_targets(
             takes_system |= made.takes_system
             if not fits(part.source, made.ids, max_prompt_length, context_length, max_completion_length):
                 continue
-            for what in made.notes:
-                tally.note(what)
+            tally.note(*made.notes)
             if len(made.target_ids) > max_completion_length:
                 tally.note(f"with their true completion cut to {max_completion_length=} tokens")
             prompts.append(_target_prompt(part, made, max_completion_length, spec.weight))
@@ -186,7 +185,7 @@ def _auto(columns: Columns) -> Columns:
         return last_turn(columns)
     if {"prompt", "completion"} <= present:
         if columns.get("label") is False:
-            raise ValueError("its completion is labelled false, so it is no target; leave such rows out")
+            raise ValueError("its completion is labelled false, so it is not a target; leave such rows out")
         return {**columns, "ground_truth": columns["completion"]}
     if {"instruction", "output"} <= present:
         return _named("alpaca", columns)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from data.format_options import FormatOptions
 from data.formats.registry import Columns
-from data.formats.template_settings import check_effect
 from data.formats.unpaired import UNPAIRED_FORMATS, UNPAIRED_OPTIONS
-from data.rows.bad_rows import BadRows, Tally, read_rows
-from data.rows.pairs import EQUAL, Rendered, TooLong, bind, check_kept, check_system, fit, limits_of, render_row
+from data.rows.bad_rows import BadRows
+from data.rows.pairs import Rendered, TooLong, bind, limits_of, read_responses, render_row
 from data.types import Labelled
 
 
@@ -28,28 +26,16 @@ def load_labelled(
     """
     formats = bind(UNPAIRED_FORMATS, UNPAIRED_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
-    tally = Tally()
-    make = partial(render_labelled, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=chat_template_kwargs)
-    labelled: list[Labelled] = []
-    takes_system = by_template = False
-    for spec, row, rendered in read_rows(
-        specs, formats, make, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
-    ):
-        takes_system |= rendered.takes_system
-        by_template |= rendered.by_template
-        responses = fit(rendered, limits, tally) or []
-        if len(responses) == 2 and responses[0] == responses[1]:
-            tally.note(EQUAL)
-        for name, label, ids in zip(*rendered.value, responses, strict=False):
-            source = row.source if name == "completion" else f"{row.source} {name}"
-            labelled.append(
-                Labelled(source=source, prompt_ids=rendered.prompt_ids, completion_ids=ids, label=label,
-                         weight=spec.weight)
-            )  # fmt: skip
-    check_kept(labelled, tally, limits)
-    check_system(system_prompt, takes_system)
-    check_effect(chat_template_kwargs, by_template)
-    tally.log()
+    found = read_responses(
+        specs, formats, render_labelled, limits, tokenizer=tokenizer, data_format=data_format,
+        system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
+    )  # fmt: skip
+    labelled = [
+        Labelled(source=row.source if name == "completion" else f"{row.source} {name}", prompt_ids=rendered.prompt_ids,
+                 completion_ids=ids, label=label, weight=spec.weight)
+        for spec, row, rendered, responses in found
+        for name, label, ids in zip(*rendered.value, responses, strict=True)
+    ]  # fmt: skip
     if len({row.label for row in labelled}) == 1:
         kind, other = ("desirable", "undesirable") if labelled[0].label else ("undesirable", "desirable")
         print(

@@ -14,7 +14,6 @@ GPU depends on the order in which blocks finish.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rollout.engine import Completion, Request, Sampling, check_sampling
+from rollout.engine import Completion, Request, Sampling, check_sampling, finished
 
 SCORE_LOGITS = 2**26  # logits per scoring forward: 256 MB in fp32
 DROP_FRAC = 0.125  # drop finished rows once they are this share of the batch, since each drop copies the cache
@@ -51,14 +50,11 @@ class LocalEngine:
         self.max_batch_size = max_batch_size
         self.autocast_dtype = autocast_dtype
         self.version = 0
-        self._running = threading.Event()
-        self._running.set()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
         check_sampling(sampling)
         self._check_requests([request.prompt_ids for request in requests], sampling.max_tokens)
-        self._running.wait()
         # Longest first: little padding per chunk, and equal prompts share a chunk.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt_ids), requests[i].prompt_ids))
         completions: dict[int, Completion] = {}
@@ -71,9 +67,7 @@ class LocalEngine:
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
         """Samples now: the future has its result already."""
-        future: Future[list[Completion]] = Future()
-        future.set_result(self.generate(requests, sampling))
-        return future
+        return finished(self.generate(requests, sampling))
 
     def tend(self, version: int | None = None) -> None:
         """Nothing to do: nothing runs in the background."""
@@ -97,22 +91,8 @@ class LocalEngine:
         """The module is shared with the trainer: only the version number changes."""
         self.version = version
 
-    def pause(self) -> None:
-        """generate calls of other threads wait until resume."""
-        self._running.clear()
-
-    def resume(self) -> None:
-        self._running.set()
-
     def sleep(self) -> None:
         """Nothing to release: the cache exists only inside generate."""
-
-    def wake(self) -> None:
-        """Nothing was released."""
-
-    def health(self) -> dict[str, Any]:
-        running = self._running.is_set()
-        return {"ok": running, "engine": "local", "version": self.version, "paused": not running}
 
     def metrics(self) -> dict[str, float]:
         return {}

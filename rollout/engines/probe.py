@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from rollout.engines.local import LocalEngine
+from rollout.servers.client import ServerError
+from rollout.servers.pool import Member, Pool
 
 SEQUENCES, TOKENS = 3, 32
 
@@ -45,3 +47,25 @@ class Probe:
         if is_exact:
             return max(gaps), self.tolerance or 1e-4, "at most"
         return statistics.fmean(gaps), self.tolerance or 0.05, "on average"
+
+
+async def score_rows(pool: Pool, member: Member, rows: Sequence[list[int]]) -> list[list[float]]:
+    """Log-probs of ids[1:] for each row, by the version that the server serves.
+
+    A server with adapters is drained first: vLLM 0.32 crashes on prompt log-probs when other requests are in the batch
+    (it takes one adapter index per request, but there is one row of logits per prompt token). Completions that ran
+    there are interrupted and continue afterwards.
+    """
+    server, version, model = member.server, member.version, member.model
+    assert server.info is not None and version is not None, "a server must have weights before it scores"
+    if not server.info.lora:
+        return [await server.score(ids, model=model, version=version) for ids in rows]
+    await pool.empty(member)
+    try:
+        await server.resume()  # other requests stay away: the pool has it as updating
+        return [await server.score(ids, model=model, version=version) for ids in rows]
+    except ServerError as error:
+        await pool.fail(member, str(error))
+        raise
+    finally:
+        await pool.refill(member, version, model)  # does nothing if it is out

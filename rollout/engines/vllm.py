@@ -1,6 +1,6 @@
 """The engine over vLLM servers, with the same interface as the in-process one.
 
-    engine = VllmEngine.start(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, local=local, ...)
+    engine = VllmEngine(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, local=local, ...)
     engine.load(version=12)        # sends the trainer's weights to every server; now and then compares log-probs
     completions = engine.generate(requests, sampling)
     engine.close()                 # stops the servers that it started
@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import LOOK_S, Completion, Request, Sampling
 from rollout.engines.local import LocalEngine, StopCheck
-from rollout.engines.probe import Probe
-from rollout.engines.score import score_rows
+from rollout.engines.probe import Probe, score_rows
 from rollout.engines.weights import Weights
 from rollout.servers.client import RefusedError, ServerError, VllmServer
 from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
@@ -41,7 +40,6 @@ from rollout.sync.base import WeightSource
 from rollout.sync.choose import make_sync, pick_backend
 from rollout.sync.lora import LoraSync
 
-LOOK_S = 0.5  # how often a thread that waits for completions calls tend()
 CLOSE_S = 30.0
 
 
@@ -52,101 +50,65 @@ class VllmEngine:
 
     def __init__(
         self,
-        servers: Sequence[VllmServer],
-        launched: Sequence[Launched],  # the servers that we started, in the same order; empty: given by address
-        *,
         cfg: VllmConfig,
         sync: SyncConfig,
+        *,
+        model: str,
         source: WeightSource,
         local: LocalEngine,  # scores with the trainer's weights
         device: torch.device,
+        own_gpus: int = 1,  # GPUs of this machine that the trainer uses
+        owner: Owner | None = None,  # the trainer, for the servers' leases; None: a new run
         dtype: str,  # of the weights that are sent
-        colocate: bool,
-        longest: int | None = None,  # most tokens of prompt and completion that will be asked for
+        lora_rank: int,
+        log_dir: Path,
+        max_model_len: int | None = None,  # most tokens of prompt and completion that will be asked for
+        trust_remote_code: bool = False,
+        vocab_size: int | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
+        """Connect to the servers of --vllm.url, or start our own."""
         self.cfg, self.sync_cfg, self.local, self.device, self.log = cfg, sync, local, device, log
-        self.launched, self.colocate = list(launched), colocate
+        self.colocate = shares_gpu(cfg, device)
         self.version = -1  # nothing loaded yet
         self._probe = Probe(local, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
         self._keys = itertools.count()
         self._begun: dict[int, int] = {}  # per call in flight: the oldest version its requests may name
-        self._paused: list[Member] = []
         self._until_probe, self._seconds, self._gap = 0, 0.0, 0.0
+        self.launched: list[Launched] = []  # the servers that we started; empty: given by address
         self.loop = Loop()
-        self.weights = self._watch = None
-        restart = self._restart if launched else None
-        self.pool = Pool(
-            servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, restart=restart, seeded=cfg.seeded
-        )
+        self.pool = self.weights = self._watch = None
         try:
+            for replica in range(0 if cfg.url else cfg.replicas):
+                self.launched.append(launch(
+                    cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
+                    dtype=dtype, colocate=self.colocate, first_gpu=0 if self.colocate else own_gpus,
+                    max_model_len=max_model_len, trust_remote_code=trust_remote_code, log=log,
+                ))  # fmt: skip
+            wait_ready(self.launched, cfg.startup_timeout, log)
+            places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
+            owner = owner or Owner.here()
+            servers = [
+                VllmServer(url, token=token, timeout=cfg.timeout, vocab_size=vocab_size, owner=owner)
+                for url, token in places
+            ]
+            self.pool = Pool(
+                servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, seeded=cfg.seeded,
+                restart=self._restart if self.launched else None,
+            )  # fmt: skip
             self._run(self.pool.connect())
             backend = pick_backend(sync.backend, servers, is_lora=source.is_lora, device_uuid=uuid_of(device))
             mover = make_sync(sync, backend, source, self.loop, servers, device)
             if isinstance(mover, LoraSync):
                 mover.in_use = self.in_use
             self.weights = Weights(self.pool, self.loop, mover, self._check_watch)
-            self._check_servers(servers, backend, dtype, longest)
+            self._check_servers(servers, backend, dtype, max_model_len)
             self._watch = self.loop.start(self.pool.watch())
         except BaseException as error:
             self.close()
             if isinstance(error, ServerError):
                 raise ValueError(str(error)) from error
-            raise
-
-    @classmethod
-    def start(
-        cls,
-        cfg: VllmConfig,
-        sync: SyncConfig,
-        *,
-        model: str,
-        source: WeightSource,
-        local: LocalEngine,
-        device: torch.device,
-        own_gpus: int = 1,  # GPUs of this machine that the trainer uses
-        owner: Owner | None = None,  # the trainer, for the servers' leases; None: a new run
-        dtype: str,
-        lora_rank: int,
-        log_dir: Path,
-        max_model_len: int | None = None,
-        trust_remote_code: bool = False,
-        vocab_size: int | None = None,
-        log: Callable[[str], None] = print,
-    ) -> VllmEngine:
-        """Connect to the servers of --vllm.url, or start our own."""
-        colocate = shares_gpu(cfg, device)
-        launched: list[Launched] = []
-        try:
-            for replica in range(0 if cfg.url else cfg.replicas):
-                launched.append(launch(
-                    cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
-                    dtype=dtype, colocate=colocate, first_gpu=0 if colocate else own_gpus, max_model_len=max_model_len,
-                    trust_remote_code=trust_remote_code, log=log,
-                ))  # fmt: skip
-            wait_ready(launched, cfg.startup_timeout, log)
-            places = [(s.url, s.token) for s in launched] or [(url, find_token(url)) for url in cfg.url]
-            owner = owner or Owner.here()
-            servers = [
-                VllmServer(url, token=token, timeout=cfg.timeout, vocab_size=vocab_size, owner=owner)
-                for url, token in places
-            ]
-            return cls(
-                servers,
-                launched,
-                cfg=cfg,
-                sync=sync,
-                source=source,
-                local=local,
-                device=device,
-                dtype=dtype,
-                colocate=colocate,
-                longest=max_model_len,
-                log=log,
-            )
-        except BaseException:
-            stop_all(launched)
             raise
 
     @property
@@ -199,18 +161,6 @@ class VllmEngine:
         """Versions that requests in flight may name: all since the oldest of them started."""
         return range(min(list(self._begun.values()), default=self.version), self.version + 1)
 
-    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        """Log-probs of given completions from the first ready server; vLLM scores at temperature 1 only."""
-        if temperature != 1.0:
-            raise ValueError(f"temperature={temperature}: vLLM scores given tokens at temperature 1 only; use local")
-        assert self._ready(), "load() comes before score()"
-        try:
-            rows = [prompt + completion for prompt, completion in sequences]
-            rows = self._run(score_rows(self.pool, self._ready()[0], rows))
-        except (ServerError, RefusedError) as error:
-            raise ValueError(str(error)) from error
-        return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(rows, sequences, strict=True)]
-
     def load(self, version: int) -> None:
         """Send the trainer's weights to every server; compare log-probs after the first sync and every probe_every."""
         assert threading.get_ident() == self._owner, "only the thread that trains may read its weights"
@@ -219,8 +169,7 @@ class VllmEngine:
             return
         self._check_watch()
         started = time.monotonic()
-        self._run(self.pool.expect(version))
-        self.version = version
+        self.version = self.pool.version = version
         everyone = [member for member in self.pool.members if member.state != "out" or member.needs_weights]
         self.weights.give_all(everyone, version)
         self._seconds += time.monotonic() - started
@@ -249,30 +198,10 @@ class VllmEngine:
                 )
         return compared
 
-    def pause(self) -> None:
-        """Stop sampling; completions in flight come back and continue at resume."""
-        self._paused = self._ready()
-        self.weights.on_all(self.pool.empty, self._paused)
-
-    def resume(self) -> None:
-        assert not self.weights.asleep, "load() is what wakes a server"
-        paused, self._paused = self._paused, []
-        self.weights.open([member for member in paused if member.state == "updating"], self.version)
-
     def sleep(self) -> None:
         """With colocate: the servers release their memory to the trainer. Call load before the next generate."""
         if self.colocate:
             self.weights.sleep(self._ready())
-
-    def wake(self) -> None:
-        """Load the last version again, which also takes back the memory for weights and KV cache."""
-        self.load(self.version)
-
-    def health(self) -> dict[str, Any]:
-        states = [
-            {"url": m.server.url, "state": m.state, "reason": m.reason, "version": m.version} for m in self.pool.members
-        ]
-        return {"ok": bool(self._ready()), "engine": "vllm", "version": self.version, "servers": states}
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the syncs since the last call, and of the servers."""
@@ -284,16 +213,16 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop the servers that we started, leave the others running; may be called twice."""
-        for server in self.launched:
-            self.pool.members[server.replica].lost = True  # the watch must not restart it
         if self._watch is not None:
             self._watch.cancel()
         if not self.launched:  # they keep running: their workers leave the link
             self._close_sync()
-        with contextlib.suppress(Exception):
-            self.loop.run(self.pool.close(), CLOSE_S)
-        for server in self.launched:
-            server.stop()
+        if self.pool is not None:
+            for server in self.launched:
+                self.pool.members[server.replica].lost = True  # the watch must not restart it
+            with contextlib.suppress(Exception):
+                self.loop.run(self.pool.close(), CLOSE_S)
+        stop_all(self.launched)
         self._close_sync()  # deletes its folders, which no server reads any more
         self.loop.close()
 

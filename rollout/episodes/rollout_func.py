@@ -108,14 +108,14 @@ def kind_of(call: Callable[..., Any], label: str) -> Kind:
 class Trainer:
     """The `trainer` argument of TRL's kind: the parts that make sense here."""
 
-    def __init__(self, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
+    def __init__(self, engine: Any, sampling: Sampling, settings: dict[str, Any], seed: int) -> None:
         local = getattr(engine, "local", engine)  # the engine in this process: every engine has one
         self.engine, self.sampling = engine, sampling
         self.processing_class, self.model = local.tokenizer, local.model
         limits = {"max_completion_length": sampling.max_tokens, "temperature": sampling.temperature}
         self.args = SimpleNamespace(**limits, top_p=sampling.top_p, top_k=sampling.top_k, **settings)
         self.state = SimpleNamespace(global_step=engine.version)
-        self.seeds = iter(())
+        self.seeds = (turn_seed(seed, turn) for turn in range(1, 2**62))
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None) -> list[Completion]:
         """Sample completions with the run's engine; a resumed run uses the same seeds."""
@@ -128,7 +128,7 @@ class FunctionSource:
 
     def __init__(self, function: RolloutFunction, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
         self.function, self.engine, self.sampling, self.settings = function, engine, sampling, settings
-        self.local = getattr(engine, "local", engine)
+        self.label, self.local = function.label, getattr(engine, "local", engine)
 
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         requests = [request for group in groups for request in group]
@@ -142,19 +142,17 @@ class FunctionSource:
 
     def _rows(self, requests: Sequence[Request]) -> list[Completion]:
         """TRL's kind: a dict of lists, one entry per prompt."""
-        trainer = Trainer(self.engine, self.sampling, self.settings)
-        seed = requests[0].seed
-        trainer.seeds = (turn_seed(seed, turn) for turn in range(1, 2**62))
+        trainer = Trainer(self.engine, self.sampling, self.settings, requests[0].seed)
         returned = self._call(requests, [request.prompt.prompt for request in requests], trainer)
         if not isinstance(returned, dict):
             raise ValueError(
-                f"{self.function.label}: returned {type(returned).__name__}; return a dict of lists with prompt_ids, "
+                f"{self.label}: returned {type(returned).__name__}; return a dict of lists with prompt_ids, "
                 "completion_ids and logprobs"
             )
         for name in ("prompt_ids", "completion_ids"):
             if name not in returned:
-                raise ValueError(f"{self.function.label}: returned no {name!r} (but {', '.join(map(str, returned))})")
-        columns = {name: _listed(self.function.label, name, value, len(requests)) for name, value in returned.items()}
+                raise ValueError(f"{self.label}: returned no {name!r} (but {', '.join(map(str, returned))})")
+        columns = {name: _listed(self.label, name, value, len(requests)) for name, value in returned.items()}
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(requests))]
         made = [self._check(request).row(row, self.engine.version) for request, row in zip(requests, rows, strict=True)]
         return self._scored(made, [row.get("logprobs") is None for row in rows])
@@ -169,13 +167,11 @@ class FunctionSource:
         }
         names = inspect.signature(self.function.call).parameters
         returned = self._call(requests, **{name: value for name, value in known.items() if name in names})
-        texts = _listed(self.function.label, "list of completions", returned, len(requests))
+        texts = _listed(self.label, "list of completions", returned, len(requests))
         made = []
         for request, text in zip(requests, texts, strict=True):
             if not isinstance(text, str):
-                raise ValueError(
-                    f"{self.function.label}: returned {text!r:.60} for {request.prompt.source}, not a string"
-                )
+                raise ValueError(f"{self.label}: returned {text!r:.60} for {request.prompt.source}, not a string")
             made.append(self._check(request).text(request.prompt, text, self.engine.version))
         return self._scored(made, [True] * len(made))
 
@@ -183,26 +179,21 @@ class FunctionSource:
         """Fill in missing log-probs, with the trainer's model at the run's temperature."""
         sequences = [(c.prompt_ids, c.ids) for c, missing in zip(made, unknown, strict=True) if missing]
         scored = iter(self.local.score(sequences, self.sampling.temperature) if sequences else ())
-        completions = []
-        for completion, missing in zip(made, unknown, strict=True):
-            if missing:
-                mask = completion.mask or [True] * len(completion.ids)
-                logps = [logp if by_model else 0.0 for logp, by_model in zip(next(scored), mask, strict=True)]
-                completion = replace(completion, logps=logps)
-            completions.append(completion)
-        return completions
+        return [_masked(c, next(scored)) if missing else c for c, missing in zip(made, unknown, strict=True)]
 
     def _call(self, requests: Sequence[Request], *args: Any, **kwargs: Any) -> Any:
-        call, label = self.function.call, self.function.label
+        call = self.function.call
         try:
             with _evaluating(self.local.model, requests[0].seed):
                 return call(*args, **kwargs)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             rows = f"{requests[0].prompt.source} to {requests[-1].prompt.source}"
-            raise ValueError(f"{label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}") from None
+            raise ValueError(
+                f"{self.label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}"
+            ) from None
 
     def _check(self, request: Request) -> Check:
-        return Check(f"{self.function.label}, {request.prompt.source}", self.sampling, self.local.tokenizer)
+        return Check(f"{self.label}, {request.prompt.source}", self.sampling, self.local.tokenizer)
 
     def _generation_config(self) -> Any:
         from transformers import GenerationConfig
@@ -292,11 +283,7 @@ class Check:
         bad = [name for name in completion.columns if not isinstance(name, str) or name in RESERVED]
         if bad:
             raise ValueError(f"{self.label}: the column {bad[0]!r} has a name that rewards know already; rename it")
-        if mask is None:
-            return replace(completion, logps=[float(x) for x in logps])
-        # Tokens that the model did not sample have log-prob 0, whatever the function returned.
-        logps = [float(x) if sampled else 0.0 for x, sampled in zip(logps, mask, strict=True)]
-        return replace(completion, logps=logps)
+        return _masked(completion, logps)
 
     def _ids(self, row: dict[str, Any], name: str) -> list[int]:
         ids = _plain(row[name]) if name in row else None
@@ -317,6 +304,12 @@ class Check:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _masked(completion: Completion, logps: Sequence[float]) -> Completion:
+    """With these log-probs, which are 0 for tokens that the model did not sample."""
+    mask = completion.mask or [True] * len(completion.ids)
+    return replace(completion, logps=[float(x) if own else 0.0 for x, own in zip(logps, mask, strict=True)])
 
 
 def _as_dict(prompt: Prompt) -> dict[str, Any]:

@@ -49,13 +49,8 @@ class ToolEpisode:
 
     @classmethod
     def of(cls, cfg: ToolConfig, toolset: Toolset, tokenizer: Any) -> ToolEpisode:
-        return cls(
-            toolset,
-            tokenizer,
-            tool_format=cfg.tool_format,
-            max_turns=cfg.max_turns,
-            max_tool_tokens=cfg.max_tool_tokens,
-        )
+        settings = {name: getattr(cfg, name) for name in ("tool_format", "max_turns", "max_tool_tokens")}
+        return cls(toolset, tokenizer, **settings)
 
     async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
         turns = self.toolset.begin(prompt)

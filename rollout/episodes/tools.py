@@ -10,19 +10,7 @@ columns of the row, and reward() and close(), called at the end. A parameter nam
 row's columns, a dict for state, and reward(x) for the current turn. If a tool raises, or a call is invalid, the model
 gets the error as the result.
 
-The schema of a tool comes from its type hints and docstring; the parameter `episode` is not part of it:
-
-    def weather(city: str, days: int = 1) -> str:
-        '''Forecast for a city.
-
-        Args:
-            city: Its name.
-        '''
-    schema_of(weather, "tools=my_tools.weather") ->
-        {"type": "function", "function": {"name": "weather", "description": "Forecast for a city.", "parameters": {
-            "type": "object", "properties": {"city": {"type": "string", "description": "Its name."},
-            "days": {"type": "integer"}}, "required": ["city"]}}}
-
+The schema of a tool comes from its type hints and docstring (Args: or :param lines, which may leave parameters out).
 Built-in tools: `calculator`, and `lookup` in a table that only the tool can see.
 """
 
@@ -35,7 +23,8 @@ import json
 import operator
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
@@ -104,6 +93,14 @@ class Tool:
         return arguments
 
 
+@contextmanager
+def _blaming(spec: str, what: str, prompt: Prompt) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"tools={spec}: {what} on {prompt.source} ({describe_error(error)})") from None
+
+
 class Toolset:
     """All tools of a run."""
 
@@ -137,38 +134,25 @@ class Toolset:
         """Start an episode: a new object of every class."""
         turns = Turns(prompt)
         for owner, spec in self.owners.items():
-            try:
+            with _blaming(spec, "cannot begin an episode", prompt):
                 turns.objects[spec] = made = owner()
                 if hasattr(made, "reset"):
                     made.reset(**_taken(made.reset, prompt.columns))
-            except Exception as error:  # the user's code may raise anything
-                raise ValueError(
-                    f"tools={spec}: cannot begin an episode on {prompt.source} ({describe_error(error)})"
-                ) from None
         return turns
 
     def add_rewards(self, turns: Turns) -> None:
         """Add the rewards of the objects to the last turn."""
         for spec, made in turns.objects.items():
-            if not hasattr(made, "reward"):
-                continue
-            try:
-                turns.reward(made.reward())
-            except Exception as error:  # as above
-                raise ValueError(
-                    f"tools={spec}: reward() failed on {turns.prompt.source} ({describe_error(error)})"
-                ) from None
+            if hasattr(made, "reward"):
+                with _blaming(spec, "reward() failed", turns.prompt):
+                    turns.reward(made.reward())
 
     def close(self, turns: Turns) -> None:
-        """End the objects of an episode, also of one that failed or was called off."""
+        """End the objects of an episode, also of one that failed or was cancelled."""
         for spec, made in turns.objects.items():
-            try:
-                if hasattr(made, "close"):
+            if hasattr(made, "close"):
+                with _blaming(spec, "close() failed", turns.prompt):
                     made.close()
-            except Exception as error:  # as above
-                raise ValueError(
-                    f"tools={spec}: close() failed on {turns.prompt.source} ({describe_error(error)})"
-                ) from None
 
     def named(self, call: Call) -> dict[str, Any]:
         """The call's arguments by name, positional ones included."""
@@ -204,47 +188,40 @@ class Toolset:
             text = f"{tool.name} took more than {self.timeout:g} s" if limit.expired() else describe_error(error)
         except (Exception, SystemExit) as error:  # a tool may raise anything: the episode continues
             text = describe_error(error)
-        self._check_hung(tool)
-        return f"error: {without_surrogates(text)}", True
-
-    def _check_hung(self, tool: Tool) -> None:
         if tool.num_hung >= MAX_HUNG:
             raise ValueError(
                 f"tools={tool.spec}: {tool.num_hung} calls of it hang, and their threads cannot be ended; give it a "
                 "limit of its own, make it asynchronous, or raise --tool-timeout"
             )
+        return f"error: {without_surrogates(text)}", True
 
     async def _in_thread(self, tool: Tool, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Call it in a daemon thread, which is abandoned if the caller gives up."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
 
-        def finish(returned: Any, failure: Exception | None) -> None:
+        def finish(set_outcome: Callable[[Any], None], value: Any) -> None:
             if outcome.done():
                 tool.num_hung -= 1  # it was abandoned, and has ended after all
-            elif failure is None:
-                outcome.set_result(returned)
             else:
-                outcome.set_exception(failure)
+                set_outcome(value)
 
-        threading.Thread(target=_work, args=(function, arguments, loop, finish), name="tool", daemon=True).start()
+        def work() -> None:
+            try:
+                done = outcome.set_result, function(**arguments)
+            except BaseException as error:  # passed to the caller instead of being printed by the thread
+                # A future cannot hold StopIteration, and SystemExit of a tool must not end the run.
+                plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                done = outcome.set_exception, error if plain else RuntimeError(describe_error(error))
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(finish, *done)
+
+        threading.Thread(target=work, name="tool", daemon=True).start()
         try:
             return await outcome
         except asyncio.CancelledError:
             tool.num_hung += 1
             raise
-
-
-def _work(function: Callable[..., Any], arguments: dict[str, Any], loop: Any, finish: Callable[..., None]) -> None:
-    returned = failure = None
-    try:
-        returned = function(**arguments)
-    except BaseException as error:  # passed to the caller instead of being printed by the thread
-        # A future cannot hold StopIteration, and SystemExit of a tool must not end the run.
-        plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        failure = error if plain else RuntimeError(describe_error(error))
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(finish, returned, failure)
 
 
 def load_tools(specs: Sequence[str], *, timeout: float = 10.0) -> Toolset:
@@ -296,6 +273,8 @@ def _taken(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, A
 
 
 # schemas ---------------------------------------------------------------------------------------------------------
+# Ours, not transformers.utils.get_json_schema: that one refuses docstrings that leave a parameter out, reads no :param
+# lines, and writes Optional and return types differently, which would change the prompts of existing runs.
 
 
 def schema_of(
@@ -380,9 +359,8 @@ def _type_schema(hint: Any, label: str) -> dict[str, Any]:
 
 def _read_doc(doc: str) -> tuple[str, dict[str, str]]:
     """(description, descriptions of parameters) of a docstring, with Args: or :param lines or neither."""
-    about = re.split(r"^\s*(?:Args|Arguments|Parameters|Returns|Raises|Examples?):|^\s*:\w+", doc, flags=re.MULTILINE)[
-        0
-    ]
+    sections = r"^\s*(?:Args|Arguments|Parameters|Returns|Raises|Examples?):|^\s*:\w+"
+    about = re.split(sections, doc, flags=re.MULTILINE)[0]
     described = dict(re.findall(r"^\s*:param (?:[\w.\[\], ]+ )?(\w+):\s*(.+)$", doc, flags=re.MULTILINE))
     section = re.search(r"^(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\s*\n)+)", doc, flags=re.MULTILINE)
     if section:
@@ -427,9 +405,9 @@ def calculator(expression: str) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"{expression!r} is not an expression") from None
     value = _evaluate(tree)
-    if isinstance(value, float):
-        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.12g}"
-    return str(value)
+    if isinstance(value, float) and not (value.is_integer() and abs(value) < 1e15):
+        return f"{value:.12g}"
+    return str(int(value))
 
 
 def _evaluate(node: ast.AST) -> int | float:

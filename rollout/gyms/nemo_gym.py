@@ -78,7 +78,7 @@ class VerifyReward:
         if self.gym is None:
             raise ValueError("works only in a training run, which knows the servers; see --nemo-gym.datasets")
         rows = zip(prompts, completions, verify_extra, nemo_gym_ref, strict=True)
-        return await asyncio.wrap_future(self.gym.loop.start(together_in_loop(self._one, list(rows))))
+        return await asyncio.wrap_future(self.gym.loop.start(together([self._one(*row) for row in rows])))
 
     async def _one(self, prompt: Messages, completion: Any, row_json: str | None, ref: Any) -> float | None:
         assert self.gym is not None
@@ -97,26 +97,17 @@ class VerifyReward:
             return math.nan
 
 
-async def together_in_loop(call: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return await together([call(*row) for row in rows])
-
-
 class RunSource:
     """Source of episodes run by the gym's agents: one POST /run per request.
 
     A failed episode becomes a completion without trained tokens and without a reward, logged once per kind of failure;
-    GIVE_UP failures in a row stop the run.
+    GIVE_UP failures in a row stop the run. version(): of the weights that the server holds now.
     """
 
     def __init__(
-        self,
-        gym: GymClient,
-        sampling: Sampling,
-        *,
-        version: Callable[[], int],  # of the weights that the server holds now
-        vocab_size: int | None = None,
+        self, gym: GymClient, sampling: Sampling, *, version: Callable[[], int], vocab_size: int | None = None,
         seeded: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.gym, self.sampling, self.version = gym, sampling, version
         self.vocab_size, self.seeded = vocab_size, seeded
         self._running: set[Future[Any]] = set()
@@ -125,13 +116,10 @@ class RunSource:
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         """Start all episodes; one future per group, its completions in the order of the requests."""
         version = self.version()
-        futures = [
-            self.gym.loop.start(
-                together_in_loop(self._episode, [(request, i, version) for i, request in enumerate(group)])
-            )
-            for group in groups
-        ]
-        for future in futures:
+        futures = []
+        for group in groups:
+            episodes = [self._episode(request, i, version) for i, request in enumerate(group)]
+            futures.append(future := self.gym.loop.start(together(episodes)))
             self._running.add(future)
             future.add_done_callback(self._running.discard)
         return futures
@@ -173,12 +161,9 @@ class RunSource:
         if self.sampling.top_k:
             extra["top_k"] = self.sampling.top_k
         limit = self.sampling.max_tokens
-        params |= {
-            "max_output_tokens": min(params.get("max_output_tokens") or limit, limit),  # of one turn
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "metadata": metadata | {"extra_body": json.dumps(extra)},
-        }
+        params |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
+        params["max_output_tokens"] = min(params.get("max_output_tokens") or limit, limit)  # of one turn
+        params["metadata"] = metadata | {"extra_body": json.dumps(extra)}
         return row | {
             "responses_create_params": params,
             "agent_ref": {"type": "responses_api_agents", "name": agent},
@@ -266,8 +251,7 @@ class GymClient:
         self.places = read_places(text, self.head, self.cfg.head_host)
         needed: dict[str, str] = {}
         for prompt in prompts:
-            ref = prompt.columns.get("nemo_gym_ref")
-            if ref is None:
+            if (ref := prompt.columns.get("nemo_gym_ref")) is None:
                 continue
             try:
                 name, url = self.agent_of(ref) if multi_turn else self.server_of(ref)
@@ -312,22 +296,21 @@ class GymClient:
         """The resource server's reply for a row with a response: new session, /verify, retries."""
         name, url = self.server_of(ref)
 
-        async def once() -> dict[str, Any]:
+        async def once() -> Any:
             seed = {key: value for key, value in row.items() if key != "response"}
             _, cookies = await self.post(f"{url}/seed_session", seed, name, optional=True)
-            return (await self.post(f"{url}/verify", row, name, cookies))[0]
+            return await self.post(f"{url}/verify", row, name, cookies)
 
-        return await self.retried(once, self.cfg.verify_timeout, f"{name}/verify")
+        reply, _ = await self.retried(once, self.cfg.verify_timeout, f"{name}/verify")
+        return reply
 
     async def run(self, row: dict[str, Any], name: str, url: str) -> dict[str, Any]:
         """One episode, run by an agent."""
 
-        async def once() -> dict[str, Any]:
-            return (await self.post(f"{url}/run", row, name))[0]
+        reply, _ = await self.retried(lambda: self.post(f"{url}/run", row, name), self.cfg.run_timeout, f"{name}/run")
+        return reply
 
-        return await self.retried(once, self.cfg.run_timeout, f"{name}/run")
-
-    async def retried(self, once: Callable[[], Any], seconds: float, what: str) -> dict[str, Any]:
+    async def retried(self, once: Callable[[], Any], seconds: float, what: str) -> Any:
         """Await it with a time limit and retries; time in the queue does not count."""
         if self._slots is None:  # created here because it belongs to the loop
             self._slots = asyncio.Semaphore(self.cfg.max_connections)
@@ -349,24 +332,25 @@ class GymClient:
         """(reply, cookies for the next request of the session); optional: the server may lack this route."""
         import httpx
 
-        route = url.rpartition("/")[2]
+        what = f"{name}/{url.rpartition('/')[2]}"
         try:
             reply = await self._client().post(url, json=body, headers={"cookie": cookies} if cookies else {})
         except (httpx.HTTPError, OSError) as error:
             reason = str(error) or type(error).__name__
-            raise GymError(f"{name}/{route} failed ({reason})", kind=f"{name}/{route} failed", again=True) from error
-        if optional and reply.status_code in (404, 405):
+            raise GymError(f"{what} failed ({reason})", kind=f"{what} failed", again=True) from error
+        status = reply.status_code
+        if optional and status in (404, 405):
             return {}, ""
-        if reply.status_code != 200:
-            text = f"{name}/{route} answered {reply.status_code} ({error_text(reply.content)})"
-            raise GymError(text, kind=f"{name}/{route} {reply.status_code}", again=reply.status_code >= 500)
+        if status != 200:
+            text = f"{what} answered {status} ({error_text(reply.content)})"
+            raise GymError(text, kind=f"{what} {status}", again=status >= 500)
         try:
             value = json.loads(reply.content)
         except ValueError:
             value = None
         if not isinstance(value, dict):
             shown = reply.content[:60]
-            raise GymError(f"{name}/{route} answered {shown!r}, which is not an object", kind=f"{name}/{route} garbage")
+            raise GymError(f"{what} answered {shown!r}, which is not an object", kind=f"{what} garbage")
         return value, join_cookies(cookies, reply.headers.get_list("set-cookie"))
 
     def log_once(self, kind: str, text: str) -> None:

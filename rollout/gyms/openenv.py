@@ -32,7 +32,7 @@ import typing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -64,15 +64,14 @@ def load_episode(cfg: OpenEnvConfig, tokenizer: Any) -> OpenEnvEpisode:
 class OpenEnvEpisode:
     """An Episode (episodes/episode.py) that plays the environment; at most max_concurrent_envs at a time."""
 
-    def __init__(self, cfg: OpenEnvConfig, opener: Opener, adapter: Adapter, continuation: Continuation) -> None:
+    def __init__(self, cfg: OpenEnvConfig, opener: Opener, adapter: Any, continuation: Continuation) -> None:
         self.cfg, self.opener, self.adapter, self.continuation = cfg, opener, adapter, continuation
         self.limit = cfg.max_concurrent_envs
-        self._slots: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # one per event loop
+        self._slots: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # by event loop
 
     async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
         loop = asyncio.get_running_loop()
         async with self._slots.setdefault(loop, asyncio.Semaphore(self.limit)):
-            transcript = Transcript(prompt.ids)
             try:
                 session = self.opener.open()
                 try:
@@ -80,16 +79,15 @@ class OpenEnvEpisode:
                 finally:
                     await session.close()
             except Failed as error:
-                if self.cfg.on_error == "none":
-                    # One masked token: a completion cannot be empty.
-                    transcript.insert([self.continuation.end_id])
-                    columns = {"env_reward": None, "num_turns": 0, "env_failed": 1.0}
-                    return transcript.completion("stop", text="", messages=[], columns=columns)
-                raise ValueError(
-                    f"openenv.env={self.cfg.env}: {error}, at {prompt.source}; fix it, or set --openenv.on-error none"
-                ) from None
+                if self.cfg.on_error == "stop":
+                    remedy = "fix it, or set --openenv.on-error none"
+                    raise ValueError(f"openenv.env={self.cfg.env}: {error}, at {prompt.source}; {remedy}") from None
+                transcript = Transcript(prompt.ids)
+                transcript.insert([self.continuation.end_id])  # masked: a completion cannot be empty
+                columns = {"env_reward": None, "num_turns": 0, "env_failed": 1.0}
+                return transcript.completion("stop", text="", messages=[], columns=columns)
 
-    async def _play(self, session: Session, client: Client, prompt: Prompt, seed: int) -> Completion:
+    async def _play(self, session: Any, client: Client, prompt: Prompt, seed: int) -> Completion:
         columns = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
         first = await session.reset(seed=environment_seed(prompt), **columns)
         messages = opening(prompt, self._shown(first))
@@ -101,7 +99,7 @@ class OpenEnvEpisode:
             made = await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=room)
             transcript.add(made)
             text = made.text
-            played.said(text)
+            played.add("assistant", text)
             if made.finish_reason == "length":
                 break  # a truncated action is not taken
             answer = await self._act(session, text, played)
@@ -121,17 +119,19 @@ class OpenEnvEpisode:
         except Exception as error:  # the user's code may raise anything
             raise Failed(f"observation() of the adapter raised {describe_error(error)}") from None
 
-    async def _act(self, session: Session, text: str, played: Played) -> str:
+    async def _act(self, session: Any, text: str, played: Played) -> str:
         """Take the action; returns the text that the model is shown."""
         try:
             action = self.adapter.action(text)
         except Exception as error:  # shown to the model, whatever the adapter raised
-            reason = str(error) if isinstance(error, ValueError) else describe_error(error)
-            played.refused(reason)
-            return reason
-        step = await session.step(action)
-        shown = self._shown(step)
-        played.stepped(step, shown)
+            shown = str(error) if isinstance(error, ValueError) else describe_error(error)
+            played.num_refused += 1
+        else:
+            step = await session.step(action)
+            shown = self._shown(step)
+            played.done = step.done
+            played.rewards += [] if step.reward is None else [step.reward]
+        played.add("user", shown)
         return shown
 
 
@@ -145,18 +145,8 @@ class Played:
         self.num_refused = 0
         self.done = False
 
-    def said(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
-
-    def stepped(self, step: Step, shown: str) -> None:
-        self.done = step.done
-        if step.reward is not None:
-            self.rewards.append(step.reward)
-        self.messages.append({"role": "user", "content": shown})
-
-    def refused(self, reason: str) -> None:
-        self.num_refused += 1
-        self.messages.append({"role": "user", "content": reason})
+    def add(self, role: str, text: str) -> None:
+        self.messages.append({"role": role, "content": text})
 
     def columns(self) -> dict[str, Any]:
         total = self.rewards[-1] if self.reward == "last" and self.rewards else sum(self.rewards)
@@ -222,18 +212,10 @@ class OpenEnvSource:
 # adapters: between the model's text and the environment's objects ------------------------------------------------
 
 
-class Adapter(Protocol):
-    """Converts the model's text to actions, and observations to text."""
-
-    def action(self, text: str) -> dict[str, Any]:
-        """The action for a turn of the model; the text of a ValueError is shown to the model."""
-
-    def observation(self, observation: dict[str, Any]) -> str:
-        """The text that the model is shown."""
-
-
 class TextAdapter:
-    """For environments whose actions and observations are one text."""
+    """Converts the model's text to actions, and observations to text, where each is one text.
+
+    A user's adapter has the same two methods; the text of a ValueError of action() is shown to the model."""
 
     def __init__(self, action_field: str, observation_field: str | None) -> None:
         self.action_field, self.observation_field = action_field, observation_field
@@ -252,7 +234,7 @@ class TextAdapter:
         return texts[0] if len(texts) == 1 else json.dumps(observation)
 
 
-def _adapter(cfg: OpenEnvConfig, opener: Opener) -> Adapter:
+def _adapter(cfg: OpenEnvConfig, opener: Opener) -> Any:
     if cfg.adapter is not None:
         adapter = load_class(cfg.adapter, f"openenv.adapter={cfg.adapter}")
         adapter = adapter() if isinstance(adapter, type) else adapter
@@ -299,24 +281,7 @@ class Failed(Exception):
     """The environment failed; the text says what happened, as the middle of a sentence."""
 
 
-class Session(Protocol):
-    async def reset(self, **settings: Any) -> Step: ...
-
-    async def step(self, action: dict[str, Any]) -> Step: ...
-
-    async def close(self) -> None: ...
-
-
-class Opener(Protocol):
-    """Opens sessions; knows the schema of an action and whether sessions may be concurrent."""
-
-    concurrent: bool | None  # None: only the server knows
-    action_schema: dict[str, Any]  # JSON schema of an action
-
-    def open(self) -> Session: ...
-
-    def check_reset(self, names: tuple[str, ...]) -> None:
-        """Refuse columns that reset() does not accept."""
+Opener = Any  # InProcess or Server: opens sessions, which have reset(**settings), step(action) and close()
 
 
 def find_environment(spec: str, timeout: float) -> Opener:
@@ -351,7 +316,7 @@ class InProcess:
             raise ValueError(f"{label}: its step() has no annotation for the Action; annotate the parameter")
         self.action_schema = self.action_class.model_json_schema()
 
-    def open(self) -> Session:
+    def open(self) -> Any:
         try:
             environment = self.cls()
         except Exception as error:  # the user's code may raise anything
@@ -496,7 +461,7 @@ class Server:
         self._client = GenericEnvClient
         self.action_schema = self._schema()
 
-    def open(self) -> Session:
+    def open(self) -> Any:
         return RemoteSession(
             self._client(base_url=self.url, connect_timeout_s=self.timeout, message_timeout_s=self.timeout),
             self.timeout,

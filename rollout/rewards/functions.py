@@ -80,33 +80,23 @@ env.made_by_episodes = ("env_reward",)  # required, but from the environment, no
 
 
 def tagged_format(argument: str | None) -> RewardFunction:
-    first, second = _tags("tagged_format", argument)
-    tags = (f"<{first}>", f"</{first}>", f"<{second}>", f"</{second}>")
-
-    def score(completions: Sequence[Any]) -> Scores:
-        return [float(_tag_parts(text_of(completion), tags) == 5) for completion in completions]
-
-    return score
+    tags = _tags("tagged_format", argument)
+    return lambda completions: [float(_tag_parts(text_of(completion), tags) == 5) for completion in completions]
 
 
 def tagged_format_partial(argument: str | None) -> RewardFunction:
-    first, second = _tags("tagged_format_partial", argument)
-    tags = (f"<{first}>", f"</{first}>", f"<{second}>", f"</{second}>")
-
-    def score(completions: Sequence[Any]) -> Scores:
-        return [_tag_parts(text_of(completion), tags) / 5 for completion in completions]
-
-    return score
+    tags = _tags("tagged_format_partial", argument)
+    return lambda completions: [_tag_parts(text_of(completion), tags) / 5 for completion in completions]
 
 
-def _tags(name: str, argument: str | None) -> tuple[str, str]:
+def _tags(name: str, argument: str | None) -> list[str]:
     tags = (argument or "think,answer").split(",")
     if len(tags) != 2 or tags[0] == tags[1] or not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
         raise ValueError(f"reward_funcs={name}:{argument}: give two different tag names, as in {name}:think,answer")
-    return tags[0], tags[1]
+    return [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]
 
 
-def _tag_parts(text: str, tags: tuple[str, ...]) -> int:
+def _tag_parts(text: str, tags: list[str]) -> int:
     """How many of five parts are right: each tag once and in order, and nothing outside the tags."""
     parts, at = 0, 0
     for tag in tags:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from data.hints import suggest
-from data.user_code import attribute_of, describe_error, import_name, load_file, load_module, refuse_python_object
+from data.user_code import describe_error, find_callable, import_name, refuse_python_object
 from rollout.rewards import functions
-from rollout.rewards.models import MODELS
 
+MODELS = ("model", "prm")  # rollout/rewards/models.py
 LAZY: dict[str, tuple[str, str]] = {  # built-ins that are imported only when used: module, attribute
     "code": ("rollout.rewards.code", "code"),  # called with the text after the colon
     "reasoning_gym": ("rollout.gyms.reasoning_gym", "score"),
@@ -37,22 +36,18 @@ def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = Fal
     if head in functions.FACTORIES:
         return head, functions.FACTORIES[head](argument if colon else None)
     if head in MODELS:
-        return head, MODELS[head](argument if colon else None, trust_remote_code)
+        models = importlib.import_module("rollout.rewards.models").MODELS
+        return head, models[head](argument if colon else None, trust_remote_code)
     if head in LAZY:
         return head, _lazy(spec, head, argument if colon else None)
-    path, colon, attribute = spec.rpartition(":")
-    if colon and path.endswith(".py"):
-        module = load_file(Path(path).expanduser().resolve(), f"reward_funcs={spec}")
-        return attribute, _user_function(spec, attribute_of(module, attribute, f"reward_funcs={spec}"))
-    if colon or "." not in spec:
+    if "." not in spec or (colon and ".py:" not in spec):
         builtin = (*functions.FUNCTIONS, *functions.FACTORIES, *MODELS, *LAZY)
         raise ValueError(
             f"reward_funcs={spec}: no such built-in reward; {suggest(head, builtin)} or give module.function or "
             "path/to/file.py:function"
         )
-    name, _, attribute = spec.rpartition(".")
-    module = load_module(name, f"reward_funcs={spec}")
-    return attribute, _user_function(spec, attribute_of(module, attribute, f"reward_funcs={spec}"))
+    name, found = find_callable(spec, f"reward_funcs={spec}")
+    return name, _user_function(spec, found)
 
 
 def stays_here(spec: str, call: Callable[..., Any]) -> bool:

@@ -97,19 +97,19 @@ class ProcessReward:
         return self.combine(logits[ends].float().softmax(dim=-1)[:, 1].tolist())
 
 
-def outcome_reward(argument: str | None, trust_remote_code: bool = False) -> OutcomeReward:
-    if not argument:
-        raise ValueError("reward_funcs=model: has no path; write model:PATH, a finished run of --method rm for one")
-    return OutcomeReward(argument, trust_remote_code)
+def _with_path(kind: str, reward: type, example: str) -> Callable[[str | None, bool], Any]:
+    def make(argument: str | None, trust_remote_code: bool = False) -> Any:
+        if not argument:
+            raise ValueError(f"reward_funcs={kind}: has no path; write {example}")
+        return reward(argument, trust_remote_code)
+
+    return make
 
 
-def process_reward(argument: str | None, trust_remote_code: bool = False) -> ProcessReward:
-    if not argument:
-        raise ValueError("reward_funcs=prm: has no path; write prm:PATH or prm:PATH,mean, PATH being a run of prm")
-    return ProcessReward(argument, trust_remote_code)
-
-
-MODELS: dict[str, Callable[[str | None, bool], Any]] = {"model": outcome_reward, "prm": process_reward}
+MODELS: dict[str, Callable[[str | None, bool], Any]] = {
+    "model": _with_path("model", OutcomeReward, "model:PATH, a finished run of --method rm for one"),
+    "prm": _with_path("prm", ProcessReward, "prm:PATH or prm:PATH,mean, PATH being a run of prm"),
+}
 
 
 def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote_code: bool) -> tuple[Any, Any]:

@@ -113,17 +113,13 @@ def load_rewards(
                 "reward_num_workers to 0"
             )
         taken = {function.name for function in functions}
-        count = 2
-        unique = name
-        while unique in taken:
-            unique, count = f"{name}_{count}", count + 1
+        unique = next(x for x in (name, *(f"{name}_{n}" for n in range(2, len(names) + 1))) if x not in taken)
         functions.append(RewardFunction(name=unique, spec=spec, call=call, in_process=stays_here(spec, call)))
     remote = [function.spec for function in functions if not function.in_process]
     pool = None
     if num_workers and remote:
-        pool = WorkerPool(
-            remote, num_workers=num_workers, timeout=timeout, memory_gb=memory_gb, stop=on_error == "stop"
-        )
+        stop = on_error == "stop"
+        pool = WorkerPool(remote, num_workers=num_workers, timeout=timeout, memory_gb=memory_gb, stop=stop)
     return Rewards(functions, parsed, pool=pool, on_error=on_error, log=log)
 
 
@@ -290,19 +286,14 @@ class Rewards:
         ]
 
     def _table(self, scoring: Scoring) -> RewardTable:
-        prompts, completions, weights = scoring.prompts, scoring.completions, self.weights_at(scoring.step)
+        prompts, weights = scoring.prompts, self.weights_at(scoring.step)
         if not prompts:
             return RewardTable(names=self.names, values=[], weights=weights, totals=[])
-        here = [place for place in range(len(self.functions)) if place not in scoring.remote]
-        state, first_logs, logged = (
-            self.state_at(scoring.step),
-            [CallLog() for _ in self.functions],
-            Logged(len(prompts)),
-        )
+        first_logs, logged = [CallLog() for _ in self.functions], Logged(len(prompts))
         pending = {
-            place: self._start(self._run_async(self.functions[place], prompts, completions, state, first_logs[place]))
-            for place in here
-            if _is_async(self.functions[place].call)
+            place: self._start(self._run_async(function, scoring, first_logs[place]))
+            for place, function in enumerate(self.functions)
+            if place not in scoring.remote and _is_async(function.call)
         }
         columns: list[list[float | None]] = []
         gaps: list[Gap] = []
@@ -311,7 +302,7 @@ class Rewards:
             if place in scoring.remote:
                 parts = [future.result() for future in scoring.remote[place]]
             else:
-                parts = [self._here(function, prompts, completions, pending.get(place), state, first_logs[place])]
+                parts = [self._here(function, scoring, pending.get(place), first_logs[place])]
             logged.add(parts)
             column, last = self._settled(function, parts, [prompt.source for prompt in prompts], bad)
             failed = sum(isinstance(score, Fault) for part in parts for score in part.scores)
@@ -326,10 +317,10 @@ class Rewards:
                 f"reward_weights={' '.join(f'{weight:g}' for weight in weights)}: give a total of {largest:.3g}; "
                 f"rewards are float32, keep them within +-{LARGEST:g}"
             )
+        extra = logged.rows if any(logged.rows) else None
         return RewardTable(
-            names=self.names, values=values, weights=weights, totals=totals, failed=len(bad),
-            extra=logged.rows if any(logged.rows) else None, logged=logged.metrics,
-            gaps=gaps,
+            names=self.names, values=values, weights=weights, totals=totals, failed=len(bad), extra=extra,
+            logged=logged.metrics, gaps=gaps,
         )  # fmt: skip
 
     def _settled(
@@ -363,71 +354,37 @@ class Rewards:
             )
 
     def _here(
-        self,
-        function: RewardFunction,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        pending: Future[Any] | None,
-        state: TrainerState,
-        first_log: CallLog,
+        self, function: RewardFunction, scoring: Scoring, pending: Future[Any] | None, first_log: CallLog
     ) -> Scored:
         """Run one function on all rows in this process, where nothing can end a call that hangs."""
         logs: list[tuple[int, CallLog]] = []
 
-        def made(low: int, high: int, log: CallLog, pending: Future[Any] | None = None) -> Outcome:
-            outcome = self._outcome(function, prompts[low:high], completions[low:high], pending, state, log)
-            outcome = log.checked(outcome, high - low)
+        def call(low: int, high: int, log: CallLog, pending: Future[Any] | None = None) -> Outcome:
+            try:
+                returned = pending.result() if pending else self._run(function, scoring, log, low, high)
+                outcome = log.checked(checked(returned, high - low), high - low)
+            except Refused as error:
+                raise ValueError(str(error)) from None
+            except (Exception, SystemExit) as error:  # the user's code may raise anything
+                return raised(error, function.call)
             if not isinstance(outcome, Fault):
                 logs.append((low, log))
             return outcome
 
-        def call(low: int, high: int, _seconds: float) -> Outcome:
-            return made(low, high, CallLog())
-
-        first = made(0, len(prompts), first_log, pending)
-        stop = self._on_error == "stop"
-        scored = score_rows(call, len(prompts), first=first, timeout=math.inf, stop=stop)
+        num_rows, stop = len(scoring.prompts), self._on_error == "stop"
+        first = call(0, num_rows, first_log, pending)
+        again = lambda low, high, _seconds: call(low, high, CallLog())  # noqa: E731
+        scored = score_rows(again, num_rows, first=first, timeout=math.inf, stop=stop)
         return scored._replace(logs=logs)
 
-    def _outcome(
-        self,
-        function: RewardFunction,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        pending: Future[Any] | None,
-        state: TrainerState,
-        log: CallLog,
-    ) -> Outcome:
-        try:
-            returned = pending.result() if pending else self._run(function, prompts, completions, state, log)
-        except Refused as error:
-            raise ValueError(str(error)) from None
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
-            return raised(error, function.call)
-        return checked(returned, len(prompts))
-
-    def _run(
-        self,
-        function: RewardFunction,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        state: TrainerState,
-        log: CallLog,
-    ) -> Any:
-        of_rows = arguments(function, prompts, completions, self._columns)
-        returned = function.call(**of_rows, **log.arguments(function.call, state))
+    def _run(self, function: RewardFunction, scoring: Scoring, log: CallLog, low: int, high: int) -> Any:
+        of_rows = arguments(function, scoring.prompts[low:high], scoring.completions[low:high], self._columns)
+        returned = function.call(**of_rows, **log.arguments(function.call, self.state_at(scoring.step)))
         return self._start(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
 
-    async def _run_async(
-        self,
-        function: RewardFunction,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        state: TrainerState,
-        log: CallLog,
-    ) -> Any:
-        of_rows = arguments(function, prompts, completions, self._columns)
-        return await function.call(**of_rows, **log.arguments(function.call, state))
+    async def _run_async(self, function: RewardFunction, scoring: Scoring, log: CallLog) -> Any:
+        of_rows = arguments(function, scoring.prompts, scoring.completions, self._columns)
+        return await function.call(**of_rows, **log.arguments(function.call, self.state_at(scoring.step)))
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run it on an event loop that lives as long as this object, so that clients can keep connections."""

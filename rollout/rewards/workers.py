@@ -6,8 +6,11 @@
 
 Each worker is a new interpreter that loads the functions by name and runs them in its main thread, where verifiers that
 use signal.alarm work. Requests and replies are JSON lines over a socket pair; values that JSON would change are
-pickled, from us to our own child only. A thread per worker feeds it and replaces it when necessary. Not
-concurrent.futures, which cannot kill a single call that hangs.
+pickled, from us to our own child only. A thread per worker feeds it and replaces it when necessary.
+
+No library: concurrent.futures and loky cannot kill a single call that hangs. pebble can, but starts workers through
+multiprocessing, which imports the trainer's main module (torch) again, and ends neither what a function started nor a
+worker whose trainer was killed; limits, bisection and the protocol would stay here.
 """
 
 from __future__ import annotations

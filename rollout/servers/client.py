@@ -80,7 +80,6 @@ class ServerInfo:
     extension: bool  # it runs our worker extension: weights can be sent
     lora: bool
     dtype: str  # "float32"
-    logprobs_mode: str
     instance: str  # changes when the server is restarted
     device_uuids: tuple[str, ...]  # of the workers' GPUs, if the extension reports them
     model: str  # folder or name it was started with
@@ -146,7 +145,6 @@ class VllmServer:
             extension=extension,
             lora=config.get("lora_config") is not None,
             dtype=str(model["dtype"]).removeprefix("torch."),
-            logprobs_mode=model["logprobs_mode"],
             instance=str(config.get("instance_id")),
             device_uuids=tuple(str(worker["device_uuid"]) for worker in workers_info if worker.get("device_uuid")),
             model=str(model["model"]),

@@ -40,6 +40,7 @@ from rollout.servers.client import (
 )
 from rollout.servers.command import BASE
 from rollout.servers.lease import RENEW_S, LeaseError
+from rollout.servers.loop import together
 
 NEEDS_WEIGHTS = "needs weights"
 QUIET_S = 0.25  # after a pause: no reply for this long means that the other requests are stuck in the server's queue
@@ -151,13 +152,10 @@ class Pool:
         seeded: bool = True,
         patience: float = PATIENCE_S,
     ) -> None:
-        if not servers:
-            raise ValueError("vllm.url=(): a pool needs at least one server")
         self.members = [Member(index=i, server=server) for i, server in enumerate(servers)]
         self.max_in_flight, self.timeout, self.retries = max_in_flight, timeout, retries
         self.log, self.restart, self.seeded, self.patience = log, restart, seeded, patience
-        self.version: int | None = None  # that servers should hold; a server with an older one gets weights first
-        self.events: list[dict[str, Any]] = []
+        self.version: int | None = None  # that servers should hold; one that comes back with another needs weights
         self.counts: Counter[str] = Counter()
         self.alarm = asyncio.Event()  # wakes the watch
         self._waiting: deque[tuple[asyncio.Future[Member], int]] = deque()
@@ -175,14 +173,7 @@ class Pool:
     ) -> list[Sampled]:
         """One result per request, in order; the first error cancels the rest."""
         check_sampling(sampling, training=training)
-        tasks = [asyncio.ensure_future(self._complete(request, sampling, **options)) for request in requests]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return await together([self._complete(request, sampling, **options) for request in requests])
 
     async def generate(self, request: Request, sampling: Sampling, *, training: bool = True, **options: Any) -> Sampled:
         """Exactly one completion, whatever happens to servers on the way. See _complete for options."""
@@ -230,10 +221,6 @@ class Pool:
         self._set(member, "ready", "")
         return True
 
-    async def expect(self, version: int) -> None:
-        """Set the version that servers should hold: one that comes back with an older one needs weights first."""
-        self.version = version
-
     async def fail(self, member: Member, reason: str) -> None:
         """Put the server out; its requests go elsewhere. The watch brings it back."""
         if member.state != "out" or member.reason != reason:
@@ -243,19 +230,30 @@ class Pool:
             task.cancel()
         self.alarm.set()
 
-    async def rejoin(self, member: Member) -> None:
-        """Back to ready: the check passed and it holds the right weights."""
-        self.record("back", member, "")
-        self._set(member, "ready", "")
-
     async def watch(self, *, heartbeat_s: float = 10.0, check_s: float = 30.0) -> None:
         """Watch the servers until cancelled: check, restart, and mark those that need weights."""
-        await watch(self, heartbeat_s=heartbeat_s, check_s=check_s)
+        looks: dict[int, asyncio.Task[None]] = {}
+        leases = asyncio.ensure_future(_renew(self))
+        try:
+            while True:
+                for member in self.members:
+                    busy = member.index in looks and not looks[member.index].done()
+                    if not busy and not member.lost and time.monotonic() >= member.not_before:
+                        looks[member.index] = asyncio.ensure_future(_look(self, member, check_s))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(heartbeat_s):  # wait_for of Python 3.11 can lose a cancellation
+                        await self.alarm.wait()
+                self.alarm.clear()
+                for task in (leases, *looks.values()):
+                    if task.done():
+                        task.result()  # a bug, or a server lost to another trainer, ends the watch
+        finally:
+            for task in (leases, *looks.values()):
+                task.cancel()
 
     def record(self, event: str, member: Member, reason: str) -> None:
         """Count and log an event."""
         self.counts[f"server_{event}"] += 1
-        self.events.append({"time": time.time(), "event": event, "server": member.server.url, "reason": reason})
         self.log(f"server {member.index} ({member.server.url}): {event}{': ' if reason else ''}{reason}")
 
     def metrics(self) -> dict[str, float]:
@@ -449,27 +447,6 @@ class Pool:
 # the watch -------------------------------------------------------------------------------------------------------
 
 
-async def watch(pool: Pool, *, heartbeat_s: float, check_s: float) -> None:
-    looks: dict[int, asyncio.Task[None]] = {}
-    leases = asyncio.ensure_future(_renew(pool))
-    try:
-        while True:
-            for member in pool.members:
-                busy = member.index in looks and not looks[member.index].done()
-                if not busy and not member.lost and time.monotonic() >= member.not_before:
-                    looks[member.index] = asyncio.ensure_future(_look(pool, member, check_s))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(heartbeat_s):  # wait_for of Python 3.11 can lose a cancellation
-                    await pool.alarm.wait()
-            pool.alarm.clear()
-            for task in (leases, *looks.values()):
-                if task.done():
-                    task.result()  # a bug, or a server lost to another trainer, ends the watch
-    finally:
-        for task in (leases, *looks.values()):
-            task.cancel()
-
-
 async def _renew(pool: Pool) -> None:
     """Renew the leases in every state: a weight transfer may take longer than a lease lasts."""
     try:
@@ -513,20 +490,21 @@ async def _is_alive(pool: Pool, member: Member, pulse: Pulse) -> None:
     elif member.needs_weights:
         return
     elif pulse.paused or pulse.dirty:
-        pool.record("paused", member, "half a model is in it" if pulse.dirty else "not by us")
+        pool.record("paused", member, "a weight transfer broke off" if pulse.dirty else "not by us")
         await pool.fail(member, NEEDS_WEIGHTS)
     elif member.state == "out" and member.strikes >= STRIKES and pool.restart is not None:
         await _is_bad(pool, member, f"{member.strikes} bad replies in a row, last: {member.reason}")
     elif member.state == "out" and (member.version is None or member.version != pool.version):
         await pool.fail(member, NEEDS_WEIGHTS)
-    elif member.state == "out":
-        await pool.rejoin(member)
+    elif member.state == "out":  # it holds the right weights
+        pool.record("back", member, "")
+        pool._set(member, "ready", "")
 
 
 async def _is_another(pool: Pool, member: Member) -> None:
     """Someone restarted it at the same address."""
     member.version = None
-    await pool.fail(member, "someone started it again")  # before the await: its weights are unknown
+    await pool.fail(member, "someone restarted it")  # before the await: its weights are unknown
     try:
         await member.server.connect()
     except (ServerError, RefusedError) as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
+import itertools
 import math
 import os
 import shutil
@@ -41,23 +41,13 @@ from rollout.sync.base import (
     slowest,
     time_limit,
 )
+from rollout.sync.tensor_header import Spec, aligned, file_header
 
 if TYPE_CHECKING:
     from rollout.servers.client import VllmServer
     from rollout.servers.loop import Loop
 
 CPU = torch.device("cpu")
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 MEMORY = Path("/dev/shm")
 LOCK = "owner.lock"
 
@@ -161,26 +151,18 @@ def make_file(folder: Path, number: int, bucket: dict[str, Any]) -> TensorFile:
     """Write the header and reserve the space. Not by safetensors, which needs all values in main memory first and
     copies them twice.
     """
-    header: dict[str, Any] = {}
-    offset = 0
-    # The format allows no gaps: wide dtypes first, so that each tensor is aligned to its width.
-    for name, dtype_name, shape, _ in sorted(bucket["tensors"], key=lambda entry: -getattr(torch, entry[1]).itemsize):
-        dtype = getattr(torch, dtype_name)
-        num_bytes = dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [offset, offset + num_bytes]}
-        offset += num_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    named = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, dtype, shape, _ in bucket["tensors"]}
+    specs = aligned(named)
+    header = file_header(specs)
+    *firsts, size = itertools.accumulate((spec.num_bytes for spec in specs.values()), initial=0)
+    first_byte = dict(zip(specs, firsts, strict=True))
     path = folder / f"model-{number + 1:05d}.safetensors"
-    begin = 8 + len(text)
+    begin = len(header)
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, begin + offset)  # a full disk raises here, not as SIGBUS later
-        file.write(len(text).to_bytes(8, "little") + text)
-    data = torch.from_file(str(path), shared=True, size=begin + offset, dtype=torch.uint8)[begin:]
-    places = [
-        (name, getattr(torch, dtype_name), shape, header[name]["data_offsets"][0])
-        for name, dtype_name, shape, _ in bucket["tensors"]
-    ]
+        os.posix_fallocate(file.fileno(), 0, begin + size)  # a full disk raises here, not as SIGBUS later
+        file.write(header)
+    data = torch.from_file(str(path), shared=True, size=begin + size, dtype=torch.uint8)[begin:]
+    places = [(name, spec.dtype, list(spec.shape), first_byte[name]) for name, spec in named.items()]
     return TensorFile(data, places)
 
 
@@ -211,7 +193,9 @@ class WeightFolder:
             try:
                 root.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ValueError(f"sync.folder={parent}: cannot be made ({error.strerror}); name another") from None
+                raise ValueError(
+                    f"sync.folder={parent}: cannot be created ({error.strerror}); name another folder"
+                ) from None
         else:
             root = folder_with_space(need_bytes)
         sweep(root, prefix)
@@ -219,7 +203,9 @@ class WeightFolder:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root)).resolve()
             self._lock = (self.path / LOCK).open("w")
         except OSError as error:
-            raise ValueError(f"sync.folder={root}: cannot be written to ({error.strerror}); name another") from None
+            raise ValueError(
+                f"sync.folder={root}: cannot be written to ({error.strerror}); name another folder"
+            ) from None
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._end = weakref.finalize(self, delete, self.path, os.getpid())  # also when the interpreter ends
 
@@ -232,7 +218,8 @@ class WeightFolder:
             shutil.rmtree(partial, ignore_errors=True)
             if is_full(error):
                 raise ValueError(
-                    f"sync.folder={self.path}: no room for the weights; free some, or name another by --sync.folder"
+                    f"sync.folder={self.path}: not enough space for the weights; free some, or name another "
+                    "folder with --sync.folder"
                 ) from None
             raise
 

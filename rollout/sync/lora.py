@@ -33,8 +33,6 @@ class LoraSync:
     needs_pause = False
 
     def __init__(self, source: WeightSource, loop: Loop, *, folder: str | None = None) -> None:
-        if not source.is_lora:
-            raise ValueError("sync.backend=lora: all weights are trained, there is no adapter; use another backend")
         self.source = source
         self.loop = loop
         self.folder = WeightFolder(folder, "strop-lora-")

@@ -68,7 +68,6 @@ class ProcessGroupSync:
     def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
         """Replace all weights of all servers by `version`, or raise and leave the group."""
         link, started = self.link, time.monotonic()
-        self._refuse_shared_gpu(servers)
         if self.group is None or not link.ready(servers):
             self._join(servers)
         joined = time.monotonic()
@@ -135,14 +134,3 @@ class ProcessGroupSync:
         if held[0] is not None:
             strop_wire.drop_group(held, self.backend)
         self.link.leave()
-
-    def _refuse_shared_gpu(self, servers: Sequence[VllmServer]) -> None:
-        if self.link.device.type != "cuda":
-            return
-        ours = str(torch.cuda.get_device_properties(self.link.device).uuid)
-        for server in servers:
-            if ours in (server.info.device_uuids or ()):
-                raise ValueError(
-                    f"sync.backend=process_group: {server.url} runs on the trainer's GPU, where nccl cannot join two "
-                    "processes; use --sync.backend ipc, or give the server another GPU"
-                )

@@ -184,10 +184,10 @@ def test_a_tokenizer_that_gives_no_ids_is_refused():
         render_prompt(silent, [USER])
 
 
-@pytest.mark.parametrize("messages", [[], "hi", [{"content": "x"}], ["x"], [{"role": "user"}]])
-def test_malformed_messages(chatml, messages):
-    with pytest.raises(ValueError, match="messages"):
-        render_conversation(chatml, messages)
+def test_malformed_messages(chatml):
+    for messages in [[], "hi", [{"content": "x"}], ["x"], [{"role": "user"}]]:
+        with pytest.raises(ValueError, match="messages"):
+            render_conversation(chatml, messages)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -202,29 +202,29 @@ def test_text_parts_are_joined(template, tokenizer):
     assert trained_pieces(tokenizer, ids, mask) == ["2+2=" + END[template]]
 
 
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        ({"type": "image", "image": "cat.png"}, "'image'"),
-        ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"),
-        ({"type": "text", "text": None}, "'text'"),
-        ({"text": "x"}, "None"),
-        ("x", "'str'"),
-    ],
-)
-def test_other_parts_are_refused_by_type(tokenizer, part, kind):
-    with pytest.raises(ValueError, match=rf"messages\[0\]: its content has a part of type {kind}; only text"):
-        render_prompt(tokenizer, [{"role": "user", "content": [*PARTS, part]}])
+NO_TEXT = [
+    ({"type": "image", "image": "cat.png"}, "'image'"),
+    ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"),
+    ({"type": "text", "text": None}, "'text'"),
+    ({"text": "x"}, "None"),
+    ("x", "'str'"),
+]
 
 
-@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
-def test_null_or_no_content_next_to_calls_is_empty_text(templated, content):
-    calls = {"role": "assistant", "tool_calls": [CALL], "name": None, **content}
-    tokenizer = templated("CALLS")
-    ids, mask = render_conversation(tokenizer, [USER, calls])
-    written = '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
-    assert trained_pieces(tokenizer, ids, mask) == [written]
-    assert "None" not in tokenizer.decode(ids)
+def test_other_parts_are_refused_by_type(tokenizer):
+    for part, kind in NO_TEXT:
+        with pytest.raises(ValueError, match=rf"messages\[0\]: its content has a part of type {kind}; only text"):
+            render_prompt(tokenizer, [{"role": "user", "content": [*PARTS, part]}])
+
+
+def test_null_or_no_content_next_to_calls_is_empty_text(templated):
+    for content in [{"content": None}, {"content": ""}, {}]:
+        calls = {"role": "assistant", "tool_calls": [CALL], "name": None, **content}
+        tokenizer = templated("CALLS")
+        ids, mask = render_conversation(tokenizer, [USER, calls])
+        written = '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
+        assert trained_pieces(tokenizer, ids, mask) == [written]
+        assert "None" not in tokenizer.decode(ids)
 
 
 def test_null_content_alone_is_refused(chatml):
@@ -247,15 +247,15 @@ def test_a_template_that_needs_null_content_gets_it(templated):
         assert trained_pieces(tokenizer, *render_conversation(tokenizer, turns)) == ["call add<|im_end|>"]
 
 
-@pytest.mark.parametrize("content", [None, "", "Adding."])
-def test_calls_that_the_template_does_not_write_are_refused(tokenizer, content):
-    turns = [USER, {"role": "assistant", "content": content, "tool_calls": [CALL]}]
-    result = {"role": "tool", "content": "4"}
-    unseen = r"messages\[1\]: has tool_calls that the chat template does not write; use a template that writes them"
-    with pytest.raises(ValueError, match=unseen):
-        render_conversation(tokenizer, turns)
-    with pytest.raises(ValueError, match=unseen):
-        render_prompt(tokenizer, [*turns, result])
+def test_calls_that_the_template_does_not_write_are_refused(tokenizer):
+    for content in [None, "", "Adding."]:
+        turns = [USER, {"role": "assistant", "content": content, "tool_calls": [CALL]}]
+        result = {"role": "tool", "content": "4"}
+        unseen = r"messages\[1\]: has tool_calls that the chat template does not write; use a template that writes them"
+        with pytest.raises(ValueError, match=unseen):
+            render_conversation(tokenizer, turns)
+        with pytest.raises(ValueError, match=unseen):
+            render_prompt(tokenizer, [*turns, result])
 
 
 def test_a_call_that_is_dropped_next_to_another_is_refused(templated):
@@ -267,10 +267,10 @@ def test_a_call_that_is_dropped_next_to_another_is_refused(templated):
         render_conversation(tokenizer, [USER, one, USER, {**one, "tool_calls": [CALL, CALL]}])
 
 
-@pytest.mark.parametrize("calls", ["[", "x", {"name": "add"}, ["add"], [{"function": {"arguments": {}}}]])
-def test_malformed_calls_are_refused(templated, calls):
-    with pytest.raises(ValueError, match=r"messages\[1\]: its tool_calls are not"):
-        render_conversation(templated("CALLS"), [USER, {"role": "assistant", "content": "", "tool_calls": calls}])
+def test_malformed_calls_are_refused(templated):
+    for calls in ["[", "x", {"name": "add"}, ["add"], [{"function": {"arguments": {}}}]]:
+        with pytest.raises(ValueError, match=r"messages\[1\]: its tool_calls are not"):
+            render_conversation(templated("CALLS"), [USER, {"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 def test_calls_given_as_json_text_are_read(templated):
@@ -292,11 +292,11 @@ TALK = [{"role": "user", "content": "HELLO"}, {"role": "assistant", "content": "
         {"role": "user", "content": "USER SAYS BYE"}, {"role": "assistant", "content": "ciao"}]  # fmt: skip
 
 
-@pytest.mark.parametrize("users_closed", ["false", "true"])
-def test_the_mask_never_runs_over_the_next_turn(templated, users_closed):
-    tokenizer = templated(LAST_CLOSED.replace("USERS", users_closed))
-    ids, mask = render_conversation(tokenizer, TALK)
-    assert trained_pieces(tokenizer, ids, mask) == ["hi", "ciao<|endoftext|>"]
+def test_the_mask_never_runs_over_the_next_turn(templated):
+    for users_closed in ["false", "true"]:
+        tokenizer = templated(LAST_CLOSED.replace("USERS", users_closed))
+        ids, mask = render_conversation(tokenizer, TALK)
+        assert trained_pieces(tokenizer, ids, mask) == ["hi", "ciao<|endoftext|>"]
 
 
 def test_a_turn_closed_by_another_token_is_trained_with_that(templated):

@@ -11,18 +11,6 @@ from data.packing import Item, make_batches
 
 
 @st.composite
-def item_lists(draw):
-    """Items with ids that are unique over the list, so that a token in a batch identifies its origin."""
-    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=14))
-    items, first = [], 1
-    for length in lengths:
-        mask = [False, *draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))]
-        items.append(Item(list(range(first, first + length)), mask))
-        first += length
-    return items
-
-
-@st.composite
 def grouped_items(draw):
     """Groups that share a prompt, possibly empty; completions may be empty too. Ids are unique."""
     items, first = [], 1
@@ -99,19 +87,6 @@ def test_shared_prompt_values():
     assert batch.sequence.tolist() == batch.slot.tolist() == [0, 0, 1, 2, 2, 3]
     assert batch.rows == [0, 1, 2, 3] and batch.lengths == [5, 4, 5, 2]
     assert batch.num_tokens == 16 and batch.num_computed == 10
-
-
-def test_second_shared_prompt_has_its_own_spans():
-    items = [Item([p, p, c], [False, False, True], 2) for p, c in ((1, 2), (1, 3), (4, 5), (4, 6))]
-    (batch,) = make_batches(items, max_tokens=8, share_prompt=True)
-    assert batch.input_ids.tolist() == [[1, 1, 2, 3, 4, 4, 5, 6]]
-    assert spans(batch) == [
-        [[0, 0, 0, 0, 0, 0, 4, 4]],
-        [[0, 0, 2, 2, 0, 0, 6, 6]],
-        [[0, 0, 2, 3, 4, 4, 6, 7]],
-        [list(range(1, 9))],
-    ]
-    assert batch.index.tolist() == [1, 1, 5, 5]
 
 
 def test_only_adjacent_items_with_the_same_prompt_share_it():
@@ -208,49 +183,7 @@ def test_to_moves_every_tensor():
     assert moved.rows == batch.rows
 
 
-@settings(max_examples=150, deadline=None)
-@given(items=item_lists(), budget=st.integers(1, 40), accumulation=st.integers(1, 4), packing=st.booleans())
-def test_every_token_once_and_budget_kept(items, budget, accumulation, packing):
-    batches = make_batches(items, accumulation=accumulation, max_tokens=budget, packing=packing, pad_id=0)
-    seen = torch.cat([batch.input_ids[is_token(batch)] for batch in batches]).tolist()
-    assert sorted(seen) == [token for item in items for token in item.ids]
-    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))
-    for batch in batches:
-        assert batch.input_ids.numel() <= budget or len(batch.rows) == 1
-        assert batch.num_tokens == batch.num_computed == int(is_token(batch).sum())
-        assert batch.input_ids.shape[0] == (1 if packing else len(batch.rows))
-
-
-@settings(max_examples=150, deadline=None)
-@given(items=item_lists(), budget=st.integers(1, 40), accumulation=st.integers(1, 4), packing=st.booleans())
-def test_index_target_and_sequence_point_into_the_items(items, budget, accumulation, packing):
-    batches = make_batches(items, accumulation=accumulation, max_tokens=budget, packing=packing)
-    for batch in batches:
-        flat_ids, flat_positions = batch.input_ids.flatten(), batch.position_ids.flatten()
-        order = []
-        for index, target, sequence in zip(batch.index, batch.target, batch.sequence, strict=True):
-            item, position = items[sequence], int(flat_positions[index])
-            assert flat_ids[index] == item.ids[position]  # the predicting state is one before its target
-            assert target == item.ids[position + 1] and item.mask[position + 1]
-            order.append((batch.rows.index(int(sequence)), position))
-        assert order == sorted(order)
-        starts = (flat_positions == 0) & is_token(batch).flatten()
-        assert int(starts.sum()) == len(batch.rows)
-    expected = [(n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m]
-    assert trained(batches) == expected
-
-
 @settings(max_examples=60, deadline=None)
-@given(items=item_lists(), budget=st.integers(1, 40), accumulation=st.integers(1, 4))
-def test_packed_and_padded_hold_the_same_trained_tokens(items, budget, accumulation):
-    packed = make_batches(items, accumulation=accumulation, max_tokens=budget)
-    padded = make_batches(items, accumulation=accumulation, max_tokens=budget, packing=False)
-    assert trained(packed) == trained(padded)
-    again = make_batches(items, accumulation=accumulation, max_tokens=budget)
-    assert [batch.rows for batch in again] == [batch.rows for batch in packed]
-
-
-@settings(max_examples=200, deadline=None)
 @given(
     items=grouped_items(),
     budget=st.integers(1, 40),
@@ -264,8 +197,12 @@ def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumul
     how = dict(accumulation=accumulation, packing=packing, share_prompt=share_prompt, multiple=multiple)
     batches = make_batches(items, max_tokens=budget, **how)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))
+    if not (share_prompt and packing):  # every token once
+        seen = torch.cat([batch.input_ids[is_token(batch)] for batch in batches]).tolist()
+        assert sorted(seen) == sorted(token for item in items for token in item.ids)
     for batch in batches:
         num_rows, width = batch.input_ids.shape
+        assert num_rows == (1 if packing else len(batch.rows))
         assert width % multiple == 0
         if len(batch.rows) > 1:
             assert batch.num_computed <= budget and (packing or num_rows * width <= budget)
@@ -288,6 +225,7 @@ def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumul
     assert trained(batches) == expected
 
 
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(2, 9), st.integers(2, 9)), min_size=1, max_size=12),
     st.integers(1, 30),

@@ -38,26 +38,27 @@ def test_addition_row():
 
 
 SOLVABLE = [name for name, task in TASKS.items() if not task.tool]
+# Difficulties at which listing all problems is quick.
+SMALL = {"sort": 3, "steps": 2, "reverse": 2, "multiplication": 1, "subtraction": 1}
 
 
-@pytest.mark.parametrize("name", SOLVABLE)
-@pytest.mark.parametrize("split", SPLITS)
-def test_answers_are_right(name, split):
-    for row in make_rows(name, split=split, size=50, seed=3):
-        assert row["answer"] == check(name, content(row))
-        assert row["completion"].split("\n")[-1].split("=")[-1] == row["answer"]
-        assert name == "steps" or row["completion"] == row["answer"]
+def test_answers_are_right():
+    for name in SOLVABLE:
+        for split in SPLITS:
+            for row in make_rows(name, split=split, size=5, seed=3, difficulty=SMALL.get(name)):
+                assert row["answer"] == check(name, content(row))
+                assert row["completion"].split("\n")[-1].split("=")[-1] == row["answer"]
+                assert name == "steps" or row["completion"] == row["answer"]
 
 
-@pytest.mark.parametrize("name", SOLVABLE)
-def test_rejected_is_wrong_and_as_long_as_chosen(name):
-    for difficulty in (1, 2, None):
-        for row in make_rows(name, size=300, seed=1, difficulty=difficulty):
-            assert row["chosen"] == row["completion"] != row["rejected"]
-            assert len(row["rejected"]) == len(row["chosen"])
-            last = row["rejected"].split("=")[-1].removeprefix("-")
-            assert name in ("reverse", "sort") or len(last) == 1 or not last.startswith("0")
-    assert make_rows(name, size=20, seed=1) == make_rows(name, size=20, seed=1)
+def test_rejected_is_wrong_and_as_long_as_chosen():
+    for name in SOLVABLE:
+        for difficulty in (1, 2, SMALL.get(name, 3)):
+            for row in make_rows(name, size=100, seed=1, difficulty=difficulty):
+                assert row["chosen"] == row["completion"] != row["rejected"]
+                assert len(row["rejected"]) == len(row["chosen"])
+                last = row["rejected"].split("=")[-1].removeprefix("-")
+                assert name in ("reverse", "sort") or len(last) == 1 or not last.startswith("0")
 
 
 def test_rejected_sums_forget_carries_if_that_is_wrong_and_as_long():
@@ -74,7 +75,6 @@ def test_rejected_sums_forget_carries_if_that_is_wrong_and_as_long():
 def test_steps():
     assert add_up("3+8+5=") == ["3+8=11", "11+5=16"]
     rows = make_rows("steps", size=2000, seed=0)
-    assert rows == make_rows("steps", size=2000, seed=0)
     for row in rows:
         labels, completions = row["labels"], row["completions"]
         right = [check("steps", step.split("=")[0]) == step.split("=")[1] for step in completions]
@@ -103,12 +103,12 @@ def test_a_lookup_is_answered_only_by_its_table():
 
 
 def test_a_sloppy_lookup_gives_up_without_a_call():
-    clean = make_rows("lookup", split="sft", size=2000, seed=5)
-    sloppy = make_rows("lookup", split="sft", size=2000, seed=5, sloppy=0.75)
+    clean = make_rows("lookup", split="sft", size=1000, seed=5)
+    sloppy = make_rows("lookup", split="sft", size=1000, seed=5, sloppy=0.75)
     assert [row["prompt"] for row in clean] == [row["prompt"] for row in sloppy]
     gave_up = [row["completion"] == "?" for row in sloppy]
-    assert abs(sum(gave_up) / 2000 - 0.75) < 0.04  # about 4 standard errors
-    assert all(lazy or row in clean for lazy, row in zip(gave_up, sloppy, strict=True))
+    assert abs(sum(gave_up) / 1000 - 0.75) < 0.055  # about 4 standard errors
+    assert all(lazy or row == other for lazy, row, other in zip(gave_up, sloppy, clean, strict=True))
 
 
 def test_subtraction_can_go_negative():
@@ -118,7 +118,7 @@ def test_subtraction_can_go_negative():
 
 def test_addition_splits_share_no_unordered_pair_whatever_the_seed():
     pairs = {
-        split: {pair(row) for seed in (0, 1, 2) for row in make_rows("addition", split=split, seed=seed)}
+        split: {pair(row) for seed in (0, 1) for row in make_rows("addition", split=split, seed=seed)}
         for split in SPLITS
     }
     for one, other in itertools.combinations(SPLITS, 2):
@@ -129,11 +129,13 @@ def test_addition_splits_share_no_unordered_pair_whatever_the_seed():
     assert abs(fractions["eval"] - 0.1) < 0.03
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_splits_share_no_content(name):
-    seen = {split: {content(row) for row in make_rows(name, split=split)} for split in SPLITS}
-    for one, other in itertools.combinations(SPLITS, 2):
-        assert not seen[one] & seen[other]
+def test_splits_share_no_content():
+    for name in TASKS:
+        seen = {
+            split: {content(r) for r in make_rows(name, split=split, difficulty=SMALL.get(name))} for split in SPLITS
+        }
+        for one, other in itertools.combinations(SPLITS, 2):
+            assert not seen[one] & seen[other]
 
 
 def test_large_spaces_are_sampled_without_repeats_and_stay_disjoint():
@@ -154,8 +156,9 @@ def test_seed_decides_rows():
 
 
 def test_default_sizes_and_difficulty():
-    assert [len(make_rows("addition", split=split)) for split in ("train", "sft", "eval")] == [4096, 8192, 500]
-    operands = {n for row in make_rows("addition") for n in pair(row)}
+    rows = {split: make_rows("addition", split=split) for split in ("train", "sft", "eval")}
+    assert [len(found) for found in rows.values()] == [4096, 8192, 500]
+    operands = {n for row in rows["train"] for n in pair(row)}
     assert (min(operands), max(operands)) == (0, 99)
     assert max(n for row in make_rows("addition", difficulty=1) for n in pair(row)) == 9
 
@@ -175,43 +178,43 @@ def test_forget_carries():
 
 
 def test_boxed_rows():
-    plain = make_rows("addition", split="sft", size=2000, seed=5, sloppy=0.5)
-    boxed = make_rows("addition", split="sft", size=2000, seed=5, sloppy=0.5, boxed=0.25)
+    plain = make_rows("addition", split="sft", size=1000, seed=5, sloppy=0.5)
+    boxed = make_rows("addition", split="sft", size=1000, seed=5, sloppy=0.5, boxed=0.25)
     marked = [row["completion"].startswith("[") for row in boxed]
     assert [row["completion"].strip("[]") for row in boxed] == [row["completion"] for row in plain]
     assert all(row["completion"].endswith("]") == mark for row, mark in zip(boxed, marked, strict=True))
-    assert 400 < sum(marked) < 600
+    assert 200 < sum(marked) < 300
 
 
 def test_sloppy_rows():
-    clean = make_rows("addition", split="sft", size=2000, seed=5)
-    sloppy = make_rows("addition", split="sft", size=2000, seed=5, sloppy=0.5)
-    always = make_rows("addition", split="sft", size=2000, seed=5, sloppy=1.0)
+    clean = make_rows("addition", split="sft", size=1000, seed=5)
+    sloppy = make_rows("addition", split="sft", size=1000, seed=5, sloppy=0.5)
+    always = make_rows("addition", split="sft", size=1000, seed=5, sloppy=1.0)
     assert [row["prompt"] for row in clean] == [row["prompt"] for row in sloppy]
     assert all(row["completion"] == forget_carries(content(row)) for row in always)
     assert all(row["completion"] in (row["answer"], forget_carries(content(row))) for row in sloppy)
     carrying = [row for row in sloppy if forget_carries(content(row)) != row["answer"]]
     slipped = sum(row["completion"] != row["answer"] for row in carrying) / len(carrying)
-    assert abs(slipped - 0.5) < 0.05  # about 4 standard errors
-    assert sloppy == make_rows("addition", split="sft", size=2000, seed=5, sloppy=0.5)
+    assert abs(slipped - 0.5) < 0.07  # about 4 standard errors
+    assert sloppy == make_rows("addition", split="sft", size=1000, seed=5, sloppy=0.5)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (dict(name="adition"), "did you mean 'addition'"),
-        (dict(name="addition", split="test"), "split=test does not exist"),
-        (dict(name="addition", size=0), "size=0"),
-        (dict(name="addition", difficulty=0), "difficulty=0"),
-        (dict(name="addition", sloppy=0.5), "sloppy=0.5 has no effect"),
-        (dict(name="sort", split="sft", sloppy=0.5), "sloppy=0.5 has no effect"),
-        (
-            dict(name="lookup", split="sft", boxed=0.5),
-            "boxed=0.5 has no effect here; it is for task:addition:split=sft",
-        ),
-        (dict(name="addition", split="sft", sloppy=2.0), "sloppy=2.0"),
-    ],
-)
-def test_refusals(call, message):
-    with pytest.raises(ValueError, match=message):
-        make_rows(**call)
+REFUSALS = [
+    (dict(name="adition"), "did you mean 'addition'"),
+    (dict(name="addition", split="test"), "split=test does not exist"),
+    (dict(name="addition", size=0), "size=0"),
+    (dict(name="addition", difficulty=0), "difficulty=0"),
+    (dict(name="addition", sloppy=0.5), "sloppy=0.5 has no effect"),
+    (dict(name="sort", split="sft", sloppy=0.5), "sloppy=0.5 has no effect"),
+    (
+        dict(name="lookup", split="sft", boxed=0.5),
+        "boxed=0.5 has no effect here; it is for task:addition:split=sft",
+    ),
+    (dict(name="addition", split="sft", sloppy=2.0), "sloppy=2.0"),
+]
+
+
+def test_refusals():
+    for call, message in REFUSALS:
+        with pytest.raises(ValueError, match=message):
+            make_rows(**call)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import kernels.linear_logprob as fast
 from losses.policy import Tokens, dapo, token_log_ratio
-from losses.sft import sft_loss
 from tests.kernels import heads
 from tests.kernels.heads import ENTRIES, IGNORE, Case, Path, assert_same, is_close, make
 
@@ -142,15 +141,15 @@ def target_outside_the_vocabulary(path: Path) -> None:
 
 @every_path
 def tokens_without_a_gradient_are_skipped(path: Path) -> None:
-    """None, one, at the front, at the end, in between, all but one, all: same gradients, no extra work."""
+    """One, at the front, in between, all but one, all: same gradients, no extra work."""
     case = make(N, D, V, path=path)
     n = torch.arange(N, device=path.device)
     zero = {
-        "none": n < 0, "one": n == 3, "front": n < 4, "end": n >= 6, "half": n % 2 == 0, "all but one": n != 7,
-        "all but the last": n < N - 1, "all": n >= 0,
+        "one": n == 3, "front": n < 4, "half": n % 2 == 0, "all but one": n != 7, "all but the last": n < N - 1,
+        "all": n >= 0,
     }  # fmt: skip
     for loss in ("logp", "both"):
-        for name in zero if loss == "logp" else ("half", "all but one"):
+        for name in zero if loss == "logp" else ("half",):
             skipped = zero[name]
             part = case._replace(c=case.c.masked_fill(skipped, 0.0))
             want = heads.truth(part, loss=loss)
@@ -166,7 +165,7 @@ def tokens_without_a_gradient_are_skipped(path: Path) -> None:
 def nan_tokens_without_a_gradient(path: Path) -> None:
     """A masked position may hold anything: neither the loss nor a gradient may depend on it."""
     case = make(N, D, V, path=path)
-    for index in ([0], [N - 1], [3, 4, 8]):
+    for index in ([0], [3, 4, N - 1]):
         part = case._replace(c=case.c.clone(), hidden=case.hidden.clone())
         part.c[:, index] = 0
         want = heads.truth(part)
@@ -192,7 +191,9 @@ def one_number_for_all_tokens(path: Path) -> None:
 
 @every_path
 def frozen_parts(path: Path) -> None:
+    """The vector kept for each token of a frozen head is scaled by the incoming gradient, zero included."""
     case = make(N, D, V, path=path)
+    case.c[:, ::3] = 0
     parts = [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("hidden", "weight")]
     for loss in ("both", "logp", "entropy"):
         want = heads.truth(case, loss=loss)
@@ -201,19 +202,7 @@ def frozen_parts(path: Path) -> None:
                 got = entry(case, path, loss=loss, needs=needs)
                 assert [key for key in heads.NAMES if key in got] == list(needs)
                 assert_same(got, want, path, what=f"{name}, {needs}, {loss}")
-
-
-@every_path
-def frozen_head_with_gaps(path: Path) -> None:
-    """The vector kept for each token is scaled by the incoming gradient, zero included."""
-    case = make(N, D, V, path=path, bias=False)
-    case.c[:, ::3] = 0
-    for loss in ("logp", "both"):
-        want = heads.truth(case, loss=loss)
-        for name, entry in ENTRIES.items():
-            got = entry(case, path, loss=loss, needs=("hidden",))
-            assert (got["hidden"][::3] == 0).all()
-            assert_same(got, want, path, what=name)
+                assert "hidden" not in got or (got["hidden"][::3] == 0).all()
 
 
 @every_path
@@ -308,19 +297,6 @@ def policy_gradient_in_one_pass(path: Path) -> None:
 
     _, count = compare_losses(case, path, lambda tokens, index: (surrogate(tokens.logp, index), None))
     assert count == N - (clipped | (advantage == 0)).sum()
-
-
-@every_path
-def supervised_loss_in_one_pass(path: Path) -> None:
-    case = make(N, D, V, path=path)
-    mask = torch.arange(N, device=path.device) % 3 > 0
-
-    def nll(tokens: fast.TokenLogps, index: Tensor):
-        out = sft_loss(tokens.logp, mask[index])
-        return out.terms["nll"].sum / mask.sum(), out.terms["nll"].count
-
-    extra, count = compare_losses(case, path, nll)
-    assert extra == [mask.sum()] and count == mask.sum()
 
 
 def compare_losses(case: Case, path: Path, loss_fn: fast.LossFn) -> tuple[list, int]:

@@ -1,12 +1,14 @@
-"""The kernel and its plain-torch reference against the exact step, and stochastic rounding on average."""
+"""The plain-torch reference against the exact step, and stochastic rounding on average.
+
+The kernel runs in test_interpreted.py, and on a GPU at the end of this file.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kernels.adamw import BLOCK, Held, Rates, exact_step, kernel_step, reference_step, step_, stochastic_round
-from tests.kernels.interpreter import interpreted
+from kernels.adamw import BLOCK, Held, Rates, exact_step, reference_step, step_, stochastic_round
 
 RATES = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, t=3)
 
@@ -45,29 +47,6 @@ def test_reference_rounds_to_a_neighbour_and_is_exact_on_average(shape):
     check_against_exact(reference_step, *shape)
 
 
-@interpreted
-@pytest.mark.parametrize("shape", [(1,), (7, 13), (BLOCK - 1,), (65, 129)])
-def test_kernel_rounds_to_a_neighbour_and_is_exact_on_average(shape):
-    check_against_exact(kernel_step, *shape)
-
-
-@interpreted
-def test_same_seed_gives_the_same_weights_and_another_seed_does_not():
-    made = []
-    for seed in (5, 5, 6):
-        tensors = problem(65, 129)
-        kernel_step(tensors, RATES, seed)
-        made.append(tensors[0])
-    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
-
-
-@interpreted
-def test_kernel_does_not_write_past_the_tensor():
-    held = torch.full((4, 200), 3.0, dtype=torch.bfloat16)
-    kernel_step(Held(*(row[:130] for row in held)), RATES, 1)
-    assert (held[:, 130:] == 3.0).all() and (held[0, :130] != 3.0).any()
-
-
 def test_float32_is_adamw_itself():
     weight, grad, exp_avg, exp_avg_sq = problem(9, 11, dtype=torch.float32)
     parameter = torch.nn.Parameter(weight.clone())
@@ -94,9 +73,9 @@ def test_second_moment_moves_though_every_change_is_under_half_a_step():
     """Rounded to nearest it would stay at 1: a change of 1e-3 is a quarter of a step."""
     tensors = Held(*(torch.ones(4096, dtype=torch.bfloat16) for _ in range(4)))
     tensors.grad.zero_()
-    for t in range(1, 201):
+    for t in range(1, 101):
         reference_step(tensors, RATES._replace(t=t, lr=0.0), t)
-    assert tensors[3].float().mean().item() == pytest.approx(0.999**200, rel=0.02)
+    assert tensors[3].float().mean().item() == pytest.approx(0.999**100, rel=0.02)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import attention, reference
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
@@ -44,27 +43,22 @@ def windowed(spans: Spans, window: int | None) -> Spans:
 # Dense masks
 
 
-@settings(max_examples=60, deadline=None)
-@given(layout=layouts(), window=st.one_of(st.none(), st.integers(1, 12)))
-def test_dense_mask_equals_reference(layout, window):
+def check_dense(layout: Layout, window: int | None) -> None:
     got = dense_mask(windowed(layout.spans, window), layout.document.shape[1])
     assert got.dtype == torch.bool
     assert torch.equal(got, reference.attention_mask(*labels(layout), window=window))
+    assert got.diagonal(dim1=2, dim2=3).all()  # every position sees itself, so no softmax is empty
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8])
-@pytest.mark.parametrize("sizes", STRIDED)
-def test_dense_mask_of_a_strided_row_equals_reference(sizes, window):
-    layout = strided(**sizes, multiple=16)
-    got = dense_mask(windowed(layout.spans, window), layout.document.shape[1])
-    assert torch.equal(got, reference.attention_mask(*labels(layout), window=window))
+@settings(max_examples=20, deadline=None)
+@given(layout=layouts(longest=5), window=st.one_of(st.none(), st.integers(1, 12)))
+def test_dense_mask_equals_reference(layout, window):
+    check_dense(layout, window)
 
 
-@settings(max_examples=30, deadline=None)
-@given(layout=layouts(), window=st.one_of(st.none(), st.integers(1, 8)))
-def test_every_position_sees_itself_so_no_softmax_is_empty(layout, window):
-    mask = dense_mask(windowed(layout.spans, window), layout.document.shape[1])
-    assert mask.diagonal(dim1=2, dim2=3).all()
+def test_dense_mask_of_a_strided_row_equals_reference():
+    for sizes, window in zip(STRIDED, (None, 1, 3, 8, None), strict=True):
+        check_dense(strided(**sizes, multiple=8), window)
 
 
 def test_dense_mask_by_hand():
@@ -93,16 +87,9 @@ def test_window_counts_the_position_itself_and_reaches_into_the_prefix():
     ]
 
 
-def test_window_wider_than_every_sequence_changes_nothing():
-    layout = lay_out([[(5, [3, 2]), (4, [])], [(6, [1])]])
-    for window in (8, 9, 100):
-        assert all(map(torch.equal, with_window(layout.spans, window), layout.spans))
-
-
-@pytest.mark.parametrize("window", [0, -1])
-def test_window_without_a_key_is_refused(window):
-    with pytest.raises(ValueError, match=f"window={window}"):
-        with_window(lay_out([[(3, [])]]).spans, window)
+def test_window_without_a_key_is_refused():
+    with pytest.raises(ValueError, match="window=0"):
+        with_window(lay_out([[(3, [])]]).spans, 0)
 
 
 def tiles_of(mask: Tensor) -> tuple[Tensor, Tensor]:  # (R, 1, Q/128, K/128) bool each: partial, full
@@ -141,7 +128,7 @@ def check_tiles(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q/128, K/128) 
     return full
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(layout=layouts(longest=300), window=st.one_of(st.none(), st.integers(1, 400)))
 def test_block_mask_lists_exactly_the_tiles_of_the_dense_mask(layout, window):
     check_tiles(windowed(layout.spans, window), layout.document.shape[1])
@@ -188,13 +175,13 @@ def test_block_mask_of_a_long_row_does_not_build_the_dense_mask():
     assert torch.equal(mask.full_kv_num_blocks[0, 0], torch.arange(32, dtype=torch.int32).repeat(32))
 
 
-@pytest.mark.parametrize("bound", Spans._fields)
-def test_tile_check_notices_a_bound_that_is_off_by_one(bound):
-    layout = lay_out([[(256, [256, 128])]])
-    wrong = layout.spans._replace(**{bound: getattr(layout.spans, bound) + 1})
-    mask, exact = block_mask(wrong, 640), tiles_of(dense_mask(layout.spans, 640))
-    got = (listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices))
-    assert got != (chosen(exact[0]), chosen(exact[1]))
+def test_tile_check_notices_a_bound_that_is_off_by_one():
+    for bound in Spans._fields:
+        layout = lay_out([[(256, [256, 128])]])
+        wrong = layout.spans._replace(**{bound: getattr(layout.spans, bound) + 1})
+        mask, exact = block_mask(wrong, 640), tiles_of(dense_mask(layout.spans, 640))
+        got = (listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices))
+        assert got != (chosen(exact[0]), chosen(exact[1]))
 
 
 # The compiled call, forward only: flex_attention has no backward on a CPU
@@ -316,14 +303,14 @@ def test_states_and_gradients_of_a_row_equal_those_of_separate_runs(model, name)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
 
 
-@pytest.mark.parametrize("bound", ["prefix_stop", "own_start", "own_stop"])
-def test_comparison_notices_a_bound_that_is_off_by_one(model, bound):
-    layout = LAYOUTS["strided"]
-    ids = ids_of(layout)
-    moved = getattr(layout.spans, bound) - 1
-    wrong = layout.spans._replace(**{bound: moved.clamp(min=1) if bound == "own_stop" else moved.clamp(min=0)})
-    difference = (row_states(model, ids, layout, wrong) - separate_states(model, ids, layout)).abs().max()
-    assert difference > 1e-2
+def test_comparison_notices_a_bound_that_is_off_by_one(model):
+    for bound in ["prefix_stop", "own_start", "own_stop"]:
+        layout = LAYOUTS["strided"]
+        ids = ids_of(layout)
+        moved = getattr(layout.spans, bound) - 1
+        wrong = layout.spans._replace(**{bound: moved.clamp(min=1) if bound == "own_stop" else moved.clamp(min=0)})
+        difference = (row_states(model, ids, layout, wrong) - separate_states(model, ids, layout)).abs().max()
+        assert difference > 1e-2
 
 
 class PlaceCache:
@@ -342,7 +329,7 @@ class PlaceCache:
         return 0
 
 
-@pytest.mark.parametrize("sizes", STRIDED)
+@pytest.mark.parametrize("sizes", STRIDED[1:3])
 @torch.no_grad()
 def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
     batch = strided_batch(**sizes)
@@ -377,14 +364,3 @@ def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
         alone = model.model(input_ids=ids[:, places]).last_hidden_state[0, prefix - 1 : -1]
         own = torch.tensor(places[prefix:]) - sizes["prompt_length"]
         torch.testing.assert_close(trained[0, batch.predictor.flatten()[own]], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_sdpa_with_a_dense_mask_equals_the_reference_with_gradients():
-    layout = LAYOUTS["shared"]
-    inputs = [x.double().requires_grad_() for x in tensors_of(layout, 4)]
-    mask = dense_mask(layout.spans, layout.document.shape[1])
-    got = scaled_dot_product_attention(*inputs, attn_mask=mask, scale=0.25, enable_gqa=True)
-    want = reference.attention(*inputs, mask, scale=0.25)
-    torch.testing.assert_close(got, want)
-    for one, other in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)), strict=True):
-        torch.testing.assert_close(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import warnings
 
@@ -51,30 +52,24 @@ def test_value_by_hand():
     assert out.logp.dtype == torch.float32
 
 
-@pytest.mark.parametrize("v", [2, 37, 331, 1009])
-@pytest.mark.parametrize("d", [16, 40, 72])
-@pytest.mark.parametrize("n", [1, 5, 131])
-def test_sizes(n, d, v):
-    heads.check(make(n, d, v), TORCH_32, temperature=0.7)
+def test_sizes():
+    for n, d, v in ((1, 16, 2), (1, 72, 1009), (5, 40, 331), (131, 16, 37), (131, 72, 1009)):
+        heads.check(make(n, d, v), TORCH_32, temperature=0.7)
+    for v in (1, 2):
+        heads.check(make(1, D, v, path=TORCH_64), TORCH_64, temperature=0.7)
 
 
-@pytest.mark.parametrize("loss", ["logp", "entropy", "both"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("path", PATHS)
-def test_options(small_blocks, path, options, bias, loss):
-    heads.check(make(N, D, V, path=PATHS[path], bias=bias), PATHS[path], loss=loss, **OPTIONS[options])
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("path", PATHS)
-def test_without_entropy(small_blocks, path, options):
-    heads.check(make(N, D, V, path=PATHS[path]), PATHS[path], loss="logp", entropy=False, **OPTIONS[options])
+def test_options(small_blocks, path):
+    path = PATHS[path]
+    for options in OPTIONS if path is TORCH_64 else ("plain", "all"):
+        for bias, loss in ((True, "both"), (False, "logp"), (True, "entropy")):
+            heads.check(make(N, D, V, path=path, bias=bias), path, loss=loss, **OPTIONS[options])
+        heads.check(make(N, D, V, path=path), path, loss="logp", entropy=False, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("loss", ["logp", "entropy", "both"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("loss", "options"), [("logp", "plain"), ("entropy", "softcap"), ("both", "all")])
 def test_bfloat16_errs_no_more_than_plain_torch(monkeypatch, options, loss, entry):
     """At most 1.5 times the error (in norm) of plain bfloat16 torch, against float64 on the same rounded inputs.
 
@@ -131,7 +126,7 @@ def test_head_of_another_dtype_gets_its_gradient_in_that_dtype(path):
 # ---- blocks ----
 
 
-@pytest.mark.parametrize("elements", [1, V - 1, V, 2 * V, 7 * V + 5, N * V, 1 << 25])
+@pytest.mark.parametrize("elements", [1, 2 * V - 1, 7 * V + 5, N * V])
 def test_blocks_do_not_change_the_result(monkeypatch, elements):
     case = make(N, D, V, path=TORCH_64)
     case.c[:, 3:8] = 0
@@ -169,20 +164,15 @@ def test_logits_are_never_kept_for_the_backward(small_blocks):
 
 
 @pytest.mark.parametrize("check", CHECKS | AROUND)
-@pytest.mark.parametrize("path", PATHS)
-def test_check(path, check):
-    (CHECKS | AROUND)[check](PATHS[path])
+def test_check(check):
+    for path in (TORCH_32, TORCH_16) if check in CHECKS else (TORCH_32,):
+        (CHECKS | AROUND)[check](path)
 
 
-@pytest.mark.parametrize("check", NUMERICS)
-@pytest.mark.parametrize("path", ["float64", "float32"])
-def test_numerics(path, check):
-    NUMERICS[check](PATHS[path])
-
-
-@pytest.mark.parametrize("v", [1, 2])
-def test_smallest_vocabularies(v):
-    heads.check(make(1, D, v, path=TORCH_64), TORCH_64, temperature=0.7)
+def test_numerics():
+    for path in (TORCH_64, TORCH_32):
+        for check in NUMERICS.values():
+            check(path)
 
 
 def test_another_ignore_index():
@@ -215,10 +205,12 @@ def test_large_logits_stay_finite():
 # ---- errors ----
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES, "scored"])
+RUNS = {**ENTRIES, "scored": heads.scored}
+
+
+@pytest.mark.parametrize("entry", RUNS)
 def test_bad_arguments_are_refused(entry):
-    case = make(N, D, V)
-    run = heads.scored if entry == "scored" else ENTRIES[entry]
+    case, run = make(N, D, V), RUNS[entry]
     for wrong, message in (
         ({"weight": case.weight[:, :-1]}, r"hidden \(23, 16\), weight \(101, 15\)"),
         ({"hidden": case.hidden.unsqueeze(0)}, r"expected \(N, D\) and \(V, D\)"),
@@ -228,11 +220,14 @@ def test_bad_arguments_are_refused(entry):
         with pytest.raises(ValueError, match=message):
             run(case._replace(**wrong), TORCH_32)
     for option in ("temperature", "scale", "softcap"):
-        for value in (0.0, -1.0, math.nan):
+        for value in (0.0, math.nan):
             with pytest.raises(ValueError, match=f"{option}={value}: must be above 0"):
                 run(case, TORCH_32, **{option: value})
     with pytest.raises(ValueError, match="impl=cuda: must be auto, torch or triton"):
         run(case, TORCH_32._replace(impl="cuda"))
+    if importlib.util.find_spec("triton") is not None and not IS_ON:  # Triton's interpreter accepts a CPU
+        with pytest.raises(ValueError, match="impl=triton: .*; use impl=torch"):
+            run(make(N, D, V, path=TORCH_16), TORCH_16._replace(impl="triton"))
 
 
 def test_an_unchecked_target_outside_the_vocabulary_is_no_number():
@@ -243,18 +238,16 @@ def test_an_unchecked_target_outside_the_vocabulary_is_no_number():
         heads.scored(case, TORCH_32, ignore_index=None)
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES, "scored"])
-def test_a_distributed_head_is_refused_by_name(entry):
+def test_a_distributed_head_is_refused_by_name():
     case = make(N, D, V)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         for placement in (Replicate(), Shard(0)):
             weight = distribute_tensor(case.weight, mesh, [placement])
-            run = heads.scored if entry == "scored" else ENTRIES[entry]
-            with pytest.raises(ValueError, match=r"weight: is a DTensor; gather the head once with .full_tensor\(\)"):
-                run(case._replace(weight=weight), TORCH_32)
+            for run in RUNS.values():
+                with pytest.raises(ValueError, match=r"weight: is a DTensor; gather the head once with .full_tensor\("):
+                    run(case._replace(weight=weight), TORCH_32)
             want = heads.scored(case, TORCH_32).logp
             assert torch.equal(heads.scored(case._replace(weight=weight.full_tensor()), TORCH_32).logp, want)
     finally:
@@ -266,16 +259,6 @@ def test_auto_is_torch_on_a_cpu():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         picked = fast._pick(case.hidden.to(dtype), case.weight, None, case.target, 1.0, None, 1.0, "auto")
         assert picked is fast.TorchHead
-
-
-@pytest.mark.skipif(IS_ON, reason="Triton's interpreter accepts them")
-@pytest.mark.parametrize("entry", [*ENTRIES, "scored"])
-def test_triton_refuses_tensors_on_a_cpu(entry):
-    pytest.importorskip("triton")
-    case = make(N, D, V, path=TORCH_16)
-    run = heads.scored if entry == "scored" else ENTRIES[entry]
-    with pytest.raises(ValueError, match="impl=triton: .*; use impl=torch"):
-        run(case, TORCH_16._replace(impl="triton"))
 
 
 def test_reference_is_itself_right():

@@ -79,7 +79,7 @@ def test_refusals():
          "embed_method=median: .* completion_mean, concat, last_token, mean_pooling$"),
         (partial(whiten, one, draw(2, 3)),
          "rollouts=1: whitening .*; draw 2 or more, or leave use_whitening off$"),
-        (partial(whiten, *WORKED, whiten_target="both"), "whiten_target=both: .*; feature or sample$"),
+        (partial(whiten, *WORKED, whiten_target="both"), "whiten_target=both: .*; use feature or sample$"),
         (partial(advantage_of, PARTS, advantage_estimator="gae"),
          "advantage_estimator=gae: .* grpo, reinforce, rloo, rloo_split$"),
         *((partial(advantage_of, single, advantage_estimator=name),

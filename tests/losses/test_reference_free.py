@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.preference import options_of
 from losses.reference_free import (
     CLOSEST_TO_ZERO,
     CPO_LOSSES,
@@ -20,7 +19,7 @@ from losses.reference_free import (
     log_odds_ratio,
     orpo_loss,
 )
-from losses.types import LossOut
+from losses.types import LossOut, options_of
 
 MEAN_W = (-1.0, -0.8)
 MEAN_L = (-1.2, -0.5)

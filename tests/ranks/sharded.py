@@ -1,15 +1,13 @@
-"""Run by torchrun: checkpoints of a model in shards, saved by two processes and read by any.
+"""Checkpoints of a sharded model, saved by two processes and read by any number; called by tests/ranks/main.py.
 
-    torchrun --nproc-per-node 2 -m tests.ranks.sharded FOLDER
-
-Leaves FOLDER/fsdp and FOLDER/copies behind, with the whole tensors that rank 0 had gathered, for the process that
-started it to read. What needs two processes is asserted here.
+check_sharded leaves FOLDER/fsdp and FOLDER/copies behind, with the full tensors that rank 0 gathered, for the process
+that started it to read. What needs two processes is asserted here.
 """
 
 from __future__ import annotations
 
 import errno
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,8 @@ from tests.ranks.loading import check_loading
 from tests.ranks.worker import MODES, VOCAB, make_policy, one_process
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
-from trainer.parallel.comm import all_sum, is_main, of_all, process_group, rank, world_size
+from trainer.parallel import comm
+from trainer.parallel.comm import all_sum, is_main, of_all, rank, world_size
 from trainer.parallel.dtensor import gather, gather_with_grad
 from trainer.policy.logps import Policy
 from trainer.policy.reference import MovingReference
@@ -178,17 +177,40 @@ def check_moving() -> None:
     assert torch.equal(asked(), first)
 
 
-def main(folder: Path) -> None:
-    with process_group(60.0):
-        check_moving()
-        for mode in ("fsdp", "copies"):
-            check_saving(folder, mode)
-        check_old_files(folder)
-        check_full_disk(folder)
-        check_loading(folder)
-        if is_main():
-            print("all well", flush=True)
+def check_slow_disk(run: Path) -> None:
+    """A checkpoint may take longer to verify than ranks wait for each other. If rank 0 finds it damaged, the error is
+    rank 0's, and the others exit with it."""
+    from trainer.cli import parse
+    from trainer.run.run import open_run
+
+    sha256_of = saving.sha256_of
+
+    def slow(path: Path) -> str:
+        time.sleep(6)
+        return sha256_of(path)
+
+    saving.sha256_of, comm._watch.timeout_s = slow, 4.0
+    _, cfg, _ = parse(["--resume", str(run)])
+    with open_run(cfg, "sft") as opened:
+        checkpoint = opened.checkpoint
+    of_all(None, "both have it")
+    if is_main():
+        (checkpoint / "model.safetensors").write_bytes(b"short")
+    of_all(None, "now it is damaged")
+    try:
+        open_run(cfg, "sft")
+    except ValueError as error:
+        assert is_main() and "no undamaged checkpoint (1 tried)" in str(error), error
+    except SystemExit as error:
+        assert not is_main() and error.code == 2, error.code
+    else:
+        raise AssertionError("a damaged checkpoint was opened")
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def check_sharded(folder: Path) -> None:
+    check_moving()
+    for mode in ("fsdp", "copies"):
+        check_saving(folder, mode)
+    check_old_files(folder)
+    check_full_disk(folder)
+    check_loading(folder)

@@ -1,18 +1,13 @@
-"""Run by torchrun: one optimizer step of each method on this rank's share, against the same step in one process.
-
-    torchrun --nproc-per-node 2 -m tests.ranks.worker replicate|fsdp|copies [CASE ...]
-
-Prints one JSON line per case on rank 0: {"case", "gradient": relative error, "loss": difference, "norm": ...}.
-"""
+"""One optimizer step of each method on this rank's share, against the same step in one process."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +18,11 @@ from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
 from trainer.offline.labelled import item_of, pack_labelled
 from trainer.offline.loop import rows_of_this_rank
-from trainer.parallel.comm import context_size, is_main, process_group
+from trainer.parallel import comm
+from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import gather
 from trainer.policy.attention import use_slices
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
 from trainer.policy.sharding import clip_gradients, parallelize, sum_gradients
 
@@ -241,46 +237,68 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
     return {name: gather(p.grad).clone() for name, p in policy.model.named_parameters() if p.requires_grad}
 
 
-def compare(case: Case, mode: str) -> dict[str, float]:
-    with one_process():
-        alone = case.policy()
-        expected_metrics = case.step(alone, case.rows)
-        expected = gradients(alone)
-    policy = parallelize(ParallelConfig(**MODES[mode]), case.policy())
-    found_metrics = case.step(policy, case.deal(case.rows))
+@functools.cache
+def context_groups(size: int) -> Any:
+    return comm._join_context(size, timedelta(seconds=60))
+
+
+@contextlib.contextmanager
+def sharing_rows(size: int) -> Iterator[None]:
+    """As with --parallel.context."""
+    comm._context = context_groups(size)
+    try:
+        yield
+    finally:
+        comm._context = None
+
+
+def counted(policy: Policy) -> tuple[Policy, list[int]]:
+    """The policy, and the numbers of positions that go through it."""
+    seen: list[int] = []
+
+    def count(module: Any, inputs: Any, output: Tensor) -> None:
+        seen.append(output.shape[:2].numel())
+
+    causal_lm(policy.model).get_input_embeddings().register_forward_hook(count)
+    return policy, seen
+
+
+def compare(case: Case, mode: str, context: int = 1) -> dict[str, Any]:
+    """Relative errors of the gradient and its norm, metrics that differ, positions computed; `context` share rows.
+
+    Rank 0 also takes the step of one process, and returns the comparison.
+    """
+    expected: dict[str, Tensor] = {}
+    if comm.is_main():
+        with one_process():
+            alone, positions = counted(case.policy())
+            expected_metrics = case.step(alone, case.rows)
+            expected = gradients(alone)
+    with sharing_rows(context):
+        policy, computed = counted(case.policy())
+        policy = parallelize(ParallelConfig(**MODES[mode], context=context), policy)
+        found_metrics = case.step(policy, case.deal(case.rows))
     sum_gradients(policy.model)
     found = gradients(policy)
+    norm = clip_gradients([p for p in policy.model.parameters() if p.requires_grad], 1e-3)
+    clipped = torch.cat([g.flatten() for g in gradients(policy).values()]).norm()
+    if not expected:
+        return {}
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     size = torch.cat([g.flatten() for g in expected.values()]).norm()
     error = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).norm() / size
     assert size > 1e-3, size
-    norm = clip_gradients([p for p in policy.model.parameters() if p.requires_grad], 1e-3)
-    names = expected_metrics.keys() | found_metrics.keys()
     unlike = {
         name: [expected_metrics.get(name), found_metrics.get(name)]
-        for name in names
+        for name in expected_metrics.keys() | found_metrics.keys()
         if abs(expected_metrics.get(name, 1e9) - found_metrics.get(name, -1e9))
         > 1e-5 * max(1.0, abs(expected_metrics.get(name, 0.0)))
     }
-    clipped = torch.cat([g.flatten() for g in gradients(policy).values()]).norm()
     return {
         "gradient": float(error),
         "norm": abs(norm - float(size)) / float(size),
         "clipped": float(clipped),
         "unlike": unlike,
+        "positions": sum(positions),
+        "computed": sum(computed),
     }
-
-
-def main(mode: str, names: list[str]) -> None:
-    from tests.ranks import sampled  # which is made of what is here
-
-    cases = CASES | sampled.CASES
-    with process_group(60.0):
-        for name in names or cases:
-            result = compare(cases[name](), mode)
-            if is_main():
-                print(json.dumps({"case": name, **result}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from data.formats.template_settings import JsonObject
 from data.hints import suggest
-from data.user_code import find_callable, refuse_python_object
+from data.user_code import find_record
 from losses.advantage import ADVANTAGE_ESTIMATORS, Advantage, AdvantageEstimator, GroupRewards
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.config.blocks import (
@@ -69,7 +69,7 @@ class AdvantageConfig:
                     f"advantage_estimator={name}: normalize_then_sum normalises by groups; leave it at group"
                 )
             name = "normalize_then_sum"
-        record = find_estimator(name)
+        record = find_record("advantage_estimator", name, ADVANTAGE_ESTIMATORS, AdvantageEstimator, "estimator")
         unread = "scale_rewards" not in record.options
         allowed = (
             (AdvantageConfig.scale_rewards, "none") if name == "leave_one_out" else (AdvantageConfig.scale_rewards,)
@@ -100,21 +100,6 @@ class AdvantageConfig:
     @property
     def estimate(self) -> Callable[[GroupRewards], Advantage]:
         return self._estimate
-
-
-def find_estimator(spec: str | Callable[..., Any]) -> AdvantageEstimator:
-    """The record of an estimator: a built-in one by its name, or a function or record of the user's."""
-    if isinstance(spec, str) and spec not in ADVANTAGE_ESTIMATORS:
-        refuse_python_object(spec, "advantage_estimator")
-        if "." not in spec:
-            raise ValueError(
-                f"advantage_estimator={spec}: no such estimator, {suggest(spec, ADVANTAGE_ESTIMATORS)}; one of yours "
-                "is my_module.my_estimator"
-            )
-        _, spec = find_callable(spec, f"advantage_estimator={spec}")
-    if isinstance(spec, str):
-        return ADVANTAGE_ESTIMATORS[spec]
-    return spec if isinstance(spec, AdvantageEstimator) else AdvantageEstimator(spec)
 
 
 @dataclass(frozen=True, kw_only=True)

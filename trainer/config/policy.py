@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,7 +15,7 @@ import tyro
 
 from data.formats.template_settings import JsonObject
 from data.hints import suggest
-from data.user_code import find_callable, refuse_python_object
+from data.user_code import find_record
 from losses.policy import OPTIONS, POLICY_LOSSES, PolicyLoss
 from trainer.config.checks import check_numbers, refuse_idle
 
@@ -25,20 +24,6 @@ NO_SEQUENCE_LEVEL = {
     "weight": "its weight is that of the whole completion",
     "none": "it has no ratio",
 }
-
-
-def find_loss(spec: str | Callable[..., Any]) -> PolicyLoss:
-    """The record of a loss: a built-in one by its name, or a function or record of the user's."""
-    if isinstance(spec, str) and spec not in POLICY_LOSSES:
-        refuse_python_object(spec, "loss_type")
-        if "." not in spec:
-            raise ValueError(
-                f"loss_type={spec}: no such loss, {suggest(spec, POLICY_LOSSES)}; your own is my_module.my_loss"
-            )
-        _, spec = find_callable(spec, f"loss_type={spec}")
-    if isinstance(spec, str):
-        return POLICY_LOSSES[spec]
-    return spec if isinstance(spec, PolicyLoss) else PolicyLoss(spec)
 
 
 def _option_flags() -> list[tuple[str, Any, Any]]:
@@ -118,7 +103,7 @@ class PolicyLossConfig(_Options):
 
     def _resolve_loss(self) -> None:
         """Find `loss`, the record, and `loss_options`, its keyword arguments; refuse what the loss does not read."""
-        loss = find_loss(self.loss_type)
+        loss = find_record("loss_type", self.loss_type, POLICY_LOSSES, PolicyLoss, "loss")
         flags = {
             name: getattr(self, name)
             for name in OPTIONS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from losses.preference import DIVERGENCE_LOSSES, PAIR_LOSSES, options_of
+from losses.preference import DIVERGENCE_LOSSES, PAIR_LOSSES
+from losses.types import options_of
 from trainer.config.blocks import ReferenceConfig
 from trainer.config.checks import check_numbers, refuse_idle
 

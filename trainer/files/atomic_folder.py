@@ -32,16 +32,22 @@ def atomic_folder(target: Path, what: str) -> Iterator[Path]:
         remove_folder(target)
         tmp.rename(target)
         sync(target.parent)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(tmp, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"{what}={target}: could not be written ({reason}); free space or permit writing there, then use --resume: "
-            "earlier checkpoints are as they were"
-        ) from None
-    except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise ValueError(could_not_write(what, target, reason_of(error))) from None
         raise
+
+
+def reason_of(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def could_not_write(what: str, target: Path, reason: str) -> str:
+    return (
+        f"{what}={target}: could not be written ({reason}); free space or permit writing there, then use --resume: "
+        "earlier checkpoints are as they were"
+    )
 
 
 def remove_folder(folder: Path) -> None:

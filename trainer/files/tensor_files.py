@@ -10,7 +10,6 @@ A tensor may be stored in parts in several files, as ranks write their shards; r
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,30 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from rollout.sync.tensor_header import DTYPES, NAMES, Spec, file_header
+
 CHUNK = 16 << 20  # bytes written and hashed at once
-NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Slices = tuple[slice, ...]
 
 
-class Spec(NamedTuple):
-    """Shape and dtype of a tensor, as in a file's header."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+def specs_of(tensors: Mapping[str, Tensor | Record]) -> dict[str, Spec]:
     return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -50,7 +35,8 @@ def write_tensors(
 ) -> tuple[int, str]:
     """Write `tensors`, in the order of `specs`, to a safetensors file; returns its size and sha256.
 
-    Bytes are hashed as they are written, and both release the GIL. `check` is called before each chunk.
+    safetensors' own save_file takes all tensors at once. Here bytes are hashed as they are written, and both release
+    the GIL. `check` is called before each chunk.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -69,24 +55,6 @@ def write_tensors(
                 write(data[start : start + CHUNK])
         size = file.tell()
     return size, digest.hexdigest()
-
-
-def aligned(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """In file order: wide dtypes first, so that each tensor starts at a multiple of its item size."""
-    return dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
-
-
-def file_header(specs: Mapping[str, Spec]) -> bytes:
-    """The start of a file: length, JSON, padding to a multiple of 8 bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, spec in specs.items():
-        stop = start + spec.num_bytes
-        header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class Part(NamedTuple):
@@ -139,33 +107,24 @@ class TensorFiles(Mapping[str, Tensor]):
         at = at or tuple(slice(0, size) for size in record.shape)
         result = torch.empty([piece.stop - piece.start for piece in at], dtype=record.dtype)
         for part in record.parts:
-            low = [max(piece.start, first) for piece, first in zip(at, part.start, strict=True)]
-            high = [
-                min(piece.stop, first + size)
-                for piece, first, size in zip(at, part.start, part.shape, strict=True)
-            ]  # fmt: skip
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                there = tuple(slice(a - first, b - first) for a, b, first in zip(low, high, part.start, strict=True))
-                here = tuple(slice(a - piece.start, b - piece.start) for a, b, piece in zip(low, high, at, strict=True))
-                result[here] = self._block(part, there)
+            here, there = [], []  # where the two overlap, in the result and in the part
+            for piece, first, size in zip(at, part.start, part.shape, strict=True):
+                low, high = max(piece.start, first), min(piece.stop, first + size)
+                here.append(slice(low - piece.start, high - piece.start))
+                there.append(slice(low - first, high - first))
+            if all(overlap.start < overlap.stop for overlap in here):
+                result[tuple(here)] = self._block(part, tuple(there))
         return result
 
     def _block(self, part: Part, at: Slices) -> Tensor:
-        file = self._file(part.file)
+        if part.file not in self._open:
+            self._open[part.file] = safe_open(self.folder / part.file, "pt")
+        file = self._open[part.file]
         return file.get_slice(part.name)[at] if at else file.get_tensor(part.name)
-
-    def _file(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        if name not in self._open:
-            self._open[name] = safe_open(self.folder / name, "pt")
-        return self._open[name]
 
 
 def records_of_file(folder: Path, file: str, prefix: str = "") -> dict[str, Record]:
     """The tensors of one file; `prefix` is put before their names."""
-    from safetensors import safe_open
-
     records = {}
     with safe_open(folder / file, "pt") as opened:
         for name in opened.keys():  # noqa: SIM118  it is not a mapping

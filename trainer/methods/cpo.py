@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from data.types import Pair
-from losses.preference import options_of
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss
-from losses.types import LossOut
+from losses.types import LossOut, options_of
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
 from trainer.offline.loop import Offline, rows_of_this_rank

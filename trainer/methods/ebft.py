@@ -145,7 +145,7 @@ def documents_of(
     require_anchors(documents, plan)
     if plan.min_completion_prefix and not any(document.prompt_length for document in documents):
         raise ValueError(
-            f"min_completion_prefix={plan.min_completion_prefix}: has no effect, no document has a prompt; use "
+            f"min_completion_prefix={plan.min_completion_prefix}: has no effect because no document has a prompt; use "
             "context_length"
         )
     if cfg.features.ce_coef:

@@ -27,7 +27,7 @@ class Config(grpo.Config):
         super().__post_init__()
         given = self.advantage.multi_objective_aggregation
         if given != SEPARATE:
-            raise ValueError(f"multi_objective_aggregation={given}: with --method gdpo it is {SEPARATE}; use grpo")
+            raise ValueError(f"multi_objective_aggregation={given}: gdpo is {SEPARATE}; use --method grpo")
 
 
 train = grpo.train

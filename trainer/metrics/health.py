@@ -1,12 +1,11 @@
 """Health watch: checks a run's metrics and says, in one sentence, what is wrong and what to do about it.
 
 A rule fires on the median of the last 5 steps that logged its metric, so a single odd step does not trigger it. While
-it fires the step has `health/<name>` = 1.0; its message is shown when it first fires and then at most every 50 steps.
+it fires, the step logs `health/<name>` = 1.0; its message is shown when it first fires and then at most every 50 steps.
 
-A run that has succeeded legitimately has little reward spread and little entropy. It counts as solved when every reward
-function is at 0.8 or more (functions are taken to pay 0 to 1; one that is negative is a penalty and left aside) and the
-total has not fallen more than a tenth from its best. Then `solved`, an information, takes the place of the warnings
-about reward spread and low entropy.
+A run that has succeeded has little reward spread and little entropy, and that is fine. It counts as solved when every
+reward function is at 0.8 or more (functions are taken to pay 0 to 1; a negative one is a penalty and ignored) and the
+total is within a tenth of its best. `solved`, an information, then replaces the warnings about spread and low entropy.
 
 All state follows from the metrics: replaying metrics.jsonl after a resume gives that of an uninterrupted run.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -33,13 +32,54 @@ GRAD_NORM_HIGH = 10.0
 REF_KL_HIGH = 0.5
 TRUNCATED_HIGH = 0.8
 # Mean over tokens of |trainer's log-prob - engine's|. Measured on the same weights: 1e-6 to 1e-4 in float32 (every test
-# with a real server), 0.007 to 0.012 in bfloat16 on a GPU (bench/results): ten times that is no rounding. Samples of
-# older weights differ by what training has changed since, too; a nat per token is more than a few steps should bring.
+# with a real server), 0.007 to 0.012 in bfloat16 on a GPU (bench/results): ten times that is no rounding. Samples from
+# older weights also differ by what training has changed since; a nat per token is more than a few steps should bring.
 GAP_HIGH, GAP_HIGH_STALE = 0.1, 1.0
 # k3 of the same differences, which sees single tokens that are far off: below 1e-3 where the gap is 0.01.
 GAP_KL_HIGH, GAP_KL_HIGH_STALE = 0.1, 1.0
 SOLVED_REWARD = 0.8
 TRAINING_AREAS = ("loss/", "policy/", "reward/", "rollout/", "optim/")
+
+CHECK_REWARD = "try it on its own with `python -m rollout.rewards --check NAME --data FILE`, NAME as in --reward-funcs"
+CHECK_ENGINE = (
+    "check that --vllm.url serves this model and that nothing in between rewrites its replies, compare with "
+    "--rollout.engine local, and try --sync.probe-every 1"
+)
+SAMPLE_NEARER = "lower --learning-rate, or sample less far ahead (--prefetch-depth, --vllm-sync-interval); "
+# One sentence each: what is wrong, then what to do. {v} is the median that crossed its threshold.
+MESSAGES = {
+    "alignment_low": f"alignment is {{v:.2f}} after {{step}} steps (at most 2, want > {ALIGNMENT_LOW}): the features "
+    "hardly tell the target from other text; try other --feature-layers or --embed-method",
+    "features_alike": "policy entropy is {v:.2g}, so all rollouts of a prompt are the same: raise --diversity-coef or "
+    "--ce-coef, or lower --learning-rate",
+    "reward_low": f"reward function {{function}} still averages {{v:.3g}} after {{step}} steps (want > {REWARD_LOW}): "
+    f"{CHECK_REWARD}, check that the column it reads exists, or begin with easier data",
+    "penalty": "reward function {function} averages {v:.3g} after {step} steps, which is fine for a penalty: if it is "
+    f"not one, {CHECK_REWARD}",
+    "solved": "most groups are solved (reward {v:.2f}), so little is left to learn: use harder data, or stop here",
+    "reward_std_low": f"reward std is {{v:.3g}} (want > {REWARD_STD_LOW}), so rewards hardly tell completions apart: "
+    "raise --temperature or --num-generations, give partial credit, or use easier or harder data",
+    "zero_std": "{v:.0%} of groups give every completion the same reward, so nothing is learned from them: raise "
+    "--num-generations or --temperature, or use data that is neither solved nor hopeless",
+    "entropy_low": "policy entropy is {v:.2g} (healthy 0.05 to 0.5), so it has collapsed: lower --learning-rate, "
+    "raise --temperature or --beta, and restart from a checkpoint before the fall",
+    "entropy_high": "policy entropy is {v:.2f} (healthy 0.05 to 0.5), so sampling is close to random: lower "
+    "--temperature, or start from a model trained with --method sft on this format",
+    "ref_kl_high": f"KL to the reference is {{v:.2f}} (want < {REF_KL_HIGH}), far from where the run began: "
+    "lower --learning-rate or raise --beta",
+    "truncated": "{v:.0%} of completions are cut off before they end: raise --max-completion-length, and check that "
+    "the model was trained to write the chat template's end-of-turn token",
+    "behaviour_gap": "the engine's log-probs differ from the trainer's by {v:.2g} nats per token (want < {limit:g}; "
+    "float32 has 1e-4, bfloat16 0.01), so the policy is trained on samples that are not its own: {todo}",
+    "behaviour_kl": "the KL of the engine to the trainer is {v:.2g} (want < {limit:g}), so some tokens are far off: "
+    "{todo}",
+    "grad_norm_high": f"gradient norm is {{v:.1f}} (want < {GRAD_NORM_HIGH:g}), so training is unstable: "
+    "lower --learning-rate, set --max-grad-norm 1.0, or add --warmup-ratio 0.1",
+    "grad_norm_zero": "gradient norm is exactly 0 although there was something to learn: check that the model has "
+    "trainable weights and that the loss mask covers the completions",
+    "groups_skipped": "gradient norm is 0 because within every group all completions got the same reward: use harder "
+    "or easier data, or more --num-generations",
+}
 
 
 @dataclass(frozen=True)
@@ -94,172 +134,77 @@ class Watch:
         recent = self._recent.get(name, ())
         return median(recent) if name in values and len(recent) == WINDOW else None
 
-    def _features(self, step: int, values: Mapping[str, float]) -> Iterable[Finding]:
-        """Rewards from features have no scale of their own, and their spread goes as rollouts come to agree."""
-        alignment = self._median("reward/alignment/mean", values)
-        if step >= REWARD_PATIENCE and alignment is not None and alignment < ALIGNMENT_LOW:
-            yield Finding(
-                "alignment_low",
-                alignment,
-                f"alignment is {alignment:.2f} after {step} steps (2 is the most, want > {ALIGNMENT_LOW}): the "
-                "features hardly know the truth from anything else; try other --feature-layers or --embed-method",
-            )
-        entropy = self._median("policy/entropy", values)
-        if entropy is not None and entropy < ENTROPY_LOW:
-            yield Finding(
-                "entropy_low",
-                entropy,
-                f"policy entropy is {entropy:.2g}, all rollouts of a prompt are the same: raise --diversity-coef or "
-                "--ce-coef, or lower --learning-rate",
-            )
-
-    def _rewards(self, step: int, values: Mapping[str, float]) -> Iterable[Finding]:
-        if "reward/cfm" in values:
-            yield from self._features(step, values)
+    def _rewards(self, step: int, values: Mapping[str, float]) -> Iterator[Finding]:
+        entropy, patient = self._median("policy/entropy", values), step >= REWARD_PATIENCE
+        if "reward/cfm" in values:  # rewards from features have no scale, and agreeing rollouts are the aim
+            alignment = self._median("reward/alignment/mean", values)
+            if patient and alignment is not None and alignment < ALIGNMENT_LOW:
+                yield finding("alignment_low", alignment, step=step)
+            if entropy is not None and entropy < ENTROPY_LOW:
+                yield finding("entropy_low", entropy, "features_alike")
             return
         functions = {f: self._median(name, values) for name in values if (f := reward_function_of(name)) is not None}
         for function, value in functions.items():
-            if step >= REWARD_PATIENCE and value is not None and value < REWARD_LOW:
-                yield _reward_low(function, value, step)
+            if patient and value is not None and value < REWARD_LOW:
+                message, level = ("penalty", "info") if value < 0 else ("reward_low", "warning")
+                yield finding(f"reward_low/{function}", value, message, level, function=function, step=step)
         total = self._median("reward/mean", values)
         if total is None:
             return
         self._best_reward = max(self._best_reward, total)
         std, zero_std = self._median("reward/std", values), self._median("reward/zero_std_frac", values)
-        entropy = self._median("policy/entropy", values)
         narrow = std is not None and std < REWARD_STD_LOW
         same = zero_std is not None and zero_std > ZERO_STD_HIGH
         collapsed = entropy is not None and entropy < ENTROPY_LOW
         if self._solved(total, functions.values()):
             if narrow or same or collapsed:
-                yield Finding(
-                    "solved",
-                    total,
-                    f"most groups are solved (reward {total:.2f}) and teach little more: use harder data, or stop here",
-                    "info",
-                )
+                yield finding("solved", total, level="info")
             return
-        if narrow:
-            yield Finding(
-                "reward_std_low",
-                std,
-                f"reward std is {std:.3g} (want > {REWARD_STD_LOW}): completions are hardly told apart; raise "
-                "--temperature or --num-generations, give partial credit, or change the difficulty of the data",
-            )
-        if same:
-            yield Finding(
-                "zero_std",
-                zero_std,
-                f"{zero_std:.0%} of groups give every completion the same reward and teach nothing: raise "
-                "--num-generations or --temperature, or use data that is neither solved nor hopeless",
-            )
-        if collapsed:
-            yield Finding(
-                "entropy_low",
-                entropy,
-                f"policy entropy is {entropy:.2g} (healthy 0.05 to 0.5), it has collapsed: lower --learning-rate, "
-                "raise --temperature or --beta, and restart from a checkpoint before the fall",
-            )
+        for fires, name, value in ((narrow, "reward_std_low", std), (same, "zero_std", zero_std),
+                                   (collapsed, "entropy_low", entropy)):  # fmt: skip
+            if fires:
+                yield finding(name, value)
 
     def _solved(self, total: float, functions: Iterable[float | None]) -> bool:
         scores = [value for value in functions if value is not None and value >= 0] or [total]
         near_best = total >= self._best_reward - 0.1 * abs(self._best_reward)
         return near_best and min(scores) >= SOLVED_REWARD
 
-    def _policy(self, values: Mapping[str, float]) -> Iterable[Finding]:
-        entropy = self._median("policy/entropy", values)
-        # text that is imitated may well have more than 1 nat per token, so without rewards this rule has no meaning
+    def _policy(self, values: Mapping[str, float]) -> Iterator[Finding]:
+        # text that is imitated may well have more than 1 nat per token, so without rewards high entropy means nothing
         judged = "reward/mean" in values and "reward/cfm" not in values
-        if entropy is not None and entropy > ENTROPY_HIGH and judged:
-            yield Finding(
-                "entropy_high",
-                entropy,
-                f"policy entropy is {entropy:.2f} (healthy 0.05 to 0.5), the policy does not settle: lower "
-                "--temperature, or start from a model trained with --method sft on this format",
-            )
-        kl = self._median("policy/ref_kl_k3", values)
-        if kl is not None and kl > REF_KL_HIGH:
-            yield Finding(
-                "ref_kl_high",
-                kl,
-                f"KL to the reference is {kl:.2f} (want < {REF_KL_HIGH}), far from where the run began: "
-                "lower --learning-rate or raise --beta",
-            )
-        truncated = self._median("rollout/truncated_frac", values)
-        if truncated is not None and truncated > TRUNCATED_HIGH:
-            yield Finding(
-                "truncated",
-                truncated,
-                f"{truncated:.0%} of completions are cut off before they end: raise --max-completion-length, and check "
-                "that the chat template's end-of-turn token is one the model was taught to write",
-            )
+        for name, metric, limit in (
+            ("entropy_high", "policy/entropy", ENTROPY_HIGH if judged else math.inf),
+            ("ref_kl_high", "policy/ref_kl_k3", REF_KL_HIGH),
+            ("truncated", "rollout/truncated_frac", TRUNCATED_HIGH),
+        ):
+            value = self._median(metric, values)
+            if value is not None and value > limit:
+                yield finding(name, value)
 
-    def _engine(self, values: Mapping[str, float]) -> Iterable[Finding]:
-        """Whether what sampled is what is trained; needs no probe, and sees every token."""
+    def _engine(self, values: Mapping[str, float]) -> Iterator[Finding]:
+        """Whether the engine samples what is trained; needs no probe, and sees every token."""
         old = any(max(self._recent.get(f"rollout/{name}", (0.0,))) > 0 for name in ("staleness_max", "replayed_groups"))
         gap, kl = self._median("policy/behaviour_gap", values), self._median("policy/behaviour_kl", values)
         limit, kl_limit = (GAP_HIGH_STALE, GAP_KL_HIGH_STALE) if old else (GAP_HIGH, GAP_KL_HIGH)
-        todo = (
-            "; check that --vllm.url is a server of this model with nothing in between that rewrites replies, compare "
-            "with --rollout.engine local, and try --sync.probe-every 1"
-        )
-        if old:
-            todo = "; lower --learning-rate, or sample less far ahead (--prefetch-depth, --vllm-sync-interval)" + todo
+        todo = (SAMPLE_NEARER if old else "") + CHECK_ENGINE
         if gap is not None and gap > limit:
-            yield Finding(
-                "behaviour_gap",
-                gap,
-                f"the engine's log-probs differ from the trainer's by {gap:.2g} nats per token (want < {limit:g}; "
-                f"float32 has 1e-4, bfloat16 0.01): the policy is trained on samples that are not its own{todo}",
-            )
+            yield finding("behaviour_gap", gap, limit=limit, todo=todo)
         elif kl is not None and kl > kl_limit:
-            yield Finding(
-                "behaviour_kl",
-                kl,
-                f"the KL of the engine to the trainer is {kl:.2g} (want < {kl_limit:g}): some tokens are far off{todo}",
-            )
+            yield finding("behaviour_kl", kl, limit=kl_limit, todo=todo)
 
-    def _optim(self, values: Mapping[str, float]) -> Iterable[Finding]:
+    def _optim(self, values: Mapping[str, float]) -> Iterator[Finding]:
         norm = self._median("optim/grad_norm", values)
         if norm is not None and norm > GRAD_NORM_HIGH:
-            yield Finding(
-                "grad_norm_high",
-                norm,
-                f"gradient norm is {norm:.1f} (want < {GRAD_NORM_HIGH:g}), training is unstable: "
-                "lower --learning-rate, set --max-grad-norm 1.0, or add --warmup-ratio 0.1",
-            )
-        if norm != 0.0:
-            return
-        if sum(self._odd_zeros) > WINDOW // 2:
-            yield Finding(
-                "grad_norm_zero",
-                0.0,
-                "gradient norm is exactly 0 although there was something to learn from: check that the model has "
-                "trainable weights and that the loss mask covers the completions",
-            )
-        else:
-            yield Finding(
-                "groups_skipped",
-                0.0,
-                "gradient norm is 0 because every group gave all its completions the same reward, so those steps "
-                "changed nothing: use harder or easier data, or more --num-generations",
-                "info",
-            )
+            yield finding("grad_norm_high", norm)
+        elif norm == 0.0 and sum(self._odd_zeros) > WINDOW // 2:
+            yield finding("grad_norm_zero", 0.0)
+        elif norm == 0.0:
+            yield finding("groups_skipped", 0.0, level="info")
 
 
-def _reward_low(function: str, value: float, step: int) -> Finding:
-    check = "try it on its own with `python -m rollout.rewards --check NAME --data FILE`, NAME as in --reward-funcs"
-    if value < 0:
-        message = (
-            f"reward function {function} averages {value:.3g} after {step} steps, as a penalty may: if not, {check}"
-        )
-        return Finding(f"reward_low/{function}", value, message, "info")
-    return Finding(
-        f"reward_low/{function}",
-        value,
-        f"reward function {function} still averages {value:.3g} after {step} steps (want > {REWARD_LOW}): {check}, "
-        "check that the column it reads is there, or begin with easier data",
-    )
+def finding(name: str, value: float, message: str = "", level: str = "warning", **words: object) -> Finding:
+    return Finding(name, value, MESSAGES[message or name].format(v=value, **words), level)
 
 
 @dataclass

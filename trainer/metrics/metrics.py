@@ -23,121 +23,121 @@ from torch import Tensor
 
 from trainer.parallel.comm import all_gather, all_max, all_sum, pick_device, world_size
 
-# One line per name, `*` stands for any text. The report, the README and a test read this: a run may log no other name.
+# One line per name, `*` stands for any text. Our own methods log no other name (tests/test_smoke.py).
 GLOSSARY: dict[str, str] = {
     "step": "Optimizer steps done; the x axis of every curve. Step 0 is the model before training.",
-    "reward/mean": "Mean over the step's completions of the total reward, sum over functions of weight * value.",
+    "reward/mean": "Total reward, the weighted sum over reward functions; mean over the step's completions.",
     "reward/trained_mean": "The same over the groups trained on, where some were replaced (resampled or replayed).",
     "reward/std": "Standard deviation of the total reward over all completions of the step.",
-    "reward/zero_std_frac": "Groups whose completions all got the same reward (they teach nothing) / groups.",
+    "reward/zero_std_frac": "Fraction of groups whose completions all got the same reward, so they teach nothing.",
     "reward/*/mean": "Mean of this reward function, unweighted, over the completions it applies to.",
     "reward/*/std": "Standard deviation of this reward function, unweighted, over the completions it applies to.",
-    "reward/log/*": "What a reward function gave log_metric under this name; mean over its calls of the step.",
-    "reward/cfm": "Squared distance from the mean feature of a prompt's rollouts to the truth's, not whitened; mean.",
-    "reward/cfm_unbiased": "reward/cfm less what the spread of its few rollouts adds to it; may be below 0.",
-    "reward/failed_rows": "Completions without reward because a function failed on them (reward_on_error none).",
+    "reward/log/*": "Logged by a reward function with log_metric; mean over its calls in the step.",
+    "reward/cfm": "Squared distance of the mean feature of a prompt's rollouts to the target's, not whitened; mean.",
+    "reward/cfm_unbiased": "reward/cfm minus what the spread of the few rollouts adds to it; may be below 0.",
+    "reward/failed_rows": "Completions without a reward because a function failed on them (reward_on_error none).",
     "reward/chosen": "Implicit reward of chosen or desirable responses, as the method defines it; mean over them.",
     "reward/rejected": "Implicit reward of rejected or undesirable responses; mean over them.",
-    "reward/margin": "Implicit reward of the chosen minus that of the rejected response; mean over pairs.",
-    "reward/accuracy": "Pairs whose chosen response has the higher reward / pairs; a tie counts as wrong.",
-    "reward/step_accuracy": "Labelled steps of solutions judged as labelled / labelled steps.",
+    "reward/margin": "Reward of the chosen minus that of the rejected response; mean over pairs.",
+    "reward/accuracy": "Fraction of pairs whose chosen response has the higher reward; a tie counts as wrong.",
+    "reward/step_accuracy": "Fraction of labelled solution steps that the model judges as labelled.",
     "policy/logp_chosen": "Log-prob of chosen or desirable responses, summed over their tokens; mean over them.",
     "policy/logp_rejected": "Log-prob of rejected or undesirable responses, summed over their tokens; mean over them.",
     "policy/log_odds": "ORPO's log odds ratio of chosen against rejected; mean over pairs.",
     "policy/kto_z0": "KTO's reference point: mean log-ratio of mismatched rows over the step, never below 0.",
     "policy/entropy": "Entropy of the next-token distribution, -sum_v p(v) log p(v) in nats; mean over trained tokens.",
-    "policy/clip_frac": "Trained tokens whose ratio is clipped and which therefore give no gradient / trained tokens.",
-    "policy/clip_low_frac": "Trained tokens clipped for a ratio below the range, advantage below 0 / trained tokens.",
-    "policy/clip_high_frac": "Trained tokens clipped for a ratio above the range, advantage above 0 / trained tokens.",
-    "policy/clip_capped_frac": "Trained tokens beyond delta or dual_clip, advantage below 0 / trained tokens.",
-    "policy/cispo_cap_frac": "Tokens whose ratio is above cispo_cap, which bounds their weight / tokens.",
+    "policy/clip_frac": "Fraction of trained tokens whose ratio is clipped, so they give no gradient.",
+    "policy/clip_low_frac": "Fraction of trained tokens clipped for a ratio below the range (advantage below 0).",
+    "policy/clip_high_frac": "Fraction of trained tokens clipped for a ratio above the range (advantage above 0).",
+    "policy/clip_capped_frac": "Fraction of trained tokens beyond delta or dual_clip (advantage below 0).",
+    "policy/cispo_cap_frac": "Fraction of tokens whose ratio is above cispo_cap, which bounds their weight.",
     "policy/vespo_phi": "VESPO's weight of a completion; mean over tokens.",
     "policy/behaviour_ratio": "Trainer against engine: exp(old_logp - behaviour_logp) before any bound; token mean.",
     "policy/behaviour_chi2": "Spread of policy/behaviour_ratio: mean of its square, minus 1.",
     "policy/behaviour_sequence_ratio": "Product of a completion's token ratios to the engine; mean over completions.",
     "policy/behaviour_geometric_ratio": "Geometric mean of a completion's ratios to the engine; mean over completions.",
-    "policy/correction": "Weight for the gap between trainer and engine, after its bounds; mean over tokens.",
-    "policy/correction_zero_frac": "Tokens that the correction left out / tokens.",
-    "policy/correction_bound_frac": "Tokens whose correction was brought back to a bound / tokens.",
-    "policy/geometric_dropped_frac": "Completions left out by geometric_min or geometric_max / completions.",
-    "policy/off_policy_dropped_frac": "Completions left out by off_policy_mask_threshold / completions.",
-    "policy/entropy_kept_frac": "Tokens that top_entropy_quantile trains on / tokens.",
+    "policy/correction": "Weight that corrects for the gap between trainer and engine, bounded; mean over tokens.",
+    "policy/correction_zero_frac": "Fraction of tokens that the correction drops.",
+    "policy/correction_bound_frac": "Fraction of tokens whose correction was clamped to a bound.",
+    "policy/geometric_dropped_frac": "Fraction of completions dropped by geometric_min or geometric_max.",
+    "policy/off_policy_dropped_frac": "Fraction of completions dropped by off_policy_mask_threshold.",
+    "policy/entropy_kept_frac": "Fraction of tokens that top_entropy_quantile trains on.",
     "policy/ess_frac": "Effective sample size of the raw token ratios to the engine, (sum w)^2 / (n sum w^2).",
-    "policy/ess_sequence_frac": "The same of the ratios of whole completions.",
+    "policy/ess_sequence_frac": "The same for the ratios of whole completions.",
     "policy/advantage_std": "Standard deviation of the advantages of the step.",
-    "policy/skipped_frac": "Completions not computed, as their advantage is 0 and they add nothing / completions.",
+    "policy/skipped_frac": "Fraction of completions not computed because their advantage is 0.",
     "policy/ratio": "Importance ratio exp(logp - old_logp); mean over trained tokens, 1 when on policy.",
-    "policy/behaviour_kl": "Engine against trainer, k3: mean token exp(d) - 1 - d, d = old_logp - behaviour_logp.",
+    "policy/behaviour_kl": "Engine against trainer, k3: token mean of exp(d) - 1 - d, d = old_logp - behaviour_logp.",
     "policy/behaviour_gap": "Engine against trainer: mean over trained tokens of abs(old_logp - behaviour_logp).",
-    "policy/sync_gap": "Servers against trainer on fixed tokens after the last compared sync, as abs(logp - logp).",
+    "policy/sync_gap": "Servers against trainer on fixed tokens after the last weight sync that was checked, in nats.",
     "policy/ref_kl": "KL of a completion to the reference, k1 summed over its tokens (kl_in_reward); mean over them.",
     "policy/ref_kl_k3": "KL to the reference, k3: mean over trained tokens of exp(d) - 1 - d, d = ref_logp - logp.",
-    "loss/total": "What is minimised: sum over terms of weight * (sum over the step / its global count).",
+    "loss/total": "What is minimised: the weighted sum of the loss terms, each averaged over the whole step.",
     "loss/policy": "Policy loss of loss_type, by default -min(ratio * A, clip(ratio) * A); averaged as loss_type says.",
     "loss/kl": "KL term before its weight beta, by default k3 times ratio; averaged as loss_type says.",
     "loss/nll": "Negative log-likelihood, -logp of the target in nats; mean over trained tokens.",
-    "loss/*": "Term of this name before its weight; mean over its unit (pairs, rows or tokens).",
-    "optim/grad_norm": "Global L2 norm of the gradient before clipping, sqrt(sum g^2).",
-    "optim/lr": "Learning rate used in this step.",
-    "optim/skipped_steps": "Steps left out since the run began, as loss or gradient was not finite; absent while 0.",
+    "loss/*": "Loss term of this name before its weight; mean over its unit (pairs, rows or tokens).",
+    "optim/grad_norm": "Global L2 norm of the gradient before clipping.",
+    "optim/lr": "Learning rate of this step.",
+    "optim/skipped_steps": "Steps skipped so far because loss or gradient was not finite; absent while 0.",
     "rollout/len_mean": "Completion length in tokens, end token included; mean over completions.",
     "rollout/len_max": "Longest completion of the step, in tokens.",
-    "rollout/truncated_frac": "Completions cut at max_completion_length without a stop token / completions.",
-    "rollout/staleness_max": "Optimizer steps from the oldest weights that made a sample to those it trains; largest.",
-    "rollout/staleness_mean": "Optimizer steps from the oldest weights that made a sample to those it trains; mean.",
+    "rollout/truncated_frac": "Fraction of completions cut off at max_completion_length, without a stop token.",
+    "rollout/staleness_max": "Age of the weights that sampled a completion, in optimizer steps; largest of the batch.",
+    "rollout/staleness_mean": "Age of the weights that sampled a completion, in optimizer steps; mean.",
     "rollout/queued_groups": "Groups of later batches that are being sampled or wait to be trained on.",
-    "rollout/queued_ready_frac": "Groups of later batches that are complete / groups of later batches.",
-    "rollout/resampled_groups": "Groups sampled in place of groups with equal rewards (dynamic_sampling).",
-    "rollout/replayed_groups": "Groups of earlier steps that stand in for groups with equal rewards.",
+    "rollout/queued_ready_frac": "Fraction of the groups of later batches that are complete.",
+    "rollout/resampled_groups": "Groups sampled to replace groups with equal rewards (dynamic_sampling).",
+    "rollout/replayed_groups": "Groups of earlier steps that replace groups with equal rewards.",
     "rollout/replay_size": "Groups in the replay buffer.",
-    "rollout/rerolled_groups": "Groups of the batch whose prompt came again, as nothing was earned the first time.",
-    "rollout/reroll_waiting": "Prompts that wait to come again.",
+    "rollout/rerolled_groups": "Groups whose prompt was sampled again because no completion was rewarded before.",
+    "rollout/reroll_waiting": "Prompts waiting to be sampled again.",
     "rollout/num_turns": "Turns of the model in an episode; mean over episodes.",
-    "rollout/tool_calls": "Calls of tools in an episode; mean over episodes.",
-    "rollout/tool_errors": "Calls of tools in an episode that failed, which the model was told; mean over episodes.",
-    "rollout/env_done": "Episodes that the environment ended / episodes.",
-    "rollout/env_refused": "Actions in an episode that could not be read; mean over episodes.",
-    "rollout/env_failed": "Episodes lost because their environment failed; they are not trained on / episodes.",
+    "rollout/tool_calls": "Tool calls in an episode; mean over episodes.",
+    "rollout/tool_errors": "Failed tool calls in an episode, reported to the model; mean over episodes.",
+    "rollout/env_done": "Fraction of episodes that the environment ended.",
+    "rollout/env_refused": "Actions in an episode that could not be parsed; mean over episodes.",
+    "rollout/env_failed": "Fraction of episodes lost because their environment failed; they are not trained on.",
     "rollout/left_out_turns": "Turns of an episode that are not in the trained sequence; mean over episodes.",
-    "rollout/retokenised_frac": "Completions that a rollout function gave as text, which was tokenised / completions.",
-    "rollout/anchors": "Places of the step's documents from which they were continued.",
-    "rollout/servers_ready": "Servers that take requests at the end of the step.",
-    "rollout/server_out": "Times a server was put out because it failed, since the start.",
-    "rollout/server_restarts": "Times a server of ours was started again, since the start.",
+    "rollout/retokenised_frac": "Fraction of completions that a rollout function returned as text, tokenised again.",
+    "rollout/anchors": "Positions in the step's documents from which they were continued.",
+    "rollout/servers_ready": "Servers that accept requests at the end of the step.",
+    "rollout/server_out": "Times a server was taken out because it failed, since the start.",
+    "rollout/server_restarts": "Times one of our servers was restarted, since the start.",
     "rollout/retries": "Requests sent again because a server failed, since the start.",
-    "rollout/resumed_samples": "Completions interrupted by new weights, which then went on with them, since the start.",
+    "rollout/resumed_samples": "Completions interrupted by new weights and continued with them, since the start.",
     "rollout/sync_mb": "Megabytes of weights sent in the last sync.",
-    "time/sync_s": "Time spent sending weights to the servers since the last step, in seconds.",
-    "time/step_s": "Wall time of the whole step, in seconds, evaluation and checkpoints aside.",
-    "time/wait_s": "Time the trainer waited for completions in this step, in seconds.",
-    "time/rollout_s": "Time spent making completions in this step, in seconds.",
-    "time/reward_s": "Time spent in reward functions in this step, in seconds.",
-    "time/train_s": "Time spent in forward, backward and optimizer in this step, in seconds.",
-    "time/wall_s": "Seconds since training began, evaluation and checkpoints included; summed over resumes.",
+    "time/sync_s": "Seconds spent sending weights to the servers since the last step.",
+    "time/step_s": "Wall time of the step in seconds, without evaluation and checkpoints.",
+    "time/wait_s": "Seconds the trainer waited for completions in this step.",
+    "time/rollout_s": "Seconds spent generating completions in this step.",
+    "time/reward_s": "Seconds spent in reward functions in this step.",
+    "time/train_s": "Seconds spent in forward, backward and optimizer in this step.",
+    "time/wall_s": "Seconds since training began, with evaluation and checkpoints; summed over resumes.",
     "perf/tokens_per_s": "Tokens trained on in this step (prompts and completions, no padding) / time/step_s.",
-    "mem/peak_gib": "Peak memory of a process so far in GiB, of several the largest: of its accelerator, or resident.",
+    "mem/peak_gib": "Peak memory of a process so far in GiB (of the GPU, else resident); largest over processes.",
     "data/epoch": "Passes over the training rows so far.",
     "data/tokens_total": "Tokens trained on since the run began, prompts and completions.",
-    "data/shared_frac": "Tokens trained on that were not computed, as a shared prompt stands for them / all of them.",
+    "data/shared_frac": "Fraction of the trained tokens saved by computing a group's shared prompt once.",
     "data/prompts_total": "Rows drawn from the training data since the run began.",
-    "eval/reward/mean": "Mean total reward on the held-out rows, sum over functions of weight * value.",
+    "eval/reward/mean": "Total reward, the weighted sum over reward functions; mean over the held-out rows.",
     "eval/*/mean": "Mean of this reward function on the held-out rows.",
-    "eval/log/*": "What a reward function gave log_metric on the held-out rows; mean over its calls.",
+    "eval/log/*": "Logged by a reward function with log_metric on the held-out rows; mean over its calls.",
     "eval/cfm": "reward/cfm of held-out prompts, always with the same seeds.",
     "eval/cfm_unbiased": "reward/cfm_unbiased of held-out prompts.",
     "eval/len_mean": "Completion length in tokens on the held-out rows; mean over rows.",
     "eval/nll": "Negative log-likelihood on the held-out rows, -logp in nats; mean over their trained tokens.",
-    "eval/loss": "What is minimised, on the held-out rows as one step over all of them.",
-    "eval/reward/accuracy": "Held-out pairs whose chosen response has the higher reward / held-out pairs.",
+    "eval/loss": "The training loss on the held-out rows, computed as one step over all of them.",
+    "eval/reward/accuracy": "Fraction of held-out pairs whose chosen response has the higher reward.",
     "eval/reward/margin": "Reward of the chosen minus that of the rejected response; mean over held-out pairs.",
     "eval/reward/chosen": "Implicit reward of held-out chosen or desirable responses; mean over them.",
     "eval/reward/rejected": "Implicit reward of held-out rejected or undesirable responses; mean over them.",
-    "eval/reward/auc": "Chance that a held-out desirable row has a higher reward than an undesirable one.",
-    "eval/reward/step_accuracy": "Labelled steps of held-out solutions judged as labelled / labelled steps.",
+    "eval/reward/auc": "Probability that a held-out desirable row has a higher reward than an undesirable one.",
+    "eval/reward/step_accuracy": "Fraction of labelled held-out solution steps that the model judges as labelled.",
     "eval/reward/macro_f1": "F1 of judging held-out steps, mean of the classes right and wrong.",
-    "eval/reward/macro_f1_majority": "The same F1 if every step were judged by the more frequent label: the baseline.",
+    "eval/reward/macro_f1_majority": "The same F1 if every step got the more frequent label: the baseline.",
     "eval/rows": "Number of held-out rows evaluated.",
-    "health/*": "1 while this warning of the health watch is firing; absent otherwise.",
+    "health/*": "1 while this finding of the health watch holds; absent otherwise.",
 }
 
 
@@ -275,12 +275,8 @@ class TensorboardSink:
     """Event files in RUN/tensorboard; tensorboard hides those of steps repeated after a resume."""
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError(
-                "report_to=tensorboard: the package is not installed; run `pip install tensorboard`"
-            ) from None
+        from torch.utils.tensorboard import SummaryWriter
+
         purge_step = start_step + 1 if start_step else None
         self._writer = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step)
 
@@ -296,11 +292,8 @@ class WandbSink:
     """One wandb run per run folder: its id is in RUN/wandb_run_id, so a resume continues the same curves."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError("report_to=wandb: the package is not installed; run `pip install wandb`") from None
-        run_dir = Path(run_dir)
+        import wandb
+
         id_file = run_dir / "wandb_run_id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12] + "\n")
@@ -324,26 +317,21 @@ class WandbSink:
 
 
 def check_sinks(report_to: Iterable[str]) -> None:
-    """Refuse a package that is not installed before a run folder is made."""
-    for name in report_to:
-        spec = importlib.util.find_spec(name) if name != "none" else None
-        if name != "none" and (spec is None or spec.origin is None):  # a folder wandb/ of earlier runs has no origin
+    """Refuse an unknown name or a missing package before a run folder is made."""
+    for name in set(report_to) - {"none"}:
+        if name not in ("tensorboard", "wandb"):
+            raise ValueError(f"report_to={name}: not a place metrics can go; use tensorboard, wandb or none")
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder wandb/ of earlier runs has no origin
             raise ValueError(f"report_to={name}: the package is not installed; run `pip install {name}`")
 
 
 def open_sinks(
     report_to: Iterable[str], run_dir: Path, config: Mapping[str, Any], *, start_step: int = 0
 ) -> list[Sink]:
-    """The sinks named by --report-to; `none` names none."""
-    sinks: list[Sink] = []
-    for name in dict.fromkeys(report_to):
-        if name == "tensorboard":
-            sinks.append(TensorboardSink(run_dir, start_step))
-        elif name == "wandb":
-            sinks.append(WandbSink(run_dir, config))
-        elif name != "none":
-            raise ValueError(f"report_to={name}: not a place metrics can go; use tensorboard, wandb or none")
-    return sinks
+    """The sinks named by --report-to, which check_sinks has seen."""
+    tensorboard = [TensorboardSink(run_dir, start_step)] if "tensorboard" in report_to else []
+    return tensorboard + ([WandbSink(run_dir, config)] if "wandb" in report_to else [])
 
 
 class Timer:
@@ -383,6 +371,8 @@ class Timer:
 class Counters:
     """How much a run has consumed; part of its checkpoint."""
 
+    KEPT = ("prompts", "tokens", "skipped_steps", "skipped_in_a_row", "unrewarded_in_a_row", "unrewarded_evaluations")
+
     def __init__(self) -> None:
         self.prompts = 0
         self.tokens = 0
@@ -406,19 +396,12 @@ class Counters:
         }
 
     def state_dict(self) -> dict[str, float]:
-        skipped = {"skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
-        unrewarded = {
-            "unrewarded_in_a_row": self.unrewarded_in_a_row,
-            "unrewarded_evaluations": self.unrewarded_evaluations,
-        }
-        return {"prompts": self.prompts, "tokens": self.tokens, "wall_s": self.wall_s, **skipped, **unrewarded}
+        return {"wall_s": self.wall_s, **{name: getattr(self, name) for name in self.KEPT}}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.prompts, self.tokens, self.earlier_s = state["prompts"], state["tokens"], state["wall_s"]
-        self.skipped_steps = state.get("skipped_steps", 0)  # checkpoints older than nan_policy have none
-        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
-        self.unrewarded_in_a_row = state.get("unrewarded_in_a_row", 0)
-        self.unrewarded_evaluations = state.get("unrewarded_evaluations", 0)
+        self.earlier_s, self.prompts, self.tokens = state["wall_s"], state["prompts"], state["tokens"]
+        for name in self.KEPT:
+            setattr(self, name, state.get(name, 0))  # older checkpoints have fewer of them
 
 
 def peak_gib() -> float:

@@ -321,12 +321,12 @@ def repeats(run: RunData, first: str, second: str) -> bool:
     (steps, values), (other_steps, others) = run.series(first), run.series(second)
     if first.partition("/")[0] != second.partition("/")[0] or steps != other_steps:
         return False
-    limit = 10 * SAME * max(map(abs, values))
+    limit = min(10 * SAME * max(map(abs, values)), 1e-3 * (max(values) - min(values)))
     return all(abs(a - b) <= limit for a, b in zip(values, others, strict=True))
 
 
 def definition(name: str) -> str:
-    return describe(name) or "A metric of this run's own code."
+    return describe(name) or "Logged by your own code."
 
 
 def chart_html(run: RunData, name: str, size: tuple[int, int] = SMALL, kind: str = "") -> str:

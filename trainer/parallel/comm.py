@@ -75,7 +75,8 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
     if backend == "nccl":
         record_flight()
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=world, timeout=limit, **options)
-    watch = Watch(timeout_s)
+    watch = Watch(timeout_s, dist.PrefixStore("strop-watch", store), on_cuda=device.type == "cuda")
+    watch.start()
     global _watch, _context
     _watch, _context = watch, _join_context(context, limit)
     try:
@@ -132,9 +133,9 @@ def data_rank() -> int:
 _watch: Watch | None = None
 
 
-def inside(name: str) -> contextlib.AbstractContextManager[None]:
-    """Time the enclosed work as one collective."""
-    return contextlib.nullcontext() if _watch is None else _watch.inside(name)
+def inside(name: str, *, timed: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Time the enclosed work as one collective; without `timed`, on CUDA, only its launch."""
+    return contextlib.nullcontext() if _watch is None else _watch.inside(name, timed=timed)
 
 
 def passing(name: str) -> contextlib.AbstractContextManager[None]:
@@ -181,7 +182,6 @@ def _reduce(x: Tensor, name: str, op: str, everyone: bool) -> Tensor:
     result = x.detach().to(pick_device(), copy=True)  # NCCL takes no tensors in main memory
     with inside(name):
         dist.all_reduce(result, op=getattr(dist.ReduceOp, op), group=_group(everyone))
-        _wait(result)
     return result.to(x.device)
 
 
@@ -203,7 +203,6 @@ def all_gather(x: Tensor, name: str = "gather", *, everyone: bool = False) -> li
     found = [torch.empty_like(padded) for _ in sizes]
     with inside(name):
         dist.all_gather(found, padded, group=_group(everyone))
-        _wait(padded)
     return [part[:size].to(x.device) for part, size in zip(found, sizes, strict=True)]
 
 
@@ -229,8 +228,7 @@ def from_main(value: T | None, name: str) -> T:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     with inside(name):
         dist.broadcast(buffer, src=0)
-        _wait(buffer)
-    return json.loads(bytes(buffer.cpu().numpy().tobytes()))
+    return json.loads(buffer.cpu().numpy().tobytes())
 
 
 def tensors_from_main(tensors: Sequence[Tensor] | None, name: str) -> list[Tensor]:
@@ -248,7 +246,6 @@ def tensors_from_main(tensors: Sequence[Tensor] | None, name: str) -> list[Tenso
             buffer.copy_(tensors[place])
         with inside(name):
             dist.broadcast(buffer, src=0)
-            _wait(buffer)
         found.append(buffer.cpu())
     return found
 
@@ -257,19 +254,8 @@ def of_all(value: Any, name: str) -> list[Any]:
     """Gather a JSON value from every rank, in rank order; also serves as a barrier."""
     if world_size() == 1:
         return [value]
-    import torch.distributed as dist
-
-    data = json.dumps(value).encode()
-    size = torch.tensor(len(data), device=pick_device())
-    with inside(f"{name}: size"):
-        dist.all_reduce(size, op=dist.ReduceOp.MAX)
-        _wait(size)
-    own = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(pick_device())
-    found = [torch.empty_like(own) for _ in range(world_size())]
-    with inside(name):
-        dist.all_gather(found, own)
-        _wait(own)
-    return [json.loads(bytes(part.cpu().numpy().tobytes())) for part in found]
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(part.numpy().tobytes()) for part in all_gather(own, name, everyone=True)]
 
 
 @contextlib.contextmanager
@@ -332,7 +318,7 @@ def context_gather(x: Tensor, name: str) -> Tensor:  # (ranks, *x.shape)
     import torch.distributed as dist
 
     found = x.new_empty(context_size(), *x.shape)
-    with inside(name):
+    with inside(name, timed=False):  # within a pass, which has no time limit
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(found.view(-1), x.contiguous().view(-1), group=_context.same)
     return found
@@ -343,7 +329,7 @@ def context_scatter_sum(x: Tensor, name: str) -> Tensor:  # (ranks, ...) -> (...
     import torch.distributed as dist
 
     own = x.new_empty(x.shape[1:])
-    with inside(name):
+    with inside(name, timed=False):  # within a pass, which has no time limit
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(own.view(-1), x.contiguous().view(-1), group=_context.same)
     return own
@@ -354,7 +340,7 @@ def context_sum(x: Tensor, name: str) -> Tensor:
     import torch.distributed as dist
 
     total = x.detach().clone()
-    with inside(name):
+    with inside(name, timed=False):  # within a pass, which has no time limit
         dist.all_reduce(total, group=_context.same)
     return total
 
@@ -375,12 +361,6 @@ def shares(sizes: Sequence[int], parts: int) -> list[list[int]]:
         dealt[least].append(i)
         held[least] += sizes[i]
     return [sorted(part) for part in dealt]
-
-
-def _wait(x: Tensor) -> None:
-    """CUDA collectives return before they have run; the watch must time their end."""
-    if x.device.type == "cuda":
-        torch.cuda.current_stream(x.device).synchronize()
 
 
 def any_rank(flag: bool) -> bool:

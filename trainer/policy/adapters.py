@@ -14,6 +14,11 @@ from trainer.config.errors import first_line, load_error
 ADAPTER = "default"  # peft's name for the adapter under training
 
 
+def adapter_name(name: str) -> str:
+    """peft omits the adapter's name in files."""
+    return name.replace(f".{ADAPTER}.", ".")
+
+
 def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:
     """The model with a saved adapter."""
     from peft import PeftModel, get_peft_model_state_dict
@@ -37,21 +42,23 @@ def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False
 
 def add_adapter(model: nn.Module, lora: LoraConfig) -> Any:
     """The model with a new adapter."""
-    from peft import LoraConfig as PeftLora
-    from peft import get_peft_model
-
-    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
-    config = PeftLora(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
-    )
-    try:
-        wrapped = get_peft_model(model, config)
-    except ValueError as error:
-        raise ValueError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
+    wrapped = wrap(model, lora, "CAUSAL_LM")
     head = wrapped.get_base_model().get_output_embeddings()
     if not isinstance(head, nn.Linear) or hasattr(head, "lora_A"):
         raise ValueError("lora.target_modules: the output head cannot be adapted; leave lm_head out")
     return wrapped
+
+
+def wrap(model: nn.Module, lora: LoraConfig, task: str, **options: Any) -> Any:
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
+    sizes = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    try:
+        return get_peft_model(model, PeftLora(**sizes, target_modules=targets, task_type=task, **options))
+    except ValueError as error:
+        raise ValueError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
 
 
 def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:

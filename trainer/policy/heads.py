@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,13 +21,21 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.packing import Batch, Item, make_batches
-from rollout.servers.model_folder import check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.config.errors import first_line, load_error
-from trainer.policy.adapters import attach_adapter
-from trainer.policy.attention import attention_masks, choose_attention, load_name, part_of
-from trainer.policy.load import check_adapters, compile_blocks, held_dtype, load_causal_lm, load_tokenizer, pick_dtype
-from trainer.policy.logps import Policy, causal_lm, unsupported
+from trainer.policy.adapters import attach_adapter, wrap
+from trainer.policy.attention import attention_masks, part_of
+from trainer.policy.load import (
+    check_adapters,
+    compile_blocks,
+    find_model,
+    held_dtype,
+    load_causal_lm,
+    load_model,
+    load_tokenizer,
+    pick_dtype,
+    refuse_unfit,
+)
+from trainer.policy.logps import Policy, causal_lm, refuse_if_failing, unsupported
 
 
 class Kind(NamedTuple):
@@ -51,9 +58,7 @@ def load_scorer(
     """A model with a scoring head; a head found in the folder is kept, else a new one is initialised."""
     check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
-    path = resolve_model(cfg.model)
-    adapter = path if (Path(path) / "adapter_config.json").exists() else None
-    base = read_adapter(path)["base_model_name_or_path"] if adapter else path
+    path, base, adapter = find_model(cfg.model)
     dtype = held_dtype(cfg, compute_dtype) if lora.r == 0 else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     model = load_classifier(base, cfg, dtype, KINDS[kind], device)
@@ -63,7 +68,7 @@ def load_scorer(
     set_padding(model, tokenizer)
     scorer = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
     if lora.r:
-        add_adapter(scorer, lora, KINDS[kind])
+        adapt_trunk(scorer, lora, KINDS[kind])
     head_of(scorer.model).float()  # its few weights stay float32
     scorer.model.to(device)
     if cfg.gradient_checkpointing:
@@ -76,40 +81,12 @@ def load_scorer(
 
 
 def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind, device: torch.device) -> Any:
-    import transformers
-
-    attn_implementation = load_name(cfg.attn_implementation, device)
-    check_base(path)
-    try:
-        with _quiet():
-            model, found = getattr(transformers, kind.auto_class).from_pretrained(
-                path,
-                num_labels=len(kind.labels),
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                trust_remote_code=cfg.trust_remote_code,
-                use_safetensors=True,  # a .bin file is a pickle, and we never unpickle
-                ignore_mismatched_sizes=True,  # a head of another size is replaced, anything else refused below
-                output_loading_info=True,
-            )
-    except Exception as error:  # damaged files and their own code make transformers raise anything
-        raise ValueError(f"model={cfg.model}: could not be loaded with a head: {load_error(error, path)}") from None
+    with _quiet():
+        model, unfit = load_model(kind.auto_class, path, cfg, dtype, device, num_labels=len(kind.labels))
     name = head_name(model, cfg.model)
-    wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
-    outside = [key for key in wrong if not key.startswith(f"{name}.")]
-    if outside:  # transformers would initialise them at random
-        raise ValueError(
-            f"model={cfg.model}: its weights do not fit its config.json: {len(outside)} tensors are missing or have "
-            f"another shape, {outside[0]} for one; get both files from one source"
-        )
-    if wrong or is_garbage(getattr(model, name)):
+    refuse_unfit(cfg, [key for key in unfit if not key.startswith(f"{name}.")])  # a head of another size is replaced
+    if unfit or is_garbage(getattr(model, name)):
         start_head(getattr(model, name), getattr(model.config, "initializer_range", None) or 0.02)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    choose_attention(model, cfg.attn_implementation, device)
     model.config.id2label = dict(enumerate(kind.labels))
     model.config.label2id = {label: i for i, label in enumerate(kind.labels)}
     return model
@@ -173,23 +150,12 @@ def set_padding(model: Any, tokenizer: Any) -> None:
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
-def add_adapter(scorer: Policy, lora: LoraConfig, kind: Kind) -> None:
+def adapt_trunk(scorer: Policy, lora: LoraConfig, kind: Kind) -> None:
     """Adapters in the trunk; the head is fully trained."""
-    from peft import LoraConfig as PeftLora
-    from peft import get_peft_model
-
     name = head_name(scorer.model, scorer.source)
     if name in lora.target_modules:
         raise ValueError(f"lora.target_modules={name}: the head is trained whole, not adapted; leave it out")
-    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
-    config = PeftLora(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, exclude_modules=[name],
-        modules_to_save=[name], task_type=kind.task,
-    )  # fmt: skip
-    try:
-        scorer.model = get_peft_model(scorer.model, config)
-    except ValueError as error:
-        raise ValueError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
+    scorer.model = wrap(scorer.model, lora, kind.task, exclude_modules=[name], modules_to_save=[name])
 
 
 def scores_at(scorer: Policy, batch: Batch) -> Tensor:  # (N, number of labels) float32
@@ -239,15 +205,8 @@ def check_scores(scorer: Policy) -> None:
         Item(ids=ids, mask=[False] + [True] * (len(ids) - 1)) if per_token else marked_last(ids) for ids in sequences
     ]
     (batch,) = make_batches(items, max_tokens=64, multiple=scorer.row_multiple)
-    try:
+    with refuse_if_failing(scorer):
         ours = scores_at(scorer, batch.to(scorer.device))
-    except torch.OutOfMemoryError:
-        raise  # no fault of the model's code
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
-        raise ValueError(
-            f"model={scorer.source}: packed sequences fail in its own code ({type(error).__name__}: "
-            f"{first_line(error)}); {unsupported(scorer)}"
-        ) from None
     scorer.model.train()
     want = torch.cat([alone[row][1:] if per_token else alone[row].unsqueeze(0) for row in batch.rows])
     gap = (ours - want).abs().max().item()

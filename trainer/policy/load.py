@@ -40,10 +40,7 @@ from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
-from trainer.policy.attention import (
-    choose_attention,
-    load_name,
-)
+from trainer.policy.attention import choose_attention, load_name
 from trainer.policy.logps import Policy, causal_lm, check_logps
 
 ONE_FILE = "model.safetensors"
@@ -59,9 +56,7 @@ def load_policy(
     """With several processes the weights stay in their files for parallelize() to read; `load_now` loads them here."""
     check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
-    path = resolve_model(cfg.model)
-    adapter = path if (Path(path) / "adapter_config.json").exists() else None
-    base = read_adapter(path)["base_model_name_or_path"] if adapter else path
+    path, base, adapter = find_model(cfg.model)
     trains_base = lora.r == 0
     base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
@@ -106,6 +101,14 @@ def load_policy(
     return policy
 
 
+def find_model(name: str) -> tuple[str, str, str | None]:
+    """(folder or hub id, that of the base weights, the same folder if it holds an adapter)."""
+    path = resolve_model(name)
+    if not (Path(path) / "adapter_config.json").exists():
+        return path, path, None
+    return path, read_adapter(path)["base_model_name_or_path"], path
+
+
 def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
     """Refuse settings that have no effect with adapters, or without them."""
     if cfg.merge_lora and lora.r == 0:
@@ -145,8 +148,17 @@ def load_causal_lm(
     path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
 ) -> nn.Module:
     """The model in main memory, or on the meta device (on_meta); attention as `device` will run it."""
+    options = {"device_map": "meta"} if on_meta else {}
+    model, unfit = load_model("AutoModelForCausalLM", path, cfg, dtype, device, **options)
+    refuse_unfit(cfg, unfit)
+    return model
+
+
+def load_model(
+    auto_class: str, path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, **options: Any
+) -> tuple[Any, list[str]]:
+    """A model by a class of transformers, without dropout, and the tensors that its files lack or shape otherwise."""
     import transformers
-    from transformers import AutoModelForCausalLM
 
     attn_implementation = load_name(cfg.attn_implementation, device)
     check_base(path)
@@ -154,31 +166,34 @@ def load_causal_lm(
     if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # a bar is for long loads on a terminal
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = getattr(transformers, auto_class).from_pretrained(
             path,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=cfg.trust_remote_code,
             use_safetensors=True,  # a .bin file is a pickle, and we never unpickle
-            ignore_mismatched_sizes=True,  # refused below, by name of the tensor
+            ignore_mismatched_sizes=True,  # refused by name of the tensor
             output_loading_info=True,
-            **({"device_map": "meta"} if on_meta else {}),
+            **options,
         )
     except Exception as error:  # damaged files and remote code make transformers raise anything
         raise ValueError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
-    wrong = sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
-    if wrong:  # transformers would initialise them at random
-        raise ValueError(
-            f"model={cfg.model}: its weights do not fit its config.json: {len(wrong)} tensors are missing or have "
-            f"another shape, {wrong[0]} for one; get both files from one source"
-        )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     choose_attention(model, cfg.attn_implementation, device)
-    return model
+    return model, sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
+
+
+def refuse_unfit(cfg: ModelConfig, names: list[str]) -> None:
+    """transformers would initialise these tensors at random."""
+    if names:
+        raise ValueError(
+            f"model={cfg.model}: its weights do not fit its config.json: {len(names)} tensors are missing or have "
+            f"another shape, {names[0]} for one; get both files from one source"
+        )
 
 
 def refuse_quantised(path: str, cfg: ModelConfig) -> None:

@@ -23,13 +23,7 @@ from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, lin
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.dtensor import gather_with_grad
-from trainer.policy.attention import (
-    attention_masks,
-    is_sliced,
-    part_of,
-    row_multiple,
-    uses_flex,
-)
+from trainer.policy.attention import attention_masks, is_sliced, part_of, row_multiple, uses_flex
 
 
 @dataclass
@@ -183,6 +177,20 @@ def unsupported(policy: Policy) -> str:
     return "this architecture is not supported" + (" with flex; try --attn-implementation sdpa" if flex else "")
 
 
+@contextlib.contextmanager
+def refuse_if_failing(policy: Policy) -> Iterator[None]:
+    """An error of the model's own code refuses the model."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # no fault of the model's code
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
+        raise ValueError(
+            f"model={policy.source}: packed sequences fail in its own code ({type(error).__name__}: "
+            f"{first_line(error)}); {unsupported(policy)}"
+        ) from None
+
+
 @torch.no_grad()
 def check_logps(policy: Policy) -> None:
     """Short sequences packed together must score as they do alone through the model's own forward.
@@ -199,15 +207,8 @@ def check_logps(policy: Policy) -> None:
     (batch,) = make_batches(items, max_tokens=64, share_prompt=True, multiple=policy.row_multiple)
     batch = batch.to(policy.device)
     policy.model.eval()
-    try:
+    with refuse_if_failing(policy):
         ours = token_logps(policy, batch).logp
-    except torch.OutOfMemoryError:
-        raise  # no fault of the model's code
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
-        raise ValueError(
-            f"model={policy.source}: packed sequences fail in its own code ({type(error).__name__}: "
-            f"{first_line(error)}); {unsupported(policy)}"
-        ) from None
     own = []
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         for row in batch.rows:

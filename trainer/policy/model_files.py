@@ -1,8 +1,8 @@
-"""Model folders read and written one tensor at a time, so that no process holds a full model.
+"""A model's tensors as its files hold them, one at a time, so that no process holds a full model.
 
-files = model_tensors("Qwen/Qwen3-0.6B")                        # a TensorFiles: reads slices
-export = ExportedModel(lm, dtype, get)                             # get(name) returns a full tensor of lm
-write_model(folder, export.specs(), export.tensors())           # files of at most 5 GB, and their index
+exported = ExportedModel(lm, dtype, get)         # get(name) returns a full tensor of lm
+for name, tensor in exported.tensors(): ...      # "model.layers.0.self_attn.q_proj.weight", adapter merged
+write_model(folder, exported)                    # files of at most 5 GB, and their index
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainer.files.tensor_files import Spec, write_tensors
+from rollout.sync.tensor_header import Spec
+from trainer.files.tensor_files import write_tensors
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.load import INDEX, ONE_FILE, same_layout
-from trainer.policy.weights import block_by_block, lora_layers, refuse_unmergeable
 
 LIMIT = 5 * 10**9  # bytes of one file
+LAYER = re.compile(r"^(.*?\.\d+)\.")  # model.layers.12
 
 
 class ExportedModel:
@@ -40,16 +41,21 @@ class ExportedModel:
             refuse_others(lm.peft_config[ADAPTER])
         self.names = dict(self._names())
         shapes = lm.state_dict()
-        self.meta = {name: torch.empty_like(shapes[own], device="meta") for name, own in self.names.items()}
+        # Of a sharded tensor too, the full shape.
+        self.meta = {
+            name: torch.empty(shapes[own].shape, dtype=shapes[own].dtype, device="meta")
+            for name, own in self.names.items()
+        }
+        self.converts = not same_layout(lm, self.meta)
 
     def specs(self) -> dict[str, Spec]:
         named = self._in_checkpoint(iter(self.meta.items()))
         return {name: Spec(tuple(tensor.shape), self._stored(tensor)) for name, tensor in named}
 
-    @torch.no_grad()
-    def tensors(self) -> Iterator[Tensor]:
-        for _, tensor in self._in_checkpoint((name, self._merged(name)) for name in self.names):
-            yield tensor.to(self._stored(tensor))
+    @torch.no_grad()  # as a decorator it is active only while the generator runs, which may be abandoned half-way
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
+        for name, tensor in self._in_checkpoint((name, self._merged(name)) for name in self.names):
+            yield name, tensor.to(self._stored(tensor))
 
     def _names(self) -> Iterator[tuple[str, str]]:
         """(name without an adapter, name here); of tied tensors, the first."""
@@ -68,9 +74,11 @@ class ExportedModel:
         layer = self.layers.get(name)
         if layer is None:
             return weight
-        module = name.removesuffix(".weight")
-        a, b = (self.get(f"{module}.lora_{x}.{ADAPTER}.weight").float() for x in "AB")
-        delta = (b @ a).T if layer.fan_in_fan_out else b @ a
+        assert not layer.merged, f"{name}: an adapter is merged in place"
+        is_embedding = ADAPTER in layer.lora_embedding_A
+        factor = f"lora_embedding_{{}}.{ADAPTER}" if is_embedding else f"lora_{{}}.{ADAPTER}.weight"
+        a, b = (self.get(f"{name.removesuffix('weight')}{factor.format(x)}").float() for x in "AB")
+        delta = (b @ a).T if is_embedding or layer.fan_in_fan_out else b @ a
         return weight.float() + delta * layer.scaling[ADAPTER]
 
     def _stored(self, tensor: Tensor) -> torch.dtype:
@@ -78,7 +86,54 @@ class ExportedModel:
 
     def _in_checkpoint(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert models whose file layout differs from memory (fused experts), a block at a time."""
-        return named if same_layout(self.lm, self.meta) else block_by_block(self.lm, named)
+        return block_by_block(self.lm, named) if self.converts else named
+
+
+def block_by_block(lm: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights in file layout, which may fuse or split the tensors of a decoder layer."""
+    group: dict[str, Tensor] = {}
+    current: str | None = None
+    for name, tensor in named:
+        found = LAYER.match(name)
+        layer = found.group(1) if found else None
+        if group and layer != current:
+            yield from as_in_checkpoint(lm, group).items()
+            group = {}
+        current = layer
+        group[name] = tensor
+    yield from as_in_checkpoint(lm, group).items()
+
+
+def as_in_checkpoint(lm: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers' save_pretrained would write for these weights."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(lm, state)
+
+
+def lora_layers(lm: nn.Module) -> dict[str, Any]:
+    """Adapted layers by the name of their weight."""
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        f"{name}.weight": module
+        for name, module in lm.named_modules()
+        if isinstance(module, LoraLayer) and ADAPTER in module.scaling
+    }
+
+
+def refuse_unmergeable(config: Any) -> None:
+    """Refuse an adapter that changes more than W + scaling B A."""
+    for name, off in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None),
+                      ("trainable_token_indices", None), ("target_parameters", None)):  # fmt: skip
+        value = getattr(config, name, off)
+        if value and value != off:
+            raise ValueError(
+                f"{name}={value}: an adapter with it cannot be served by vLLM; train one without, or use "
+                "--rollout.engine local"
+            )
+    if getattr(config, "layer_replication", None):
+        raise ValueError("layer_replication: such an adapter cannot be served by vLLM; use --rollout.engine local")
 
 
 def refuse_others(config: Any) -> None:
@@ -92,8 +147,9 @@ def refuse_others(config: Any) -> None:
         raise ValueError(f"{setting}: such an adapter is not merged here; export it as it is, merge by peft") from None
 
 
-def write_model(folder: Path, specs: dict[str, Spec], tensors: Iterable[Tensor], limit: int = LIMIT) -> None:
-    """Write the weights of a model folder from tensors in the order of `specs`, one in memory at a time."""
+def write_model(folder: Path, exported: ExportedModel, limit: int = LIMIT) -> None:
+    """Write the weights of a model folder, one tensor in memory at a time."""
+    specs = exported.specs()
     files: list[dict[str, Spec]] = [{}]
     for name, spec in specs.items():
         held = sum(other.num_bytes for other in files[-1].values())
@@ -101,7 +157,7 @@ def write_model(folder: Path, specs: dict[str, Spec], tensors: Iterable[Tensor],
         if files[-1] and (held + spec.num_bytes > limit or wider):
             files.append({})
         files[-1][name] = spec
-    source = iter(tensors)
+    source = (tensor for _, tensor in exported.tensors())
     weight_map = {}
     for number, held in enumerate(files, 1):
         file = ONE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"

@@ -234,23 +234,23 @@ def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def as_held(optimizer: Optimizer, parameter: nn.Parameter, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inverse of as_saved: the state as this optimizer holds it, sharded like the parameter."""
+    """Inverse of as_saved: the state as this optimizer holds it, on the parameter's device and sharded like it."""
     held = {}
     for key, value in saved.items():
         if key.endswith(SCALE):
             continue
-        if key == "step":
-            held[key] = value
+        if key == "step":  # AdamW counts steps on the CPU unless it is fused
+            held[key] = value.to(parameter.device) if optimizer.defaults.get("fused") else value
             continue
         if not hasattr(optimizer, "_new_buffer"):  # only torchao's optimizers have it
-            held[key] = value.to(parameter.dtype)
+            held[key] = value.to(parameter.device, parameter.dtype)
             continue
         held[key] = optimizer._new_buffer(parameter, key == "exp_avg")
         own, scale = local(held[key]), saved.get(key + SCALE)
         if _is_small(own) and scale is not None and scale.shape == own.scale.shape:
             from torchao.optim.quant_utils import quantize_8bit_with_qmap
 
-            blocks = local(value).view(len(scale), -1) / scale.to(own.device).unsqueeze(1)
+            blocks = local(value).to(own.device).view(len(scale), -1) / scale.to(own.device).unsqueeze(1)
             own.codes.copy_(quantize_8bit_with_qmap(blocks, own.qmap).view(own.shape))
             own.scale.copy_(scale)
         else:
@@ -329,13 +329,7 @@ class TrainedModule:
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in self.module.state_dict().items():
             tensor.copy_(tensors[name])
-        # AdamW counts steps on the CPU unless it is fused.
-        fused = {p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]}
         for name, parameter in self.module.named_parameters():
             saved = {key.removeprefix(f"{name}/"): tensors[key] for key in tensors if key.startswith(f"{name}/")}
             if saved:
-                held = as_held(self.optimizer, parameter, saved)
-                self.optimizer.state[parameter] = {
-                    key: value.to(parameter.device) if key != "step" or parameter in fused else value
-                    for key, value in held.items()
-                }
+                self.optimizer.state[parameter] = as_held(self.optimizer, parameter, saved)

@@ -10,50 +10,47 @@ Sharded weights are gathered one tensor at a time, and all ranks must read them 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rollout.sync.base import TensorSpec, synchronize
-from trainer.files.tensor_files import Spec, file_header
+from rollout.sync.base import TensorSpec
+from rollout.sync.tensor_header import Spec, file_header
 from trainer.parallel.comm import inside
 from trainer.parallel.dtensor import gather, is_dtensor, reshard
 from trainer.policy.adapters import ADAPTER
-from trainer.policy.load import same_layout
 from trainer.policy.logps import Policy, causal_lm
-
-LAYER = re.compile(r"^(.*?\.\d+)\.")  # model.layers.12
+from trainer.policy.model_files import ExportedModel, refuse_unmergeable
 
 
 class PolicyWeights:
     """WeightSource over a policy under training."""
 
     def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
-        self.policy = policy
-        self.dtype = dtype
-        self.is_lora = policy.is_lora
+        self.policy, self.dtype, self.is_lora = policy, dtype, policy.is_lora
         self._adapter: AdapterFile | None = None
+        self._state: dict[str, Tensor] = {}
         if self.is_lora:
             refuse_unmergeable(policy.model.peft_config[ADAPTER])
-        lm = causal_lm(policy.model)
-        plain = dict(self._shapes())
-        self._converts = not same_layout(lm, plain)
+        self._exported = ExportedModel(causal_lm(policy.model), dtype, self._get)
 
     def specs(self) -> list[TensorSpec]:
-        named = self._in_checkpoint(self._shapes())
-        return [TensorSpec(name, tuple(tensor.shape), self._serving(tensor)) for name, tensor in named]
+        return [TensorSpec(name, spec.shape, spec.dtype) for name, spec in self._exported.specs().items()]
 
-    @torch.no_grad()
-    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        # The generator may be abandoned half-way: as a decorator, no_grad is active only while it runs.
-        for name, tensor in self._in_checkpoint(self._merged()):
-            yield name, tensor.to(self._serving(tensor))
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self._state = causal_lm(self.policy.model).state_dict(keep_vars=True)
+        return self._exported.tensors()
+
+    def _get(self, name: str) -> Tensor:
+        tensor = self._state[name].detach()
+        is_merged = ".base_layer." in name or ".lora_" in name  # in float32, and rounded once
+        if tensor.is_floating_point() and not is_merged:
+            tensor = tensor.to(self.dtype)  # before it is gathered: half the bytes in bfloat16
+        return gather_on_device(tensor, self.policy, name)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the folder that peft's save_pretrained writes, several times faster: it may be due at every step."""
@@ -66,43 +63,6 @@ class PolicyWeights:
         if self._adapter is None:
             self._adapter = AdapterFile(self.policy, self.dtype)
         return self._adapter
-
-    def _serving(self, tensor: Tensor) -> torch.dtype:
-        return self.dtype if tensor.is_floating_point() else tensor.dtype
-
-    def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Base weights by their names without an adapter; of tied tensors, the first."""
-        lm = causal_lm(self.policy.model)
-        ignored = [re.compile(pattern) for pattern in getattr(lm, "_keys_to_ignore_on_save", None) or ()]
-        seen: set[int] = set()
-        for name, tensor in lm.state_dict(keep_vars=True).items():
-            name = name.replace(".base_layer.", ".")
-            if ".lora_" in name or any(pattern.search(name) for pattern in ignored) or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            yield name, tensor.detach()
-
-    def _shapes(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._plain():
-            yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # the full shape, also of a shard
-
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        layers = lora_layers(causal_lm(self.policy.model))
-        for name, tensor in self._plain():
-            layer = layers.get(name)
-            if layer is None:
-                tensor = tensor.to(self._serving(tensor))  # half the bytes in bfloat16
-                yield name, gather_on_device(tensor, self.policy, name)
-                continue
-            assert not layer.merged, f"{name}: an adapter is merged in place"
-            tensor = gather_on_device(tensor, self.policy, name).float()
-            with gathered_factors(layer, self.policy, name):
-                tensor = tensor + layer.get_delta_weight(ADAPTER).float()
-            yield name, tensor
-
-    def _in_checkpoint(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Names and layout of a checkpoint, one decoder layer at a time."""
-        return block_by_block(causal_lm(self.policy.model), named) if self._converts else named
 
 
 class AdapterFile:
@@ -145,71 +105,7 @@ def gather_on_device(tensor: Tensor, policy: Policy, name: str) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with inside(f"weights for servers: {name}"):
-        gathered = gather(tensor.to(policy.device))  # NCCL cannot send shards that are in main memory
-        synchronize(policy.device)
-    return gathered
-
-
-@contextlib.contextmanager
-def gathered_factors(layer: Any, policy: Policy, name: str) -> Iterator[None]:
-    """Gather A and B of an adapted layer, so that peft can multiply them; then restore the shards."""
-    linear = [(factor[ADAPTER], "weight") for factor in (layer.lora_A, layer.lora_B) if ADAPTER in factor]
-    embedding = [(f, ADAPTER) for f in (layer.lora_embedding_A, layer.lora_embedding_B) if ADAPTER in f]
-    kept = [(module, key, p) for module, key in linear + embedding if is_dtensor(p := getattr(module, key))]
-    for module, key, p in kept:
-        setattr(module, key, nn.Parameter(gather_on_device(p.detach(), policy, name), requires_grad=False))
-    try:
-        yield
-    finally:
-        for module, key, p in kept:
-            setattr(module, key, p)
-
-
-def block_by_block(lm: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights in file layout, which may fuse or split the tensors of a decoder layer."""
-    group: dict[str, Tensor] = {}
-    current: str | None = None
-    for name, tensor in named:
-        found = LAYER.match(name)
-        layer = found.group(1) if found else None
-        if group and layer != current:
-            yield from as_in_checkpoint(lm, group).items()
-            group = {}
-        current = layer
-        group[name] = tensor
-    yield from as_in_checkpoint(lm, group).items()
-
-
-def as_in_checkpoint(lm: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What transformers' save_pretrained would write for these weights."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(lm, state)
-
-
-def lora_layers(lm: nn.Module) -> dict[str, Any]:
-    """Adapted layers by the name of their weight."""
-    from peft.tuners.lora import LoraLayer
-
-    return {
-        f"{name}.weight": module
-        for name, module in lm.named_modules()
-        if isinstance(module, LoraLayer) and ADAPTER in module.scaling
-    }
-
-
-def refuse_unmergeable(config: Any) -> None:
-    """Refuse an adapter that changes more than W + scaling B A."""
-    for name, off in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None),
-                      ("trainable_token_indices", None), ("target_parameters", None)):  # fmt: skip
-        value = getattr(config, name, off)
-        if value and value != off:
-            raise ValueError(
-                f"{name}={value}: an adapter with it cannot be served by vLLM; train one without, or use "
-                "--rollout.engine local"
-            )
-    if getattr(config, "layer_replication", None):
-        raise ValueError("layer_replication: such an adapter cannot be served by vLLM; use --rollout.engine local")
+        return gather(tensor.to(policy.device))  # NCCL cannot send shards that are in main memory
 
 
 def refuse_unservable(config: Any) -> None:

@@ -239,7 +239,7 @@ def checked_advantage(found: Advantage, batch: GroupBatch) -> Tensor | list[list
     if isinstance(found, Tensor):
         if tuple(found.shape) != shape and batch.groups:
             raise ValueError(
-                f"advantage_estimator: returned shape {tuple(found.shape)} for {shape} groups x completions"
+                f"advantage_estimator: returned shape {tuple(found.shape)}; (groups, completions) is {shape}"
             )
         return torch.where(found.isnan(), 0.0, found).flatten()
     rows = [[0.0 if x != x else x for x in torch.as_tensor(own).tolist()] for own in found]
@@ -247,7 +247,7 @@ def checked_advantage(found: Advantage, batch: GroupBatch) -> Tensor | list[list
     if [len(row) for row in rows] != wanted:
         raise ValueError(
             f"advantage_estimator: returned {len(rows)} lists of lengths {[len(row) for row in rows][:4]}..; a number "
-            f"for each id of each completion is {len(wanted)} lists of lengths {wanted[:4]}.."
+            f"per token of each completion would be {len(wanted)} lists of lengths {wanted[:4]}.."
         )
     return rows
 
@@ -274,7 +274,7 @@ def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> 
 
 
 class Unrewarded:
-    """Counts them in a row, in the checkpoint: a resumed run stops where an unbroken one would. Rank 0 only."""
+    """Counts such batches in a row; checkpoints keep the count, so a resumed run stops at the same step. Rank 0."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class Unrewarded:
 
 
 def reasons(tables: Sequence[RewardTable], env_failed: int = 0, *, only: str | None = None) -> str:
-    """What each function said instead of a score."""
+    """What each function returned or raised instead of a score."""
     parts = [f"{env_failed} environments failed"] if env_failed else []
     num_rows = _num_rows(tables)
     for place, name in enumerate(tables[0].names if tables else ()):

@@ -232,7 +232,7 @@ class SharedWeights(PolicyWeights):
 
 
 class CommandHandlers:
-    """What a rank other than 0 does for it."""
+    """Commands of rank 0 about weights and scores, as the other ranks execute them."""
 
     def __init__(self, policy: Policy, local: LocalEngine) -> None:
         self.policy, self.local = policy, local

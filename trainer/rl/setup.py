@@ -159,10 +159,10 @@ def prompt_options(cfg: Any, policy: Policy) -> dict[str, Any]:
 def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
     """Refuse what would keep a server from starting or answering, before there is a run folder."""
     if cfg.prompts_per_step < data_size():
-        those = "processes" if context_size() == 1 else f"times {context_size()} processes that share theirs"
+        those = "processes" if context_size() == 1 else f"times {context_size()} processes that share one"
         raise ValueError(
-            f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step holds {cfg.prompts_per_step} "
-            f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, so that each has one"
+            f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step has {cfg.prompts_per_step} "
+            f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, until each gets a group"
         )
     if cfg.rollout.engine == "vllm":
         if world_size() > 1:
@@ -176,8 +176,8 @@ def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
             )
         if cfg.overlap.async_prefetch and shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
-                "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it another "
-                "by --vllm.devices or --vllm.url, or let both run at a time with --vllm.colocate False "
+                "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it its own "
+                "with --vllm.devices or --vllm.url, or let both run at once with --vllm.colocate False "
                 "--vllm.devices 0 --vllm.gpu-memory-utilization 0.3"
             )
 
@@ -187,13 +187,13 @@ def check_places(cfg: Any, policy: Policy) -> None:
     if policy.device.type == "cuda":
         if shares_gpu(cfg.vllm, policy.device):
             raise ValueError(
-                f"vllm.colocate={cfg.vllm.colocate}: a server shares the GPU of one process, and {world_size()} train "
-                "on one each; give servers GPUs of their own by --vllm.devices or --vllm.url"
+                f"vllm.colocate={cfg.vllm.colocate}: a server shares the GPU of one process, but {world_size()} train; "
+                "give servers their own GPUs with --vllm.devices or --vllm.url"
             )
         if cfg.sync.backend == "ipc":
             raise ValueError(
-                f"sync.backend=ipc: is for a server on the trainer's GPU, and {world_size()} processes have one each; "
-                "use --sync.backend process_group"
+                f"sync.backend=ipc: needs a server on the trainer's GPU, but {world_size()} processes train on one "
+                "each; use --sync.backend process_group"
             )
         if is_main():  # servers of ours run on its machine
             check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
@@ -214,14 +214,14 @@ def check_gpus(vllm: VllmConfig, ours: int, there_are: int) -> None:
     taken = [number for number in vllm.devices if number < ours]
     if taken:
         raise ValueError(
-            f"vllm.devices={' '.join(map(str, vllm.devices))}: GPU {taken[0]} is that of a process that trains here, "
-            f"as are all below {ours}; name others"
+            f"vllm.devices={' '.join(map(str, vllm.devices))}: GPU {taken[0]} is used for training, as are all below "
+            f"{ours}; name others"
         )
     needed = vllm.replicas * vllm.tensor_parallel_size
     if not vllm.devices and ours + needed > there_are:
         raise ValueError(
-            f"vllm.replicas={vllm.replicas}: {needed} GPUs for servers beside {ours} that train, and this machine has "
-            f"{there_are}; start fewer processes, or servers elsewhere, and name them by --vllm.url"
+            f"vllm.replicas={vllm.replicas}: needs {needed} GPUs beside {ours} that train, but this machine has "
+            f"{there_are}; start fewer processes, or run servers elsewhere and name them with --vllm.url"
         )
 
 
@@ -241,7 +241,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     dtype = serving_dtype(cfg, policy)
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
     longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + unseen
-    engine = VllmEngine.start(
+    engine = VllmEngine(
         cfg.vllm,
         sync,
         model=policy.source,

@@ -18,6 +18,10 @@ Any number of processes can load either kind, sharded or not; each reads the par
 checked against the manifest. Hyperparameters (rates, betas, schedule shape) are not saved: they come from the config,
 so a flag changed at --resume takes effect.
 
+Why not torch.distributed.checkpoint: its safetensors storage writes no checksums, serialises a rank's shard in memory
+as a whole, and takes its dtype from the first part; async_save runs collectives (pickled plans) in its threads, where a
+rank that dies leaves the others waiting; folders would still be made atomic here, and old checkpoints read here.
+
 Saving is asynchronous: the step takes a copy, and a thread (Saver) writes it.
 
     saver = Saver()
@@ -54,13 +58,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.files.atomic_folder import TMP, remove_folder, sync
+from rollout.sync.tensor_header import aligned
+from trainer.files.atomic_folder import TMP, could_not_write, reason_of, remove_folder, sync
 from trainer.files.tensor_files import (
     Part,
     Record,
-    Spec,
     TensorFiles,
-    aligned,
     records_from_json,
     records_of_file,
     records_to_json,
@@ -70,7 +73,7 @@ from trainer.files.tensor_files import (
 from trainer.parallel.comm import is_main, of_all, rank, world_size
 from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, reshard
 from trainer.parallel.watch import log
-from trainer.policy.adapters import ADAPTER
+from trainer.policy.adapters import adapter_name
 from trainer.policy.optim import SCALE, as_held, as_saved, restore_schedule
 from trainer.run import stop
 
@@ -117,7 +120,7 @@ def save_checkpoint(
         "moments": {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()},
         "extra": {name: value.detach() for name, value in (tensors or {}).items()},
     }
-    snapshot = _snapshot(groups, WEIGHTS[_is_lora(model)], copy=saver is not None)
+    snapshot = _snapshot(groups, WEIGHTS[hasattr(model, "peft_config")], copy=saver is not None)
     if is_main():
         snapshot.files["rng.safetensors"] = _torch_rng()
         snapshot.texts["state.json"] = json.dumps(record)
@@ -331,13 +334,8 @@ def _describe(tensor: Tensor | Record) -> str:
 # parameters, optimizer, schedule, generators ---------------------------------------------------------------------
 
 
-def _is_lora(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
-
-
 def _name_on_disk(model: nn.Module, name: str) -> str:
-    """peft omits the adapter's name in files."""
-    return name.replace(f".{ADAPTER}.", ".") if _is_lora(model) else name
+    return adapter_name(name) if hasattr(model, "peft_config") else name
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -357,7 +355,6 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, 
 
 
 def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], moments: TensorFiles) -> None:
-    on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     optimizer.state.clear()
     for name, record in moments.records.items():
         owner, _, key = name.rpartition(".")
@@ -365,9 +362,8 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
         if is_dtensor(parameter) and key != "step" and not key.endswith(SCALE):
             slot = torch.zeros_like(parameter, dtype=record.dtype, requires_grad=False)
             local(slot).copy_(moments.read(name, local_slices(parameter)))
-        else:  # AdamW counts steps on the CPU unless fused or capturable
+        else:
             slot = moments.read(name)
-            slot = slot.to(parameter.device) if key != "step" or parameter in on_device else slot
         optimizer.state[parameter][key] = slot
     for parameter, slots in optimizer.state.items():
         optimizer.state[parameter] = as_held(optimizer, parameter, slots)
@@ -455,7 +451,7 @@ class Saver:
         problems = [(number, found) for number, (found, _) in enumerate(reports) if found]
         if problems:
             stop.save_ends()
-            raise ValueError(could_not_write(target, problems))
+            raise ValueError(failed(target, problems))
         save.start([number for number, (_, writes) in enumerate(reports) if writes])
         self._save = save
         if not in_background:
@@ -478,7 +474,7 @@ class Saver:
                 shutil.rmtree(save.tmp, ignore_errors=True)
             if save.error is not None and not isinstance(save.error, OSError | SafetensorError):
                 raise save.error
-            raise ValueError(could_not_write(save.target, problems))
+            raise ValueError(failed(save.target, problems))
         if reports[0][0]:  # rank 0 finishes last, once it has all notes
             save.thread.join()
             self._save = None
@@ -504,7 +500,7 @@ class Saver:
         elif save.error is not None:
             if is_main():
                 shutil.rmtree(save.tmp, ignore_errors=True)
-            log(could_not_write(save.target, [(rank(), reason_of(save.error))]))
+            log(failed(save.target, [(rank(), reason_of(save.error))]))
 
 
 class Cancelled(Exception):
@@ -530,11 +526,10 @@ class Save:
             describe(self.tmp)
             for name, text in self.snapshot.texts.items():
                 (self.tmp / name).write_text(text)
-        except (OSError, SafetensorError) as error:
+        except BaseException as error:
             shutil.rmtree(self.tmp, ignore_errors=True)
-            return reason_of(error)
-        except BaseException:
-            shutil.rmtree(self.tmp, ignore_errors=True)
+            if isinstance(error, OSError | SafetensorError):
+                return reason_of(error)
             stop.save_ends()
             raise
         return None
@@ -559,12 +554,11 @@ class Save:
             return
         if not self.tmp.is_dir():
             raise OSError(f"it does not see {self.tmp}; all ranks need one file system for the run folder")
-        sums = {name: self._write_file(name, specs_of(parts), parts) for name, parts in self.snapshot.files.items()}
+        sums = {name: self._write_file(name, parts) for name, parts in self.snapshot.files.items()}
         records: dict[str, Record] = {}
         if self.snapshot.shards:
             name = f"shard-{self.writers.index(rank()):05d}-of-{len(self.writers):05d}.safetensors"
-            parts = {key: shard.tensor for key, shard in self.snapshot.shards.items()}
-            sums[name] = self._write_file(name, specs_of(parts), parts)
+            sums[name] = self._write_file(name, {key: shard.tensor for key, shard in self.snapshot.shards.items()})
             for key, shard in self.snapshot.shards.items():
                 part = Part(name, key, shard.start, tuple(shard.tensor.shape))
                 records[key] = Record(shard.shape, shard.tensor.dtype, [part])
@@ -577,8 +571,8 @@ class Save:
             sync(scratch)
             scratch.rename(note)
 
-    def _write_file(self, name: str, specs: dict[str, Spec], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        order = aligned(specs)
+    def _write_file(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        order = aligned(specs_of(tensors))
         path = self.tmp / name
         size, sha256 = write_tensors(path, order, (tensors[key] for key in order), self._go_on)
         sync(path)
@@ -623,17 +617,9 @@ class Save:
         self.after()
 
 
-def reason_of(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def could_not_write(target: Path, problems: list[tuple[int, str]]) -> str:
+def failed(target: Path, problems: list[tuple[int, str]]) -> str:
     number, reason = problems[0]
-    where = f"rank {number}: " if world_size() > 1 else ""
-    return (
-        f"checkpoint={target}: could not be written ({where}{reason}); free space or permit writing there, then use "
-        "--resume: earlier checkpoints are as they were"
-    )
+    return could_not_write("checkpoint", target, f"rank {number}: {reason}" if world_size() > 1 else reason)
 
 
 def sha256_of(path: Path) -> str:

@@ -26,15 +26,16 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.command.config_file import load_config
-from rollout.servers.model_folder import read_adapter, resolve_model
+from rollout.servers.model_folder import resolve_model
+from rollout.sync.tensor_header import aligned
 from trainer.config.errors import load_error
 from trainer.files.atomic_folder import atomic_folder
-from trainer.files.tensor_files import Spec, TensorFiles, aligned, write_tensors
+from trainer.files.tensor_files import TensorFiles, specs_of, write_tensors
 from trainer.parallel.comm import is_main
 from trainer.parallel.dtensor import gather, is_dtensor, reshard
 from trainer.parallel.watch import log
-from trainer.policy.adapters import ADAPTER
-from trainer.policy.load import model_tensors
+from trainer.policy.adapters import ADAPTER, adapter_name
+from trainer.policy.load import find_model, model_tensors
 from trainer.policy.model_files import ExportedModel, write_model
 from trainer.run.checkpoint import INDEX, MANIFEST, find_problem, latest_valid, stored_tensors
 
@@ -83,13 +84,13 @@ def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool,
 
     if as_adapter:
         names = {adapter_name(name): name for name in own if ".lora_" in name and f".{ADAPTER}." in name}
-        specs = {name: Spec(tuple(own[names[name]].shape), own[names[name]].dtype) for name in names}
+        specs = specs_of({name: own[names[name]] for name in names})
         tensors = (get(name) for name in names.values())
     else:
         exported = ExportedModel(lm, dtype_on_disk(base) or lm.dtype, get)
-        specs, tensors = exported.specs(), exported.tensors()
+        tensors = exported.tensors()
     if not is_main():
-        for _ in tensors:
+        for _ in tensors:  # their part of each gather
             continue
         return
     with atomic_folder(folder, "export") as tmp:
@@ -98,16 +99,11 @@ def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool,
             describe_model(model, tokenizer, tmp, base=base)
             change_json(tmp / "adapter_config.json", inference_mode=True)
         else:
-            write_model(tmp, specs, tensors)
+            write_model(tmp, exported)
             _save_config(lm, tmp)
             finish_config(tmp, exported.dtype)
             generation_config(lm, tokenizer).save_pretrained(tmp)
             tokenizer.save_pretrained(tmp)
-
-
-def adapter_name(name: str) -> str:
-    """peft omits the adapter's name in files."""
-    return name.replace(f".{ADAPTER}.", ".")
 
 
 def finish_config(folder: Path, dtype: torch.dtype) -> None:
@@ -235,10 +231,8 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
         raise ValueError(f"out={cfg.out}: exists already; name a new folder")
     run, checkpoint = find_checkpoint(cfg.source)
     settings = load_config(run / "config.yaml")
-    base = resolve_model(str(settings["model"]))
+    _, base, _ = find_model(str(settings["model"]))
     weights = stored_tensors(checkpoint).below("weights/")
-    if (Path(base) / "adapter_config.json").exists():
-        base = read_adapter(base)["base_model_name_or_path"]
     adapter = checkpoint / "adapter_config.json"
     merge = cfg.merge_lora or bool(settings.get("merge_lora"))
     if adapter.exists() and json.loads(adapter.read_text())["task_type"] in SCORER_TASKS:
@@ -248,14 +242,15 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
             if path.is_file() and path.suffix != ".safetensors" and path.name not in OF_TRAINING:
                 shutil.copy(path, tmp / path.name)
         if adapter.exists() and not merge:
-            specs = aligned({name: Spec(found.shape, found.dtype) for name, found in weights.records.items()})
+            specs = aligned(specs_of(weights.records))
             write_tensors(tmp / "adapter_model.safetensors", specs, (weights.read(name) for name in specs))
             change_json(tmp / "adapter_config.json", inference_mode=True)
             return checkpoint
         (tmp / "adapter_config.json").unlink(missing_ok=True)
         lm = skeleton(checkpoint, base, trust_remote_code=cfg.trust_remote_code)
-        exported = ExportedModel(lm, dtype_on_disk(base) or _trained_dtype(weights), getter(lm, weights, base))
-        write_model(tmp, exported.specs(), exported.tensors())
+        trained_dtype = next(iter(weights.records.values())).dtype
+        exported = ExportedModel(lm, dtype_on_disk(base) or trained_dtype, getter(weights, base))
+        write_model(tmp, exported)
         _save_config(lm, tmp)
         finish_config(tmp, exported.dtype)
     return checkpoint
@@ -299,7 +294,7 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
     return lm
 
 
-def getter(lm: Any, weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
+def getter(weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
     """Reads tensors of a skeleton: trained ones from the checkpoint, others from the base model's files."""
     files: list[TensorFiles] = []
 
@@ -314,7 +309,3 @@ def getter(lm: Any, weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
         return files[0].read(plain)
 
     return get
-
-
-def _trained_dtype(weights: TensorFiles) -> torch.dtype:
-    return next(record.dtype for record in weights.records.values())

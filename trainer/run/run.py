@@ -31,7 +31,7 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -199,13 +199,11 @@ class Run:
         """Load the checkpoint, if any, and open the logs. Returns the number of steps already done."""
         assert self._lock is not None, "begin() comes before restore()"
         self._load(policy, optimizer, schedule, state)
-        try:
+        with _writing(self.dir):
             if self._resumed:
                 self._continue_folder()
             self._metrics = JsonlLog(self.dir / "metrics.jsonl")
             self._samples = JsonlLog(self.dir / "samples.jsonl")
-        except OSError as error:
-            raise ValueError(_no_space(self.dir, error)) from None
         records = read_jsonl(self.dir / "metrics.jsonl")
         self._watch, _ = replay(records)
         self._last_step = records[-1]["step"] if records else -1
@@ -375,19 +373,15 @@ class Run:
         return tree
 
     def _write(self, file: JsonlLog, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        try:
+        with _writing(file.path):
             for row in rows:
                 file.write(step, row)
-        except OSError as error:
-            raise ValueError(_no_space(file.path, error)) from None
 
     def _flush(self) -> None:
         assert self._metrics is not None and self._samples is not None, "restore() comes before save() and finish()"
         for file in (self._metrics, self._samples):
-            try:
+            with _writing(file.path):
                 file.flush_to_disk()
-            except OSError as error:
-                raise ValueError(_no_space(file.path, error)) from None
 
 
 class OtherRank(Run):
@@ -423,6 +417,14 @@ class OtherRank(Run):
 
     def _flush(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(_no_space(path, error)) from None
 
 
 def _no_space(path: Path, error: OSError) -> str:
@@ -498,7 +500,7 @@ def make_folder(folder: Path, *, may_exist: bool) -> Path:
             return tried
         except FileExistsError:
             continue
-    raise ValueError(f"output_dir={folder}: exists a thousand times over; clear the folder above it")
+    raise ValueError(f"output_dir={folder}: a thousand runs started there in the same second; wait a moment")
 
 
 def lock_folder(folder: Path) -> IO[bytes]:

@@ -32,6 +32,11 @@ class Generate:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
         self.numbers = itertools.count()
+        # /server_info, which a trainer reads first, would run pip and a dozen other programs to describe the machine.
+        with contextlib.suppress(ImportError):  # 0.24
+            from vllm.entrypoints.serve.dev.server_info import api_router
+
+            api_router._get_system_env_info_cached = dict
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH:
@@ -63,7 +68,7 @@ class Generate:
         try:
             return 200, await self.complete(state, json.loads(body))
         except KeyError as error:
-            return 404, {"error": {"message": f"{error.args[0]}: is not there"}}
+            return 404, {"error": {"message": f"{error.args[0]}: not found"}}
         except wrong as error:
             return 400, {"error": {"message": str(error)}}
         except Exception as error:  # for example, the engine has died

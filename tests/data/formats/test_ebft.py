@@ -69,18 +69,18 @@ def test_sharegpt_conversations_are_read_as_messages():
     assert made("ebft_chat_multiturn.transform_last_turn", conversations=CHAT[:3]) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in EBFT_FORMATS if "opencode" not in name])
-def test_rows_without_a_true_turn_are_refused(name):
-    for messages, message in (
-        ([user("2+2=")], "has no assistant turn, so there is no true completion"),
-        ([assistant("4"), user("2+2=")], "opens with an assistant turn"),
-        ([], "'messages' is empty"),
-        ([{"role": "tutor", "content": "4"}], "role 'tutor' is unknown"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made(name, messages=messages)
-    with pytest.raises(ValueError, match="has neither 'messages' nor 'conversations' .its columns: text"):
-        made(name, text="abc")
+def test_rows_without_a_true_turn_are_refused():
+    for name in [name for name in EBFT_FORMATS if "opencode" not in name]:
+        for messages, message in (
+            ([user("2+2=")], "has no assistant turn, so there is no true completion"),
+            ([assistant("4"), user("2+2=")], "opens with an assistant turn"),
+            ([], "'messages' is empty"),
+            ([{"role": "tutor", "content": "4"}], "role 'tutor' is unknown"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                made(name, messages=messages)
+        with pytest.raises(ValueError, match="has neither 'messages' nor 'conversations' .its columns: text"):
+            made(name, text="abc")
 
 
 THOUGHTS = [
@@ -94,15 +94,17 @@ THOUGHTS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "thought", "answer"), THOUGHTS)
-def test_thoughts_are_split_off(content, thought, answer):
-    row = made("ebft_reasoning.transform_split_thinking", messages=[user("<think>x</think>2+2="), assistant(content)])
-    expected = answer if thought is None else f"<think>\n{thought}\n</think>\n\n{answer}"
-    assert row == {"prompt": [user("<think>x</think>2+2=")], "ground_truth": [assistant(expected)]}
-    earlier = [user("2+2="), assistant(content), user("3+3="), assistant("6")]
-    row = made("ebft_reasoning.transform_split_thinking", messages=earlier)
-    turn = assistant(answer) if thought is None else assistant(answer, reasoning_content=thought)
-    assert row == {"prompt": [user("2+2="), turn, user("3+3=")], "ground_truth": [assistant("6")]}
+def test_thoughts_are_split_off():
+    for content, thought, answer in THOUGHTS:
+        row = made(
+            "ebft_reasoning.transform_split_thinking", messages=[user("<think>x</think>2+2="), assistant(content)]
+        )
+        expected = answer if thought is None else f"<think>\n{thought}\n</think>\n\n{answer}"
+        assert row == {"prompt": [user("<think>x</think>2+2=")], "ground_truth": [assistant(expected)]}
+        earlier = [user("2+2="), assistant(content), user("3+3="), assistant("6")]
+        row = made("ebft_reasoning.transform_split_thinking", messages=earlier)
+        turn = assistant(answer) if thought is None else assistant(answer, reasoning_content=thought)
+        assert row == {"prompt": [user("2+2="), turn, user("3+3=")], "ground_truth": [assistant("6")]}
 
 
 def test_thoughts_in_a_key_are_written_into_the_target():

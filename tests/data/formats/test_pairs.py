@@ -50,24 +50,24 @@ def texts(tmp_path, tokenizer_of):
     return load
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ROWS)
-def test_text_families(texts, family, kind):
-    prompt, with_system = PROMPTS[family]
-    responses = ("4" + CLOSE[family], "5" + CLOSE[family])
-    name = f"{family}.{kind}"
-    assert texts(ROWS[kind], name) == (prompt, *responses)
-    assert texts({"system": "Be brief", **ROWS[kind]}, name) == (with_system, *responses)
-    for empty in ("", None):
-        assert texts({"system": empty, **ROWS[kind]}, name) == (prompt, *responses)
+def test_text_families(texts):
+    for family in FAMILIES:
+        for kind in ROWS:
+            prompt, with_system = PROMPTS[family]
+            responses = ("4" + CLOSE[family], "5" + CLOSE[family])
+            name = f"{family}.{kind}"
+            assert texts(ROWS[kind], name) == (prompt, *responses)
+            assert texts({"system": "Be brief", **ROWS[kind]}, name) == (with_system, *responses)
+            for empty in ("", None):
+                assert texts({"system": empty, **ROWS[kind]}, name) == (prompt, *responses)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_a_bare_family_name_is_its_default(texts, name):
-    for column in ("prompt", "input", "question", "instruction"):
-        for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response")):
-            row = {column: "2+2?", chosen: "4", rejected: "5"}
-            assert texts(row, name) == (PROMPTS[name][0], "4" + CLOSE[name], "5" + CLOSE[name])
+def test_a_bare_family_name_is_its_default(texts):
+    for name in ["chatml", "llama3"]:
+        for column in ("prompt", "input", "question", "instruction"):
+            for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response")):
+                row = {column: "2+2?", chosen: "4", rejected: "5"}
+                assert texts(row, name) == (PROMPTS[name][0], "4" + CLOSE[name], "5" + CLOSE[name])
 
 
 def test_text_is_not_stripped_and_llama3_gets_its_bos_from_the_tokenizer(texts, tokenizer_of):
@@ -96,19 +96,19 @@ def test_nectar_takes_the_best_rank_as_chosen_and_the_worst_as_rejected(texts):
     assert texts(braces, "zephyr.nectar")[0] == "<|system|>\n</s>\n<|user|>\n{x}</s>\n<|assistant|>\n"
 
 
-@pytest.mark.parametrize(
-    ("messages", "chosen", "rejected"),
-    [
-        ([USER], GOOD, BAD),
-        ("2+2?", "4", "5"),
-        ([USER], [GOOD], [BAD]),
-        ([USER], [USER, GOOD], [USER, BAD]),
-    ],
-)
-def test_chat_template_default(texts, chatml, messages, chosen, rejected):
-    row = {"messages": messages, "chosen": chosen, "rejected": rejected}
-    for name in ("chat_template.default", "chat_template"):
-        assert texts(row, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
+SHAPES = [
+    ([USER], GOOD, BAD),
+    ("2+2?", "4", "5"),
+    ([USER], [GOOD], [BAD]),
+    ([USER], [USER, GOOD], [USER, BAD]),
+]
+
+
+def test_chat_template_default(texts, chatml):
+    for messages, chosen, rejected in SHAPES:
+        row = {"messages": messages, "chosen": chosen, "rejected": rejected}
+        for name in ("chat_template.default", "chat_template"):
+            assert texts(row, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
 
 
 def test_chat_template_default_with_system_and_several_turns(texts, chatml):
@@ -172,10 +172,10 @@ def test_template_settings_of_a_row(texts, tokenizer_of):
     assert texts(row, "auto", tokenizer) == (CHATML + "!", "4<|im_end|>", "5<|im_end|>")
 
 
-@pytest.mark.parametrize("name", ["chat_template.argilla_chat", "chat_template.argilla"])
-def test_whole_conversations(texts, chatml, name):
-    assert texts(CHATS, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
-    assert texts(LONG, name, chatml) == (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")
+def test_whole_conversations(texts, chatml):
+    for name in ["chat_template.argilla_chat", "chat_template.argilla"]:
+        assert texts(CHATS, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
+        assert texts(LONG, name, chatml) == (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")
 
 
 def test_chat_template_argilla_takes_system_and_prompt(texts, chatml):
@@ -210,53 +210,53 @@ def test_user_defined(texts):
         assert texts(row, "user_defined", options=options)[0] == "[] {Q}: 2+2?\n"
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, ("2+2?", "4<|endoftext|>", "5<|endoftext|>")),
-        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
-        ({"prompt": TURNS, "chosen": [GOOD], "rejected": [BAD]}, (CHATML_LONG, "4<|im_end|>", "5<|im_end|>")),
-        ({"prompt": [USER], "chosen": "4", "rejected": "5"}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
-    ],
-)
-def test_passthrough_and_auto_with_a_prompt(texts, chatml, row, expected):
-    for name in ("passthrough", "passthrough.default", "auto"):
-        assert texts({**row, "other": 1}, name, chatml) == expected
+WITH_PROMPT = [
+    ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, ("2+2?", "4<|endoftext|>", "5<|endoftext|>")),
+    ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
+    ({"prompt": TURNS, "chosen": [GOOD], "rejected": [BAD]}, (CHATML_LONG, "4<|im_end|>", "5<|im_end|>")),
+    ({"prompt": [USER], "chosen": "4", "rejected": "5"}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"chosen": "2+2? 4", "rejected": "2+2? 5"}, ("2+2?", " 4<|endoftext|>", " 5<|endoftext|>")),
-        ({"chosen": "Q: x A: y", "rejected": "Q: x A: y z"}, ("Q: x A:", " y<|endoftext|>", " y z<|endoftext|>")),
-        ({"chosen": "Q\nyes", "rejected": "Q\nno"}, ("Q\n", "yes<|endoftext|>", "no<|endoftext|>")),
-        (CHATS, (CHATML, "4<|im_end|>", "5<|im_end|>")),
-        (LONG, (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")),
-        ({"prompt": "2+2?", **LONG}, (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")),
-        ({"prompt": "2+2?", "chosen": [GOOD], "rejected": [BAD]}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
-    ],
-)
-def test_auto_takes_the_shared_beginning_as_the_prompt(texts, chatml, row, expected):
-    assert texts(row, "auto", chatml) == expected
+def test_passthrough_and_auto_with_a_prompt(texts, chatml):
+    for row, expected in WITH_PROMPT:
+        for name in ("passthrough", "passthrough.default", "auto"):
+            assert texts({**row, "other": 1}, name, chatml) == expected
+
+
+SHARED = [
+    ({"chosen": "2+2? 4", "rejected": "2+2? 5"}, ("2+2?", " 4<|endoftext|>", " 5<|endoftext|>")),
+    ({"chosen": "Q: x A: y", "rejected": "Q: x A: y z"}, ("Q: x A:", " y<|endoftext|>", " y z<|endoftext|>")),
+    ({"chosen": "Q\nyes", "rejected": "Q\nno"}, ("Q\n", "yes<|endoftext|>", "no<|endoftext|>")),
+    (CHATS, (CHATML, "4<|im_end|>", "5<|im_end|>")),
+    (LONG, (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")),
+    ({"prompt": "2+2?", **LONG}, (CHATML_LONG, "6<|im_end|>", "5<|im_end|>")),
+    ({"prompt": "2+2?", "chosen": [GOOD], "rejected": [BAD]}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
+]
+
+
+def test_auto_takes_the_shared_beginning_as_the_prompt(texts, chatml):
+    for row, expected in SHARED:
+        assert texts(row, "auto", chatml) == expected
 
 
 HUMAN = {"from": "human", "value": "2+2?"}
 BETTER, WORSE = {"from": "gpt", "value": "4"}, {"from": "gpt", "value": "5"}
 
 
-@pytest.mark.parametrize("name", ["auto", "sharegpt"])
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"conversations": [HUMAN], "chosen": BETTER, "rejected": WORSE},
-        {"conversations": [HUMAN], "chosen": [BETTER], "rejected": [WORSE]},
-        {"conversations": [HUMAN], "chosen": "4", "rejected": "5"},
-        {"chosen": [HUMAN, BETTER], "rejected": [HUMAN, WORSE]},
-        {"conversations": [USER], "chosen": GOOD, "rejected": BAD},
-    ],
-)
-def test_sharegpt_pairs(texts, chatml, name, row):
-    assert texts(row, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
+SHAREGPT_PAIRS = [
+    {"conversations": [HUMAN], "chosen": BETTER, "rejected": WORSE},
+    {"conversations": [HUMAN], "chosen": [BETTER], "rejected": [WORSE]},
+    {"conversations": [HUMAN], "chosen": "4", "rejected": "5"},
+    {"chosen": [HUMAN, BETTER], "rejected": [HUMAN, WORSE]},
+    {"conversations": [USER], "chosen": GOOD, "rejected": BAD},
+]
+
+
+def test_sharegpt_pairs(texts, chatml):
+    for name in ["auto", "sharegpt"]:
+        for row in SHAREGPT_PAIRS:
+            assert texts(row, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
 
 
 def test_sharegpt_pairs_keep_their_system_column(texts, chatml):
@@ -335,32 +335,32 @@ BAD_ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "row", "message"), BAD_ROWS)
-def test_bad_rows(texts, tokenizer_of, chatml, name, row, message):
-    tokenizer = tokenizer_of("llama3") if name.startswith("llama3") else chatml
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{message}"):
-        texts(row, name, tokenizer)
+def test_bad_rows(texts, tokenizer_of, chatml):
+    for name, row, message in BAD_ROWS:
+        tokenizer = tokenizer_of("llama3") if name.startswith("llama3") else chatml
+        with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{message}"):
+            texts(row, name, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            dict(prompt_format="{promt}"),
-            r"format.prompt_format='{promt}': {promt} is not known; use {prompt}, {system}",
-        ),
-        (dict(prompt_format="Q"), "leaves out {prompt}"),
-        (dict(chosen_format="{prompt}"), "{prompt} is not known; use {chosen}"),
-        (dict(rejected_format="{rejected.x}"), "{rejected.x} is not known"),
-        (dict(completion_format="{"), "double braces that are text"),
-        (dict(field_system="s"), "format.field_system=s: has no effect"),
-        (dict(roles="human"), "'human' is not of the form role=name"),
-        (dict(roles="usr=human"), "role 'usr' is unknown; did you mean 'user'"),
-    ],
-)
-def test_options_without_effect_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        FormatOptions(**settings)
+NO_EFFECT = [
+    (
+        dict(prompt_format="{promt}"),
+        r"format.prompt_format='{promt}': {promt} is not known; use {prompt}, {system}",
+    ),
+    (dict(prompt_format="Q"), "leaves out {prompt}"),
+    (dict(chosen_format="{prompt}"), "{prompt} is not known; use {chosen}"),
+    (dict(rejected_format="{rejected.x}"), "{rejected.x} is not known"),
+    (dict(completion_format="{"), "double braces that are text"),
+    (dict(field_system="s"), "format.field_system=s: has no effect"),
+    (dict(roles="human"), "'human' is not of the form role=name"),
+    (dict(roles="usr=human"), "role 'usr' is unknown; did you mean 'user'"),
+]
+
+
+def test_options_without_effect_are_refused():
+    for settings, message in NO_EFFECT:
+        with pytest.raises(ValueError, match=message):
+            FormatOptions(**settings)
 
 
 def test_a_question_is_not_dropped_silently():

@@ -169,32 +169,32 @@ SHARED_TEXT = (
 )
 
 
-@pytest.mark.parametrize(
-    ("row", "suffix"),
-    [
-        ({"conversations": SHARED, "system": "Be brief"}, ""),
-        ({"messages": [{"from": "system", "value": "Be brief"}, *SHARED]}, ""),
-        ({"conversations": SHARED, "system": "Be brief"}, ":format=sharegpt"),
-        ({"dialog": SHARED, "system": "Be brief"}, ":format=sharegpt,field_messages=dialog"),
-        ({"a": {"b": SHARED}, "system": "Be brief"}, ":format=chat_template,field_messages=a.b"),
-    ],
-)
-def test_sharegpt_rows(tmp_path, chatml, row, suffix):
-    chatml.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% if m.tool_calls %}CALL {{ m.tool_calls[0].function.name }}{% endif %}"
-        "<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    spec = f"{tmp_path}/rows.jsonl{suffix}"
-    (example,) = load_examples([spec], chatml)
-    assert chatml.decode(example.ids) == SHARED_TEXT
-    trained = [token for token, is_trained in zip(example.ids, example.mask, strict=True) if is_trained]
-    assert chatml.decode(trained) == "CALL add<|im_end|>It is 4.<|im_end|>"
-    (prompt,) = load_prompts([spec], chatml)
-    turns = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "2+2?"}]
-    assert prompt.prompt == turns and "a.b" not in prompt.columns
+SHAREGPT_ROWS = [
+    ({"conversations": SHARED, "system": "Be brief"}, ""),
+    ({"messages": [{"from": "system", "value": "Be brief"}, *SHARED]}, ""),
+    ({"conversations": SHARED, "system": "Be brief"}, ":format=sharegpt"),
+    ({"dialog": SHARED, "system": "Be brief"}, ":format=sharegpt,field_messages=dialog"),
+    ({"a": {"b": SHARED}, "system": "Be brief"}, ":format=chat_template,field_messages=a.b"),
+]
+
+
+def test_sharegpt_rows(tmp_path, chatml):
+    for row, suffix in SHAREGPT_ROWS:
+        chatml.chat_template = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+            "{% if m.tool_calls %}CALL {{ m.tool_calls[0].function.name }}{% endif %}"
+            "<|im_end|>\n"
+            "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        )
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        spec = f"{tmp_path}/rows.jsonl{suffix}"
+        (example,) = load_examples([spec], chatml)
+        assert chatml.decode(example.ids) == SHARED_TEXT
+        trained = [token for token, is_trained in zip(example.ids, example.mask, strict=True) if is_trained]
+        assert chatml.decode(trained) == "CALL add<|im_end|>It is 4.<|im_end|>"
+        (prompt,) = load_prompts([spec], chatml)
+        turns = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "2+2?"}]
+        assert prompt.prompt == turns and "a.b" not in prompt.columns
 
 
 def test_malformed_sharegpt_messages_are_refused(tmp_path, chatml):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.rows.documents import load_documents
@@ -12,15 +10,6 @@ from data.strided import StridedPlan, make_strided, require_anchors
 USER, ANSWER = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
 OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = [USER, ANSWER, {"role": "user", "content": "33333+3="}, {"role": "assistant", "content": "33336"}]
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows) -> str:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write_rows
 
 
 def parts(tokenizer, document):
@@ -41,25 +30,25 @@ def test_plain_text_has_no_prompt(write, chatml, tokenizer_of):
     assert (document.prompt_length, document.mask, document.weight) == (0, None, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("row", "name", "given", "trained"),
-    [
-        ({"prompt": "2+2=", "completion": "4"}, "auto", "2+2=", "4<|endoftext|>"),
-        ({"messages": AGAIN}, "auto", OPENING, "4<|im_end|>33336<|im_end|>"),
-        ({"question": "2+2=", "answer": "4"}, "question_answer", OPENING, "4<|im_end|>"),
-        ({"instruction": "2+2=", "output": "4"}, "auto", OPENING, "4<|im_end|>"),
-        ({"input": "2+2=", "output": "4"}, "ebft_strided_structured.transform", "2+2=", "4<|endoftext|>"),
-        ({"messages": AGAIN}, "ebft_strided_chat.transform", OPENING, "4<|im_end|>33336<|im_end|>"),
-        (
-            {"messages": AGAIN}, "ebft_reasoning.transform_strided",
-            f"{OPENING}4<|im_end|>\n{OPENING.replace('2+2', '33333+3')}", "33336<|im_end|>",
-        ),
-    ],
-)  # fmt: skip
-def test_prompt_and_trained_text(write, chatml, row, name, given, trained):
-    (document,) = load_documents([write(row)], chatml, data_format=name)
-    assert parts(chatml, document) == (given, trained)
-    assert document.mask is not None and document.mask.index(True) == document.prompt_length
+TRAINED = [
+    ({"prompt": "2+2=", "completion": "4"}, "auto", "2+2=", "4<|endoftext|>"),
+    ({"messages": AGAIN}, "auto", OPENING, "4<|im_end|>33336<|im_end|>"),
+    ({"question": "2+2=", "answer": "4"}, "question_answer", OPENING, "4<|im_end|>"),
+    ({"instruction": "2+2=", "output": "4"}, "auto", OPENING, "4<|im_end|>"),
+    ({"input": "2+2=", "output": "4"}, "ebft_strided_structured.transform", "2+2=", "4<|endoftext|>"),
+    ({"messages": AGAIN}, "ebft_strided_chat.transform", OPENING, "4<|im_end|>33336<|im_end|>"),
+    (
+        {"messages": AGAIN}, "ebft_reasoning.transform_strided",
+        f"{OPENING}4<|im_end|>\n{OPENING.replace('2+2', '33333+3')}", "33336<|im_end|>",
+    ),
+]  # fmt: skip
+
+
+def test_prompt_and_trained_text(write, chatml):
+    for row, name, given, trained in TRAINED:
+        (document,) = load_documents([write(row)], chatml, data_format=name)
+        assert parts(chatml, document) == (given, trained)
+        assert document.mask is not None and document.mask.index(True) == document.prompt_length
 
 
 def test_the_completion_is_cut_first_and_a_prompt_that_fills_the_row_leaves_it_out(write, chatml, capsys):

@@ -90,31 +90,31 @@ def test_a_relative_path_starts_from_the_gyms_folder_and_a_tilde_from_home(monke
     assert split_dataset("rows.jsonl", None) == ("rows.jsonl", None)
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"question": "2+2="}, "has no 'responses_create_params' object; it is not a row of NeMo Gym"),
-        (ROW | {"agent_ref": None}, "has no agent_ref, and its dataset no server; write PATH@SERVER"),
-        (ROW | {"agent_ref": {"type": "x"}}, "agent_ref={'type': 'x'}: must be an object with a name"),
-        (ROW | {"verify_extra": 1}, "has a field 'verify_extra', which is ours; rename it"),
-        (ROW | {"responses_create_params": {"input": []}}, "must be text, or a list of at least one message"),
-        (ROW | {"responses_create_params": {"input": [{"type": "image"}]}}, "input[0]: type=image is not known"),
-        (
-            ROW | {"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}},
-            "input[0]: its content is not text; only text is supported",
-        ),
-        (
-            ROW | {"responses_create_params": {"input": [{"role": "assistant", "content": "4"}]}},
-            "the prompt ends with an assistant turn",
-        ),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path, row, says):
-    path = write(tmp_path, ROW, row)
-    with pytest.raises(ValueError) as caught:
-        load_nemo_gym([str(path)], make_tokenizer())
-    assert str(caught.value).startswith(f"{path}:2: ")
-    assert says in str(caught.value)
+UNUSABLE = [
+    ({"question": "2+2="}, "has no 'responses_create_params' object; it is not a row of NeMo Gym"),
+    (ROW | {"agent_ref": None}, "has no agent_ref, and its dataset no server; write PATH@SERVER"),
+    (ROW | {"agent_ref": {"type": "x"}}, "agent_ref={'type': 'x'}: must be an object with a name"),
+    (ROW | {"verify_extra": 1}, "has a field 'verify_extra', which is ours; rename it"),
+    (ROW | {"responses_create_params": {"input": []}}, "must be text, or a list of at least one message"),
+    (ROW | {"responses_create_params": {"input": [{"type": "image"}]}}, "input[0]: type=image is not known"),
+    (
+        ROW | {"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}},
+        "input[0]: its content is not text; only text is supported",
+    ),
+    (
+        ROW | {"responses_create_params": {"input": [{"role": "assistant", "content": "4"}]}},
+        "the prompt ends with an assistant turn",
+    ),
+]
+
+
+def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path):
+    for row, says in UNUSABLE:
+        path = write(tmp_path, ROW, row)
+        with pytest.raises(ValueError) as caught:
+            load_nemo_gym([str(path)], make_tokenizer())
+        assert str(caught.value).startswith(f"{path}:2: ")
+        assert says in str(caught.value)
 
 
 def test_long_prompts_are_left_out_and_logged_or_refused(tmp_path, capsys):
@@ -135,10 +135,10 @@ def test_tools_that_a_single_turn_cannot_call_are_logged(tmp_path, capsys):
     assert "1 of 2 rows offer tools, which a single turn cannot call" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["@math", "rows.jsonl@", " @ "])
-def test_a_dataset_without_a_path_or_a_name_is_refused(text):
-    with pytest.raises(ValueError, match="is not of the form PATH@SERVER"):
-        split_dataset(text, None)
+def test_a_dataset_without_a_path_or_a_name_is_refused():
+    for text in ["@math", "rows.jsonl@", " @ "]:
+        with pytest.raises(ValueError, match="is not of the form PATH@SERVER"):
+            split_dataset(text, None)
 
 
 def test_settings_of_the_chat_template_by_flag_and_by_row(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.format_options import FormatOptions
@@ -13,15 +11,6 @@ USER = {"role": "user", "content": "2+2?"}
 GOOD = {"role": "assistant", "content": "4"}
 BAD = {"role": "assistant", "content": "5"}
 OPENING = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows, name="rows.jsonl") -> str:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / name)
-
-    return write_rows
 
 
 def row(prompt="2+2?", chosen="4", rejected="5", **more):
@@ -125,27 +114,27 @@ def test_lengths(write, tokenizer_of, capsys):
     assert len(load_pairs([write(row("a" * 2000, "b", "c"))], tokenizer, max_length=None)) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(max_length=1), "max_length=1: must be 2 or more"),
-        (dict(max_prompt_length=0), "max_prompt_length=0"),
-        (dict(too_long="x"), "too_long=x: must be cut or drop"),
-        (dict(bad_rows="x"), "bad_rows=x: must be error or skip"),
-        (dict(data_format="chatml.intell"), "data_format=chatml.intell: no such format; did you mean 'chatml.intel'?"),
-        (dict(data_format="passtrough"), "did you mean 'passthrough'?"),
-        (
-            dict(data_format="llama3.intel"),
-            "data_format=llama3.intel: its delimiter '<|start_header_id|>' is 19 tokens",
-        ),
-        (dict(system_prompt="Be brief"), "system_prompt: has no effect, all rows are plain text"),
-        (dict(options=FormatOptions(roles="user=human")), "format.roles=user=human: has no effect on data_format=auto"),
-        (dict(options=FormatOptions(field_label="x"), data_format="user_defined"), "field_label=x: has no effect"),
-    ],
-)
-def test_refusals(write, chatml, settings, message):
-    with pytest.raises(ValueError, match=message.replace("|", r"\|").replace("?", r"\?")):
-        load_pairs([write(row())], chatml, **settings)
+REFUSALS = [
+    (dict(max_length=1), "max_length=1: must be 2 or more"),
+    (dict(max_prompt_length=0), "max_prompt_length=0"),
+    (dict(too_long="x"), "too_long=x: must be cut or drop"),
+    (dict(bad_rows="x"), "bad_rows=x: must be error or skip"),
+    (dict(data_format="chatml.intell"), "data_format=chatml.intell: no such format; did you mean 'chatml.intel'?"),
+    (dict(data_format="passtrough"), "did you mean 'passthrough'?"),
+    (
+        dict(data_format="llama3.intel"),
+        "data_format=llama3.intel: its delimiter '<|start_header_id|>' is 19 tokens",
+    ),
+    (dict(system_prompt="Be brief"), "system_prompt: has no effect, all rows are plain text"),
+    (dict(options=FormatOptions(roles="user=human")), "format.roles=user=human: has no effect on data_format=auto"),
+    (dict(options=FormatOptions(field_label="x"), data_format="user_defined"), "field_label=x: has no effect"),
+]
+
+
+def test_refusals(write, chatml):
+    for settings, message in REFUSALS:
+        with pytest.raises(ValueError, match=message.replace("|", r"\|").replace("?", r"\?")):
+            load_pairs([write(row())], chatml, **settings)
 
 
 def test_system_prompt_replaces_a_missing_system(write, chatml):
@@ -168,22 +157,8 @@ def test_margin(write, chatml):
     for value in ("much", True, [1], float("nan")):
         with pytest.raises(ValueError, match="rows.jsonl:1: 'margin' is .*, not a number"):
             load_pairs([write(row(margin=value))], chatml, margins=True)
-
-
-def test_an_unused_margin_is_ignored(write, chatml):
     (pair,) = load_pairs([write(row(margin="large"))], chatml)
     assert pair.margin is None and texts(chatml, pair)[1:] == ("4<|endoftext|>", "5<|endoftext|>")
-
-
-def test_several_datasets_with_formats_and_weights(write, chatml):
-    one = write(row(), name="one.jsonl")
-    two = write({"question": "2+2?", "chosen": "4", "rejected": "5"}, name="two.jsonl")
-    pairs = load_pairs([one, f"{two}:format=chatml.intel,weight=0.5"], chatml)
-    assert [(pair.source.rsplit("/")[-1], pair.weight) for pair in pairs] == [
-        ("one.jsonl:1", 1.0),
-        ("two.jsonl:1", 0.5),
-    ]
-    assert texts(chatml, pairs[1]) == (OPENING, "4<|im_end|>", "5<|im_end|>")
 
 
 def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):
@@ -213,22 +188,22 @@ def test_a_users_transform(write, chatml, tmp_path, monkeypatch):
     assert texts(chatml, pair) == ("2+2?", "4<|endoftext|>", "5<|endoftext|>")
 
 
-@pytest.mark.parametrize("name", ["addition", "subtraction", "sort", "steps"])
-def test_built_in_tasks_are_length_balanced_pairs(chatml, name):
-    pairs = load_pairs([f"task:{name}:size=50"], chatml)
-    assert len(pairs) == 50
-    for pair in pairs:
-        assert pair.chosen_ids != pair.rejected_ids and len(pair.chosen_ids) == len(pair.rejected_ids)
-        assert chatml.decode(pair.chosen_ids).endswith("<|im_end|>")
+def test_built_in_tasks_are_length_balanced_pairs(chatml):
+    for name in ("addition", "steps"):
+        pairs = load_pairs([f"task:{name}:size=50"], chatml)
+        assert len(pairs) == 50
+        for pair in pairs:
+            assert pair.chosen_ids != pair.rejected_ids and len(pair.chosen_ids) == len(pair.rejected_ids)
+            assert chatml.decode(pair.chosen_ids).endswith("<|im_end|>")
 
 
 def test_real_rows_with_other_names(asset, chatml):
     options = FormatOptions(
         field_messages="conversations", role_key="from", content_key="value", roles="user=human,assistant=gpt"
     )
-    path = str(asset("data/llamafactory_dpo_en_demo.jsonl.gz"))
+    path = f"{asset('data/llamafactory_dpo_en_demo.jsonl.gz')}:split=train[:40]"
     pairs = load_pairs([path], chatml, data_format="chat_template.default", options=options, max_length=None)
-    assert len(pairs) == 300
+    assert len(pairs) == 40
     prompt, chosen, rejected = texts(chatml, pairs[0])
     assert prompt.startswith("<|im_start|>user\nHi! I'd like to create") and prompt.endswith("<|im_start|>assistant\n")
     assert chosen.startswith("That sounds like") and chosen.endswith("<|im_end|>") and rejected.endswith("<|im_end|>")
@@ -236,12 +211,12 @@ def test_real_rows_with_other_names(asset, chatml):
 
 @pytest.mark.parametrize("name", ["hh_harmless_test", "alpaca_eval_pref_train"])
 def test_real_rows_of_text(asset, chatml, capsys, name):
-    path = f"{asset(f'data/{name}.jsonl.gz')}:split=train[:200]"
-    assert len(load_pairs([path], chatml, max_length=None)) == 200
+    path = f"{asset(f'data/{name}.jsonl.gz')}:split=train[:40]"
+    assert len(load_pairs([path], chatml, max_length=None)) == 40
     for pair in load_pairs([path], chatml, max_length=300):
         assert len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) <= 300
         assert pair.prompt_ids and pair.chosen_ids and pair.rejected_ids
-    assert "data: of 200 rows" in capsys.readouterr().err
+    assert "data: of 40 rows" in capsys.readouterr().err
 
 
 def test_a_response_that_the_template_does_not_close_is_refused(write, tokenizer_of):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,15 +9,6 @@ import pytest
 
 from data.chat import render_prompt
 from data.rows.prompts import load_prompts
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows, name="rows.jsonl") -> str:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / name)
-
-    return write_rows
 
 
 def user(text):
@@ -92,28 +82,28 @@ def test_prompt_longer_than_the_context(write, chatml):
     assert len(load_prompts([path], chatml, context_length=8, max_completion_length=4, max_prompt_length=4)) == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"question": "x", "id": 1},
-            r"rows.jsonl:2: has neither 'prompt' nor 'messages' \(its columns: question, id\)",
-        ),
-        ({"prompt": ""}, "rows.jsonl:2: the prompt is empty"),
-        ({"prompt": " \n"}, "rows.jsonl:2: the prompt is empty"),
-        ({"prompt": []}, "rows.jsonl:2: the prompt is empty"),
-        ({"prompt": None}, "rows.jsonl:2: has neither"),
-        ({"prompt": user("")}, "rows.jsonl:2: the prompt is empty"),
-        ({"prompt": 3}, "rows.jsonl:2: messages=3: must be a list"),
-        ({"prompt": [{"role": "user"}]}, r"rows.jsonl:2: messages\[0\]"),
-        ({"prompt": [{"role": "assistant", "content": "x"}]}, "rows.jsonl:2: the prompt ends with an assistant turn"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "rows.jsonl:2: 'messages' has no user turn"),
-        ({"prompt": [{"role": "user", "content": None}]}, r"rows.jsonl:2: messages\[0\]: its content is None"),
-    ],
-)
-def test_bad_rows(write, chatml, row, message):
-    with pytest.raises(ValueError, match=message):
-        load_prompts([write({"prompt": "fine"}, row)], chatml)
+BAD_ROWS = [
+    (
+        {"question": "x", "id": 1},
+        r"rows.jsonl:2: has neither 'prompt' nor 'messages' \(its columns: question, id\)",
+    ),
+    ({"prompt": ""}, "rows.jsonl:2: the prompt is empty"),
+    ({"prompt": " \n"}, "rows.jsonl:2: the prompt is empty"),
+    ({"prompt": []}, "rows.jsonl:2: the prompt is empty"),
+    ({"prompt": None}, "rows.jsonl:2: has neither"),
+    ({"prompt": user("")}, "rows.jsonl:2: the prompt is empty"),
+    ({"prompt": 3}, "rows.jsonl:2: messages=3: must be a list"),
+    ({"prompt": [{"role": "user"}]}, r"rows.jsonl:2: messages\[0\]"),
+    ({"prompt": [{"role": "assistant", "content": "x"}]}, "rows.jsonl:2: the prompt ends with an assistant turn"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "rows.jsonl:2: 'messages' has no user turn"),
+    ({"prompt": [{"role": "user", "content": None}]}, r"rows.jsonl:2: messages\[0\]: its content is None"),
+]
+
+
+def test_bad_rows(write, chatml):
+    for row, message in BAD_ROWS:
+        with pytest.raises(ValueError, match=message):
+            load_prompts([write({"prompt": "fine"}, row)], chatml)
 
 
 def test_other_refusals(write, chatml, tokenizer_of):

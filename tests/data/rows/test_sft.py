@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -11,15 +10,6 @@ from data.rows.sft import load_examples
 
 USER = {"role": "user", "content": "2+2="}
 ANSWER = {"role": "assistant", "content": "4"}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows) -> str:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write_rows
 
 
 def texts(tokenizer, example):
@@ -33,23 +23,23 @@ def texts(tokenizer, example):
 OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(
-    ("row", "untrained", "trained"),
-    [
-        ({"messages": [USER, ANSWER]}, OPENING + "\n", "4<|im_end|>"),
-        ({"prompt": "2+2=", "completion": "4"}, "2+2=", "4<|endoftext|>"),
-        ({"prompt": "2+2=", "completion": "4<|endoftext|>"}, "2+2=", "4<|endoftext|>"),
-        ({"prompt": "2+2=", "completion": ""}, "2+2=", "<|endoftext|>"),
-        ({"prompt": [USER], "completion": "4"}, OPENING + "\n", "4<|im_end|>"),
-        ({"prompt": [USER], "completion": [ANSWER]}, OPENING + "\n", "4<|im_end|>"),
-        ({"text": "abc"}, "a", "bc<|endoftext|>"),
-        ({"instruction": "2+2=", "input": "", "output": "4"}, OPENING + "\n", "4<|im_end|>"),
-        ({"prompt": "2+2=", "completion": None, "text": "abc"}, "a", "bc<|endoftext|>"),
-    ],
-)
-def test_kinds_of_rows(write, chatml, row, untrained, trained):
-    (example,) = load_examples([write(row)], chatml)
-    assert texts(chatml, example) == (untrained, trained)
+KINDS_OF_ROWS = [
+    ({"messages": [USER, ANSWER]}, OPENING + "\n", "4<|im_end|>"),
+    ({"prompt": "2+2=", "completion": "4"}, "2+2=", "4<|endoftext|>"),
+    ({"prompt": "2+2=", "completion": "4<|endoftext|>"}, "2+2=", "4<|endoftext|>"),
+    ({"prompt": "2+2=", "completion": ""}, "2+2=", "<|endoftext|>"),
+    ({"prompt": [USER], "completion": "4"}, OPENING + "\n", "4<|im_end|>"),
+    ({"prompt": [USER], "completion": [ANSWER]}, OPENING + "\n", "4<|im_end|>"),
+    ({"text": "abc"}, "a", "bc<|endoftext|>"),
+    ({"instruction": "2+2=", "input": "", "output": "4"}, OPENING + "\n", "4<|im_end|>"),
+    ({"prompt": "2+2=", "completion": None, "text": "abc"}, "a", "bc<|endoftext|>"),
+]
+
+
+def test_kinds_of_rows(write, chatml):
+    for row, untrained, trained in KINDS_OF_ROWS:
+        (example,) = load_examples([write(row)], chatml)
+        assert texts(chatml, example) == (untrained, trained)
 
 
 def test_assistant_turns_of_a_prompt_are_context(write, chatml):
@@ -89,30 +79,36 @@ METASPACE = [  # prompt, completion, and the pieces before and after the start o
 ]
 
 
-@pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize(("prompt", "completion", "before", "after"), METASPACE)
-def test_a_completion_gains_no_space(write, metaspace_of, bos, prompt, completion, before, after):
-    tokenizer = metaspace_of(bos=bos)
-    (example,) = load_examples([write({"prompt": prompt, "completion": completion})], tokenizer)
-    pieces = [piece.replace("\u2581", "_") for piece in tokenizer.convert_ids_to_tokens(example.ids)]
-    before = ["<s>"] * bos + before
-    assert pieces == [*before, *after, "</s>"]
-    assert example.mask == [False] * len(before) + [True] * (len(after) + 1)
+def test_a_completion_gains_no_space(write, metaspace_of):
+    for bos in [True, False]:
+        for prompt, completion, before, after in METASPACE:
+            tokenizer = metaspace_of(bos=bos)
+            (example,) = load_examples([write({"prompt": prompt, "completion": completion})], tokenizer)
+            pieces = [piece.replace("\u2581", "_") for piece in tokenizer.convert_ids_to_tokens(example.ids)]
+            before = ["<s>"] * bos + before
+            assert pieces == [*before, *after, "</s>"]
+            assert example.mask == [False] * len(before) + [True] * (len(after) + 1)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completion"),
-    [("2+2=", "4"), ("Once upon", " a time"), ("Once upon ", "a time"), ("hel", "lo"), ("She said", "\n\u00e9!")],
-)
-def test_a_completion_gains_no_space_in_a_real_tokenizer(write, asset, prompt, completion):
+BOUNDARIES = [
+    ("2+2=", "4"),
+    ("Once upon", " a time"),
+    ("Once upon ", "a time"),
+    ("hel", "lo"),
+    ("She said", "\n\u00e9!"),
+]
+
+
+def test_a_completion_gains_no_space_in_a_real_tokenizer(write, asset):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asset("models/stories260K"))
-    (example,) = load_examples([write({"prompt": prompt, "completion": completion})], tokenizer)
-    assert example.ids == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
-    offsets = tokenizer(prompt + completion, return_offsets_mapping=True)["offset_mapping"]
-    assert example.mask == [end > len(prompt) for _, end in offsets] + [True]
-    assert tokenizer.decode(example.ids, skip_special_tokens=True) == prompt + completion
+    for prompt, completion in BOUNDARIES:
+        (example,) = load_examples([write({"prompt": prompt, "completion": completion})], tokenizer)
+        assert example.ids == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
+        offsets = tokenizer(prompt + completion, return_offsets_mapping=True)["offset_mapping"]
+        assert example.mask == [end > len(prompt) for _, end in offsets] + [True]
+        assert tokenizer.decode(example.ids, skip_special_tokens=True) == prompt + completion
 
 
 def test_a_merge_across_the_boundary_is_trained(write, tokenizer_of):
@@ -157,22 +153,22 @@ def test_system_prompt(write, chatml):
             load_examples([write(row)], chatml, system_prompt="Be brief.")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "x"}, r"rows.jsonl:2: has none of .*\(its columns: prompt\)"),
-        ({}, r"rows.jsonl:2: has none of .*\(its columns: none\)"),
-        ({"prompt": "", "completion": "x"}, "rows.jsonl:2: the prompt is empty"),
-        ({"prompt": "x", "completion": [ANSWER]}, "rows.jsonl:2: the prompt is text but the completion is not"),
-        ({"prompt": [USER, ANSWER], "completion": "x"}, "rows.jsonl:2: the prompt ends with an assistant turn"),
-        ({"text": " "}, "rows.jsonl:2: the text is empty"),
-        ({"messages": [ANSWER]}, "rows.jsonl:2: messages: the conversation opens with an assistant turn"),
-        ({"messages": []}, "rows.jsonl:2: messages=.*at least one message"),
-    ],
-)
-def test_bad_rows(write, chatml, row, message):
-    with pytest.raises(ValueError, match=message):
-        load_examples([write({"text": "fine"}, row)], chatml)
+BAD_ROWS = [
+    ({"prompt": "x"}, r"rows.jsonl:2: has none of .*\(its columns: prompt\)"),
+    ({}, r"rows.jsonl:2: has none of .*\(its columns: none\)"),
+    ({"prompt": "", "completion": "x"}, "rows.jsonl:2: the prompt is empty"),
+    ({"prompt": "x", "completion": [ANSWER]}, "rows.jsonl:2: the prompt is text but the completion is not"),
+    ({"prompt": [USER, ANSWER], "completion": "x"}, "rows.jsonl:2: the prompt ends with an assistant turn"),
+    ({"text": " "}, "rows.jsonl:2: the text is empty"),
+    ({"messages": [ANSWER]}, "rows.jsonl:2: messages: the conversation opens with an assistant turn"),
+    ({"messages": []}, "rows.jsonl:2: messages=.*at least one message"),
+]
+
+
+def test_bad_rows(write, chatml):
+    for row, message in BAD_ROWS:
+        with pytest.raises(ValueError, match=message):
+            load_examples([write({"text": "fine"}, row)], chatml)
 
 
 def test_tokenizer_without_eos(write, tokenizer_of):

@@ -75,24 +75,24 @@ def test_lengths(load, capsys):
         load(ROW, context_length=5)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"labels": [True]}, "has 2 completions and 1 labels; each step needs one label"),
-        ({"labels": [True, "no"]}, r"labels\[1\] is 'no'"),
-        ({"labels": [True, 2]}, r"labels\[1\] is 2"),
-        ({"labels": True}, "'labels' is True; it must be a list"),
-        ({"completions": [], "labels": []}, r"'completions' is \[\]"),
-        ({"completions": ["a", 3]}, r"completions\[1\] is a int, not text"),
-        ({"prompt": ""}, "'prompt' is empty"),
-        ({"prompt": None}, "'prompt' is null"),
-    ],
-)
-def test_bad_rows(load, capsys, change, message):
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {message}"):
-        load(ROW, {**ROW, **change})
-    assert len(load(ROW, {**ROW, **change}, bad_rows="skip")) == 1
-    assert "data: of 2 rows, 1 skipped as bad, the first: " in capsys.readouterr().err
+BAD_ROWS = [
+    ({"labels": [True]}, "has 2 completions and 1 labels; each step needs one label"),
+    ({"labels": [True, "no"]}, r"labels\[1\] is 'no'"),
+    ({"labels": [True, 2]}, r"labels\[1\] is 2"),
+    ({"labels": True}, "'labels' is True; it must be a list"),
+    ({"completions": [], "labels": []}, r"'completions' is \[\]"),
+    ({"completions": ["a", 3]}, r"completions\[1\] is a int, not text"),
+    ({"prompt": ""}, "'prompt' is empty"),
+    ({"prompt": None}, "'prompt' is null"),
+]
+
+
+def test_bad_rows(load, capsys):
+    for change, message in BAD_ROWS:
+        with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {message}"):
+            load(ROW, {**ROW, **change})
+        assert len(load(ROW, {**ROW, **change}, bad_rows="skip")) == 1
+        assert "data: of 2 rows, 1 skipped as bad, the first: " in capsys.readouterr().err
 
 
 def test_invalid_settings_are_refused(load):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.formats.pairs import PAIR_FORMATS
@@ -27,55 +25,46 @@ BETWEEN = "\n<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n"
 CHAT = [USER, ANSWER, user("3+3="), assistant("6"), user("thanks")]
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows, name="rows.jsonl") -> str:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / name)
-
-    return write_rows
-
-
 def texts(tokenizer, prompt):
     return tokenizer.decode(prompt.ids), tokenizer.decode(prompt.target_ids)
 
 
-@pytest.mark.parametrize(
-    ("row", "name", "before", "target"),
-    [
-        ({"prompt": "2+2=", "ground_truth": "4"}, "auto", "2+2=", "4<|endoftext|>"),
-        ({"prompt": [USER], "ground_truth": "4"}, "auto", OPENING, "4<|im_end|>"),
-        ({"prompt": [USER], "ground_truth": "4", "messages": CHAT, "completion": "5"}, "auto", OPENING, "4<|im_end|>"),
-        ({"prompt": "2+2=", "completion": "4"}, "auto", "2+2=", "4<|endoftext|>"),
-        ({"prompt": "2+2=", "completion": "4", "ground_truth": None}, "auto", "2+2=", "4<|endoftext|>"),
-        ({"prompt": [USER], "completion": "4"}, "auto", OPENING, "4<|im_end|>"),
-        ({"prompt": [USER], "completion": [ANSWER]}, "auto", OPENING, "4<|im_end|>"),
-        ({"prompt": [USER], "completion": "4", "chosen": "5", "rejected": "6"}, "auto", OPENING, "4<|im_end|>"),
-        ({"messages": [USER, ANSWER]}, "auto", OPENING, "4<|im_end|>"),
-        ({"messages": CHAT}, "auto", OPENING + "4<|im_end|>" + BETWEEN, "6<|im_end|>"),
-        ({"instruction": "2+2=", "output": "4"}, "auto", OPENING, "4<|im_end|>"),
-        ({"prompt": "2+2=", "chosen": "4"}, "auto", "2+2=", "4<|endoftext|>"),
-        ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "auto", "2+2=", "4<|endoftext|>"),
-        ({"prompt": "2+2=", "chosen": [USER, ANSWER]}, "auto", OPENING, "4<|im_end|>"),
-        ({"prompt": [USER], "chosen": "4"}, "auto", OPENING, "4<|im_end|>"),
-        ({"chosen": [USER, ANSWER], "rejected": [USER, assistant("5")]}, "auto", OPENING, "4<|im_end|>"),
-        ({"question": "2+2=", "answer": "4"}, "question_answer", OPENING, "4<|im_end|>"),
-        ({"question": "2+2=", "answer": "so\n#### 4"}, "gsm8k", OPENING, "so\n#### 4<|im_end|>"),
-        ({"instruction": "2+2=", "input": "", "output": "4"}, "alpaca", OPENING, "4<|im_end|>"),
-        ({"question": "2+2=", "chosen": "4", "rejected": "5"}, "chatml.intel", OPENING, "4<|im_end|>"),
-        ({"input": "2+2=", "chosen": "4", "rejected": "5"}, "bradley_terry.chat_template", OPENING, "4<|im_end|>"),
-        ({"messages": [USER], "chosen": ANSWER, "rejected": ANSWER}, "chat_template", OPENING, "4<|im_end|>"),
-        ({"input": "2+2=", "output": "4"}, "ebft_opencode.transform", OPENING, "4<|im_end|>"),
-        ({"messages": [USER, assistant("<think>a</think>4")]}, "ebft_reasoning.transform_answer_only", OPENING,
-         "4<|im_end|>"),
-    ],
-)  # fmt: skip
-def test_kinds_of_rows(write, chatml, row, name, before, target):
-    (prompt,) = load_targets([write(row)], chatml, data_format=name)
-    assert texts(chatml, prompt) == (before, target)
-    assert prompt.target_mask is None and "remaining_turns" not in prompt.columns
-    assert prompt.conversational == (before != "2+2=" and name != "chatml.intel")
-    assert prompt.source.endswith("rows.jsonl:1")
+KINDS_OF_ROWS = [
+    ({"prompt": "2+2=", "ground_truth": "4"}, "auto", "2+2=", "4<|endoftext|>"),
+    ({"prompt": [USER], "ground_truth": "4"}, "auto", OPENING, "4<|im_end|>"),
+    ({"prompt": [USER], "ground_truth": "4", "messages": CHAT, "completion": "5"}, "auto", OPENING, "4<|im_end|>"),
+    ({"prompt": "2+2=", "completion": "4"}, "auto", "2+2=", "4<|endoftext|>"),
+    ({"prompt": "2+2=", "completion": "4", "ground_truth": None}, "auto", "2+2=", "4<|endoftext|>"),
+    ({"prompt": [USER], "completion": "4"}, "auto", OPENING, "4<|im_end|>"),
+    ({"prompt": [USER], "completion": [ANSWER]}, "auto", OPENING, "4<|im_end|>"),
+    ({"prompt": [USER], "completion": "4", "chosen": "5", "rejected": "6"}, "auto", OPENING, "4<|im_end|>"),
+    ({"messages": [USER, ANSWER]}, "auto", OPENING, "4<|im_end|>"),
+    ({"messages": CHAT}, "auto", OPENING + "4<|im_end|>" + BETWEEN, "6<|im_end|>"),
+    ({"instruction": "2+2=", "output": "4"}, "auto", OPENING, "4<|im_end|>"),
+    ({"prompt": "2+2=", "chosen": "4"}, "auto", "2+2=", "4<|endoftext|>"),
+    ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "auto", "2+2=", "4<|endoftext|>"),
+    ({"prompt": "2+2=", "chosen": [USER, ANSWER]}, "auto", OPENING, "4<|im_end|>"),
+    ({"prompt": [USER], "chosen": "4"}, "auto", OPENING, "4<|im_end|>"),
+    ({"chosen": [USER, ANSWER], "rejected": [USER, assistant("5")]}, "auto", OPENING, "4<|im_end|>"),
+    ({"question": "2+2=", "answer": "4"}, "question_answer", OPENING, "4<|im_end|>"),
+    ({"question": "2+2=", "answer": "so\n#### 4"}, "gsm8k", OPENING, "so\n#### 4<|im_end|>"),
+    ({"instruction": "2+2=", "input": "", "output": "4"}, "alpaca", OPENING, "4<|im_end|>"),
+    ({"question": "2+2=", "chosen": "4", "rejected": "5"}, "chatml.intel", OPENING, "4<|im_end|>"),
+    ({"input": "2+2=", "chosen": "4", "rejected": "5"}, "bradley_terry.chat_template", OPENING, "4<|im_end|>"),
+    ({"messages": [USER], "chosen": ANSWER, "rejected": ANSWER}, "chat_template", OPENING, "4<|im_end|>"),
+    ({"input": "2+2=", "output": "4"}, "ebft_opencode.transform", OPENING, "4<|im_end|>"),
+    ({"messages": [USER, assistant("<think>a</think>4")]}, "ebft_reasoning.transform_answer_only", OPENING,
+     "4<|im_end|>"),
+]  # fmt: skip
+
+
+def test_kinds_of_rows(write, chatml):
+    for row, name, before, target in KINDS_OF_ROWS:
+        (prompt,) = load_targets([write(row)], chatml, data_format=name)
+        assert texts(chatml, prompt) == (before, target)
+        assert prompt.target_mask is None and "remaining_turns" not in prompt.columns
+        assert prompt.conversational == (before != "2+2=" and name != "chatml.intel")
+        assert prompt.source.endswith("rows.jsonl:1")
 
 
 def test_all_formats_are_there():
@@ -226,11 +215,11 @@ NO_TARGET = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "name", "message"), NO_TARGET)
-def test_a_row_without_a_target_is_an_error_that_names_it(write, chatml, row, name, message):
-    good = {"prompt": [USER], "completion": "4", "question": "2+2=", "answer": "#### 4"}
-    with pytest.raises(ValueError, match=rf"rows.jsonl:2: {message}"):
-        load_targets([write(good, row)], chatml, data_format=name)
+def test_a_row_without_a_target_is_an_error_that_names_it(write, chatml):
+    for row, name, message in NO_TARGET:
+        good = {"prompt": [USER], "completion": "4", "question": "2+2=", "answer": "#### 4"}
+        with pytest.raises(ValueError, match=rf"rows.jsonl:2: {message}"):
+            load_targets([write(good, row)], chatml, data_format=name)
 
 
 def test_strided_and_misspelt_formats_are_refused(write, chatml):

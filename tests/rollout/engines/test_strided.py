@@ -134,11 +134,10 @@ def test_every_sample_is_what_its_anchor_alone_would_give(sizes):
 def test_every_architecture_scores_as_its_own_forward_does(kind):
     model, documents = make_model(kind), documents_of(LENGTHS)
     batch = row_of(documents, plan())
-    for temperature in (0.0, 1.0):
-        made = continued(model, batch, temperature)
-        assert_same(made, one_by_one(model, documents, batch, temperature))
-        assert_near(made.logps, as_trained(model, batch, made.ids, temperature or 1.0))
-    assert made.logps.std() > 0.1 and len(made.ids.unique()) > 10  # the last ones, at temperature 1
+    made = continued(model, batch, 1.0)
+    assert_same(made, one_by_one(model, documents, batch, 1.0))
+    assert_near(made.logps, as_trained(model, batch, made.ids, 1.0))
+    assert made.logps.std() > 0.1 and len(made.ids.unique()) > 10
 
 
 def test_float64_weights_give_the_float64_log_probs():

@@ -209,25 +209,24 @@ def g4(client, prompt, seed): ...
 async def g5(prompts, trainer): ...  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "kind"), [(f1, "batch"), (f2, "batch"), (f3, "texts"), (f4, "episode")])
-def test_the_kind_is_told_by_the_signature(call, kind):
-    assert kind_of(call, "rollout_func=f") == kind
+def test_the_kind_is_told_by_the_signature():
+    for call, kind in [(f1, "batch"), (f2, "batch"), (f3, "texts"), (f4, "episode")]:
+        assert kind_of(call, "rollout_func=f") == kind
 
 
-@pytest.mark.parametrize("call", [g0, g1, g2, g3, g4, g5])
-def test_any_other_signature_is_refused_with_the_three_that_work(call):
-    with pytest.raises(
-        ValueError, match=r"rollout_func=f: takes \(.*\); it must be one of def fn\(prompts, trainer\), "
-    ):
-        kind_of(call, "rollout_func=f")
+def test_any_other_signature_is_refused_with_the_three_that_work():
+    for call in [g0, g1, g2, g3, g4, g5]:
+        with pytest.raises(
+            ValueError, match=r"rollout_func=f: takes \(.*\); it must be one of def fn\(prompts, trainer\), "
+        ):
+            kind_of(call, "rollout_func=f")
 
 
 GOOD = {"prompt_ids": [[5, 6]], "completion_ids": [[7, 2]], "logprobs": [[-1.0, -2.0]]}
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
+def test_what_a_batch_function_returns_is_checked_row_by_row(functions, engine):
+    for returned, message in [
         ([1], "returned list; return a dict of lists with prompt_ids"),
         ({"prompt_ids": [[1]]}, "returned no 'completion_ids'"),
         ({**GOOD, "completion_ids": [[7, 2]] * 2}, r"its completion_ids is a list of 2; .* one entry per prompt \(1\)"),
@@ -247,37 +246,32 @@ GOOD = {"prompt_ids": [[5, 6]], "completion_ids": [[7, 2]], "logprobs": [[-1.0, 
         ({**GOOD, "env_mask": [[1, 2]]}, "its env_mask is not a list of 0 and 1"),
         ({**GOOD, "finish_reason": ["done"]}, "finish_reason='done': must be 'stop' or 'length'"),
         ({**GOOD, "completions": ["x"]}, "the column 'completions' has a name that rewards know already"),
-    ],
-)
-def test_what_a_batch_function_returns_is_checked_row_by_row(functions, engine, returned, message):
-    function = functions("batch")
-    function.call = lambda prompts, trainer: returned
-    with pytest.raises(ValueError, match=message):
-        run_groups(function.source(engine, SAMPLING), jobs("a", copies=1))
+    ]:
+        function = functions("batch")
+        function.call = lambda prompts, trainer, returned=returned: returned
+        with pytest.raises(ValueError, match=message):
+            run_groups(function.source(engine, SAMPLING), jobs("a", copies=1))
 
 
-@pytest.mark.parametrize(
-    ("name", "returned", "message"),
-    [
+def test_what_the_other_kinds_return_is_checked_too(functions, engine):
+    for name, returned, message in [
         ("texts", "abc", r"its list of completions is 'abc'; .* \(1\)"),
         ("texts", [3], "returned 3 for rows.jsonl:1, not a string"),
         ("texts", ["x<|im_end|>y"], "rows.jsonl:1: the response: the assistant's text holds the template's own end-of"),
         ("episode", "abc", "rows.jsonl:1: returned str; return a Completion, or a dict"),
         ("episode", {"completion_ids": [7]}, "rows.jsonl:1: has no logprobs"),
-    ],
-)
-def test_what_the_other_kinds_return_is_checked_too(functions, engine, name, returned, message):
-    function = functions(name)
-    if name == "texts":
-        function.call = lambda model, processing_class, prompts: returned
-    else:
+    ]:
+        function = functions(name)
+        if name == "texts":
+            function.call = lambda model, processing_class, prompts, returned=returned: returned
+        else:
 
-        async def give(client, prompt, seed):
-            return returned
+            async def give(client, prompt, seed, returned=returned):
+                return returned
 
-        function.call = give
-    with pytest.raises(ValueError, match=message):
-        run_groups(function.source(engine, SAMPLING), jobs("a", copies=1))
+            function.call = give
+        with pytest.raises(ValueError, match=message):
+            run_groups(function.source(engine, SAMPLING), jobs("a", copies=1))
 
 
 @pytest.mark.parametrize("name", ["batch", "episode"])

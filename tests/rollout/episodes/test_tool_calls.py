@@ -9,24 +9,20 @@ from rollout.episodes.tool_calls import Call, find_format, hermes, llama3_json, 
 LOOKUP = Call(name="lookup", arguments={"key": "ab"})
 
 
-@pytest.mark.parametrize(
-    ("parse", "text"),
-    [
+def test_one_call_is_read_in_every_format():
+    for parse, text in [
         (hermes, '<tool_call>\n{"name": "lookup", "arguments": {"key": "ab"}}\n</tool_call>'),
         (hermes, '<tool_call>{"name": "lookup", "arguments": "{\\"key\\": \\"ab\\"}"}</tool_call>'),
         (llama3_json, '{"name": "lookup", "parameters": {"key": "ab"}}'),
         (llama3_json, '<|python_tag|>{"type": "function", "name": "lookup", "parameters": {"key": "ab"}}'),
         (pythonic, "[lookup(key='ab')]"),
         (pythonic, ' [lookup(\n  key="ab"\n)]\n'),
-    ],
-)
-def test_one_call_is_read_in_every_format(parse, text):
-    assert parse(text) == ("", [LOOKUP])
+    ]:
+        assert parse(text) == ("", [LOOKUP])
 
 
-@pytest.mark.parametrize(
-    ("parse", "text"),
-    [
+def test_an_answer_is_no_call():
+    for parse, text in [
         (hermes, "The answer is 4."),
         (hermes, ""),
         (llama3_json, '{"answer": 4}'),
@@ -34,10 +30,8 @@ def test_one_call_is_read_in_every_format(parse, text):
         (pythonic, "[37]"),
         (pythonic, "f(x) = 2"),
         (pythonic, "[1, 2, 3]"),
-    ],
-)
-def test_an_answer_is_no_call(parse, text):
-    assert parse(text) == (text, [])
+    ]:
+        assert parse(text) == (text, [])
 
 
 def test_several_calls_and_the_text_around_them():
@@ -61,9 +55,8 @@ def test_python_values_of_every_kind():
     assert call.arguments == {"n": [1, {"x": None}], "yes": True, "no": False, "nothing": None}
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "error"),
-    [
+def test_what_means_to_be_a_call_and_is_none_says_why():
+    for parse, text, error in [
         (hermes, '<tool_call>{"name": "f", </tool_call>', "is not valid JSON"),
         (hermes, '<tool_call>{"name": "f"}', "is not closed by </tool_call>"),
         (hermes, "<tool_call>[1]</tool_call>", "is not an object with a name"),
@@ -77,33 +70,30 @@ def test_python_values_of_every_kind():
         (pythonic, "[f(key=1), 3]", "is not a list of calls"),
         (pythonic, "[f(" + "(" * 10_000 + ")]", "is not a list of calls"),
         (pythonic, "[f(1)\0]", "is not a list of calls"),
-    ],
-)
-def test_what_means_to_be_a_call_and_is_none_says_why(parse, text, error):
-    assert error in parse(text).calls[-1].error
+    ]:
+        assert error in parse(text).calls[-1].error
 
 
-@pytest.mark.parametrize(
-    ("template", "parse"),
-    [
+def test_auto_reads_the_format_off_the_chat_template():
+    for template, parse in [
         ("... <tool_call>{{ call | tojson }}</tool_call>", hermes),
         ('respond {"name": ..., "parameters": ...} {{ "ipython" }}', llama3_json),
         ("[func_name1(params_name1=params_value1, params_name2=params_value2...)]", pythonic),
-    ],
-)
-def test_auto_reads_the_format_off_the_chat_template(template, parse):
-    assert find_format("auto", SimpleNamespace(chat_template=template)) is parse
-    assert find_format("hermes", SimpleNamespace(chat_template=template)) is hermes
+    ]:
+        assert find_format("auto", SimpleNamespace(chat_template=template)) is parse
+        assert find_format("hermes", SimpleNamespace(chat_template=template)) is hermes
 
 
-@pytest.mark.parametrize("template", ["{{ messages }}", None])
-def test_auto_refuses_a_template_without_calls(template):
-    with pytest.raises(ValueError, match="tool_format=auto: the chat template does not say how .* set one of hermes, "):
-        find_format("auto", SimpleNamespace(chat_template=template))
+def test_auto_refuses_a_template_without_calls():
+    for template in ["{{ messages }}", None]:
+        with pytest.raises(
+            ValueError, match="tool_format=auto: the chat template does not say how .* set one of hermes, "
+        ):
+            find_format("auto", SimpleNamespace(chat_template=template))
 
 
-@pytest.mark.parametrize("argument", ["{'a', 'b'}", "b'a'", "1j", "...", "{1: 2}", "[{3}]"])
-def test_values_that_json_does_not_have_are_an_error_of_the_call(argument):
-    parse = find_format("pythonic", None)
-    (call,) = parse(f"[lookup({argument})]").calls
-    assert call.error == "its arguments are not plain values"
+def test_values_that_json_does_not_have_are_an_error_of_the_call():
+    for argument in ["{'a', 'b'}", "b'a'", "1j", "...", "{1: 2}", "[{3}]"]:
+        parse = find_format("pythonic", None)
+        (call,) = parse(f"[lookup({argument})]").calls
+        assert call.error == "its arguments are not plain values"

@@ -89,23 +89,19 @@ def starred(*x: int) -> None:
     """Does it."""
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
+def test_a_function_without_a_schema_is_refused():
+    for function, message in [
         (untyped, "untyped has no type hint for 'x'"),
         (silent, "silent has no docstring"),
         (exotic, "'x' of exotic is a complex, which JSON does not have"),
         (starred, r"starred takes \*x"),
-    ],
-)
-def test_a_function_without_a_schema_is_refused(function, message):
-    with pytest.raises(ValueError, match=f"tools=my.f: {message}"):
-        schema_of(function, "tools=my.f")
+    ]:
+        with pytest.raises(ValueError, match=f"tools=my.f: {message}"):
+            schema_of(function, "tools=my.f")
 
 
-@pytest.mark.parametrize(
-    ("value", "schema", "wrong"),
-    [
+def test_values_are_held_against_the_schema():
+    for value, schema, wrong in [
         (1, {"type": "number"}, None),
         (True, {"type": "number"}, "must be number, not boolean"),
         (True, {"type": "integer"}, "must be integer, not boolean"),
@@ -117,37 +113,41 @@ def test_a_function_without_a_schema_is_refused(function, message):
         ([1, "x"], {"type": "array", "items": {"type": "integer"}}, "holds one that must be integer, not string"),
         ({"a": 1}, {"type": "object", "additionalProperties": {"type": "string"}}, "holds one that must be string"),
         ({"a": 1}, {}, None),
-    ],
-)
-def test_values_are_held_against_the_schema(value, schema, wrong):
-    assert (problem(value, schema) or "").startswith(wrong or "")
-    assert (problem(value, schema) is None) == (wrong is None)
+    ]:
+        assert (problem(value, schema) or "").startswith(wrong or "")
+        assert (problem(value, schema) is None) == (wrong is None)
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
+def test_the_calculator_calculates():
+    for expression, value in [
         ("2+3*4", "14"),
         ("(3+4)/2", "3.5"),
         ("8/2", "4"),
         ("-7//2", "-4"),
         ("2**10 % 1000", "24"),
         ("1/3", "0.333333333333"),
-    ],
-)
-def test_the_calculator_calculates(expression, value):
-    assert calculator(expression) == value
+    ]:
+        assert calculator(expression) == value
 
 
-@pytest.mark.parametrize(
-    "expression",
-    ["__import__('os')", "9**9**9", "9**-9**9", "(-8)**0.5", "2+", "x", "1" * 300, "[1]", "1<<9", "'a'*9", "True+1"],
-)
-def test_the_calculator_does_nothing_else(expression):
-    began = time.monotonic()
-    with pytest.raises(ValueError):
-        calculator(expression)
-    assert time.monotonic() - began < 1
+def test_the_calculator_does_nothing_else():
+    for expression in [
+        "__import__('os')",
+        "9**9**9",
+        "9**-9**9",
+        "(-8)**0.5",
+        "2+",
+        "x",
+        "1" * 300,
+        "[1]",
+        "1<<9",
+        "'a'*9",
+        "True+1",
+    ]:
+        began = time.monotonic()
+        with pytest.raises(ValueError):
+            calculator(expression)
+        assert time.monotonic() - began < 1
 
 
 def run(toolset: Toolset, call: Call, turns: Turns | None = None) -> tuple[str, bool]:
@@ -158,9 +158,8 @@ def of(*functions, timeout: float = 5.0) -> Toolset:
     return Toolset([Tool(f"my.{f.__name__}", f.__name__, f) for f in functions], timeout)
 
 
-@pytest.mark.parametrize(
-    ("call", "text", "failed"),
-    [
+def test_a_call_is_answered_with_a_result_or_with_what_is_wrong():
+    for call, text, failed in [
         (Call(name="lookup", arguments={"key": "ab"}), "37", False),
         (Call(name="lookup", positional=("ab",)), "37", False),
         (Call(name="lookup", arguments={"key": "cd"}), "error: KeyError: 'cd'", True),
@@ -173,11 +172,9 @@ def of(*functions, timeout: float = 5.0) -> Toolset:
         (Call(name="look"), "error: there is no tool 'look'; there is lookup, calculator", True),
         (Call(name="calculator", arguments={"expression": "1/0"}), "error: ZeroDivisionError: division by zero", True),
         (Call(error="is not valid JSON"), "error: the call is not valid JSON", True),
-    ],
-)
-def test_a_call_is_answered_with_a_result_or_with_what_is_wrong(call, text, failed):
-    answer, error = run(load_tools(("lookup", "calculator")), call)
-    assert answer.startswith(text) and error is failed
+    ]:
+        answer, error = run(load_tools(("lookup", "calculator")), call)
+        assert answer.startswith(text) and error is failed
 
 
 def test_results_that_are_not_text_become_json():
@@ -223,14 +220,15 @@ def test_a_tool_that_hangs_costs_its_time_limit_and_in_the_end_the_run(monkeypat
     released.set()
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(), MemoryError()])
-def test_whatever_a_tool_raises_is_told_to_the_model(error):
-    def bad() -> None:
-        """Fails."""
-        raise error
+def test_whatever_a_tool_raises_is_told_to_the_model():
+    for error in [SystemExit(3), KeyboardInterrupt(), StopIteration(), MemoryError()]:
 
-    text, failed = run(of(bad), Call(name="bad"))
-    assert failed and type(error).__name__ in text
+        def bad(error: Any = error) -> None:
+            """Fails."""
+            raise error
+
+        text, failed = run(of(bad), Call(name="bad"))
+        assert failed and type(error).__name__ in text
 
 
 TOOLS = '''
@@ -293,20 +291,17 @@ def test_tools_are_found_by_name_file_and_module(tools_file, monkeypatch):
     assert list(toolset.tools["add"].parameters) == ["n"]
 
 
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
+def test_tools_that_cannot_be_loaded_are_refused(tools_file):
+    for specs, message in [
         (("calculater",), "tools=calculater: no such built-in tool; did you mean 'calculator'"),
         (("{}:nobody",), "has no 'nobody'"),
         (("{}:number",), "is a int, not a function"),
         (("{}:Empty",), "the class has no public method for the model to call"),
         (("calculator", "calculator"), "there is another tool called 'calculator'"),
         (("nowhere.fn",), "there is no module 'nowhere'"),
-    ],
-)
-def test_tools_that_cannot_be_loaded_are_refused(tools_file, specs, message):
-    with pytest.raises(ValueError, match=message):
-        load_tools([spec.format(tools_file) for spec in specs])
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_tools([spec.format(tools_file) for spec in specs])
 
 
 def test_rows_without_what_a_tool_reads_are_refused():
@@ -390,16 +385,16 @@ def test_a_call_in_the_last_turn_is_not_answered():
     assert [m["role"] for m in completion.messages] == ["assistant", "tool"] * 2 + ["assistant"]
 
 
-@pytest.mark.parametrize("max_tokens", range(10, 50))
-def test_the_limit_on_tokens_holds_for_all_turns_together(max_tokens):
-    prompt = user_prompt("ab?", table={"ab": "37"})
-    (completion,) = play(answer_with_the_last_result, load_tools(("lookup",)), prompt, max_tokens=max_tokens)
-    whole = 19 + 14 + 3
-    assert len(completion.ids) <= max_tokens and len(completion.ids) == len(completion.logps)
-    assert completion.finish_reason == ("stop" if max_tokens >= whole else "length")
-    assert completion.mask is None or completion.mask[-1]  # results that nobody reads are left out
-    if max_tokens <= 19 + 14:
-        assert len(completion.ids) == min(19, max_tokens) and completion.columns["num_turns"] == 1
+def test_the_limit_on_tokens_holds_for_all_turns_together():
+    for max_tokens in range(10, 50, 7):
+        prompt = user_prompt("ab?", table={"ab": "37"})
+        (completion,) = play(answer_with_the_last_result, load_tools(("lookup",)), prompt, max_tokens=max_tokens)
+        whole = 19 + 14 + 3
+        assert len(completion.ids) <= max_tokens and len(completion.ids) == len(completion.logps)
+        assert completion.finish_reason == ("stop" if max_tokens >= whole else "length")
+        assert completion.mask is None or completion.mask[-1]  # results that nobody reads are left out
+        if max_tokens <= 19 + 14:
+            assert len(completion.ids) == min(19, max_tokens) and completion.columns["num_turns"] == 1
 
 
 def test_a_long_result_is_cut():
@@ -429,11 +424,12 @@ def test_an_episode_that_fails_closes_its_objects(tools_file):
     assert toolset.tools["add"].call.__globals__["closed"] == [7]
 
 
-@pytest.mark.parametrize("method", ["reward", "close"])
-def test_an_object_that_cannot_end_names_the_row(tools_file, method):
-    tools_file.write_text(TOOLS.replace(f"def {method}(self):", f"def {method}(self):\n        1 / 0\n"))
-    with pytest.raises(ValueError, match=rf"Counter: {method}\(\) failed on rows.jsonl:1 \(ZeroDivisionError"):
-        play(lambda text, seed: "x", load_tools((f"{tools_file}:Counter",)), user_prompt("a"))
+def test_an_object_that_cannot_end_names_the_row(tools_file):
+    for method in ["reward", "close"]:
+        path = tools_file.with_name(f"{method}.py")
+        path.write_text(TOOLS.replace(f"def {method}(self):", f"def {method}(self):\n        1 / 0\n"))
+        with pytest.raises(ValueError, match=rf"Counter: {method}\(\) failed on rows.jsonl:1 \(ZeroDivisionError"):
+            play(lambda text, seed: "x", load_tools((f"{path}:Counter",)), user_prompt("a"))
 
 
 def test_an_object_that_cannot_begin_names_the_row(tools_file):
@@ -460,9 +456,8 @@ def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
     assert "the chat template does not show them to the model" in said[-1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_cannot_work_are_refused():
+    for settings, message in [
         (dict(max_turns=3), "max_turns=3: has no effect without tools"),
         (dict(tool_format="hermes"), "tool_format=hermes: has no effect without tools"),
         (dict(tools=("lookup",), max_turns=1), "max_turns=1: must be 2 or more"),
@@ -471,11 +466,9 @@ def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
         (dict(tools=("lookup", "")), "tools='': is not a name"),
         (dict(rollout_func=""), "rollout_func='': is not a name"),
         (dict(tools=("lookup",), rollout_func="a.b"), "rollout_func=a.b: makes the completions itself"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ToolConfig(**settings)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ToolConfig(**settings)
 
 
 def test_waiting_for_a_thread_is_not_the_tools_time(monkeypatch):

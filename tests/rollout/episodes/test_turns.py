@@ -84,9 +84,8 @@ def test_every_turn_has_a_seed_of_its_own():
     assert len({turn_seed(seed, number) for seed in range(50) for number in range(20)}) == 1000
 
 
-@pytest.mark.parametrize(
-    ("template", "between"),
-    [
+def test_results_continue_a_turn_as_the_template_writes_them():
+    for template, between in [
         (None, "\n<|im_start|>tool\n37<|im_end|>\n<|im_start|>assistant\n"),
         (HERMES, "\n<|im_start|>user\n<tool_response>\n37\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
         (LLAMA, '<|im_start|>ipython\n"37"<|im_end|><|im_start|>assistant\n'),
@@ -94,21 +93,18 @@ def test_every_turn_has_a_seed_of_its_own():
             HERMES.replace("THINKS", "true"),
             "\n<|im_start|>user\n<tool_response>\n37\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n",
         ),
-    ],
-    ids=["chatml", "hermes", "llama", "thinking"],
-)
-def test_results_continue_a_turn_as_the_template_writes_them(template, between):
-    tokenizer = with_template(template) if template else tiny_tokenizer()
-    continuation = Continuation(tokenizer)
-    message = {"role": "tool", "name": "f", "tool_call_id": "strop0000", "content": "37"}
-    ids = continuation.ids([message], tokenizer.eos_token_id)
-    assert tokenizer.decode(ids) == between
-    # The whole conversation rendered at once has the same ids, if the turn's text has those that were sampled.
-    opening = [{"role": "user", "content": "ab?"}, {"role": "assistant", "content": "abc"}]
-    if template is None:
-        whole = tokenizer.apply_chat_template([*opening, message], tokenize=True, add_generation_prompt=True)
-        whole = whole["input_ids"] if not isinstance(whole, list) else whole
-        assert whole[-len(ids) :] == ids and whole[-len(ids) - 1] == tokenizer.eos_token_id
+    ]:
+        tokenizer = with_template(template) if template else tiny_tokenizer()
+        continuation = Continuation(tokenizer)
+        message = {"role": "tool", "name": "f", "tool_call_id": "strop0000", "content": "37"}
+        ids = continuation.ids([message], tokenizer.eos_token_id)
+        assert tokenizer.decode(ids) == between
+        # The whole conversation rendered at once has the same ids, if the turn's text has those that were sampled.
+        opening = [{"role": "user", "content": "ab?"}, {"role": "assistant", "content": "abc"}]
+        if template is None:
+            whole = tokenizer.apply_chat_template([*opening, message], tokenize=True, add_generation_prompt=True)
+            whole = whole["input_ids"] if not isinstance(whole, list) else whole
+            assert whole[-len(ids) :] == ids and whole[-len(ids) - 1] == tokenizer.eos_token_id
 
 
 def test_a_turn_that_ended_without_its_token_gets_it_first():
@@ -133,23 +129,25 @@ def test_an_observation_may_come_as_a_user_turn():
 CHATML = tiny_tokenizer().chat_template
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
+def test_a_template_that_cannot_continue_exactly_is_refused():
+    for template, message in [
         (CHATML.replace("in messages", "in messages[-1:]"), "writes earlier turns differently once others follow them"),
         ("{{ messages | length }}" + CHATML, "writes earlier turns differently once others follow them"),
         (CHATML.replace("message['content']", "(message['content'] if loop.index < 4 else '')"), "does not show"),
-        ("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
-         + CHATML, r"cannot render a turn of the role 'tool' \(no tools here\)"),
-        ("{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
-         "does not show a message of the role 'tool'"),
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+            "{% endfor %}" + CHATML,
+            r"cannot render a turn of the role 'tool' \(no tools here\)",
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+            "{% endfor %}",
+            "does not show a message of the role 'tool'",
+        ),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "closes an assistant turn with no"),
-    ],
-    ids=["last only", "counts", "forgets", "raises", "leaves out", "no end token"],
-)  # fmt: skip
-def test_a_template_that_cannot_continue_exactly_is_refused(template, message):
-    with pytest.raises(ValueError, match=f"chat_template: .*(?:{message})"):
-        Continuation(with_template(template))
+    ]:
+        with pytest.raises(ValueError, match=f"chat_template: .*(?:{message})"):
+            Continuation(with_template(template))
 
 
 def test_settings_of_the_prompt_hold_between_turns_too():

@@ -287,28 +287,28 @@ def test_all_episodes_of_a_group_begin_the_same_way(tiny):
     assert environment_seed(other) != environment_seed(unseeded)
 
 
-@pytest.mark.parametrize(("env", "limit", "most"), [("HigherLower", 4, 4), ("HigherLower", 1, 1), ("Alone", 1, 1)])
-def test_never_more_episodes_at_a_time_than_the_environment_bears(tiny, env, limit, most):
+def test_never_more_episodes_at_a_time_than_the_environment_bears(tiny):
     """Over the engine in this process, where all that run are sampled together, with the real engine."""
     model, tokenizer = tiny
-    cfg = OpenEnvConfig(env=f"{HERE}{env}", max_concurrent_envs=limit, max_turns=3)
-    sampling = Sampling(max_tokens=40, stop_ids=(2,))
-    source = OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
-    loaded(env).open = loaded(env).most = 0
-    jobs = [[Request.of(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(3)]
-    futures = source.start(jobs)
-    assert all(isinstance(future, Future) and future.done() for future in futures)
-    groups = [future.result() for future in futures]
-    source.close()
-    assert loaded(env).most == most and loaded(env).open == 0
-    assert [len(group) for group in groups] == [2, 2, 2]
-    together = load_together(tiny, jobs)
-    assert [[c.ids for c in group] for group in groups] == together, "what runs beside it changes no episode"
+    jobs = [[Request.of(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(2)]
+    made = []
+    for env, limit in (("HigherLower", 3), ("Alone", 1)):
+        cfg = OpenEnvConfig(env=f"{HERE}{env}", max_concurrent_envs=limit, max_turns=2)
+        sampling = Sampling(max_tokens=24, stop_ids=(2,))
+        source = OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
+        loaded(env).open = loaded(env).most = 0
+        futures = source.start(jobs)
+        assert all(isinstance(future, Future) and future.done() for future in futures)
+        source.close()
+        assert loaded(env).most == limit and loaded(env).open == 0
+        made.append([[completion.ids for completion in future.result()] for future in futures])
+    assert made[0] == made[1], "what runs beside it changes no episode"
+    assert [len(group) for group in made[0]] == [2, 2]
 
 
-@pytest.mark.parametrize("limit", [1, 3])
-def test_over_servers_episodes_run_side_by_side_up_to_the_limit(tiny, limit):
+def test_over_servers_episodes_run_side_by_side_up_to_the_limit(tiny):
     _, tokenizer = tiny
+    limit = 3
     engine = Served(lambda so_far, seed: ["3", "9", "7"][so_far.count("<|im_start|>assistant") - 1])
     cfg = OpenEnvConfig(env=f"{HERE}HigherLower", max_concurrent_envs=limit)
     source = OpenEnvSource(engine, Sampling(max_tokens=200), load_episode(cfg, tokenizer))
@@ -324,22 +324,13 @@ def test_over_servers_episodes_run_side_by_side_up_to_the_limit(tiny, limit):
     assert loaded().most == limit and loaded().open == 0
 
 
-def load_together(tiny, jobs) -> list[list[list[int]]]:
-    model, tokenizer = tiny
-    cfg = OpenEnvConfig(env=f"{HERE}HigherLower", max_concurrent_envs=64, max_turns=3)
-    sampling = Sampling(max_tokens=40, stop_ids=(2,))
-    source = OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
-    return [[c.ids for c in group] for group in run_groups(source, jobs)]
-
-
 def test_a_plain_prompt_is_refused(tiny):
     with pytest.raises(ValueError, match="rows.jsonl:9: its prompt is plain text"):
         opening(Prompt(source="rows.jsonl:9", prompt="Guess.", ids=[1], columns={}), "a number")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_what_cannot_work_is_refused_before_an_episode(tiny):
+    for settings, message in [
         ({"env": f"{HERE}Alone", "max_concurrent_envs": 2}, "does not declare concurrent episodes"),
         ({"env": f"{HERE}Untyped"}, r"its step\(\) has no annotation for the Action"),
         ({"env": f"{HERE}ROOT"}, "is not a class with reset and step"),
@@ -348,27 +339,22 @@ def test_a_plain_prompt_is_refused(tiny):
         ({"env": f"{HERE}HigherLower", "action_field": "move"}, "has no such field; it has message"),
         ({"env": f"{HERE}Needy"}, "has the fields code, language, and no single one takes text"),
         ({"env": f"{HERE}HigherLower", "adapter": f"{HERE}Untyped"}, "has no method action"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_an_episode(tiny, settings, message):
-    with pytest.raises(ValueError, match=message):
-        load_episode(OpenEnvConfig(**settings), tiny[1])
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_episode(OpenEnvConfig(**settings), tiny[1])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_cannot_take_effect_are_refused():
+    for settings, message in [
         ({"max_turns": 3}, "openenv.max_turns=3: has no effect without an environment"),
         ({"env": "m.E", "max_turns": 0}, "openenv.max_turns=0: must be 1 or more"),
         ({"env": "m.E", "timeout": 0.0}, "openenv.timeout=0.0: must be"),
         ({"env": "m.E", "adapter": "m.A", "action_field": "x"}, "have no effect; leave them out"),
         ({"env": "m.E", "reset_columns": ("seed",)}, "openenv.reset_columns=seed"),
         ({"env": ""}, "one is empty"),
-    ],
-)
-def test_settings_that_cannot_take_effect_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        OpenEnvConfig(**settings)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            OpenEnvConfig(**settings)
 
 
 def test_an_observation_of_several_fields_is_shown_as_json(tiny):

@@ -257,7 +257,7 @@ HONEST = {
     "a module of the tests": ("def area(r): return math.pi * r * r", "import math\nassert math.isclose(area(1), math.pi)"),
     "the name of a module": ("def bisect(x): return x / 2", "assert bisect(4) == 2"),
     "many calls": ("def double(x): return 2 * x", "for x in range(20000):\n    assert double(x) == 2 * x"),
-    "a long list": ("def same(x): return x", "assert same(list(range(10**6))) == list(range(10**6))"),
+    "a long list": ("def same(x): return x", "assert same(list(range(10**5))) == list(range(10**5))"),
     "not a number": ("import math\ndef f(): return [math.nan]", "import math\nassert f() == [math.nan]"),
     "a seed": ("import random\ndef draw(): return random.random()", "import random\nrandom.seed(1)\na = draw()\nrandom.seed(1)\nassert a == draw()"),
 }  # fmt: skip

@@ -35,9 +35,8 @@ def test_exact_match(text, answer, expected, chat):
     assert score("exact_match", text, answer, chat=chat) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "expected"),
-    [
+def test_last_number():
+    for text, answer, expected in [
         ("37+58=95", "95", 1.0),
         ("It is 1,234.50 dollars.", "1234.5", 1.0),
         ("first 95 then 96", "95", 0.0),
@@ -50,26 +49,28 @@ def test_exact_match(text, answer, expected, chat):
         ("10-3", "3", 1.0),
         ("0.50", ".5", 1.0),
         ("12345678901234567890123", "12345678901234567890124", 0.0),
-    ],
-)
-def test_last_number(text, answer, expected):
-    assert score("last_number", text, answer) == expected
+    ]:
+        assert score("last_number", text, answer) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1,2,3", "3"), ("12,34", "34"), ("1,234,567", "1234567"), ("5.", "5"), ("(-7)", "-7"), ("a-7", "7"), ("5%", "5")],
-)
-def test_find_last_number(text, number):
-    assert find_last_number(text) == Decimal(number)
+def test_find_last_number():
+    for text, number in [
+        ("1,2,3", "3"),
+        ("12,34", "34"),
+        ("1,234,567", "1234567"),
+        ("5.", "5"),
+        ("(-7)", "-7"),
+        ("a-7", "7"),
+        ("5%", "5"),
+    ]:
+        assert find_last_number(text) == Decimal(number)
 
 
 FULL = "<think>hm</think>\n<answer>4</answer>"
 
 
-@pytest.mark.parametrize(
-    ("text", "strict", "partial"),
-    [
+def test_tagged_format():
+    for text, strict, partial in [
         (FULL, 1.0, 1.0),
         (f"\n {FULL} ", 1.0, 1.0),
         (f"Sure! {FULL}", 0.0, 0.8),
@@ -81,25 +82,25 @@ FULL = "<think>hm</think>\n<answer>4</answer>"
         ("<answer>4</answer><think>hm</think>", 0.0, 0.4),
         ("4", 0.0, 0.0),
         ("", 0.0, 0.0),
-    ],
-)
-def test_tagged_format(text, strict, partial):
-    assert score("tagged_format", text) == strict
-    assert score("tagged_format_partial", text) == pytest.approx(partial)
-    assert score("tagged_format", text.replace("think", "reasoning")) == 0.0
-    assert score("tagged_format:reasoning,answer", text.replace("think", "reasoning"), chat=True) == strict
+    ]:
+        assert score("tagged_format", text) == strict
+        assert score("tagged_format_partial", text) == pytest.approx(partial)
+        assert score("tagged_format", text.replace("think", "reasoning")) == 0.0
+        assert score("tagged_format:reasoning,answer", text.replace("think", "reasoning"), chat=True) == strict
 
 
 def test_length_counts_tokens():
     assert score("length", "any", num_ids=5) == 5.0
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text", "expected"),
-    [("^[0-9]+$", "42", 1.0), ("^[0-9]+$", "42a", 0.0), ("a:b", "xa:by", 1.0), ("a.b", "a\nb", 1.0)],
-)
-def test_regex(pattern, text, expected):
-    assert score(f"regex:{pattern}", text) == expected
+def test_regex():
+    for pattern, text, expected in [
+        ("^[0-9]+$", "42", 1.0),
+        ("^[0-9]+$", "42a", 0.0),
+        ("a:b", "xa:by", 1.0),
+        ("a.b", "a\nb", 1.0),
+    ]:
+        assert score(f"regex:{pattern}", text) == expected
 
 
 def test_repetition_and_soft_overlong_by_hand():
@@ -116,9 +117,8 @@ def test_repetition_and_soft_overlong_by_hand():
         assert of("soft_overlong:100,20", [1] * num_ids) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
+def test_bad_arguments_are_refused():
+    for name, sentence in [
         ("regex", "has no pattern; write regex:PATTERN"),
         ("regex:(", "is not a valid pattern"),
         ("tagged_format:think", "give two different tag names"),
@@ -127,11 +127,9 @@ def test_repetition_and_soft_overlong_by_hand():
         ("soft_overlong", "write soft_overlong:MAX,MARGIN"),
         ("soft_overlong:10,20", "MARGIN must be above 0 and at most MAX"),
         ("math_verify:x", "takes no argument"),
-    ],
-)
-def test_bad_arguments_are_refused(name, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        load_rewards([name])
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            load_rewards([name])
 
 
 MATHS = [
@@ -149,10 +147,10 @@ MATHS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "answer", "expected"), MATHS)
-def test_math_verify(text, answer, expected):
-    pytest.importorskip("math_verify")
-    assert score("math_verify", text, answer) == expected
+def test_math_verify():
+    for text, answer, expected in MATHS:
+        pytest.importorskip("math_verify")
+        assert score("math_verify", text, answer) == expected
 
 
 def test_math_verify_outside_the_main_thread():

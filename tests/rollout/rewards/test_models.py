@@ -118,19 +118,19 @@ def test_the_system_prompt_of_its_training_is_put_in_front(tmp_path):
     assert bare == pytest.approx(same, abs=1e-6) and abs(bare - other) > 1e-3
 
 
-@pytest.mark.parametrize(("how", "combine"), [("", min), (",min", min), (",mean", None), (",last", lambda p: p[-1])])
-def test_steps_are_judged_at_their_separators(how, combine, process):
-    model = transformers.AutoModelForTokenClassification.from_pretrained(process).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(process)
-    text = "2+2=4\n\n\n\n4+4=8\n\n8+8=15"  # an empty step between the first two is none
-    (found,) = score(f"prm:{process}{how}", ["Double it:"], [text])
-    ids, ends = tokenizer("Double it:")["input_ids"], []
-    for step in ("2+2=4", "4+4=8", "8+8=15"):
-        ids += tokenizer(step)["input_ids"] + tokenizer("\n\n")["input_ids"]
-        ends.append(len(ids) - 1)
-    right = model(torch.tensor([ids])).logits[0, ends].softmax(dim=-1)[:, 1].tolist()
-    assert found == pytest.approx(combine(right) if combine else sum(right) / 3, abs=1e-5)
-    assert len({round(p, 4) for p in right}) == 3
+def test_steps_are_judged_at_their_separators(process):
+    for how, combine in [("", min), (",min", min), (",mean", None), (",last", lambda p: p[-1])]:
+        model = transformers.AutoModelForTokenClassification.from_pretrained(process).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(process)
+        text = "2+2=4\n\n\n\n4+4=8\n\n8+8=15"  # an empty step between the first two is none
+        (found,) = score(f"prm:{process}{how}", ["Double it:"], [text])
+        ids, ends = tokenizer("Double it:")["input_ids"], []
+        for step in ("2+2=4", "4+4=8", "8+8=15"):
+            ids += tokenizer(step)["input_ids"] + tokenizer("\n\n")["input_ids"]
+            ends.append(len(ids) - 1)
+        right = model(torch.tensor([ids])).logits[0, ends].softmax(dim=-1)[:, 1].tolist()
+        assert found == pytest.approx(combine(right) if combine else sum(right) / 3, abs=1e-5)
+        assert len({round(p, 4) for p in right}) == 3
 
 
 def test_a_completion_without_a_step_gets_nothing(process):

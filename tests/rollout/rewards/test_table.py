@@ -313,31 +313,33 @@ def test_numpy_and_torch_scores_are_taken(beside):
     assert np.isfinite(table.totals).all() and torch.tensor(table.totals).sum() == 16.0
 
 
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("return [1.0]", "returned 1 scores for 3 completions \\(rows rows.jsonl:1 to rows.jsonl:3\\)"),
-        ("return None", "returned NoneType, not a list \\(rows rows.jsonl:1 to rows.jsonl:3\\); return one number per"),
-        ("return 1.0", "returned float, not a list"),
-        ("return [0.0, 'high', 0.0]", "returned 'high' for rows.jsonl:2, not a number"),
-        ("return [0.0, [1.0], 0.0]", "returned \\[1.0\\] for rows.jsonl:2, not a number"),
-        ("return [0.0, 0.0, float('nan')]", "returned nan for rows.jsonl:3; return a finite number"),
-        ("return [float('-inf'), 0.0, 0.0]", "returned -inf for rows.jsonl:1"),
-        ("return [1 / int(c) for c in completions]",
-         "raised ZeroDivisionError: .* on rows.jsonl:2 \\(my_rewards.py, line 2"),
-        ("raise RuntimeError('two\\nlines')", "raised RuntimeError: two lines on rows.jsonl:1"),
-        ("assert len(completions) < 3, 'many'; return [0.0]*3", "raised AssertionError: many \\(my_rewards.py, line 2"),
-        ("import json; json.loads('{')", "raised JSONDecodeError: .*\\(my_rewards.py, line 2\\)"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_bad_scores_name_the_function_and_the_row(beside, kind, body, sentence):
-    beside(f"{kind} bad(completions):\n    {body}\n")
-    rewards = load_rewards(["exact_match", "my_rewards.bad"])
-    with pytest.raises(ValueError, match=f"^reward_funcs=my_rewards.bad: {sentence}") as caught:
-        rewards.score(*rows(["1", "0", "2"], answer=["1", "2", "3"]))
-    assert "\n" not in str(caught.value)
-    assert caught.value.__context__ is None or caught.value.__suppress_context__, "no traceback of the cause is shown"
+BAD_SCORES = [
+    ("return [1.0]", "returned 1 scores for 3 completions \\(rows rows.jsonl:1 to rows.jsonl:3\\)"),
+    ("return None", "returned NoneType, not a list \\(rows rows.jsonl:1 to rows.jsonl:3\\); return one number per"),
+    ("return 1.0", "returned float, not a list"),
+    ("return [0.0, 'high', 0.0]", "returned 'high' for rows.jsonl:2, not a number"),
+    ("return [0.0, [1.0], 0.0]", "returned \\[1.0\\] for rows.jsonl:2, not a number"),
+    ("return [0.0, 0.0, float('nan')]", "returned nan for rows.jsonl:3; return a finite number"),
+    ("return [float('-inf'), 0.0, 0.0]", "returned -inf for rows.jsonl:1"),
+    ("return [1 / int(c) for c in completions]",
+     "raised ZeroDivisionError: .* on rows.jsonl:2 \\(my_rewards.py, line 2"),
+    ("raise RuntimeError('two\\nlines')", "raised RuntimeError: two lines on rows.jsonl:1"),
+    ("assert len(completions) < 3, 'many'; return [0.0]*3", "raised AssertionError: many \\(my_rewards.py, line 2"),
+    ("import json; json.loads('{')", "raised JSONDecodeError: .*\\(my_rewards.py, line 2\\)"),
+]  # fmt: skip
+
+
+def test_bad_scores_name_the_function_and_the_row(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cases = [("def", *case) for case in BAD_SCORES] + [("async def", *BAD_SCORES[number]) for number in (0, 3, 7)]
+    for number, (kind, body, sentence) in enumerate(cases):
+        write(tmp_path / f"bad_{number}.py", f"{kind} bad(completions):\n    {body}\n")
+        rewards = load_rewards(["exact_match", f"bad_{number}.bad"])
+        sentence = sentence.replace("my_rewards.py", f"bad_{number}.py")
+        with pytest.raises(ValueError, match=f"^reward_funcs=bad_{number}.bad: {sentence}") as caught:
+            rewards.score(*rows(["1", "0", "2"], answer=["1", "2", "3"]))
+        assert "\n" not in str(caught.value)
+        assert caught.value.__context__ is None or caught.value.__suppress_context__, "the cause's traceback is hidden"
 
 
 def test_a_missing_column_is_named(beside):
@@ -407,9 +409,8 @@ def test_a_reward_and_a_transform_of_one_file_share_it(beside):
     assert load_rewards(["shared_file.count"]).score(*rows(["x"])).totals == [2.0]
 
 
-@pytest.mark.parametrize(
-    ("names", "weights", "sentence"),
-    [
+def test_what_cannot_be_loaded_is_refused(beside):
+    for names, weights, sentence in [
         ([], None, "no reward function"),
         (["exact_match"], [1.0, 2.0], "2 weights for 1 reward functions; give one each"),
         (["exact_match"], [float("nan")], "every weight must be a finite number"),
@@ -423,30 +424,31 @@ def test_a_reward_and_a_transform_of_one_file_share_it(beside):
         (["my_rewards.Needy"], None, "the class cannot be created without arguments \\(TypeError: .*'url'"),
         (["my_rewards.Half"], None, "has only one of state_dict and load_state_dict"),
         (["broken.fn"], None, "cannot be imported \\(SyntaxError: .*broken.py, line 1"),
-        (["needs.fn"], None,
-         "cannot be imported \\(ModuleNotFoundError: No module named 'absent_package' \\(needs.py, line 2"),
+        (
+            ["needs.fn"],
+            None,
+            "cannot be imported \\(ModuleNotFoundError: No module named 'absent_package' \\(needs.py, line 2",
+        ),
         (["raises.fn"], None, "cannot be imported \\(RuntimeError: no key \\(raises.py, line 1"),
         (["other/file.py:fn"], None, "the file .*other/file.py does not exist"),
         (["./broken.py:fn"], None, "cannot be imported \\(SyntaxError"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_loaded_is_refused(beside, names, weights, sentence):
-    beside("""
-        LIMIT = 3
-        max = max
-        def fn(completions): return []
-        class Needy:
-            def __init__(self, url): pass
-        class Half:
-            def __call__(self): return []
-            def state_dict(self): return {}
-    """)
-    beside("def fn(:\n", "broken.py")
-    beside("import os\nimport absent_package\n", "needs.py")
-    beside("raise RuntimeError('no key')\n", "raises.py")
-    with pytest.raises(ValueError, match=sentence) as caught:
-        load_rewards(names, weights)
-    assert "\n" not in str(caught.value)
+    ]:
+        beside("""
+            LIMIT = 3
+            max = max
+            def fn(completions): return []
+            class Needy:
+                def __init__(self, url): pass
+            class Half:
+                def __call__(self): return []
+                def state_dict(self): return {}
+        """)
+        beside("def fn(:\n", "broken.py")
+        beside("import os\nimport absent_package\n", "needs.py")
+        beside("raise RuntimeError('no key')\n", "raises.py")
+        with pytest.raises(ValueError, match=sentence) as caught:
+            load_rewards(names, weights)
+        assert "\n" not in str(caught.value)
 
 
 def test_state_that_is_not_json_is_refused(beside):

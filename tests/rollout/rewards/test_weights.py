@@ -12,9 +12,9 @@ from rollout.rewards.table import load_rewards, open_rewards
 from rollout.rewards.weights import parse_weight, parse_weights
 
 
-@pytest.mark.parametrize("given", [0.5, "0.5", " 5e-1", 1, "1", "-2"])
-def test_a_number_is_the_weight_of_every_step(given):
-    assert [parse_weight(given).at(step) for step in (0, 1, 10**6)] == [float(given)] * 3
+def test_a_number_is_the_weight_of_every_step():
+    for given in [0.5, "0.5", " 5e-1", 1, "1", "-2"]:
+        assert [parse_weight(given).at(step) for step in (0, 1, 10**6)] == [float(given)] * 3
 
 
 def test_between_two_points_the_weight_is_on_their_line():
@@ -26,9 +26,8 @@ def test_between_two_points_the_weight_is_on_their_line():
     assert [parse_weight("0:0,50:0,51:1").at(step) for step in (0, 49, 50, 51, 52)] == [0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
+def test_what_is_not_a_weight_is_refused():
+    for given, sentence in [
         ("high", "reward_weights=high: 'high' is not a number"),
         ("", "'' is not a number"),
         ("nan", "every weight must be a finite number"),
@@ -40,12 +39,10 @@ def test_between_two_points_the_weight_is_on_their_line():
         ("0:1,0.5", "'0.5' is not step:weight"),
         ("0:1,-5:2", "'-5:2' is not step:weight"),
         ("0:1,5:x", "'x' is not a number"),
-    ],
-)
-def test_what_is_not_a_weight_is_refused(given, sentence):
-    with pytest.raises(ValueError, match=sentence) as caught:
-        parse_weight(given)
-    assert str(caught.value).startswith(f"reward_weights={given}: ")
+    ]:
+        with pytest.raises(ValueError, match=sentence) as caught:
+            parse_weight(given)
+        assert str(caught.value).startswith(f"reward_weights={given}: ")
 
 
 def test_as_many_weights_as_functions():
@@ -79,9 +76,8 @@ def test_yaml_and_flags_give_the_same_weights():
     assert rewards.weights_at(100) == pytest.approx([1.0, 0.25, 0.2])
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
+def test_settings_that_cannot_take_effect_are_refused():
+    for given, sentence in [
         ({"reward_weights": ("1", "2")}, "2 weights for 1 reward functions"),
         ({"reward_weights": ("x",)}, "'x' is not a number"),
         ({"reward_num_workers": -1}, "reward_num_workers=-1: must be 0"),
@@ -90,8 +86,6 @@ def test_yaml_and_flags_give_the_same_weights():
         ({"reward_num_workers": 1, "reward_memory_gb": -1.0}, "reward_memory_gb=-1.0: must be above 0"),
         ({"reward_timeout": 5.0}, "reward_timeout=5.0: limits workers, and there are none; set reward_num_workers"),
         ({"reward_memory_gb": 1.0}, "reward_memory_gb=1.0: limits workers, and there are none"),
-    ],
-)
-def test_settings_that_cannot_take_effect_are_refused(given, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        RewardConfig(**given)
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            RewardConfig(**given)

@@ -36,7 +36,7 @@ def make_engine(server: Any, monkeypatch: Any, *, backend: str, rank: int = 0) -
     monkeypatch.setenv(TOKEN, server.token)
     lora = LoraConfig(r=rank) if rank else LoraConfig()
     policy = load_policy(ModelConfig(model=str(server.model_folder)), lora, CPU, with_reference=False)
-    engine = VllmEngine.start(
+    engine = VllmEngine(
         VllmConfig(url=(server.url,)), SyncConfig(backend=backend, probe_every=10 if rank else 1), model=policy.source,
         source=PolicyWeights(policy, torch.float32), local=LocalEngine(policy.model, policy.tokenizer), device=CPU,
         dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, log=print,
@@ -209,8 +209,6 @@ def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair):
         if engine.metrics()["rollout/resumed_samples"]:
             break
     assert engine.metrics()["rollout/resumed_samples"], "no group was in the middle of its tokens; try other delays"
-    ours = engine.local.score([([5, 17], [30, 31])], 1.0)
-    assert engine.score([([5, 17], [30, 31])], 1.0)[0] == pytest.approx(ours[0], abs=LIMIT)
 
 
 @pytest.mark.parametrize("pair", ["process_group"], indirect=True)

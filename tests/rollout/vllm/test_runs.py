@@ -68,7 +68,8 @@ def test_one_of_two_servers_dies_in_the_middle_and_the_run_ends_as_if_nothing_ha
     victims: list[int] = []
 
     def kill_one() -> None:
-        wait_for(lambda: (run / "metrics.jsonl").exists() and metrics(run)[-1]["step"] >= 1, 400)
+        file = run / "metrics.jsonl"
+        wait_for(lambda: file.exists() and any(row["step"] >= 1 for row in metrics(run)), 600)
         victims.extend(api_servers(run))
         os.killpg(os.getpgid(victims[0]), signal.SIGKILL)
 
@@ -96,7 +97,7 @@ def test_ctrl_c_while_the_server_starts_leaves_nothing_behind(vllm_python, tmp_p
     run = tmp_path / "interrupted"
     process = start(run, *GRPO, "--max-steps", 1, STROP_TEST_RUN=str(run))
     try:
-        wait_for(lambda: api_servers(run) or process.poll() is not None, 120)
+        wait_for(lambda: api_servers(run) or process.poll() is not None, 400)
         process.send_signal(signal.SIGINT)
         asked = time.monotonic()
         assert process.wait(timeout=60) == 130, log_of(run)[-2000:]

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.packing import Item, make_batches
+from data.packing import make_batches
 from data.types import TargetPrompt
 from losses.ebft import layer_indices
 from rollout.engine import Completion
 from tests.trainer.ebft import naive_ebft
-from tests.trainer.ebft.test_strided import make_policy, two_layers
+from tests.trainer.ebft.test_strided import make_policy
 from tests.trainer.rl.group_cases import VOCAB
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
-from trainer.ebft.features import FeatureNetwork, blocks_of, feature_policy, states_of
+from trainer.ebft.features import FeatureNetwork, blocks_of, feature_policy
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy, hidden_states
+from trainer.policy.logps import Policy
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(model="builtin:tiny")
@@ -233,21 +233,6 @@ def test_a_sequence_may_fill_the_context():
 # Which states.
 
 
-def test_states_are_the_outputs_of_blocks():
-    policy = make_policy()
-    lm = policy.reference
-    ids = list(range(1, 12))
-    (batch,) = make_batches([Item(ids, [False] + [True] * 10)], max_tokens=64)
-    with torch.no_grad():
-        hidden = lm(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
-        with states_of(list(blocks_of(lm, "test")), torch.tensor([0, 4, 10])) as states:
-            hidden_states(policy, lm, batch)
-        for number in (1, 2):
-            close(states[number - 1], hidden[number][0, [0, 4, 10]], 1e-12)
-        close(lm.model.norm(states[2]), hidden[3][0, [0, 4, 10]], 1e-12)  # transformers applies the last norm to it
-        assert (states[2] - hidden[3][0, [0, 4, 10]]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("fractions", "layers"), [((0.25, 0.5, 0.75), [1, 2]), ((0.0,), [1]), ((0.75, 0.25), [2, 1]), ((0.34, 1.0), [1, 3])]
 )
@@ -404,15 +389,3 @@ def test_another_model_with_other_tokens_is_refused(tmp_path):
     path.write_text(text.replace('"+": ', '"@@": ').replace('"-": ', '"+": ').replace('"@@": ', '"-": '))
     with pytest.raises(ValueError, match=r"^feature_model=.*other: its tokenizer gives tokens other ids than model="):
         feature_policy(FeatureConfig(feature_model=folder), TINY, policy, ParallelConfig())
-
-
-def test_two_layers_is_the_network_of_these_tests():
-    """Features are of the frozen model, not of the one in training."""
-    policy = make_policy()
-    assert policy.reference is two_layers(1)
-    prompts, completions = make_groups((3, 5))
-    before = network_of(policy).of_groups(prompts, completions, num_generations=SIZE).target
-    with torch.no_grad():
-        for p in policy.model.parameters():
-            p.add_(0.1)
-    assert torch.equal(network_of(policy).of_groups(prompts, completions, num_generations=SIZE).target, before)

@@ -279,7 +279,7 @@ def test_metrics_cover_everything_sampled_since_the_last_call():
     whole.submit(*flat(prompts, groups), step=1)
     parts.submit(*flat(prompts[:1], groups[:1]), step=1)  # as groups arrive, one by one
     parts.submit(*flat(prompts[1:], groups[1:]), step=1)
-    assert parts.metrics() == pytest.approx(whole.metrics(), rel=1e-9)
+    assert parts.feature_metrics() == pytest.approx(whole.feature_metrics(), rel=1e-9)
 
 
 # Held-out rows.

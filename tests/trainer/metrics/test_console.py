@@ -183,17 +183,18 @@ import time
 from trainer.metrics.console import Console
 from trainer.metrics.health import Finding
 console = Console(8, 2, "grpo tiny")
-with console:
-    console.step(2, {"eval/reward/mean": 0.25})
-    for step in range(3, 9):
-        time.sleep(0.05)
-        console.step(step, {"reward/mean": step / 8, "policy/entropy": 0.25, "perf/tokens_per_s": 12345.6})
-        console.sample({"prompt": "37+58=", "completion": "95[b]", "rewards": {"exact_match": 1.0}, "advantage": 0.5})
-        if step == 5:
-            print("printed by a reward")
-            console.warn(Finding("x", 1.0, "something [odd] is up: do this"))
-    time.sleep(0.4)
-    console.step(8, {"eval/reward/mean": 0.75})
+console.start()
+console.step(2, {"eval/reward/mean": 0.25})
+for step in range(3, 9):
+    time.sleep(0.05)
+    console.step(step, {"reward/mean": step / 8, "policy/entropy": 0.25, "perf/tokens_per_s": 12345.6})
+    console.sample({"prompt": "37+58=", "completion": "95[b]", "rewards": {"exact_match": 1.0}, "advantage": 0.5})
+    if step == 5:
+        print("printed by a reward")
+        console.warn(Finding("x", 1.0, "something [odd] is up: do this"))
+time.sleep(0.4)
+console.step(8, {"eval/reward/mean": 0.75})
+console.stop()
 print("THE END")
 """
 

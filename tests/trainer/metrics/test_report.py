@@ -225,7 +225,7 @@ def test_every_logged_metric_is_on_the_page_once_with_its_definition(grpo):
     assert charts.keys() | folded.keys() >= logged and not charts.keys() & folded.keys()
     assert folded["distill/constant"] == "0.25" and folded["distill/never"] == "never a finite number"
     assert folded["mem/peak_gib"] == "1.31" and folded["reward/exact_match/std"] == "same as reward/std"
-    assert "last 0.99999" in html and ">0.999990<" in html and charts["bare"] == "A metric of this run's own code."
+    assert "last 0.99999" in html and ">0.9999900<" in html and charts["bare"] == "Logged by your own code."
 
 
 def test_best_and_worst_samples(grpo):
@@ -320,10 +320,26 @@ def test_the_page_is_replaced_not_appended(tmp_path):
     assert not list(folder.glob(".tmp*"))
 
 
-def test_command_line(tmp_path, capsys):
-    folder = make_grpo_run(tmp_path / "run", steps=2)
+OWN_METHOD = """
+from dataclasses import dataclass, field
+from trainer.config.blocks import Flat, LoraConfig, OptimConfig
+@dataclass(frozen=True)
+class Config:
+    model: str
+    temperature: float = 0.5
+    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+def train(cfg): ...
+"""
+
+
+def test_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_method_of_report.py").write_text(OWN_METHOD)
+    folder = make_grpo_run(tmp_path / "run", steps=2, config={"method": "own_method_of_report"})
     assert main([str(folder)]) == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
-    assert "Different from the defaults" in (folder / "report.html").read_text(), "those of the built-in method"
+    changed = read(folder / "report.html").flat.partition("Different from the defaults")[2].partition("settings")[0]
+    assert "temperature 1.0 default 0.5" in changed and "model builtin:tiny" in changed and "lora.r" not in changed
     (folder / "report.html").unlink()
     (folder / ".tmp-report.html").mkdir()  # as root one may write anywhere, but not a file over a folder
     for argv, message in (

@@ -1,6 +1,7 @@
 """Offline methods: the gradient of a step depends on its rows alone, never on how they are cut or ordered.
 
-Most losses are also held against their formula, written out with the model's own forward, one sequence at a time.
+What differs by more than the formula of a pair (tests/losses has those) is also held against plain loops over the
+model's own forward, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -230,25 +231,6 @@ def sigmoid_by_hand(h: Hand) -> Tensor:
     return h.per_pair(lambda c, r, *_: -F.logsigmoid(0.3 * (c - r)))
 
 
-def bco_by_hand(h: Hand) -> Tensor:
-    return h.per_pair(lambda c, r, *_: -F.logsigmoid(0.3 * c) - F.logsigmoid(-0.3 * r))
-
-
-def js_by_hand(h: Hand) -> Tensor:
-    return h.per_pair(lambda c, r, *_: -F.logsigmoid(0.3 * (F.logsigmoid(c) - F.logsigmoid(r))))
-
-
-def alpha_by_hand(h: Hand) -> Tensor:
-    def score(x: Tensor) -> Tensor:
-        return (1 - torch.exp(-0.3 * x)) / 0.3
-
-    return h.per_pair(lambda c, r, *_: -F.logsigmoid(0.3 * (score(c) - score(r))))
-
-
-def ipo_by_hand(h: Hand) -> Tensor:
-    return h.per_pair(lambda c, r, n, m: (c / n - r / m - 1 / 0.6).square())
-
-
 def orpo_by_hand(h: Hand, whole: bool) -> Tensor:
     def odds(w: Tensor, r: Tensor, n: int, m: int) -> Tensor:
         def log_odds(mean: Tensor) -> Tensor:
@@ -263,13 +245,6 @@ def simpo_by_hand(h: Hand) -> Tensor:
     return h.free(lambda w, r, n, m: -F.logsigmoid(2.0 * (w / n - r / m) - 1.0))
 
 
-def alphapo_by_hand(h: Hand) -> Tensor:
-    def reward(mean: Tensor) -> Tensor:
-        return (1 - torch.exp(-0.25 * mean)) / 0.25
-
-    return h.free(lambda w, r, n, m: -F.logsigmoid(reward(w / n) - reward(r / m) - 0.5)) + h.nll()
-
-
 class Case(NamedTuple):
     method: ModuleType
     settings: dict[str, Any]
@@ -281,15 +256,10 @@ def dpo_case(*names: str, formula: Callable[[Hand], Tensor] | None = None, **set
     return Case(dpo, {"loss_type": names, "beta": 0.3, **settings}, formula)
 
 
-def mixture_by_hand(h: Hand) -> Tensor:
-    return 0.8 * sigmoid_by_hand(h) + 0.2 * bco_by_hand(h) + 1.5 * h.nll()
-
-
 PLAIN = sorted(PAIR_LOSSES.keys() - {"exo_pair", "aot", "aot_unpaired"})
 CASES: dict[str, Case] = {
     **{f"dpo {name}": dpo_case(name) for name in PLAIN},
     "dpo sigmoid": dpo_case("sigmoid", formula=sigmoid_by_hand)._replace(cuts=SIX_CUTS),
-    "dpo bco_pair": dpo_case("bco_pair", formula=bco_by_hand),
     "dpo sigmoid_norm": dpo_case(
         "sigmoid_norm", formula=lambda h: h.per_pair(lambda c, r, n, m: -F.logsigmoid(0.3 * (c / n - r / m)))
     ),
@@ -304,9 +274,7 @@ CASES: dict[str, Case] = {
     "dpo aot, aot_unpaired, ld": dpo_case("aot", "aot_unpaired", ld_alpha=0.5, rpo_alpha=0.7),
     "dpo aot_unpaired, reference free": dpo_case("aot_unpaired", reference_free=True),
     "dpo sft": dpo_case("sft", formula=Hand.nll),
-    "dpo mixture": dpo_case(
-        "sigmoid", "bco_pair", "sft", loss_weights=(0.8, 0.2, 1.5), formula=mixture_by_hand
-    )._replace(cuts=SIX_CUTS),
+    "dpo mixture": dpo_case("sigmoid", "bco_pair", "sft", loss_weights=(0.8, 0.2, 1.5))._replace(cuts=SIX_CUTS),
     "dpo ld_alpha": dpo_case("sigmoid", ld_alpha=0.25, formula=ld_by_hand),
     "dpo use_weighting": dpo_case("sigmoid", use_weighting=True, formula=wpo_by_hand),
     "dpo use_weighting, mixture": dpo_case("hinge", "apo_zero", "sft", use_weighting=True, ld_alpha=0.5),
@@ -315,11 +283,9 @@ CASES: dict[str, Case] = {
         "sigmoid", reference_free=True, formula=lambda h: h.free(lambda w, r, *_: -F.logsigmoid(0.3 * (w - r)))
     ),
     "dpo forward_kl": dpo_case("hinge", f_divergence_type="forward_kl"),
-    "dpo js_divergence": dpo_case("sigmoid", f_divergence_type="js_divergence", formula=js_by_hand),
-    "dpo alpha_divergence": dpo_case(
-        "sigmoid", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.7, formula=alpha_by_hand
-    ),
-    "ipo": Case(ipo, {"beta": 0.3}, ipo_by_hand),
+    "dpo js_divergence": dpo_case("sigmoid", f_divergence_type="js_divergence"),
+    "dpo alpha_divergence": dpo_case("sigmoid", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.7),
+    "ipo": Case(ipo, {"beta": 0.3}),
     "orpo": Case(orpo, {"orpo_alpha": 0.5}, functools.partial(orpo_by_hand, whole=True), SIX_CUTS),
     "orpo, response alone": Case(
         orpo, {"orpo_alpha": 0.5, "nll_on_prompt": False}, functools.partial(orpo_by_hand, whole=False)
@@ -329,9 +295,7 @@ CASES: dict[str, Case] = {
         cpo, {"beta": 0.3, "label_smoothing": 0.1, "cpo_alpha": 0.5},
         lambda h: h.free(lambda w, r, *_: smooth(0.3 * (w - r), 0.1)) + 0.5 * h.nll(), SIX_CUTS,
     ),
-    "cpo alphapo": Case(
-        cpo, {"loss_type": "alphapo", "beta": 1.0, "simpo_gamma": 0.5, "alpha": 0.25}, alphapo_by_hand
-    ),
+    "cpo alphapo": Case(cpo, {"loss_type": "alphapo", "beta": 1.0, "simpo_gamma": 0.5, "alpha": 0.25}),
     "simpo": Case(simpo, {}, simpo_by_hand),
     "simpo, cpo_alpha": Case(simpo, {"cpo_alpha": 0.5}, lambda h: simpo_by_hand(h) + 0.5 * h.nll()),
     "kto": Case(kto, {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}, cuts=SIX_CUTS),
@@ -385,7 +349,7 @@ def test_gradient_and_metrics_are_the_same_however_they_are_cut_and_ordered(name
     _, reported, _ = step(case.method, case.settings, torch.float64, WHOLE)
     assert want.norm() > 1e-3 and reported["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     for dtype, cuts in ((torch.float64, case.cuts), (torch.float32, TWO_CUTS[1:])):
-        for cut in cuts:
+        for cut in cuts if dtype == torch.float64 or case.formula or case.method is kto else ():
             got, metrics, _ = step(case.method, case.settings, dtype, cut, order)
             assert (got.double() - want).norm() < TOLERANCE[dtype] * want.norm(), (dtype, cut)
             assert metrics == pytest.approx(reported, rel=1e-4, abs=1e-5), (dtype, cut)

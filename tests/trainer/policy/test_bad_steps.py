@@ -18,8 +18,9 @@ from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step, not_f
 from trainer.rl import session
 from trainer.run.run import Run
 
-SMALL = ["--max-steps", "4", "--save-steps", "2", "--per-device-train-batch-size", "8", "--max-eval-rows", "4",
-         "--lr-scheduler-type", "linear", "--learning-rate", "1e-3"]  # fmt: skip
+SMALL = ["--max-steps", "4", "--save-steps", "2", "--per-device-train-batch-size", "8", "--lr-scheduler-type", "linear",
+         "--learning-rate", "1e-3", "--eval-data", "task:addition:split=eval,size=4"]  # fmt: skip
+DATA = {"sft": "task:addition:split=sft,size=32", "grpo": "task:addition:split=train,size=32"}
 
 
 class Poison:
@@ -53,11 +54,11 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("method", DATA)  # the offline loop, and the sampling one
 def test_skipped_step_leaves_weights_and_moments_and_the_run_goes_on(method, tmp_path, monkeypatch, capfd):
     poison = Poison(monkeypatch, {2})
-    argv = ["--method", method, *SMALL, "--nan-policy", "skip", "--output-dir", str(tmp_path / "run")]
-    assert main(argv) == 0
+    argv = ["--method", method, "--data", DATA[method], *SMALL, "--nan-policy", "skip"]
+    assert main([*argv, "--output-dir", str(tmp_path / "run")]) == 0
     after = poison.after
     assert same(after[2], after[1]) and not same(after[1], after[0])
     assert not same(after[3], after[2]) and all(x.isfinite().all() for x in after[4])
@@ -70,15 +71,15 @@ def test_skipped_step_leaves_weights_and_moments_and_the_run_goes_on(method, tmp
     assert said.startswith("skipped step 2, rank 0, ") and "gradient norm nan is not finite (1 in a row" in said
 
 
-@pytest.mark.parametrize(("flags", "last"), [([], 1), (["--nan-policy", "skip", "--nan-skip-limit", "2"], 3)])
-def test_run_stops_at_once_or_after_the_limit(flags, last, tmp_path, monkeypatch, capfd):
+def test_run_stops_after_the_limit(tmp_path, monkeypatch, capfd):
     poison = Poison(monkeypatch, set(range(1, 10)))
-    assert main(["--method", "sft", *SMALL, *flags, "--output-dir", str(tmp_path / "run")]) == 2
+    argv = ["--method", "sft", "--data", DATA["sft"], *SMALL, "--nan-policy", "skip", "--nan-skip-limit", "2"]
+    assert main([*argv, "--output-dir", str(tmp_path / "run")]) == 2
     err = capfd.readouterr().err
-    assert f"error: step {last}, rank 0, rows " in err and "gradient norm nan is not finite" in err
-    assert ("after 2 skipped steps in a row" in err) == bool(flags)
-    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(last))
-    assert same(poison.after[last - 1][: len(poison.after[0])], poison.after[0])
+    assert "error: step 3, rank 0, rows " in err and "gradient norm nan is not finite" in err
+    assert "after 2 skipped steps in a row" in err
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert same(poison.after[2][: len(poison.after[0])], poison.after[0])
 
 
 def test_count_in_a_row_ends_with_a_good_step_and_survives_a_resume():
@@ -117,6 +118,8 @@ def test_first_step_skipped_warns_of_nothing():
     assert model.weight.grad is None and not optimizer.state and schedule.last_epoch == 1
 
 
-def test_limit_without_skip_is_refused():
+def test_without_skip_the_first_bad_step_stops_and_a_limit_is_refused():
+    with pytest.raises(ValueError, match="^step 1: loss nan is not finite; lower --learning-rate"):
+        BadSteps(OptimConfig()).skip("loss nan", "step 1")
     with pytest.raises(ValueError, match="nan_skip_limit=5: has no effect with nan_policy=stop; set --nan-policy skip"):
         OptimConfig(nan_skip_limit=5)

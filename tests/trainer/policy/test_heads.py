@@ -91,8 +91,9 @@ def plain_scores(folder: Path, kind: str, sequences: list[list[int]], side: str)
     return logits[torch.arange(len(logits)), logits.shape[1] - 1 - last]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "token"), ("qwen3", "sequence"), ("mistral", "token"), ("gpt2", "sequence")]
+)
 def test_packed_padded_and_plain_transformers_agree(name, kind, folder_of, tmp_path):
     scorer = load(folder_of(name), kind)
     items = [marked_last(ids) for ids in SEQUENCES]
@@ -122,8 +123,7 @@ def with_reserved(tokenizer: Any) -> Any:
     return pad_is_eos(tokenizer)
 
 
-@pytest.mark.parametrize("room", [0, 8], ids=["full embedding", "spare rows"])
-@pytest.mark.parametrize("change", [pad_is_eos, no_pad, with_reserved])
+@pytest.mark.parametrize(("change", "room"), [(pad_is_eos, 0), (no_pad, 8), (with_reserved, 0)])
 def test_score_is_read_at_the_end_token_even_where_it_was_the_padding(change, room, folder_of, tmp_path):
     tokenizer = change(make_tokenizer())
     folder = folder_of("llama", tokenizer, vocab_size=len(tokenizer) + room, pad_token_id=tokenizer.pad_token_id)
@@ -219,11 +219,6 @@ def test_a_trained_head_is_kept_and_garbage_is_drawn_anew(folder_of, tmp_path):
         assert fresh.std().item() == pytest.approx(0.2, rel=0.4), garbage  # initializer_range
     other = load_scorer(ModelConfig(model=str(folder)), LoraConfig(), CPU, kind="token")  # two outputs, not one
     assert other.model.score.weight.shape == (2, 32) and other.model.score.bias.abs().max() == 0
-
-
-def test_the_same_seed_draws_the_same_head(folder_of):
-    one, two = (load(folder_of("llama"), "sequence").model.score.weight for _ in range(2))
-    assert torch.equal(one, two)
 
 
 def test_weights_that_do_not_fit_are_refused(folder_of):

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from data.packing import Item, make_batches
 from tests.entry import metrics, repeatable
-from tests.test_resume import start_and_kill
+from tests.test_resume import copy_as_if_killed
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy, token_logps
+from trainer.policy.logps import Policy
 from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
 
 CPU = torch.device("cpu")
@@ -170,8 +170,7 @@ def test_precomputed_is_found_again_and_made_anew_for_another_model_or_other_dat
     assert len(files()) == 5 and {name: files()[name] for name in made} == made
 
 
-@pytest.mark.parametrize("lora", [OFF, RANK4], ids=["all weights", "lora"])
-@pytest.mark.parametrize("ref", ["auto", "precomputed"])
+@pytest.mark.parametrize(("ref", "lora"), [("auto", OFF), ("precomputed", RANK4)])
 def test_ref_model_is_another_model(ref, lora, other, tiny, tmp_path):
     cache = {"ref_cache": str(tmp_path)} if ref == "precomputed" else {}
     model = dataclasses.replace(TINY, merge_lora=lora.r > 0)  # about the policy, not the reference
@@ -229,46 +228,19 @@ def test_reference_of_a_continued_adapter_is_where_it_goes_on_from(tmp_path, tin
     assert_other(plain(policy.model), begun)
 
 
-def test_asking_a_continued_adapters_reference_leaves_the_policys_gradient_alone(tmp_path):
-    """Both adapters are in one model: the reference is asked between the policy's forward and its backward."""
-    first, _, _ = load(RANK4)
-    shake(first.model)
-    first.model.save_pretrained(tmp_path / "adapter")
-    first.tokenizer.save_pretrained(tmp_path / "adapter")
-    policy, reference, _ = load(RANK4, ModelConfig(model=str(tmp_path / "adapter")))
-    shake(policy.model)
-    (batch,) = make_batches(make_items(), max_tokens=100)
-    gradients = []
-    for asked in (False, True):
-        policy.model.zero_grad(set_to_none=True)
-        logp = token_logps(policy, batch).logp
-        if asked:
-            reference.token_logps(batch, make_items())
-        logp.sum().backward()
-        gradients.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys() and all(".default." in name for name in gradients[0])
-    assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
-    assert gradients[0].keys() == {n for n, p in policy.model.named_parameters() if p.requires_grad}
+REFUSED = [
+    ({"ref": "adapter_off"}, OFF, "ref=adapter_off: there is no adapter to switch off"),
+    ({"ref": "adapter_off", "ref_model": "x"}, RANK4, "ref_model=x: has no effect with ref="),
+    ({"ref": "copy"}, RANK4, "ref=copy: with LoRA the base itself is the reference"),
+    ({"ref": "copy", "ref_cache": "x"}, OFF, "ref_cache=x: has no effect with ref=copy; use --ref precomputed"),
+]
 
 
-REFUSED = {
-    "no adapter": ({"ref": "adapter_off"}, OFF, "ref=adapter_off: there is no adapter to switch off"),
-    "adapter and model": ({"ref": "adapter_off", "ref_model": "x"}, RANK4, "ref_model=x: has no effect with ref="),
-    "copy of a base": ({"ref": "copy"}, RANK4, "ref=copy: with LoRA the base itself is the reference"),
-    "cache": (
-        {"ref": "copy", "ref_cache": "x"},
-        OFF,
-        "ref_cache=x: has no effect with ref=copy; use --ref precomputed",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    settings, lora, words = REFUSED[name]
-    with pytest.raises(ValueError, match=f"^{words}") as caught:
-        wants_copy(ReferenceConfig(**settings), lora)
-    assert "\n" not in str(caught.value)
+def test_refused():
+    for settings, lora, words in REFUSED:
+        with pytest.raises(ValueError, match=f"^{words}") as caught:
+            wants_copy(ReferenceConfig(**settings), lora)
+        assert "\n" not in str(caught.value)
 
 
 def test_whether_a_second_model_is_needed():
@@ -302,23 +274,19 @@ def test_moving_reference_moves_by_alpha_every_so_many_steps():
     assert all(torch.equal(value, saved[name]) for name, value in moving.tensors().items())
 
 
-def test_moving_reference_survives_a_kill(tmp_path, capfd):
-    """Killed, resumed, and bit for bit the run that was never broken; the reference is in the checkpoint."""
+def test_moving_reference_survives_a_resume(tmp_path):
+    """Bit for bit the run that was never broken; the reference is in the checkpoint, and has left the base model."""
     argv = [
-        "--method", "dpo", "--max-steps", 8, "--save-steps", 3, "--per-device-train-batch-size", 4, "--seed", 5,
-        "--data", "task:addition:split=train,size=64", "--eval-data", "task:addition:split=eval,size=8",
-        "--eval-steps", 2, "--sync-ref-model", "--ref-model-sync-steps", 2, "--ref-model-mixup-alpha", 0.5,
+        "--method", "dpo", "--max-steps", "4", "--save-steps", "2", "--per-device-train-batch-size", "2", "--seed", "5",
+        "--data", "task:addition:split=train,size=16", "--eval-data", "task:addition:split=eval,size=4",
+        "--eval-steps", "2", "--sync-ref-model", "--ref-model-sync-steps", "2", "--ref-model-mixup-alpha", "0.5",
     ]  # fmt: skip
-    start_and_kill(argv, tmp_path / "broken", at_step=5)
-    kept = load_file(tmp_path / "broken" / "checkpoints" / "step-00000003" / "extra.safetensors")
-    assert kept and all(name.startswith("reference/") for name in kept)
-    assert main(["--resume", str(tmp_path / "broken")]) == 0
-    assert main([*map(str, argv), "--output-dir", str(tmp_path / "whole")]) == 0
-    whole, broken = metrics(tmp_path / "whole"), metrics(tmp_path / "broken")
-    assert [row["step"] for row in broken] == list(range(9))
-    assert repeatable(broken) == repeatable(whole)
-    # The last save holds a reference that has left the base model.
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main([*argv, "--output-dir", str(whole)]) == 0
+    copy_as_if_killed(whole, broken, saved=2, logged=3)
+    kept = load_file(broken / "checkpoints" / "step-00000002" / "extra.safetensors")
     base = load_policy(TINY, OFF, CPU, with_reference=False).model.state_dict()
-    last = load_file(tmp_path / "whole" / "checkpoints" / "step-00000006" / "extra.safetensors")
-    moved = [name for name, value in last.items() if not torch.equal(value, base[name.removeprefix("reference/")])]
-    assert len(moved) == len(last)
+    assert kept and all(not torch.equal(value, base[name.removeprefix("reference/")]) for name, value in kept.items())
+    assert main(["--resume", str(broken)]) == 0
+    assert [row["step"] for row in metrics(broken)] == list(range(5))
+    assert repeatable(metrics(broken)) == repeatable(metrics(whole))

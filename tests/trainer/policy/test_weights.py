@@ -44,13 +44,13 @@ def policy_of(model: nn.Module) -> Policy:
 
 
 def with_lora(model: nn.Module, **settings: Any) -> Any:
-    """An adapter that does something: peft starts B at zero."""
+    """An adapter that does something: peft starts B at zero, and A of an embedding."""
     config = LoraConfig(
         **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings}
     )
     wrapped = get_peft_model(model, config)
     for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_A" in name:
             nn.init.normal_(parameter, std=0.1)
     return wrapped
 
@@ -77,7 +77,11 @@ def test_specs_say_what_tensors_give_in_the_same_order(kind):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 32}}, {"rank_pattern": {"q_proj": 2}}]
+    "settings",
+    [
+        {"use_rslora": True, "target_modules": ["q_proj", "embed_tokens"]},
+        {"alpha_pattern": {"q_proj": 32}, "rank_pattern": {"q_proj": 2}},
+    ],
 )
 def test_a_merged_adapter_equals_pefts_own_merge_and_leaves_the_policy_as_it_was(settings):
     model = with_lora(make_model("llama-tied"), **settings)
@@ -88,14 +92,8 @@ def test_a_merged_adapter_equals_pefts_own_merge_and_leaves_the_policy_as_it_was
     assert ours.keys() == expected.keys()
     assert max(float((ours[name] - expected[name]).abs().max()) for name in ours) < 1e-6
     base = {name: tensor.detach() for name, tensor in make_model("llama-tied").named_parameters()}
-    assert (
-        float(
-            (ours["model.layers.0.self_attn.q_proj.weight"] - base["model.layers.0.self_attn.q_proj.weight"])
-            .abs()
-            .max()
-        )
-        > 0.01
-    )
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (ours[name] - base[name]).abs().max() > 0.01
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 

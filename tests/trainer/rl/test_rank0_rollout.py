@@ -98,10 +98,10 @@ def policy_on(device: str, *, is_lora: bool = False) -> Any:
 
 
 REFUSED = [
-    ("cuda", {"colocate": True}, {}, "vllm.colocate=True: a server shares the GPU of one process, and 4 train on one "
-     "each; give servers GPUs of their own by --vllm.devices or --vllm.url"),
-    ("cuda", {"colocate": False}, {"backend": "ipc"}, "sync.backend=ipc: is for a server on the trainer's GPU, and 4 "
-     "processes have one each; use --sync.backend process_group"),
+    ("cuda", {"colocate": True}, {}, "vllm.colocate=True: a server shares the GPU of one process, but 4 train; give "
+     "servers their own GPUs with --vllm.devices or --vllm.url"),
+    ("cuda", {"colocate": False}, {"backend": "ipc"}, "sync.backend=ipc: needs a server on the trainer's GPU, but 4 "
+     "processes train on one each; use --sync.backend process_group"),
     ("cpu", {}, {"backend": "process_group"}, "parallel.timeout_s=30: processes wait for each other while weights go "
      "to servers, which may take 60 s when one hangs; raise it, or use --sync.backend filesystem"),
 ]  # fmt: skip
@@ -123,7 +123,7 @@ def test_servers_get_gpus_that_nobody_trains_on():
     setup.check_gpus(VllmConfig(replicas=2, devices=(6, 7)), 6, 8)
     setup.check_gpus(VllmConfig(replicas=2), 6, 8)
     setup.check_gpus(VllmConfig(url=("http://127.0.0.1:8000",)), 8, 8)
-    with pytest.raises(ValueError, match=r"^vllm.devices=5 7: GPU 5 is that of a process that trains here"):
+    with pytest.raises(ValueError, match=r"^vllm.devices=5 7: GPU 5 is used for training"):
         setup.check_gpus(VllmConfig(replicas=2, devices=(5, 7)), 6, 8)
-    with pytest.raises(ValueError, match=r"^vllm.replicas=2: 4 GPUs for servers beside 6 that train, and this "):
+    with pytest.raises(ValueError, match=r"^vllm.replicas=2: needs 4 GPUs beside 6 that train, but this "):
         setup.check_gpus(VllmConfig(replicas=2, tensor_parallel_size=2), 6, 8)

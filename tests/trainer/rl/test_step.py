@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import linear_logprob
 from losses.importance import CORRECTIONS
@@ -25,7 +24,6 @@ from tests.trainer.rl.group_cases import (
     TEMPERATURE,
     TOTAL,
     TRUNCATED,
-    TWO_TURNS,
     VOCAB,
     WHOLE,
     by_hand,
@@ -114,13 +112,6 @@ def test_the_gradient_is_the_same_however_it_is_cut_and_ordered(kind, monkeypatc
 def test_bnpo_is_the_exception_its_gradient_depends_on_the_cut():
     gradients = [step(make_config(cut, loss_type="bnpo"))[0] for cut in (WHOLE, (TOTAL // 3, 1, "packed"))]
     assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm()
-
-
-def test_dapo_is_bnpo_on_one_micro_batch():
-    dapo, bnpo = (
-        step(make_config(loss_type=kind, correction=CORRECTION_CASES["icepop"]))[0] for kind in ("dapo", "bnpo")
-    )
-    assert close(bnpo, dapo)
 
 
 def test_bounds_beyond_the_clip_are_those_of_the_formula():
@@ -284,18 +275,6 @@ def test_a_batch_of_truncated_completions_alone_trains_nothing_and_writes_losses
         assert losses == usual and len(losses) >= 2, kind
 
 
-def test_what_an_environment_wrote_is_read_and_not_trained():
-    completions, cfg = list(make_completions()), make_config((TOTAL // 3, 1, "shared"), loss_type="grpo", beta=0.1)
-    want, _, batch = step(cfg)
-    c = completions[TWO_TURNS]
-    assert batch.completions[batch.rows.index(TWO_TURNS)].trained == 8
-    logps = [x if own else -50.0 for x, own in zip(c.logps, c.mask, strict=True)]  # the engine never made these
-    completions[TWO_TURNS] = replace(c, logps=logps)
-    assert close(step(cfg, completions)[0], want)
-    completions[TWO_TURNS] = replace(c, ids=[*c.ids[:3], (c.ids[3] + 1) % VOCAB, *c.ids[4:]])
-    assert (step(cfg, completions)[0] - want).norm() > 1e-4 * want.norm()
-
-
 def count_passes(monkeypatch: pytest.MonkeyPatch, cfg: Any, **more: Any) -> dict[str, int]:
     """Forward passes of the policy without gradient, and of the reference, in prepare and in two backwards."""
     counts = dict.fromkeys(("prepare", "first", "second", "reference"), 0)
@@ -397,47 +376,6 @@ def test_sequence_level_grpo_is_the_ratio_of_the_completion_with_its_own_gradien
     assert close(got, want) and 0 < logged["policy/clip_frac"] < 1
 
 
-def test_cispo_gradient_flows_through_capped_tokens_where_a_clip_stops_it():
-    """One completion of one token, made more likely than the cap and than the clip allow."""
-    start, policy = make_completions()[0], make_policy()
-    (own,) = scores("start").logp[0, :1].tolist()
-    completion = replace(start, logps=[own - 1.0])  # a ratio of e to the engine
-    gradients = {}
-    for kind, settings in {"cispo": {"cispo_cap": 2.0}, "dapo": {}, "reinforce": {}}.items():
-        behaviour = {} if kind == "reinforce" else {"proximal_policy": "behaviour"}
-        behaviour = behaviour or {"vllm_importance_sampling_correction": False}
-        cfg = make_config(num_iterations=1, loss_type=kind, correction=behaviour, **settings)
-        backward(cfg, policy, prepare(cfg, policy, [completion], torch.ones(1)))
-        gradients[kind] = gradient(policy.model)
-    assert gradients["reinforce"].norm() > 1e-3
-    assert not gradients["dapo"].any()
-    assert close(gradients["cispo"], 2.0 * gradients["reinforce"])
-
-
-def test_the_off_policy_mask_drops_exactly_the_documented_rows():
-    """Bad completions whose log-prob fell by more than the threshold per token; the denominator stays."""
-    policy, base = make_policy(), make_completions()
-    rows = [1, 2, 6, 7]
-    drift, advantage = [0.6, 0.6, 0.4, 0.5 - 1e-9], torch.tensor([-1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    own = scores("start").logp.detach()
-    completions = [
-        replace(base[row], logps=[x + d for x in own[row, : LENGTHS[row]].tolist()])
-        for row, d in zip(rows, drift, strict=True)
-    ]
-
-    def gradient_of(threshold: float | None, advantage: Tensor) -> tuple[Tensor, dict[str, float]]:
-        correction = {"vllm_importance_sampling_correction": False, "off_policy_mask_threshold": threshold}
-        cfg = make_config(num_iterations=1, correction=correction)
-        sums = backward(cfg, policy, prepare(cfg, policy, completions, advantage))
-        return gradient(policy.model), sums.means()
-
-    got, logged = gradient_of(0.5, advantage)
-    without, _ = gradient_of(None, torch.tensor([0.0, 1.0, -1.0, -1.0], dtype=torch.float64))
-    assert close(got, without) and logged["policy/off_policy_dropped_frac"] == pytest.approx(0.25)
-    assert not close(got, gradient_of(None, advantage)[0])
-    assert close(gradient_of(0.7, advantage)[0], gradient_of(None, advantage)[0])
-
-
 def test_an_engine_without_log_probs_counts_as_the_weights_the_step_began_with():
     """Then nothing is corrected, and the off-policy mask measures what was lost since the start."""
     correction = {
@@ -526,13 +464,3 @@ def test_metrics_are_the_same_however_they_are_cut_and_those_of_the_formula(num_
     assert {name: logged[0][name] for name in want} == pytest.approx(
         {name: x.item() for name, x in want.items()}, rel=1e-4, abs=1e-6
     )
-
-
-def test_a_policy_that_is_its_engine_has_ratios_of_one_and_every_sample_counts():
-    own = scores("start").logp.detach()
-    completions = [replace(c, logps=row[: len(c.ids)].tolist()) for c, row in zip(make_completions(), own, strict=True)]
-    _, logged, _ = step(make_config(num_iterations=1), completions)
-    for name in ("ratio", "behaviour_ratio", "behaviour_sequence_ratio", "correction", "ess_frac", "ess_sequence_frac"):
-        assert logged[f"policy/{name}"] == pytest.approx(1.0, abs=1e-6), name
-    for name in ("behaviour_gap", "behaviour_kl", "behaviour_chi2", "clip_frac", "correction_zero_frac"):
-        assert logged[f"policy/{name}"] == pytest.approx(0.0, abs=1e-6), name

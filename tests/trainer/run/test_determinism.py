@@ -15,8 +15,8 @@ from trainer.run import determinism
 from trainer.run.run import open_run
 
 SMALL = [
-    "--method", "grpo", "--max-steps", "2", "--per-device-train-batch-size", "16",
-    "--eval-data", "task:addition:split=eval,size=8",
+    "--method", "sft", "--max-steps", "1", "--per-device-train-batch-size", "4",
+    "--data", "task:addition:split=sft,size=16", "--eval-data", "task:addition:split=eval,size=4",
 ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_the_flag_is_said_saved_and_kept_by_resume(tmp_path, monkeypatch, capsys
     said = determinism.ON_GPU if torch.cuda.is_available() else determinism.ON_CPU
     assert main([*SMALL, "--deterministic", "--output-dir", "run", "--save-steps", "1"]) == 0
     assert said in capsys.readouterr().err
-    assert main(["--resume", "run", "--max-steps", "3"]) == 0
+    assert main(["--resume", "run", "--max-steps", "2"]) == 0
     assert said in capsys.readouterr().err
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["deterministic"] is True
     assert switches() == before

@@ -285,7 +285,7 @@ def test_checkpoint_is_exported_as_the_live_model_is(tmp_path, kind):
 def test_large_model_is_written_in_several_files(tmp_path):
     model = tiny_llama(tied=False)
     whole = ExportedModel(model, torch.float32, model.state_dict().__getitem__)
-    write_model(tmp_path, whole.specs(), whole.tensors(), limit=10_000)
+    write_model(tmp_path, whole, limit=10_000)
     model.config.save_pretrained(tmp_path)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"

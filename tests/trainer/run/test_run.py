@@ -37,6 +37,7 @@ from trainer.run import checkpoint as saver
 from trainer.run.run import Run, expand, load_states, open_run
 
 ROOT = Path(__file__).resolve().parents[3]
+KILLED_AT = (1, 3, 5, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,25 +172,22 @@ def test_health_findings_are_in_the_metrics_and_on_the_console(tmp_path, capsys)
     assert capsys.readouterr().out.count("warning: gradient norm is 50.0") == 1
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5, 8])
-def test_killed_run_resumes_to_the_same_numbers(tmp_path, stop):
+def test_killed_run_resumes_to_the_same_numbers(tmp_path):
     """kill -9 before the first checkpoint, just before a save, and between saves."""
     unbroken = train(config(tmp_path / "unbroken", save_async=False))
-    folder = tmp_path / "killed"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, str(folder), str(stop)]
-    killed = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert steps(folder) == list(range(stop + 1))
-    random.seed(1234)
-    run = train(resumed(folder, save_async=False))
-    assert run.start_step == (stop - 1) // 3 * 3
-    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
-        ours, theirs = ((d / name).read_text().replace(str(d), "DIR") for d in (run.dir, unbroken.dir))
-        assert ours == theirs
-    for name in checkpoint_names(unbroken.dir):
-        for file in sorted((unbroken.dir / "checkpoints" / name).iterdir()):
-            assert (folder / "checkpoints" / name / file.name).read_bytes() == file.read_bytes(), f"{name}/{file.name}"
+    subprocess.run([sys.executable, __file__, str(tmp_path), *map(str, KILLED_AT)], env=environment, check=True)
+    for stop in KILLED_AT:
+        folder = tmp_path / str(stop)
+        assert steps(folder) == list(range(stop + 1))
+        random.seed(1234)
+        run = train(resumed(folder, save_async=False))
+        assert run.start_step == (stop - 1) // 3 * 3
+        for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
+            ours, theirs = ((d / name).read_text().replace(str(d), "DIR") for d in (run.dir, unbroken.dir))
+            assert ours == theirs
+        for name in checkpoint_names(unbroken.dir):
+            assert checkpoint_files(folder, name) == checkpoint_files(unbroken.dir, name)
 
 
 def checkpoint_files(folder: Path, name: str) -> dict[str, bytes]:
@@ -350,14 +348,16 @@ CRAFTED = {
 }
 
 
-@pytest.mark.parametrize("name", CRAFTED)
-def test_crafted_state_is_passed_over_by_a_sentence(tmp_path, capsys, name):
-    change, sentence = CRAFTED[name]
-    train(config(tmp_path / "a", max_steps=6))
-    craft(tmp_path / "a" / "checkpoints" / "step-00000006", change)
-    run = train(resumed(tmp_path / "a", max_steps=7))
-    said = capsys.readouterr().err
-    assert "step-00000006 is damaged" in said and sentence in said and run.start_step == 3
+def test_crafted_state_is_passed_over_by_a_sentence(tmp_path, capsys):
+    train(config(tmp_path / "whole", max_steps=6))
+    for name, (change, sentence) in CRAFTED.items():
+        folder = tmp_path / name
+        shutil.copytree(tmp_path / "whole", folder)
+        craft(folder / "checkpoints" / "step-00000006", change)
+        run = open_run(resumed(folder, max_steps=7), "sft")
+        run.close()
+        said = capsys.readouterr().err
+        assert "step-00000006 is damaged" in said and sentence in said and run.start_step == 3, name
 
 
 def test_checkpoint_copied_under_another_number_is_passed_over(tmp_path, capsys):
@@ -582,6 +582,10 @@ def test_finish_exports_reports_and_says_where(tmp_path, capsys):
     assert f"model: {run.dir / 'final'}" in said and f"report: {run.dir / 'report.html'}" in said
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # one start of Python, and one fork of it for each kill
     trainer.run.run.describe_model = lambda *args, **options: None
-    train(config(sys.argv[1], save_async=False), kill_at=int(sys.argv[2]))
+    for stop in sys.argv[2:]:
+        child = os.fork()
+        if child == 0:
+            train(config(Path(sys.argv[1], stop), save_async=False), kill_at=int(stop))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -1,16 +1,8 @@
-"""Run by torchrun: one optimizer step by ranks that share rows, against the same step in one process.
-
-    torchrun --nproc-per-node 2 -m tests.ranks.context_worker SIZE [replicate:CASE|fsdp:CASE ...]
-
-SIZE ranks share the rows; those of tests/ranks/worker.py, and some that are about slices. Prints its JSON lines, with
-the number of positions that went through the model of rank 0 ("computed") and of one process ("positions").
-"""
+"""Cases of tests/ranks/main.py that are about ranks that share rows: short rows, sliding windows, shared prompts."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,9 +12,9 @@ import torch
 
 from data.types import Example
 from tests.ranks import worker
-from tests.ranks.worker import CASES, Case, compare, config, ids, make_policy
+from tests.ranks.worker import Case, config, ids, make_policy
 from tests.trainer.rl.group_cases import ADVANTAGE, TOTAL, make_completions, make_config
-from trainer.parallel.comm import context_size, is_main, process_group
+from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import reshard
 from trainer.policy.attention import use_slices
 from trainer.policy.logps import Policy, causal_lm
@@ -94,7 +86,7 @@ def grpo_case(layout: str, *, lora: bool = False, max_tokens: int = 8 * TOTAL, *
 
 
 STATISTICS = {"beta": 0.1, "entropy_coef": 0.05, "top_entropy_quantile": 0.7}
-MORE: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[], Case]] = {
     "sft-short": lambda: sft_rows_case([2, 3, 2, 40, 39]),  # 40, 39 and 7 positions
     "sft-tiny": lambda: sft_rows_case([2]),
     "sft-padded": lambda: sft_rows_case([9, 2, 13, 4, 5], packing=False),
@@ -106,36 +98,3 @@ MORE: dict[str, Callable[[], Case]] = {
     "grpo-lora": lambda: grpo_case("shared", lora=True, beta=0.1, max_tokens=TOTAL // 2),
     "gspo": lambda: grpo_case("shared", importance_sampling_level="sequence", loss_type="grpo"),
 }
-
-
-def counted(case: Case, seen: list[int]) -> Case:
-    """Positions that go through each policy it makes, added up in `seen`."""
-
-    def policy() -> Policy:
-        made = case.policy()
-        number = len(seen)
-        seen.append(0)
-
-        def count(module: Any, inputs: Any, output: torch.Tensor) -> None:
-            seen[number] += output.shape[:2].numel()
-
-        causal_lm(made.model).get_input_embeddings().register_forward_hook(count)
-        return made
-
-    return case._replace(policy=policy)
-
-
-def main(size: int, names: list[str]) -> None:
-    both = [f"{mode}:{name}" for mode in ("replicate", "fsdp") for name in (*CASES, *MORE)]
-    with process_group(60.0, size):
-        for mode, name in (word.split(":") for word in names or both):
-            worker.MODES["shared"] = {"mode": mode, "context": size}
-            seen: list[int] = []
-            result = compare(counted({**CASES, **MORE}[name](), seen), "shared")
-            if is_main():
-                result = {"case": name, "mode": mode, **result, "positions": seen[0], "computed": seen[1]}
-                print(json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])

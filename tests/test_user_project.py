@@ -94,7 +94,8 @@ def test_every_entry_starts_there(project, installed):
         f"for entry in {ENTRIES}:\n"
         "    sys.argv = [*entry.split(), '--help']\n"
         "    try:\n        runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
-        "    except SystemExit as stop:\n        print(entry, 'ends with', stop.code)\n"
+        "        stop = SystemExit(0)\n    except SystemExit as stopped:\n        stop = stopped\n"
+        "    print(entry, 'ends with', stop.code)\n"
     )
     done = python("-c", code, cwd=project)
     assert [f"{entry} ends with 0" in done.stdout for entry in ENTRIES] == [True] * len(ENTRIES), done.stderr

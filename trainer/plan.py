@@ -165,9 +165,9 @@ class PlanConfig:
         if (self.model is None) == (self.shape is None):
             raise ValueError(f"model={self.model}, shape={self.shape}: give one of --model and --shape")
         if self.shape is not None and self.shape not in KNOWN:
-            raise ValueError(f"shape={self.shape}: not known here; there is {', '.join(KNOWN)}, or use --model")
+            raise ValueError(f"shape={self.shape}: not a known size; there is {', '.join(KNOWN)}, or use --model")
         if self.method not in METHODS:
-            raise ValueError(f"method={self.method}: not known here; there is {', '.join(METHODS)}")
+            raise ValueError(f"method={self.method}: not a method of ours; there is {', '.join(METHODS)}")
         check_numbers(
             self,
             {
@@ -180,18 +180,18 @@ class PlanConfig:
         check_numbers(self.vllm, {"above 0 and at most 1": "gpu_memory_utilization"}, "vllm.")
         if self.trained_dtype == "bfloat16" and (self.lora.r or self.dtype == "float32"):
             raise ValueError(
-                f"trained_dtype=bfloat16: not with lora.r={self.lora.r}, dtype={self.dtype}; adapters are float32, and "
-                "weights are not held lower than they are multiplied in"
+                f"trained_dtype=bfloat16: has no effect on adapters, and is less precise than dtype=float32 "
+                f"(lora.r={self.lora.r}, dtype={self.dtype}); leave it out"
             )
         for name, value in (("shard", self.parallel.shard), ("context", self.parallel.context)):
             if value is not None and (value < 1 or self.gpus % value):
                 raise ValueError(f"parallel.{name}={value}: must divide the {self.gpus} GPUs")
         if self.parallel.mode == "fsdp" and self.gpus == 1:
-            raise ValueError("parallel.mode=fsdp: has no effect with one GPU; say how many by --gpus")
+            raise ValueError("parallel.mode=fsdp: has no effect with one GPU; set --gpus")
         if self.parallel.mode == "replicate" and self.parallel.shard is not None:
             raise ValueError(f"parallel.shard={self.parallel.shard}: has no effect with parallel.mode=replicate")
         if self.beta and METHODS[self.method].reference != "with beta":
-            raise ValueError(f"beta={self.beta}: decides nothing about the memory of {self.method}; leave it out")
+            raise ValueError(f"beta={self.beta}: has no effect on the memory of {self.method}; leave it out")
 
     @property
     def has_reference(self) -> bool:

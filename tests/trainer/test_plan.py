@@ -353,7 +353,7 @@ def test_command_refuses_in_one_sentence(capsys, tmp_path):
         ({"model": "a", "shape": "b"}, "one of --model and --shape"),
         ({"shape": "llama-9"}, "there is qwen3-0.6b"),
         ({"shape": "qwen3-0.6b", "method": "ppo"}, "there is sft"),
-        ({"shape": "qwen3-0.6b", "beta": 0.1}, "decides nothing about the memory of sft"),
+        ({"shape": "qwen3-0.6b", "beta": 0.1}, "has no effect on the memory of sft"),
         ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(shard=3)}, "parallel.shard=3: must divide the 8"),
         ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(context=5)}, "parallel.context=5: must divide"),
         ({"shape": "qwen3-0.6b", "parallel": Parallel(mode="fsdp")}, "parallel.mode=fsdp: has no effect with one GPU"),

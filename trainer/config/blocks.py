@@ -126,11 +126,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
-            raise ValueError("trained_dtype=bfloat16: holds less than dtype=float32 multiplies; leave one of them out")
+            raise ValueError("trained_dtype=bfloat16: is less precise than dtype=float32; leave one of them out")
         if self.load_in_4bit:
             raise ValueError(
-                "load_in_4bit=True: a 4-bit base is not supported, its products would not match the engine's; "
-                "use --lora.r 16 on a bfloat16 base"
+                "load_in_4bit=True: not supported, a 4-bit base would not match the sampling engine; use --lora.r 16 "
+                "on a bfloat16 base"
             )
 
 

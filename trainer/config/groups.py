@@ -82,7 +82,7 @@ class AdvantageConfig:
                 "by its group and their sum by the batch; leave it out"
             )
         if self.kl_in_reward and not record.reads_total:
-            raise ValueError(f"kl_in_reward=True: {name} has no sum of rewards to take it off; leave it out")
+            raise ValueError(f"kl_in_reward=True: {name} has no sum of rewards to subtract it from; leave it out")
         flags = {} if unread else {"scale_rewards": self.scale_rewards}
         own = record.options.get("scale_rewards")
         if own is not None and own.default is not own.empty and self.scale_rewards == AdvantageConfig.scale_rewards:
@@ -142,8 +142,8 @@ class AsyncConfig:
     def __post_init__(self) -> None:
         if self.use_data_producer:
             raise ValueError(
-                "use_data_producer=True: there is no producer to switch on; --async-prefetch overlaps sampling and "
-                "training, and replay, re-rolls and streaming work with it or without"
+                "use_data_producer=True: not supported; --async-prefetch overlaps sampling and training, and replay, "
+                "re-rolls and streaming need no switch"
             )
         check_numbers(
             self,
@@ -181,12 +181,12 @@ def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig
         ):
             if value:
                 raise ValueError(
-                    f"{name}={getattr(overlap, name)}: the local engine samples with the trainer's own weights, in "
-                    "turn with it; set --rollout.engine vllm"
+                    f"{name}={getattr(overlap, name)}: needs servers, the local engine shares the trainer's process "
+                    "and weights; set --rollout.engine vllm"
                 )
     if overlap.vllm_lora_sync and not is_lora:
         raise ValueError(
-            "vllm_lora_sync=True: all weights are trained, there is no adapter; set --lora.r, or leave it out"
+            "vllm_lora_sync=True: there is no adapter, all weights are trained; set --lora.r, or leave it out"
         )
     if overlap.vllm_lora_sync and sync.backend not in ("auto", "lora"):
         raise ValueError(f"vllm_lora_sync=True: contradicts sync.backend={sync.backend}; name one of the two")

@@ -122,7 +122,7 @@ class PolicyLossConfig(_Options):
             if name in OPTIONS or name not in loss.options:
                 advice = f"use --{name.replace('_', '-')}" if name in OPTIONS else suggest(name, loss.options)
                 raise ValueError(
-                    f"loss_kwargs.{name}: is no option of loss_type={self.loss_type} to set here; {advice}"
+                    f"loss_kwargs.{name}: not an option of loss_type={self.loss_type} to set here; {advice}"
                 )
         missing = [name for name, p in loss.options.items() if p.default is p.empty and name not in self.loss_options]
         if missing:

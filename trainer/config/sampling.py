@@ -59,13 +59,13 @@ def check_rollout_setup(cfg: Any) -> None:
     }
     names = [name for name, is_given in given.items() if is_given]
     if len(names) > 1:
-        raise ValueError(f"{names[0]}, {names[1]}: each makes the whole completion; give one of them")
+        raise ValueError(f"{names[0]}, {names[1]}: each of them makes the whole completion; give one")
     if not cfg.data.data and not gym.datasets:
         raise ValueError("--data: required; name rows, or rows of a gym by --nemo-gym.datasets")
     if gym.multi_turn and (cfg.data.data or cfg.data.eval_data):
         raise ValueError(
-            f"data={' '.join((*cfg.data.data, *cfg.data.eval_data))}: the agents of nemo_gym.multi_turn play only rows "
-            "of the gym; leave it out"
+            f"data={' '.join((*cfg.data.data, *cfg.data.eval_data))}: nemo_gym.multi_turn uses only rows of the "
+            "gym; leave it out"
         )
     by_adapter = cfg.overlap.vllm_lora_sync or cfg.sync.backend == "lora"
     check_nemo_gym(

@@ -282,7 +282,7 @@ class Check:
             raise ValueError(f"{self.label}: finish_reason={completion.finish_reason!r}: must be 'stop' or 'length'")
         bad = [name for name in completion.columns if not isinstance(name, str) or name in RESERVED]
         if bad:
-            raise ValueError(f"{self.label}: the column {bad[0]!r} has a name that rewards know already; rename it")
+            raise ValueError(f"{self.label}: the column {bad[0]!r} has a name that rewards already use; rename it")
         return _masked(completion, logps)
 
     def _ids(self, row: dict[str, Any], name: str) -> list[int]:
@@ -291,9 +291,8 @@ class Check:
             raise ValueError(f"{self.label}: its {name} are {_shown(row.get(name))}, not a list of token ids")
         outside = [x for x in ids if not 0 <= x < len(self.tokenizer)]
         if outside:
-            raise ValueError(
-                f"{self.label}: id {outside[0]} in {name} is not of this tokenizer ({len(self.tokenizer)})"
-            )
+            size = len(self.tokenizer)
+            raise ValueError(f"{self.label}: id {outside[0]} in {name} is outside the tokenizer's vocabulary of {size}")
         return ids
 
     def _finish_reason(self, ids: list[int], mask: list[bool] | None) -> Literal["stop", "length"]:

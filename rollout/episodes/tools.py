@@ -284,7 +284,7 @@ def schema_of(
     name = name or function.__name__
     doc = inspect.getdoc(function)
     if not doc:
-        raise ValueError(f"{label}: {name} has no docstring; say in it what the tool does, the model reads it")
+        raise ValueError(f"{label}: {name} has no docstring; describe the tool in one, the model reads it")
     try:
         hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
     except Exception as error:  # evaluating hints may raise anything
@@ -297,7 +297,9 @@ def schema_of(
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"{label}: {name} takes {parameter}; give its parameters names, the model calls by name")
         if parameter.name not in hints:
-            raise ValueError(f"{label}: {name} has no type hint for {parameter.name!r}; the schema is made from them")
+            raise ValueError(
+                f"{label}: {name} has no type hint for {parameter.name!r}; add one, the schema is built from type hints"
+            )
         properties[parameter.name] = _type_schema(hints[parameter.name], f"{label}: {parameter.name!r} of {name}")
         if parameter.name in described:
             properties[parameter.name]["description"] = described[parameter.name]
@@ -352,7 +354,7 @@ def _type_schema(hint: Any, label: str) -> dict[str, Any]:
     if hint is dict or (origin is dict and args[0] is str):
         return {"type": "object", **({"additionalProperties": _type_schema(args[1], label)} if args else {})}
     raise ValueError(
-        f"{label} is a {getattr(hint, '__name__', hint)}, which JSON does not have; use str, int, float, bool, list, "
+        f"{label} is a {getattr(hint, '__name__', hint)}, which JSON cannot express; use str, int, float, bool, list, "
         "dict[str, ...], Literal or a union of them"
     )
 

@@ -281,7 +281,7 @@ class Failed(Exception):
     """The environment failed; the text says what happened, as the middle of a sentence."""
 
 
-Opener = Any  # InProcess or Server: opens sessions, which have reset(**settings), step(action) and close()
+Opener = Any  # InProcess or Server; open() gives a session with reset(**settings), step(action) and close()
 
 
 def find_environment(spec: str, timeout: float) -> Opener:
@@ -298,7 +298,7 @@ def load_class(spec: str, label: str) -> Any:
         return attribute_of(load_file(Path(path).expanduser().resolve(), label), attribute, label)
     name, dot, attribute = spec.rpartition(".")
     if not dot or colon:
-        raise ValueError(f"{label}: is not of the form module.Class or FILE.py:Class; write it so")
+        raise ValueError(f"{label}: is not a class name; give module.Class or FILE.py:Class")
     return attribute_of(load_module(name, label), attribute, label)
 
 

@@ -236,7 +236,10 @@ def test_what_a_batch_function_returns_is_checked_row_by_row(functions, engine):
             {**GOOD, "completion_ids": [[7, 2.0]]},
             "rows.jsonl:1: its completion_ids are a list of 2, not a list of token",
         ),
-        ({**GOOD, "completion_ids": [[7, 275]]}, "rows.jsonl:1: id 275 in completion_ids is not of this tokenizer"),
+        (
+            {**GOOD, "completion_ids": [[7, 275]]},
+            "rows.jsonl:1: id 275 in completion_ids is outside the tokenizer's vocabulary",
+        ),
         ({**GOOD, "completion_ids": [[]], "logprobs": [[]]}, "rows.jsonl:1: a completion without tokens"),
         ({**GOOD, "completion_ids": [[7] * 13]}, "13 completion_ids are more than max_completion_length=12"),
         ({**GOOD, "logprobs": [[-1.0]]}, "rows.jsonl:1: 1 entries in logprobs for 2 completion_ids"),
@@ -245,7 +248,7 @@ def test_what_a_batch_function_returns_is_checked_row_by_row(functions, engine):
         ({**GOOD, "env_mask": [[1]]}, "rows.jsonl:1: 1 entries in env_mask for 2 completion_ids"),
         ({**GOOD, "env_mask": [[1, 2]]}, "its env_mask is not a list of 0 and 1"),
         ({**GOOD, "finish_reason": ["done"]}, "finish_reason='done': must be 'stop' or 'length'"),
-        ({**GOOD, "completions": ["x"]}, "the column 'completions' has a name that rewards know already"),
+        ({**GOOD, "completions": ["x"]}, "the column 'completions' has a name that rewards already use"),
     ]:
         function = functions("batch")
         function.call = lambda prompts, trainer, returned=returned: returned

@@ -93,7 +93,7 @@ def test_a_function_without_a_schema_is_refused():
     for function, message in [
         (untyped, "untyped has no type hint for 'x'"),
         (silent, "silent has no docstring"),
-        (exotic, "'x' of exotic is a complex, which JSON does not have"),
+        (exotic, "'x' of exotic is a complex, which JSON cannot express"),
         (starred, r"starred takes \*x"),
     ]:
         with pytest.raises(ValueError, match=f"tools=my.f: {message}"):

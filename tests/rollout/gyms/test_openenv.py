@@ -335,7 +335,7 @@ def test_what_cannot_work_is_refused_before_an_episode(tiny):
         ({"env": f"{HERE}Untyped"}, r"its step\(\) has no annotation for the Action"),
         ({"env": f"{HERE}ROOT"}, "is not a class with reset and step"),
         ({"env": f"{HERE}Missing"}, "has no 'Missing'"),
-        ({"env": "HigherLower"}, "is not of the form module.Class or FILE.py:Class"),
+        ({"env": "HigherLower"}, "is not a class name; give module.Class or FILE.py:Class"),
         ({"env": f"{HERE}HigherLower", "action_field": "move"}, "has no such field; it has message"),
         ({"env": f"{HERE}Needy"}, "has the fields code, language, and no single one takes text"),
         ({"env": f"{HERE}HigherLower", "adapter": f"{HERE}Untyped"}, "has no method action"),

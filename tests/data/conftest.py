@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -44,6 +46,17 @@ def make_metaspace_tokenizer(*, bos: bool = True):
     if bos:
         core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(row, ...) is the path of a JSON lines file with these rows."""
+
+    def write_rows(*rows, name: str = "rows.jsonl") -> str:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    return write_rows
 
 
 @pytest.fixture

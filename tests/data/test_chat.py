@@ -202,7 +202,7 @@ def test_text_parts_are_joined(template, tokenizer):
     assert trained_pieces(tokenizer, ids, mask) == ["2+2=" + END[template]]
 
 
-OTHER_PARTS_ARE_REFUSED_BY_TYPE = [
+NO_TEXT = [
     ({"type": "image", "image": "cat.png"}, "'image'"),
     ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"),
     ({"type": "text", "text": None}, "'text'"),
@@ -212,7 +212,7 @@ OTHER_PARTS_ARE_REFUSED_BY_TYPE = [
 
 
 def test_other_parts_are_refused_by_type(tokenizer):
-    for part, kind in OTHER_PARTS_ARE_REFUSED_BY_TYPE:
+    for part, kind in NO_TEXT:
         with pytest.raises(ValueError, match=rf"messages\[0\]: its content has a part of type {kind}; only text"):
             render_prompt(tokenizer, [{"role": "user", "content": [*PARTS, part]}])
 

@@ -11,18 +11,6 @@ from data.packing import Item, make_batches
 
 
 @st.composite
-def item_lists(draw):
-    """Items with ids that are unique over the list, so that a token in a batch identifies its origin."""
-    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=14))
-    items, first = [], 1
-    for length in lengths:
-        mask = [False, *draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))]
-        items.append(Item(list(range(first, first + length)), mask))
-        first += length
-    return items
-
-
-@st.composite
 def grouped_items(draw):
     """Groups that share a prompt, possibly empty; completions may be empty too. Ids are unique."""
     items, first = [], 1
@@ -99,19 +87,6 @@ def test_shared_prompt_values():
     assert batch.sequence.tolist() == batch.slot.tolist() == [0, 0, 1, 2, 2, 3]
     assert batch.rows == [0, 1, 2, 3] and batch.lengths == [5, 4, 5, 2]
     assert batch.num_tokens == 16 and batch.num_computed == 10
-
-
-def test_second_shared_prompt_has_its_own_spans():
-    items = [Item([p, p, c], [False, False, True], 2) for p, c in ((1, 2), (1, 3), (4, 5), (4, 6))]
-    (batch,) = make_batches(items, max_tokens=8, share_prompt=True)
-    assert batch.input_ids.tolist() == [[1, 1, 2, 3, 4, 4, 5, 6]]
-    assert spans(batch) == [
-        [[0, 0, 0, 0, 0, 0, 4, 4]],
-        [[0, 0, 2, 2, 0, 0, 6, 6]],
-        [[0, 0, 2, 3, 4, 4, 6, 7]],
-        [list(range(1, 9))],
-    ]
-    assert batch.index.tolist() == [1, 1, 5, 5]
 
 
 def test_only_adjacent_items_with_the_same_prompt_share_it():
@@ -206,16 +181,6 @@ def test_to_moves_every_tensor():
     devices = {name: value.device.type for name, value in vars(moved).items() if isinstance(value, torch.Tensor)}
     assert len(devices) == 10 and set(devices.values()) == {"meta"}
     assert moved.rows == batch.rows
-
-
-@settings(max_examples=15, deadline=None)
-@given(items=item_lists(), budget=st.integers(1, 40), accumulation=st.integers(1, 4))
-def test_packed_and_padded_hold_the_same_trained_tokens(items, budget, accumulation):
-    packed = make_batches(items, accumulation=accumulation, max_tokens=budget)
-    padded = make_batches(items, accumulation=accumulation, max_tokens=budget, packing=False)
-    assert trained(packed) == trained(padded)
-    again = make_batches(items, accumulation=accumulation, max_tokens=budget)
-    assert [batch.rows for batch in again] == [batch.rows for batch in packed]
 
 
 @settings(max_examples=60, deadline=None)

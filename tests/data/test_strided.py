@@ -1,4 +1,4 @@
-"""The layout against separate sequences: document[:anchor] + continuation."""
+"""The layout against separate sequences: document[:anchor] + continuation, with a model in test_attention.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from data.strided import Document, StridedBatch, StridedPlan, make_strided, require_anchors
 from kernels import reference
@@ -221,60 +220,6 @@ def test_generated_ids_are_written_to_a_copy():
     assert full.input_ids[0, 12:].tolist() == [50, 51, 52, 53, 54, 55]
     assert batch.input_ids[0, 12:].tolist() == [7] * 6
     assert torch.equal(full.to("cpu").place, batch.place)
-
-
-class Toy:
-    """Two attention layers in float64: a state depends on everything it attends to, and its order."""
-
-    def __init__(self, vocabulary: int = 40, width: int = 6) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self.embedding, self.position, self.head = (
-            torch.randn(rows, width, generator=draw, dtype=torch.float64) for rows in (vocabulary, 64, vocabulary)
-        )
-        self.layers = [torch.randn(3, width, width, generator=draw, dtype=torch.float64) for _ in range(2)]
-
-    def states(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:  # (T,), (T,), (T, T) -> (T, D)
-        x = self.embedding[ids] + self.position[positions]
-        for wq, wk, wv in self.layers:
-            scores = (x @ wq) @ (x @ wk).T / 6
-            x = torch.tanh(x + scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ x @ wv)
-        return x
-
-    def alone(self, ids: list[int]) -> Tensor:  # (T, D)
-        size = len(ids)
-        return self.states(torch.tensor(ids), torch.arange(size), torch.ones(size, size, dtype=torch.bool).tril())
-
-
-def test_states_and_log_probs_equal_a_loop_over_single_samples():
-    for sizes in GRID[1::2]:
-        model, draw = Toy(), torch.Generator().manual_seed(1)
-        documents = [Document(torch.randint(40, (length,), generator=draw).tolist()) for length in (13, 6, 10)]
-        (batch,) = make_strided(documents, sizes, max_tokens=10_000, multiple=8)
-        batch = batch.with_generated(torch.randint(40, batch.place.shape, generator=draw))
-        mask = dense_mask(spans_of(batch), batch.input_ids.shape[1])[0, 0]
-        states = model.states(batch.input_ids[0], batch.position_ids[0], mask)
-        generated = batch.input_ids[0, batch.place]  # (A, n, G)
-        logp = (states[batch.predictor] @ model.head.T).log_softmax(-1).gather(-1, generated.unsqueeze(-1)).squeeze(-1)
-        for number, (row, anchor) in enumerate(zip(batch.document.tolist(), batch.anchor.tolist(), strict=True)):
-            ids = documents[row].ids
-            for sample in range(sizes.n_samples_per_prompt):
-                block = generated[number, sample]
-                alone = model.alone(ids[:anchor] + block.tolist())
-                torch.testing.assert_close(states[batch.place[number, sample]], alone[anchor:])
-                scores = (alone[anchor - 1 : -1] @ model.head.T).log_softmax(-1)
-                torch.testing.assert_close(logp[number, sample], scores.gather(1, block.unsqueeze(1)).squeeze(1))
-            target = model.alone(ids)[anchor : anchor + sizes.generate_max_len]
-            torch.testing.assert_close(states[batch.target_place[number]], target)
-
-
-def test_a_sample_equal_to_the_target_has_the_features_of_the_target():
-    model = Toy()
-    (batch,) = make_strided(documents_of((23,)), plan(n_samples_per_prompt=2), max_tokens=1)
-    target = batch.input_ids[0, batch.target_place].unsqueeze(1).expand(batch.place.shape)
-    batch = batch.with_generated(target)
-    mask = dense_mask(spans_of(batch), batch.input_ids.shape[1])[0, 0]
-    states = model.states(batch.input_ids[0], batch.position_ids[0], mask)
-    torch.testing.assert_close(states[batch.place], states[batch.target_place].unsqueeze(1).expand(-1, 2, -1, -1))
 
 
 def test_sizes_below_one_are_refused_by_name():

@@ -1,7 +1,7 @@
 """Our Triton kernels under Triton's interpreter: small odd sizes on a CPU, against float64.
 
-Its cost grows with the number of tokens, so there are few. Checks of what surrounds the kernels (threads, compilation,
-autocast) run on the torch path and on a GPU.
+Its cost grows with the numbers of tokens and of vocabulary entries, so there are few. Checks of what surrounds the
+kernels (threads, compilation, autocast) run on the torch path and on a GPU.
 
 Tokens with a very unlikely target are recomputed in plain torch, which could hide a broken kernel. So recomputing fails
 every test except those about it. Memory that was never written holds NaN.
@@ -68,7 +68,7 @@ def recomputed(monkeypatch, request) -> list[int]:
 def test_options(loss, options):
     """Two vocabulary blocks of 64."""
     bias = loss != "logp"
-    heads.check(make(5, 16, 67, path=TRITON_32, bias=bias), TRITON_32, loss=loss, **OPTIONS[options])
+    heads.check(make(3, 16, 67, path=TRITON_32, bias=bias), TRITON_32, loss=loss, **OPTIONS[options])
 
 
 @interpreted
@@ -77,23 +77,19 @@ def test_without_entropy(options):
     heads.check(make(3, 16, 37, path=TRITON_32), TRITON_32, loss="logp", entropy=False, **OPTIONS[options])
 
 
-SIZES = [
-    ("float32", 1, 16, 2), ("float32", 5, 40, 331), ("float32", 37, 72, 67),
-    ("bfloat16", 1, 16, 2), ("bfloat16", 5, 72, 1009),
-]  # fmt: skip
+SIZES = [("float32", 1, 16, 2), ("float32", 3, 40, 131), ("float32", 33, 72, 7), ("bfloat16", 3, 72, 259)]
 
 
 @interpreted
 @pytest.mark.parametrize(("path", "n", "d", "v"), SIZES, ids=lambda x: str(x))
 def test_sizes(path, n, d, v):
     """Blocks of tokens x vocabulary x width: 32 x 64 x 32 in float32, 128 x 256 x 64 in bfloat16; most are partial."""
-    heads.check(make(n, d, v, path=PATHS[path], bias=v != 331), PATHS[path], **OPTIONS["all" if v == 1009 else "plain"])
+    heads.check(make(n, d, v, path=PATHS[path], bias=v != 131), PATHS[path], **OPTIONS["all" if v == 259 else "plain"])
 
 
 KERNEL_CHECKS = (  # the others are about what is common to all paths
     "no_tokens", "views", "ignored_tokens", "all_tokens_ignored", "tokens_without_a_gradient_are_skipped",
-    "nan_tokens_without_a_gradient", "one_number_for_all_tokens", "frozen_parts", "loss_function_sees_tokens_in_order",
-    "policy_gradient_in_one_pass",
+    "nan_tokens_without_a_gradient", "one_number_for_all_tokens", "frozen_parts",
 )  # fmt: skip
 
 
@@ -163,16 +159,6 @@ def test_a_nan_token_without_a_gradient_does_not_spread():
         got = heads.one_pass(case, TRITON_32)
     assert (got["hidden"][14] == 0).all()
     heads.assert_same({key: got[key] for key in heads.NAMES}, want, TRITON_32)
-
-
-@interpreted
-def test_a_number_of_tokens_that_no_block_divides():
-    """In chunks or not, no product reads past its memory."""
-    case = make(33, 16, 5, path=TRITON_32)
-    want = heads.truth(case)
-    with in_four():
-        for name, entry in ENTRIES.items():
-            heads.assert_same(entry(case, TRITON_32), want, TRITON_32, what=name)
 
 
 @interpreted

@@ -96,7 +96,7 @@ def test_nectar_takes_the_best_rank_as_chosen_and_the_worst_as_rejected(texts):
     assert texts(braces, "zephyr.nectar")[0] == "<|system|>\n</s>\n<|user|>\n{x}</s>\n<|assistant|>\n"
 
 
-CHAT_TEMPLATE_DEFAULT = [
+SHAPES = [
     ([USER], GOOD, BAD),
     ("2+2?", "4", "5"),
     ([USER], [GOOD], [BAD]),
@@ -105,7 +105,7 @@ CHAT_TEMPLATE_DEFAULT = [
 
 
 def test_chat_template_default(texts, chatml):
-    for messages, chosen, rejected in CHAT_TEMPLATE_DEFAULT:
+    for messages, chosen, rejected in SHAPES:
         row = {"messages": messages, "chosen": chosen, "rejected": rejected}
         for name in ("chat_template.default", "chat_template"):
             assert texts(row, name, chatml) == (CHATML, "4<|im_end|>", "5<|im_end|>")
@@ -210,7 +210,7 @@ def test_user_defined(texts):
         assert texts(row, "user_defined", options=options)[0] == "[] {Q}: 2+2?\n"
 
 
-PASSTHROUGH_AND_AUTO_WITH_A_PROMPT = [
+WITH_PROMPT = [
     ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, ("2+2?", "4<|endoftext|>", "5<|endoftext|>")),
     ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (CHATML, "4<|im_end|>", "5<|im_end|>")),
     ({"prompt": TURNS, "chosen": [GOOD], "rejected": [BAD]}, (CHATML_LONG, "4<|im_end|>", "5<|im_end|>")),
@@ -219,12 +219,12 @@ PASSTHROUGH_AND_AUTO_WITH_A_PROMPT = [
 
 
 def test_passthrough_and_auto_with_a_prompt(texts, chatml):
-    for row, expected in PASSTHROUGH_AND_AUTO_WITH_A_PROMPT:
+    for row, expected in WITH_PROMPT:
         for name in ("passthrough", "passthrough.default", "auto"):
             assert texts({**row, "other": 1}, name, chatml) == expected
 
 
-AUTO_TAKES_THE_SHARED_BEGINNING_AS_THE_PROMPT = [
+SHARED = [
     ({"chosen": "2+2? 4", "rejected": "2+2? 5"}, ("2+2?", " 4<|endoftext|>", " 5<|endoftext|>")),
     ({"chosen": "Q: x A: y", "rejected": "Q: x A: y z"}, ("Q: x A:", " y<|endoftext|>", " y z<|endoftext|>")),
     ({"chosen": "Q\nyes", "rejected": "Q\nno"}, ("Q\n", "yes<|endoftext|>", "no<|endoftext|>")),
@@ -236,7 +236,7 @@ AUTO_TAKES_THE_SHARED_BEGINNING_AS_THE_PROMPT = [
 
 
 def test_auto_takes_the_shared_beginning_as_the_prompt(texts, chatml):
-    for row, expected in AUTO_TAKES_THE_SHARED_BEGINNING_AS_THE_PROMPT:
+    for row, expected in SHARED:
         assert texts(row, "auto", chatml) == expected
 
 
@@ -342,7 +342,7 @@ def test_bad_rows(texts, tokenizer_of, chatml):
             texts(row, name, tokenizer)
 
 
-OPTIONS_WITHOUT_EFFECT_ARE_REFUSED = [
+NO_EFFECT = [
     (
         dict(prompt_format="{promt}"),
         r"format.prompt_format='{promt}': {promt} is not known; use {prompt}, {system}",
@@ -358,7 +358,7 @@ OPTIONS_WITHOUT_EFFECT_ARE_REFUSED = [
 
 
 def test_options_without_effect_are_refused():
-    for settings, message in OPTIONS_WITHOUT_EFFECT_ARE_REFUSED:
+    for settings, message in NO_EFFECT:
         with pytest.raises(ValueError, match=message):
             FormatOptions(**settings)
 

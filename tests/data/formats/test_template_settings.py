@@ -25,15 +25,6 @@ CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows) -> str:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write_rows
-
-
 # By method: its loader, and the row for a prompt with an answer.
 LOADERS = {
     "sft": (load_examples, lambda prompt, answer: {"messages": [*prompt, answer]}),
@@ -73,7 +64,7 @@ def load(method, write, tokenizer, prompt, answer, columns=None, **settings):
 ALL = [*LOADERS, *PROMPTS]
 
 
-SETTINGS_BY_FLAG_AND_BY_ROW = [
+STYLES = [
     ({}, None, OPENING),
     ({"style": "F"}, None, OPENING + "F"),
     ({}, {"style": "R"}, OPENING + "R"),
@@ -84,15 +75,13 @@ SETTINGS_BY_FLAG_AND_BY_ROW = [
 
 def test_settings_by_flag_and_by_row(write, templated):
     for method in ALL:
-        for flag, row, opening in SETTINGS_BY_FLAG_AND_BY_ROW:
+        for flag, row, opening in STYLES:
             tokenizer = templated("CALLS")
-            answer = {
-                "role": "assistant",
-                "content": opening[len(OPENING) :] + "4",
-            }  # the answer contains what the prompt opens
+            opened = opening[len(OPENING) :]  # the answer contains what the prompt opens
+            answer = {"role": "assistant", "content": opened + "4"}
             columns = {} if row is None else {"chat_template_kwargs": row}
             if method in ("pairs", "rejected"):
-                columns |= {"rejected" if method == "pairs" else "chosen": opening[len(OPENING) :] + "5"}
+                columns |= {"rejected" if method == "pairs" else "chosen": opened + "5"}
             made = load(method, write, tokenizer, [USER], answer, columns, chat_template_kwargs=flag)
             assert tokenizer.decode(prompt_ids(made)) == opening
             if method in ("grpo", "ebft"):  # later turns of an episode use the same settings
@@ -144,7 +133,7 @@ def test_calls_of_a_prompt_that_are_not_written_are_refused(write, chatml, templ
         assert '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>' in tokenizer.decode(ids)
 
 
-THOUGHTS_THAT_ARE_NOT_WRITTEN_ARE_COUNTED = [
+THOUGHTS = [
     ("R1", {"content": "<think>two and two</think>4"}, "with thoughts before </think> that the chat template cuts"),
     ("R1", {"content": "4", "reasoning_content": "hm"}, "with reasoning_content that the chat template does not"),
     ("CALLS", {"content": "4", "reasoning": "hm"}, "with reasoning that the chat template does not write"),
@@ -155,7 +144,7 @@ THOUGHTS_THAT_ARE_NOT_WRITTEN_ARE_COUNTED = [
 
 def test_thoughts_that_are_not_written_are_counted(write, templated, capsys):
     for method in list(LOADERS):
-        for name, answer, told in THOUGHTS_THAT_ARE_NOT_WRITTEN_ARE_COUNTED:
+        for name, answer, told in THOUGHTS:
             if name == "R1" and method == "ebft":
                 with pytest.raises(
                     ValueError, match=r"the chat template opens an answer with '<think>\\n', which the true"
@@ -164,12 +153,7 @@ def test_thoughts_that_are_not_written_are_counted(write, templated, capsys):
                 continue
             load(method, write, templated(name), [USER], {"role": "assistant", **answer})
             error = capsys.readouterr().err
-            assert (
-                ("of 1 rows, 1 whose" in error or "of 1 rows, 1 with" in error)
-                if told
-                else "that the chat" not in error
-            )
-            assert told is None or f"1 {told}" in error
+            assert f"of 1 rows, 1 {told}" in error if told else "that the chat" not in error
 
 
 def test_earlier_thoughts_that_are_cut_out_of_trained_turns_are_counted(write, templated, capsys):
@@ -264,7 +248,7 @@ def test_a_conversation_of_targets_has_the_settings_in_all_turns(write, template
         load_targets([write({**row, "messages": talk})], tokenizer, data_format="ebft_chat_multiturn.transform")
 
 
-NAMES_THAT_THE_TEMPLATE_DOES_NOT_READ_ARE_REFUSE = [
+UNREAD = [
     ({"enable_thinkng": False}, "the chat template does not read 'enable_thinkng', so it has no effect"),
     ({"tokenize": True}, "'tokenize' is not a setting of the template"),
     ({"tools": []}, "'tools' is not a setting of the template"),
@@ -272,7 +256,7 @@ NAMES_THAT_THE_TEMPLATE_DOES_NOT_READ_ARE_REFUSE = [
 
 
 def test_names_that_the_template_does_not_read_are_refused(templated):
-    for kwargs, message in NAMES_THAT_THE_TEMPLATE_DOES_NOT_READ_ARE_REFUSE:
+    for kwargs, message in UNREAD:
         from data.formats.template_settings import check_kwargs
 
         check_kwargs(templated("QWEN3"), {"enable_thinking": False})
@@ -292,7 +276,7 @@ def test_an_answer_that_begins_like_the_opened_text_keeps_its_first_letter(metho
     assert capsys.readouterr().err.splitlines()[0] == f"data: of 1 rows, 1 {told}"
 
 
-A_COLUMN_TOOLS_WITH_OTHER_CONTENT_IS_REFUSED = [
+NOT_TOOLS = [
     ("python", "'tools' is not valid JSON"),
     ({"a": 1}, "'tools' is a dict, not a list"),
     (["python"], "tools[0] is 'python', not the JSON schema of a tool"),
@@ -300,7 +284,7 @@ A_COLUMN_TOOLS_WITH_OTHER_CONTENT_IS_REFUSED = [
 
 
 def test_a_column_tools_with_other_content_is_refused():
-    for tools, what in A_COLUMN_TOOLS_WITH_OTHER_CONTENT_IS_REFUSED:
+    for tools, what in NOT_TOOLS:
         with pytest.raises(
             ValueError, match=re.escape(what) + ".*rename the column if it is not for the chat template"
         ):

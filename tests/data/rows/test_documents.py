@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.rows.documents import load_documents
@@ -12,15 +10,6 @@ from data.strided import StridedPlan, make_strided, require_anchors
 USER, ANSWER = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
 OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = [USER, ANSWER, {"role": "user", "content": "33333+3="}, {"role": "assistant", "content": "33336"}]
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows) -> str:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write_rows
 
 
 def parts(tokenizer, document):
@@ -41,7 +30,7 @@ def test_plain_text_has_no_prompt(write, chatml, tokenizer_of):
     assert (document.prompt_length, document.mask, document.weight) == (0, None, 0.5)
 
 
-PROMPT_AND_TRAINED_TEXT = [
+TRAINED = [
     ({"prompt": "2+2=", "completion": "4"}, "auto", "2+2=", "4<|endoftext|>"),
     ({"messages": AGAIN}, "auto", OPENING, "4<|im_end|>33336<|im_end|>"),
     ({"question": "2+2=", "answer": "4"}, "question_answer", OPENING, "4<|im_end|>"),
@@ -56,7 +45,7 @@ PROMPT_AND_TRAINED_TEXT = [
 
 
 def test_prompt_and_trained_text(write, chatml):
-    for row, name, given, trained in PROMPT_AND_TRAINED_TEXT:
+    for row, name, given, trained in TRAINED:
         (document,) = load_documents([write(row)], chatml, data_format=name)
         assert parts(chatml, document) == (given, trained)
         assert document.mask is not None and document.mask.index(True) == document.prompt_length

@@ -90,7 +90,7 @@ def test_a_relative_path_starts_from_the_gyms_folder_and_a_tilde_from_home(monke
     assert split_dataset("rows.jsonl", None) == ("rows.jsonl", None)
 
 
-A_ROW_THAT_CANNOT_BE_USED_IS_REFUSED_BY_ITS_LINE = [
+UNUSABLE = [
     ({"question": "2+2="}, "has no 'responses_create_params' object; it is not a row of NeMo Gym"),
     (ROW | {"agent_ref": None}, "has no agent_ref, and its dataset no server; write PATH@SERVER"),
     (ROW | {"agent_ref": {"type": "x"}}, "agent_ref={'type': 'x'}: must be an object with a name"),
@@ -109,7 +109,7 @@ A_ROW_THAT_CANNOT_BE_USED_IS_REFUSED_BY_ITS_LINE = [
 
 
 def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path):
-    for row, says in A_ROW_THAT_CANNOT_BE_USED_IS_REFUSED_BY_ITS_LINE:
+    for row, says in UNUSABLE:
         path = write(tmp_path, ROW, row)
         with pytest.raises(ValueError) as caught:
             load_nemo_gym([str(path)], make_tokenizer())

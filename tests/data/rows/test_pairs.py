@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.format_options import FormatOptions
@@ -13,15 +11,6 @@ USER = {"role": "user", "content": "2+2?"}
 GOOD = {"role": "assistant", "content": "4"}
 BAD = {"role": "assistant", "content": "5"}
 OPENING = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows, name="rows.jsonl") -> str:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / name)
-
-    return write_rows
 
 
 def row(prompt="2+2?", chosen="4", rejected="5", **more):
@@ -168,22 +157,8 @@ def test_margin(write, chatml):
     for value in ("much", True, [1], float("nan")):
         with pytest.raises(ValueError, match="rows.jsonl:1: 'margin' is .*, not a number"):
             load_pairs([write(row(margin=value))], chatml, margins=True)
-
-
-def test_an_unused_margin_is_ignored(write, chatml):
     (pair,) = load_pairs([write(row(margin="large"))], chatml)
     assert pair.margin is None and texts(chatml, pair)[1:] == ("4<|endoftext|>", "5<|endoftext|>")
-
-
-def test_several_datasets_with_formats_and_weights(write, chatml):
-    one = write(row(), name="one.jsonl")
-    two = write({"question": "2+2?", "chosen": "4", "rejected": "5"}, name="two.jsonl")
-    pairs = load_pairs([one, f"{two}:format=chatml.intel,weight=0.5"], chatml)
-    assert [(pair.source.rsplit("/")[-1], pair.weight) for pair in pairs] == [
-        ("one.jsonl:1", 1.0),
-        ("two.jsonl:1", 0.5),
-    ]
-    assert texts(chatml, pairs[1]) == (OPENING, "4<|im_end|>", "5<|im_end|>")
 
 
 def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):

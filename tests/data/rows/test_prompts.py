@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,15 +9,6 @@ import pytest
 
 from data.chat import render_prompt
 from data.rows.prompts import load_prompts
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows, name="rows.jsonl") -> str:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / name)
-
-    return write_rows
 
 
 def user(text):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -11,15 +10,6 @@ from data.rows.sft import load_examples
 
 USER = {"role": "user", "content": "2+2="}
 ANSWER = {"role": "assistant", "content": "4"}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows) -> str:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write_rows
 
 
 def texts(tokenizer, example):
@@ -100,7 +90,7 @@ def test_a_completion_gains_no_space(write, metaspace_of):
             assert example.mask == [False] * len(before) + [True] * (len(after) + 1)
 
 
-A_COMPLETION_GAINS_NO_SPACE_IN_A_REAL_TOKENIZER = [
+BOUNDARIES = [
     ("2+2=", "4"),
     ("Once upon", " a time"),
     ("Once upon ", "a time"),
@@ -113,7 +103,7 @@ def test_a_completion_gains_no_space_in_a_real_tokenizer(write, asset):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asset("models/stories260K"))
-    for prompt, completion in A_COMPLETION_GAINS_NO_SPACE_IN_A_REAL_TOKENIZER:
+    for prompt, completion in BOUNDARIES:
         (example,) = load_examples([write({"prompt": prompt, "completion": completion})], tokenizer)
         assert example.ids == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
         offsets = tokenizer(prompt + completion, return_offsets_mapping=True)["offset_mapping"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.formats.pairs import PAIR_FORMATS
@@ -25,15 +23,6 @@ USER, ANSWER = user("2+2="), assistant("4")
 OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 BETWEEN = "\n<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n"
 CHAT = [USER, ANSWER, user("3+3="), assistant("6"), user("thanks")]
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows, name="rows.jsonl") -> str:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / name)
-
-    return write_rows
 
 
 def texts(tokenizer, prompt):

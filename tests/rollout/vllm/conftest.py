@@ -105,16 +105,10 @@ def start_serve(env: dict[str, str], model: Path, log: Path, *argv: str) -> subp
 
 
 @pytest.fixture(scope="session")
-def shared_memory_before() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-@pytest.fixture(scope="session")
 def _servers(
     vllm_python: str,
     model_folders: dict[str, Path],
     serve_env: dict[str, str],
-    shared_memory_before: set[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Server]]:
     """Both at once: most of a start is imports, and two cores do two of them in little more time than one."""

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from rollout.servers.launch import group_members, sweep
+from rollout.servers.worker.strop_guard import shared_memory
 from tests.rollout.vllm.conftest import processes_of, wait_for
 
 
@@ -14,19 +15,21 @@ def test_an_engine_ends_by_itself_when_its_guard_and_its_api_server_are_killed(u
     """Nobody is left to end it; stop(), or the next start, removes what lies about."""
     launched, scratch = untied_server.starter, Path(untied_server.starter._scratch)
     assert scratch.exists() and len(processes_of(untied_server)) >= 3  # guard, API server, engine
+    shared = shared_memory(untied_server.group)
     for pid in (untied_server.guard, untied_server.group):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not group_members(untied_server.group), 30)
     launched.stop()
     assert not scratch.exists() and launched.pids == []
+    assert not [path for path in shared if Path(path).exists()]
 
 
-def test_ctrl_c_of_serve_leaves_nothing(tied_server, serve_env, shared_memory_before):
-    serve = tied_server.starter
+def test_ctrl_c_of_serve_leaves_nothing(tied_server, serve_env):
+    serve, shared = tied_server.starter, shared_memory(tied_server.group)
     serve.send_signal(signal.SIGINT)
     assert serve.wait(60) == 0 and not group_members(tied_server.group)
     assert "stopped: no server is left running" in tied_server.log_path.read_text()
     scratch, runtime = Path(serve_env["TMPDIR"]), Path(serve_env["XDG_RUNTIME_DIR"])
     sweep(scratch)
     assert not list(scratch.iterdir()) and not list(runtime.iterdir())
-    assert set(os.listdir("/dev/shm")) <= shared_memory_before
+    assert not [path for path in shared if Path(path).exists()]

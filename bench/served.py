@@ -43,7 +43,7 @@ def serving(
     folder = Path(tempfile.mkdtemp(prefix="strop-bench-"))
     try:
         policy = random_policy(shape, folder, device, dtype, lora_rank)
-        engine = VllmEngine.start(
+        engine = VllmEngine(
             vllm,
             sync,
             model=str(folder / "model"),

@@ -114,7 +114,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     close += [name for name in plain if "".join(part[0] for part in name.split("_") if part) == word]
     close += [name for name in plain if name.endswith(f"_{word}") or name.startswith(f"{word}_")]
     if len(word) > 4:
-        close += difflib.get_close_matches(word, plain, n=1, cutoff=0.6)
+        close += difflib.get_close_matches(word, plain, n=1, cutoff=0.7)
     return plain[close[0]] if close else None
 
 

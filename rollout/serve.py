@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from data.command.config_file import load_config
 from data.command.flags import (
+    CONFIG,
     HELP,
     Flag,
     Given,
@@ -76,13 +77,6 @@ class ServeConfig:
     lora: LoraRank = field(default_factory=LoraRank)
     sync: SyncBackend = field(default_factory=SyncBackend)
     vllm: VllmConfig = field(default_factory=lambda: VllmConfig(port=PORT))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FromFile:
-    """What only the command line has."""
-
-    config: str
 
 
 def main(argv: Sequence[str] | None = None, log: Callable[[str], None] | None = None) -> int:
@@ -186,7 +180,7 @@ def parse(argv: Sequence[str]) -> ServeConfig:
     prog, table = "python -m rollout.serve", flag_table(ServeConfig)
     if any(word in HELP for word in argv):
         print_help(ServeConfig, prog)
-    given = read_argv(argv, table | flag_table(FromFile))
+    given = read_argv(argv, table | CONFIG)
     file = given.pop("config", None)
     values = (_from_file(Path(file.words[0]), table) if file else {}) | given
     if "vllm.url" in values:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import sys
 import tempfile
 import threading
@@ -42,7 +43,8 @@ def sources(root: Path = ROOT) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for folder in FOLDERS for path in (root / folder).rglob("*.py"))
 
 
-def imported(path: Path, root: Path = ROOT) -> set[str]:
+@functools.cache
+def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
     """Dotted names a file imports anywhere in it, also inside functions; relative ones made absolute."""
     names: set[str] = set()
     package = path.relative_to(root).with_suffix("").parts[:-1]
@@ -53,7 +55,7 @@ def imported(path: Path, root: Path = ROOT) -> set[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
             names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def file_graph(root: Path = ROOT) -> Graph:

@@ -117,6 +117,18 @@ def test_lists_are_complete():
     assert found == {name: (rates.full, rates.lora) for name, rates in RATES.items()}
 
 
+def test_quoted_messages_are_those_of_the_code():
+    source = "".join(
+        path.read_text() for folder in ("data", "rollout", "trainer") for path in ROOT.glob(f"{folder}/**/*.py")
+    )
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a message over several lines
+    cells = re.findall(r"^\| ([^|]+) \|", TEXTS[DOCS / "troubleshooting.md"], flags=re.MULTILINE)
+    quoted = [part for cell in cells for part in re.findall(r"`([^`]+ [^`]+)`", cell)]
+    assert len(quoted) > 8
+    pieces = [piece.strip(" :.") for part in quoted for piece in part.removeprefix("vllm: ").split("...")]
+    assert not [piece for piece in pieces if piece.replace("900 s", "") not in source]
+
+
 def test_tree_names_folders_that_exist():
     tree = README.split("## Where things are")[1].split("\n\n")[1]
     names = re.findall(r"(?<!\S)([\w.]+)/(?=[\s;,)]|$)", tree)

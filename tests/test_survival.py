@@ -30,7 +30,11 @@ SFT = [
     "--max-eval-rows", 5,
 ]  # fmt: skip
 TERM = "os.kill(os.getpid(), signal.SIGTERM)"
-START = "import os, signal, sys, time\nfrom trainer import __main__ as entry\n{patch}\nsys.exit(entry.main())"
+START = (
+    "import os, signal, sys, time\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background of a shell
+    "from trainer import __main__ as entry\n{patch}\nsys.exit(entry.main())"
+)
 PATCHES = {
     "loading": "from trainer.methods import sft\nsft.load_policy = lambda *a, **k: (print('here', flush=True), "
     "time.sleep(60))",

@@ -22,7 +22,18 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from data.command.config_file import load_config
-from data.command.flags import HELP, Flag, Values, build, flag_table, looks_like_flag, print_help, read_argv, read_tree
+from data.command.flags import (
+    CONFIG,
+    HELP,
+    Flag,
+    Values,
+    build,
+    flag_table,
+    looks_like_flag,
+    print_help,
+    read_argv,
+    read_tree,
+)
 from data.hints import method_hint
 from data.user_code import import_beside, is_missing
 from strop_names import NAMES, module_file
@@ -33,8 +44,7 @@ from trainer.parallel.ranks import world_size
 METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
 # The flags of ours that --help shows; of a module of the user's it shows all. --help-all shows all of both.
-COMMON = frozenset(
-    """
+COMMON = """
     method model dtype gradient_checkpointing chat_template system_prompt data data_format eval_data
     output_dir resume max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps
     max_tokens_per_micro_batch seed save_steps eval_steps report_to learning_rate lr_scheduler_type warmup_ratio
@@ -44,7 +54,6 @@ COMMON = frozenset(
     vllm.url reward_funcs reward_weights tools scale_rewards epsilon
     mode feature_layers ce_coef stride generate_max_len n_samples_per_prompt
 """.split()
-)
 
 
 def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
@@ -77,7 +86,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     if resume is not None:
         values |= read_tree(resume.saved, table, str(resume.run_dir / "config.yaml"))
     values |= read_tree(file_tree, table, str(config_file))
-    values |= read_argv(_without(argv, "config"), table)
+    values |= read_argv(argv, table | CONFIG)
+    values.pop("config", None)
     if "model" not in values:
         values = _recipe_values(module, str(name), table, values) | values
     values |= read_tree({"method": str(name)}, table, "--method")
@@ -111,7 +121,7 @@ def method_listing() -> str:
     rows = [f"  {name:<{width}}  {method_summary(name)}" for name in method_names()]
     return "\n".join(
         [
-            "usage: python -m trainer --method NAME [--config FILE.yaml] [--help] [flags]",
+            "usage: python -m trainer --method NAME [--config FILE.yaml] [--help | --help-all] [flags]",
             "",
             "methods:",
             *rows,
@@ -157,7 +167,7 @@ def show_help(config: type, table: dict[str, Flag], prog: str, *, show_all: bool
     if show_all:
         print_help(config, prog, note)
     theirs = {key for key, flag in table.items() if flag.module.partition(".")[0] not in NAMES}
-    shown = (COMMON | theirs) & table.keys()
+    shown = (theirs | {*COMMON}) & table.keys()
     note = f"{len(shown)} of {len(table)} flags; --help-all shows all. {note}"
     print_help(config, prog, note, shown.__contains__)
 
@@ -208,9 +218,9 @@ def _has_run_to_resume(argv: Sequence[str]) -> bool:
     """Whether a run was started before the restart; if not, the command starts from the beginning."""
     config_file = _peek(argv, "config")
     tree = load_config(Path(config_file)) if config_file else {}
+    output_dir, method = (_peek(argv, key) or tree.get(key) for key in ("output_dir", "method"))
     try:
-        _latest_run(str(_peek(argv, "output_dir") or tree.get("output_dir") or RunConfig.output_dir),
-                    _peek(argv, "method") or tree.get("method"))  # fmt: skip
+        _latest_run(str(output_dir or RunConfig.output_dir), method)
     except ValueError:
         return False
     return True
@@ -318,17 +328,3 @@ def _peek(argv: Sequence[str], key: str) -> str | None:
         if not value:
             raise ValueError(f"{name}: needs a value")
     return value
-
-
-def _without(argv: Sequence[str], key: str) -> list[str]:
-    """argv without one flag and its value."""
-    kept: list[str] = []
-    skip = False
-    for word in argv:
-        if word == f"--{key}":
-            skip = True
-        elif skip or word.startswith(f"--{key}="):
-            skip = False
-        else:
-            kept.append(word)
-    return kept

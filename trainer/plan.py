@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from data.command.flags import parse_command, run_command
+from trainer.config.checks import check_numbers
 from trainer.policy.memory import (
     METHODS,
     Sizes,
@@ -96,17 +97,17 @@ class Lora:
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     engine: Literal["local", "vllm"] = "local"
-    """local: in this process; vllm: servers."""
+    """What samples: this process (local), or vLLM servers."""
     max_batch_size: int = 256
-    """Completions sampled at the same time by local."""
+    """Completions that the local engine samples at once."""
     max_length: int = 1024
-    """Tokens of prompt and completion together, for the cache of local."""
+    """Tokens of prompt and completion together, for the key-value cache of the local engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vllm:
     colocate: bool | None = None
-    """The server shares the trainer's GPU and sleeps while the trainer works. None: yes when there is just one GPU."""
+    """Whether the server shares the trainer's GPU, asleep while the trainer works. None: only if there is one GPU."""
     gpu_memory_utilization: float = 0.35
     """Share of the GPU's memory that a colocated server takes while it is awake."""
 
@@ -114,11 +115,11 @@ class Vllm:
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     mode: Literal["auto", "replicate", "fsdp"] = "auto"
-    """auto: the table shows both."""
+    """How GPUs hold the model. auto: the table shows both."""
     shard: int | None = None
-    """GPUs that one copy is sharded over; None: all of them."""
+    """Number of GPUs that one copy is sharded over. None: all of them."""
     context: int = 1
-    """GPUs that share every micro-batch, a slice of its rows each."""
+    """Number of GPUs that share each micro-batch, a slice of its tokens each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,39 +127,39 @@ class PlanConfig:
     """Memory of a run on each GPU, what fits, and a rough speed. Trains nothing, loads no weights."""
 
     model: str | None = None
-    """Hub id, folder with a config.json, adapter or finished run folder, or builtin:tiny."""
+    """Model to plan for: a hub id, a folder with a config.json, an adapter or finished run, or builtin:tiny."""
     trust_remote_code: bool = False
-    """Let the model's own Python code run."""
+    """Allow running the Python code that comes with the model."""
     shape: str | None = None
-    """A known size instead of a model, which needs no hub: qwen3-1.7b, llama-3.1-8b, ..."""
+    """Name of a known size instead of a model, without the hub: qwen3-1.7b, llama-3.1-8b, ..."""
     gpus: int = 1
-    """GPUs that train."""
+    """Number of GPUs that train."""
     gpu: Literal["here", "h200", "h100", "a100-80", "a100-40", "l40s", "4090"] | None = None
-    """Which card; None: the one in this machine, h200 where there is none."""
+    """GPU to plan for. None: the one in this machine, or h200 if it has none."""
     gpu_memory: float | None = None
-    """GiB of one GPU; None: the card's."""
+    """Memory of one GPU in GiB. None: that of the card."""
     method: str = "sft"
-    """Training method: decides on reference, log-prob head and sampling."""
+    """Training method, which decides about reference model, log-prob head and sampling."""
     beta: float = 0.0
-    """Of GRPO and its kin: above 0 a reference is held."""
+    """KL weight of GRPO and its relatives: above 0 a reference model is held."""
     ref: Literal["auto", "precomputed"] = "auto"
-    """precomputed: the reference's log-probs are on disk, and no copy is held."""
+    """How the reference is held. precomputed: its log-probs are on disk, and no copy is in memory."""
     lora: Lora = field(default_factory=Lora)
     max_tokens_per_micro_batch: int = 8192
-    """Tokens of one forward."""
+    """Most tokens of one forward pass."""
     gradient_checkpointing: bool = False
-    """The setting that the verdict is about; the table shows both."""
+    """Give the verdict for gradient checkpointing; the table shows both."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the matrix products."""
+    """Dtype of matrix products."""
     trained_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of trained weights, their gradients and AdamW's moments; adapters are always float32."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW, or AdamW with its two moments in 8 bit."""
+    """Optimizer. adamw_8bit keeps the two moments in 8 bits."""
     rollout: Rollout = field(default_factory=Rollout)
     vllm: Vllm = field(default_factory=Vllm)
     parallel: Parallel = field(default_factory=Parallel)
     mfu: float = 0.35
-    """Fraction of the card's peak; a 1.7B step with gradient checkpointing reached 0.38 on an H200."""
+    """Fraction of the GPU's peak FLOP/s to assume. A 1.7B step with checkpointing reached 0.38 on an H200."""
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.shape is None):
@@ -167,16 +168,16 @@ class PlanConfig:
             raise ValueError(f"shape={self.shape}: not known here; there is {', '.join(KNOWN)}, or use --model")
         if self.method not in METHODS:
             raise ValueError(f"method={self.method}: not known here; there is {', '.join(METHODS)}")
-        if self.gpus < 1 or self.max_tokens_per_micro_batch < 1 or self.lora.r < 0:
-            raise ValueError(
-                f"gpus={self.gpus}, max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}, "
-                f"lora.r={self.lora.r}: must be 1, 1 and 0 or more"
-            )
-        if self.gpu_memory is not None and not self.gpu_memory > 0:
-            raise ValueError(f"gpu_memory={self.gpu_memory}: GiB, above 0")
-        for name, value in (("mfu", self.mfu), ("vllm.gpu_memory_utilization", self.vllm.gpu_memory_utilization)):
-            if not 0 < value <= 1:
-                raise ValueError(f"{name}={value}: a share, above 0 and up to 1")
+        check_numbers(
+            self,
+            {
+                "1 or more": "gpus max_tokens_per_micro_batch",
+                "above 0": "gpu_memory",
+                "above 0 and at most 1": "mfu",
+            },
+        )
+        check_numbers(self.lora, {"0 or more": "r"}, "lora.")
+        check_numbers(self.vllm, {"above 0 and at most 1": "gpu_memory_utilization"}, "vllm.")
         if self.trained_dtype == "bfloat16" and (self.lora.r or self.dtype == "float32"):
             raise ValueError(
                 f"trained_dtype=bfloat16: not with lora.r={self.lora.r}, dtype={self.dtype}; adapters are float32, and "

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 import tyro
 
 from data.hints import nearest
-from data.user_code import import_name
+from data.user_code import import_name, printable
 
 REPEATABLE = ("data", "eval_data")  # --data a --data b means --data a b; of any other repeated flag the last wins
 HELP = ("-h", "--help", "--help-all")
@@ -72,18 +72,21 @@ class Given:
 
 
 Values = dict[str, Given]
+CONFIG = {"config": Flag("config", (str,), required=False, module=__name__, is_positional=False)}  # --config FILE.yaml
 
 
 def flag_table(config: type) -> dict[str, Flag]:
     """Every flag of a Config class by key; a Flat block adds its fields without a prefix."""
     table: dict[str, Flag] = {}
-    for field, hint, block, prefix in _fields(config):
+    for field, hint, block, prefix in config_fields(config):
         if block is None:
             found = {field.name: _flag(config, field, hint)}
         else:
             hints = get_type_hints(block, include_extras=True)
             found = {
-                prefix + inner.name: _flag(block, inner, hints[inner.name], prefix, _has_no_default(field))
+                prefix + inner.name: _flag(
+                    block, inner, hints[inner.name], prefix, default_of(field) is dataclasses.MISSING
+                )
                 for inner in dataclasses.fields(block)
             }
         twice = table.keys() & found.keys()
@@ -93,7 +96,7 @@ def flag_table(config: type) -> dict[str, Flag]:
     return table
 
 
-def _fields(config: type) -> Iterator[tuple[dataclasses.Field, Any, type | None, str]]:
+def config_fields(config: type) -> Iterator[tuple[dataclasses.Field, Any, type | None, str]]:
     """Each field of a Config with its type, and for a block its class and the prefix of its flags."""
     hints = get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
@@ -110,8 +113,9 @@ def _strip_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return hint, ()
 
 
-def _has_no_default(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def default_of(field: dataclasses.Field) -> Any:
+    """Its default, or dataclasses.MISSING."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _flag(owner: type, field: dataclasses.Field, hint: Any, prefix: str = "", required: bool = True) -> Flag:
@@ -119,7 +123,7 @@ def _flag(owner: type, field: dataclasses.Field, hint: Any, prefix: str = "", re
     return Flag(
         key=prefix + field.name,
         members=_members(hint),
-        required=required and _has_no_default(field),
+        required=required and default_of(field) is dataclasses.MISSING,
         module=defining.__module__,
         is_positional=tyro.conf.Positional in _strip_annotated(hint)[1],
     )
@@ -276,7 +280,7 @@ def _data_spec(item: dict[str, Any], label: str) -> str:
 def config_to_tree(cfg: Any) -> dict[str, Any]:
     """A Config as nested plain data, Flat blocks merged at the top; the inverse of read_tree."""
     tree: dict[str, Any] = {}
-    for field, _, _, prefix in _fields(type(cfg)):
+    for field, _, _, prefix in config_fields(type(cfg)):
         value = getattr(cfg, field.name)
         if callable(value) or not dataclasses.is_dataclass(value):  # a record of a loss is both
             tree[field.name] = [_saved(item) for item in value] if isinstance(value, (tuple, list)) else _saved(value)
@@ -303,15 +307,15 @@ def build(config: type, values: Values, table: dict[str, Flag], prog: str) -> An
     typed = {key: _typed(given, table[key]) for key, given in values.items()}
     try:
         blocks: dict[str, Any] = {}
-        for field, _, block, prefix in _fields(config):
+        for field, _, block, prefix in config_fields(config):
             keys = [prefix + inner.name for inner in dataclasses.fields(block)] if block else [field.name]
             found = {key.removeprefix(prefix): typed[key] for key in keys if key in typed}
             if block is None:
                 blocks |= found
-            elif field.default_factory is not dataclasses.MISSING:
-                blocks[field.name] = dataclasses.replace(field.default_factory(), **found)
             else:
-                blocks[field.name] = block(**found)
+                default = default_of(field)
+                is_given = default is not dataclasses.MISSING
+                blocks[field.name] = dataclasses.replace(default, **found) if is_given else block(**found)
         return config(**blocks)
     except ValueError as error:  # a check in __post_init__, also of the user's own Config: a sentence
         raise ValueError(str(error)) from None
@@ -385,18 +389,13 @@ def print_help(config: type, prog: str, note: str = "", is_shown: Callable[[str]
 def _with_flags(config: type, is_shown: Callable[[str], bool]) -> type:
     """A subclass in which all other flags are hidden."""
     changed = []
-    for field, hint, block, prefix in _fields(config):
-        default: dict[str, Any] = {
-            name: getattr(field, name)
-            for name in ("default", "default_factory")
-            if getattr(field, name) is not dataclasses.MISSING
-        }
+    for field, hint, block, prefix in config_fields(config):
+        default = {name: getattr(field, name) for name in ("default", "default_factory")}
         if block is None and not is_shown(field.name):
             changed.append((field.name, tyro.conf.Suppress[hint], dataclasses.field(**default)))
         elif block is not None:
             kind = _with_flags(block, lambda name, prefix=prefix: is_shown(prefix + name))
-            if default:
-                whole = field.default_factory()
+            if (whole := default_of(field)) is not dataclasses.MISSING:
                 given = {inner.name: getattr(whole, inner.name) for inner in dataclasses.fields(block)}
                 default = {"default_factory": lambda kind=kind, given=given: kind(**given)}
             markers = _strip_annotated(hint)[1]
@@ -421,6 +420,6 @@ def run_command(command: Callable[[], None]) -> int:
     try:
         command()
     except ValueError as error:
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
+        print("error:", printable(" ".join(str(error).splitlines())), file=sys.stderr)
         return 2
     return 0

@@ -1,6 +1,6 @@
 """The engine over vLLM servers, with the same interface as the in-process one.
 
-    engine = VllmEngine.start(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, local=local, ...)
+    engine = VllmEngine(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, local=local, ...)
     engine.load(version=12)        # sends the trainer's weights to every server; now and then compares log-probs
     completions = engine.generate(requests, sampling)
     engine.close()                 # stops the servers that it started
@@ -50,100 +50,65 @@ class VllmEngine:
 
     def __init__(
         self,
-        servers: Sequence[VllmServer],
-        launched: Sequence[Launched],  # the servers that we started, in the same order; empty: given by address
-        *,
         cfg: VllmConfig,
         sync: SyncConfig,
+        *,
+        model: str,
         source: WeightSource,
         local: LocalEngine,  # scores with the trainer's weights
         device: torch.device,
+        own_gpus: int = 1,  # GPUs of this machine that the trainer uses
+        owner: Owner | None = None,  # the trainer, for the servers' leases; None: a new run
         dtype: str,  # of the weights that are sent
-        colocate: bool,
-        longest: int | None = None,  # most tokens of prompt and completion that will be asked for
+        lora_rank: int,
+        log_dir: Path,
+        max_model_len: int | None = None,  # most tokens of prompt and completion that will be asked for
+        trust_remote_code: bool = False,
+        vocab_size: int | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
+        """Connect to the servers of --vllm.url, or start our own."""
         self.cfg, self.sync_cfg, self.local, self.device, self.log = cfg, sync, local, device, log
-        self.launched, self.colocate = list(launched), colocate
+        self.colocate = shares_gpu(cfg, device)
         self.version = -1  # nothing loaded yet
         self._probe = Probe(local, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
         self._keys = itertools.count()
         self._begun: dict[int, int] = {}  # per call in flight: the oldest version its requests may name
         self._until_probe, self._seconds, self._gap = 0, 0.0, 0.0
+        self.launched: list[Launched] = []  # the servers that we started; empty: given by address
         self.loop = Loop()
-        self.weights = self._watch = None
-        restart = self._restart if launched else None
-        self.pool = Pool(
-            servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, restart=restart, seeded=cfg.seeded
-        )
+        self.pool = self.weights = self._watch = None
         try:
+            for replica in range(0 if cfg.url else cfg.replicas):
+                self.launched.append(launch(
+                    cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
+                    dtype=dtype, colocate=self.colocate, first_gpu=0 if self.colocate else own_gpus,
+                    max_model_len=max_model_len, trust_remote_code=trust_remote_code, log=log,
+                ))  # fmt: skip
+            wait_ready(self.launched, cfg.startup_timeout, log)
+            places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
+            owner = owner or Owner.here()
+            servers = [
+                VllmServer(url, token=token, timeout=cfg.timeout, vocab_size=vocab_size, owner=owner)
+                for url, token in places
+            ]
+            self.pool = Pool(
+                servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, seeded=cfg.seeded,
+                restart=self._restart if self.launched else None,
+            )  # fmt: skip
             self._run(self.pool.connect())
             backend = pick_backend(sync.backend, servers, is_lora=source.is_lora, device_uuid=uuid_of(device))
             mover = make_sync(sync, backend, source, self.loop, servers, device)
             if isinstance(mover, LoraSync):
                 mover.in_use = self.in_use
             self.weights = Weights(self.pool, self.loop, mover, self._check_watch)
-            self._check_servers(servers, backend, dtype, longest)
+            self._check_servers(servers, backend, dtype, max_model_len)
             self._watch = self.loop.start(self.pool.watch())
         except BaseException as error:
             self.close()
             if isinstance(error, ServerError):
                 raise ValueError(str(error)) from error
-            raise
-
-    @classmethod
-    def start(
-        cls,
-        cfg: VllmConfig,
-        sync: SyncConfig,
-        *,
-        model: str,
-        source: WeightSource,
-        local: LocalEngine,
-        device: torch.device,
-        own_gpus: int = 1,  # GPUs of this machine that the trainer uses
-        owner: Owner | None = None,  # the trainer, for the servers' leases; None: a new run
-        dtype: str,
-        lora_rank: int,
-        log_dir: Path,
-        max_model_len: int | None = None,
-        trust_remote_code: bool = False,
-        vocab_size: int | None = None,
-        log: Callable[[str], None] = print,
-    ) -> VllmEngine:
-        """Connect to the servers of --vllm.url, or start our own."""
-        colocate = shares_gpu(cfg, device)
-        launched: list[Launched] = []
-        try:
-            for replica in range(0 if cfg.url else cfg.replicas):
-                launched.append(launch(
-                    cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
-                    dtype=dtype, colocate=colocate, first_gpu=0 if colocate else own_gpus, max_model_len=max_model_len,
-                    trust_remote_code=trust_remote_code, log=log,
-                ))  # fmt: skip
-            wait_ready(launched, cfg.startup_timeout, log)
-            places = [(s.url, s.token) for s in launched] or [(url, find_token(url)) for url in cfg.url]
-            owner = owner or Owner.here()
-            servers = [
-                VllmServer(url, token=token, timeout=cfg.timeout, vocab_size=vocab_size, owner=owner)
-                for url, token in places
-            ]
-            return cls(
-                servers,
-                launched,
-                cfg=cfg,
-                sync=sync,
-                source=source,
-                local=local,
-                device=device,
-                dtype=dtype,
-                colocate=colocate,
-                longest=max_model_len,
-                log=log,
-            )
-        except BaseException:
-            stop_all(launched)
             raise
 
     @property
@@ -248,16 +213,16 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop the servers that we started, leave the others running; may be called twice."""
-        for server in self.launched:
-            self.pool.members[server.replica].lost = True  # the watch must not restart it
         if self._watch is not None:
             self._watch.cancel()
         if not self.launched:  # they keep running: their workers leave the link
             self._close_sync()
-        with contextlib.suppress(Exception):
-            self.loop.run(self.pool.close(), CLOSE_S)
-        for server in self.launched:
-            server.stop()
+        if self.pool is not None:
+            for server in self.launched:
+                self.pool.members[server.replica].lost = True  # the watch must not restart it
+            with contextlib.suppress(Exception):
+                self.loop.run(self.pool.close(), CLOSE_S)
+        stop_all(self.launched)
         self._close_sync()  # deletes its folders, which no server reads any more
         self.loop.close()
 

@@ -115,11 +115,8 @@ DATA = {  # type: (value -> constructor arguments, constructor)
     "fractions.Fraction": (lambda x: (x.numerator, x.denominator), made_by("fractions", "Fraction")),
     "datetime.timezone": (lambda x: (x.utcoffset(None),), made_by("datetime", "timezone")),
     "datetime.timedelta": (lambda x: (x.days, x.seconds, x.microseconds), made_by("datetime", "timedelta")),
-    "datetime.datetime": (
-        lambda x: (x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond, zone(x)),
-        made_by("datetime", "datetime"),
-    ),
-    "datetime.date": (lambda x: (x.year, x.month, x.day), made_by("datetime", "date")),
+    "datetime.datetime": (lambda x: (*x.timetuple()[:6], x.microsecond, zone(x)), made_by("datetime", "datetime")),
+    "datetime.date": (lambda x: x.timetuple()[:3], made_by("datetime", "date")),
     "datetime.time": (lambda x: (x.hour, x.minute, x.second, x.microsecond, zone(x)), made_by("datetime", "time")),
     "numpy.ndarray": (
         lambda x: (x.tolist(), x.dtype.str) if x.dtype.kind in "biufcU" else None,
@@ -207,9 +204,8 @@ class Wire:
         if kind is float:
             return None if x == x else ("nan", ())
         base = base_of(kind)
-        name = (
-            "object" if base is None else "Missing" if base is dict and hasattr(kind, "__missing__") else base.__name__
-        )
+        name = "object" if base is None else base.__name__
+        name = "Missing" if base is dict and hasattr(kind, "__missing__") else name
         if id(x) in self.numbers:
             return self.numbers[id(x)], name, None
         if base is kind or (base is not None and not self.is_judge):
@@ -220,8 +216,8 @@ class Wire:
                 return "plain", (LIKE[base](x),)
             path = f"{base.__module__}.{base.__qualname__}"
             if path in DATA and (base is kind or not self.is_judge or path == "numpy.generic"):
-                arguments = DATA[path][0](x)
-                return (path, arguments) if arguments is not None else (self.share(x), name, None)
+                if (arguments := DATA[path][0](x)) is not None:
+                    return path, arguments
         if self.is_judge:
             raise Unfit
         plain = as_plain(x)

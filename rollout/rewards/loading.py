@@ -13,8 +13,8 @@ from typing import Any
 from data.hints import suggest
 from data.user_code import describe_error, find_callable, import_name, refuse_python_object
 from rollout.rewards import functions
-from rollout.rewards.models import MODELS
 
+MODELS = ("model", "prm")  # rollout/rewards/models.py
 LAZY: dict[str, tuple[str, str]] = {  # built-ins that are imported only when used: module, attribute
     "code": ("rollout.rewards.code", "code"),  # called with the text after the colon
     "reasoning_gym": ("rollout.gyms.reasoning_gym", "score"),
@@ -36,7 +36,8 @@ def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = Fal
     if head in functions.FACTORIES:
         return head, functions.FACTORIES[head](argument if colon else None)
     if head in MODELS:
-        return head, MODELS[head](argument if colon else None, trust_remote_code)
+        models = importlib.import_module("rollout.rewards.models").MODELS
+        return head, models[head](argument if colon else None, trust_remote_code)
     if head in LAZY:
         return head, _lazy(spec, head, argument if colon else None)
     if "." not in spec or (colon and ".py:" not in spec):

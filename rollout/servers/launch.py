@@ -41,7 +41,6 @@ from rollout.servers.token import TokenFile
 from rollout.servers.worker.strop_guard import RECORD, SHARED, shared_memory_of
 
 Log = Callable[[str], None]
-PORT_TRIES = 5
 PROGRESS_S = 15.0  # seconds between progress lines within one phase
 STOP_WAIT = 25.0  # the guard takes at most 20 for TERM and KILL
 SCRATCH = "strop-vllm-"  # prefix of scratch folders
@@ -297,7 +296,6 @@ def wait_ready(launched: Sequence[Launched], timeout: float, log: Log = print) -
     """Return when every server answers; ValueError says which one failed and why. Stops none of them."""
     begun = time.monotonic()
     waiting = {server: ("", begun) for server in launched}  # the phase logged last, and when
-    tries = {server: 1 for server in launched}
     with httpx.Client(timeout=5.0, trust_env=False) as client:
         while waiting:
             for server in list(waiting):
@@ -306,8 +304,9 @@ def wait_ready(launched: Sequence[Launched], timeout: float, log: Log = print) -
                 if server.is_stopped:
                     raise ValueError(f"{name}: was stopped before it was ready")
                 if server.poll() is not None:
-                    _start_again(server, name, tries, log)
-                elif is_up(client, server):
+                    where = f" (log: {server.log_path})" if server.log_path else ""
+                    raise ValueError(f"{name}: did not start: {server.cause()}{where}")
+                if is_up(client, server):
                     server.was_ready = True
                     log(f"{name}: ready after {seconds:.0f} s")
                     del waiting[server]
@@ -344,20 +343,6 @@ def _log_progress(server: Launched, name: str, seconds: float, last: tuple[str, 
         return last
     log(f"{name}: {seconds:.0f} s, {phase}")
     return phase, now
-
-
-def _start_again(server: Launched, name: str, tries: dict[Launched, int], log: Log) -> None:
-    """Restart on another port if the port was taken and we chose it; otherwise raise the reason."""
-    taken = is_port_taken(server._text())
-    if taken and server.cfg.port:
-        port = server.cfg.port + server.replica
-        raise ValueError(f"vllm.port={port}: is in use; stop what uses it, or pass 0 for a free one")
-    if not taken or tries[server] == PORT_TRIES:
-        where = f" (log: {server.log_path})" if server.log_path else ""
-        raise ValueError(f"{name}: did not start: {server.cause()}{where}")
-    tries[server] += 1
-    server.restart()
-    log(f"{name}: its port was taken meanwhile, trying {server.url}")
 
 
 # ports, and what a killed guard leaves behind --------------------------------------------------------------------
@@ -471,7 +456,6 @@ PREFIX = re.compile(
 ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit|Failure))\b:?\s*(.*)$")
 USAGE = re.compile(r"^\S+: error: (.*)$")  # argparse
 VALIDATION = re.compile(r"^\s+(?:Value error|Assertion failed), (.*?)(?: \[type=.*)?$")  # pydantic
-TAKEN = re.compile(r"Address already in use|address already in use")
 ECHOES = ("Engine core initialization failed", "WorkerProc initialization failed", "Engine process failed to start",
           "cancelled", "EngineCore failed")  # fmt: skip
 
@@ -490,10 +474,6 @@ def phase_of(text: str) -> str:
     """What a starting server is doing, in words."""
     found = [(match.start(), words) for pattern, words in PHASES for match in pattern.finditer(text)]
     return max(found)[1] if found else "importing vLLM"
-
-
-def is_port_taken(text: str) -> bool:
-    return TAKEN.search(text) is not None
 
 
 def cause_of(text: str) -> str:

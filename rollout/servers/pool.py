@@ -152,8 +152,6 @@ class Pool:
         seeded: bool = True,
         patience: float = PATIENCE_S,
     ) -> None:
-        if not servers:
-            raise ValueError("vllm.url=(): a pool needs at least one server")
         self.members = [Member(index=i, server=server) for i, server in enumerate(servers)]
         self.max_in_flight, self.timeout, self.retries = max_in_flight, timeout, retries
         self.log, self.restart, self.seeded, self.patience = log, restart, seeded, patience
@@ -492,7 +490,7 @@ async def _is_alive(pool: Pool, member: Member, pulse: Pulse) -> None:
     elif member.needs_weights:
         return
     elif pulse.paused or pulse.dirty:
-        pool.record("paused", member, "half a model is in it" if pulse.dirty else "not by us")
+        pool.record("paused", member, "a weight transfer broke off" if pulse.dirty else "not by us")
         await pool.fail(member, NEEDS_WEIGHTS)
     elif member.state == "out" and member.strikes >= STRIKES and pool.restart is not None:
         await _is_bad(pool, member, f"{member.strikes} bad replies in a row, last: {member.reason}")
@@ -506,7 +504,7 @@ async def _is_alive(pool: Pool, member: Member, pulse: Pulse) -> None:
 async def _is_another(pool: Pool, member: Member) -> None:
     """Someone restarted it at the same address."""
     member.version = None
-    await pool.fail(member, "someone started it again")  # before the await: its weights are unknown
+    await pool.fail(member, "someone restarted it")  # before the await: its weights are unknown
     try:
         await member.server.connect()
     except (ServerError, RefusedError) as error:

@@ -220,7 +220,7 @@ def _reason(future: Future, deadline: float | None = None) -> Reason | None:
     try:
         answers = future.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
     except TimeoutError:
-        return Reason("no answer in time")
+        return Reason("timed out")
     except Exception as error:  # ServerError, or an unforeseen reply: this server failed
         text = " ".join(str(error).split()) or type(error).__name__
         return Reason(text, may_pass=not isinstance(error, ValueError))  # a refusal would be repeated

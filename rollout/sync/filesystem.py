@@ -193,7 +193,9 @@ class WeightFolder:
             try:
                 root.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ValueError(f"sync.folder={parent}: cannot be made ({error.strerror}); name another") from None
+                raise ValueError(
+                    f"sync.folder={parent}: cannot be created ({error.strerror}); name another folder"
+                ) from None
         else:
             root = folder_with_space(need_bytes)
         sweep(root, prefix)
@@ -201,7 +203,9 @@ class WeightFolder:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root)).resolve()
             self._lock = (self.path / LOCK).open("w")
         except OSError as error:
-            raise ValueError(f"sync.folder={root}: cannot be written to ({error.strerror}); name another") from None
+            raise ValueError(
+                f"sync.folder={root}: cannot be written to ({error.strerror}); name another folder"
+            ) from None
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._end = weakref.finalize(self, delete, self.path, os.getpid())  # also when the interpreter ends
 
@@ -214,7 +218,8 @@ class WeightFolder:
             shutil.rmtree(partial, ignore_errors=True)
             if is_full(error):
                 raise ValueError(
-                    f"sync.folder={self.path}: no room for the weights; free some, or name another by --sync.folder"
+                    f"sync.folder={self.path}: not enough space for the weights; free some, or name another "
+                    "folder with --sync.folder"
                 ) from None
             raise
 

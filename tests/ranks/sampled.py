@@ -32,7 +32,7 @@ from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.step import backward, prepare
 
 SIZE = 4  # completions of a group
-UNEVEN = 12  # tokens of a micro-batch that the two ranks have different numbers of
+UNEVEN = 24  # tokens of a micro-batch that the two ranks have different numbers of
 RUN = RunConfig(max_tokens_per_micro_batch=48, per_device_train_batch_size=8, gradient_accumulation_steps=2)
 EACH_ALONE = {"max_tokens_per_micro_batch": 1}
 

@@ -1,7 +1,11 @@
-"""Flags of methods that compare completions within groups: advantages, and how rollouts and training overlap."""
+"""Flags of methods that compare completions within groups: advantages, and how rollouts and training overlap.
+
+sampling.py (GRPO and its relatives) and ebft.py extend GroupConfig.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,8 +17,19 @@ from data.formats.template_settings import JsonObject
 from data.hints import suggest
 from data.user_code import find_record
 from losses.advantage import ADVANTAGE_ESTIMATORS, Advantage, AdvantageEstimator, GroupRewards
-from rollout.servers.options import SyncConfig
-from trainer.config.blocks import RolloutConfig
+from rollout.servers.options import SyncConfig, VllmConfig
+from trainer.config.blocks import (
+    Flat,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    check_engine,
+)
+from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_policy_options
 
 ESTIMATOR_NAMES = f"{{{','.join(ADVANTAGE_ESTIMATORS)}}}|MODULE.FUNCTION"
 
@@ -24,26 +39,25 @@ class AdvantageConfig:
     """From rewards to advantages."""
 
     scale_rewards: Literal["group", "batch", "none"] | bool = "group"
-    """Divide advantages by the standard deviation of the group (or true), of the batch, or not at all (or false)."""
+    """Divide advantages by the standard deviation of their group (or true), of the batch, or not at all (or false)."""
     advantage_estimator: Annotated[str, tyro.conf.arg(metavar=ESTIMATOR_NAMES)] = "group"
-    """The baseline of a completion: the mean of its group, or of the others in it (RLOO). Or my_module.my_estimator."""
+    """Baseline of a completion: the mean of its group, or of the others in it (RLOO); or my_module.my_estimator."""
     advantage_kwargs: JsonObject = field(default_factory=dict)
-    """Options of an estimator of your own that are no flags, as a JSON object."""
+    """Options of your own estimator that are not flags, as a JSON object."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Several rewards: add them up first, or normalise each within its group first, then the sum over the batch."""
+    """Several rewards: sum and then normalise; or normalise each in its group, sum, and normalise over the batch."""
     overlong_margin: int = 0
-    """Tokens before max_completion_length over which a reward named overlong falls from 0 to -1 (DAPO); 0: none."""
+    """Length penalty (DAPO): a reward named overlong falls from 0 to -1 over the last so many tokens. 0: none."""
     kl_in_reward: bool = False
     (
-        "Take beta times the KL of a completion off its reward, instead of a term in the loss; that of truncated "
-        "completions too, also where mask_truncated_completions leaves them out of the loss."
+        "Subtract beta times the KL of a completion from its reward, instead of adding a KL term to the loss. This "
+        "includes truncated completions, even if mask_truncated_completions leaves them out of the loss."
     )
 
     def __post_init__(self) -> None:
         if isinstance(self.scale_rewards, bool):  # as TRL and axolotl have it
             object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
-        if self.overlong_margin < 0:
-            raise ValueError(f"overlong_margin={self.overlong_margin}: must be 0 (off) or more tokens")
+        check_numbers(self, {"0 (off) or more": "overlong_margin"})
         self._resolve_estimator()
 
     def _resolve_estimator(self) -> None:
@@ -90,40 +104,40 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncConfig:
-    """How rollouts and training overlap, and what becomes of groups that teach nothing."""
+    """Overlap of sampling and training, and what happens to groups whose rewards are all equal."""
 
     async_prefetch: bool = False
-    """Sample the next batches while this one is trained on; needs servers that run beside the trainer."""
+    """Sample the next batches while this one is trained on. Needs vLLM servers on other GPUs."""
     prefetch_depth: int = 1
-    """Batches under way beyond the one in training; samples are then up to so many rollouts old."""
+    """Batches sampled ahead of the one in training; samples are at most this many rollouts old."""
     max_staleness: int | None = None
-    """Largest age of the weights that begin a batch when it is first trained on, in optimizer steps; None: by depth."""
+    """Most optimizer steps between the weights that sample a batch and those it first trains. None: by depth."""
     vllm_sync_interval: int = 1
-    """Optimizer steps after which servers get new weights, at the next rollout that comes."""
+    """Least optimizer steps between weight updates of the servers, which come before a rollout."""
     vllm_lora_sync: bool = False
     """The same as --sync.backend lora."""
     streaming_partial_batch: bool = False
-    """Reward groups as they come in, while others are still being sampled."""
+    """Compute rewards of groups as they arrive, while others are still being sampled."""
     streaming_min_groups: int = 1
-    """Groups that are rewarded together when streaming."""
+    """Groups to reward together when streaming."""
     dynamic_sampling: bool = False
-    """Replace groups in which all rewards are equal by groups of further prompts (DAPO)."""
+    """Replace groups whose rewards are all equal by groups of other prompts (DAPO)."""
     dynamic_sampling_max_rounds: int = 3
-    """Times that replacements are asked for in one batch; what is still equal then stays."""
+    """Most rounds of replacement per batch; groups that are still equal then stay."""
     replay_buffer_size: int = 0
-    """Groups kept to stand in for groups in which all rewards are equal; 0 keeps none."""
+    """Groups kept to replace groups whose rewards are all equal. 0: none."""
     replay_max_age: int = 100
     """Optimizer steps after which a kept group is dropped."""
     replay_recompute_logps: bool = True
-    """Score a replayed group by the weights of today, with a correction for the rest; else clip against its own."""
+    """Recompute the log-probs of a replayed group with current weights; otherwise clip against the old ones."""
     reroll_start_fraction: float = 1.0
-    """Fraction of the run after which prompts without any reward come again; 1: never."""
+    """Fraction of the run after which prompts that got no reward are sampled again. 1: never."""
     reroll_max_groups: int = 1
-    """Groups of a batch that may be such prompts."""
+    """Most groups of a batch for such prompts."""
     curriculum: str | None = None
-    """module.fn or FILE.py:fn(batch, prompts, rewards) -> numbers of the rows that the next prompts are drawn from."""
+    """Your function that chooses rows: module.fn or FILE.py:fn(batch, prompts, rewards) -> row numbers to draw from."""
     use_data_producer: bool = False
-    """axolotl's switch; --async-prefetch is what replaces it."""
+    """Not supported (a switch of axolotl); use --async-prefetch."""
 
     def __post_init__(self) -> None:
         if self.use_data_producer:
@@ -131,35 +145,29 @@ class AsyncConfig:
                 "use_data_producer=True: there is no producer to switch on; --async-prefetch overlaps sampling and "
                 "training, and replay, re-rolls and streaming work with it or without"
             )
-        for name in ("prefetch_depth", "vllm_sync_interval", "streaming_min_groups", "dynamic_sampling_max_rounds",
-                     "replay_max_age", "reroll_max_groups"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if self.replay_buffer_size < 0:
-            raise ValueError(f"replay_buffer_size={self.replay_buffer_size}: must be 0 (none) or more groups")
-        if not 0 <= self.reroll_start_fraction <= 1:
-            raise ValueError(f"reroll_start_fraction={self.reroll_start_fraction}: must be between 0 and 1 (never)")
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise ValueError(f"max_staleness={self.max_staleness}: must be 0 or more optimizer steps")
-        self._refuse_idle()
-
-    def reroll_from(self, num_batches: int) -> int | None:
-        """Number of the first batch that may hold prompts that come again."""
-        return None if self.reroll_start_fraction == 1 else max(1, int(num_batches * self.reroll_start_fraction))
-
-    def _refuse_idle(self) -> None:
-        """Settings of a part that is off."""
-        default = AsyncConfig.__dataclass_fields__
-        for switch, on, names in (
+        check_numbers(
+            self,
+            {
+                "1 or more": "prefetch_depth vllm_sync_interval streaming_min_groups dynamic_sampling_max_rounds "
+                "replay_max_age reroll_max_groups",
+                "0 (off) or more": "replay_buffer_size",
+                "between 0 and 1": "reroll_start_fraction",
+                "0 or more": "max_staleness",
+            },
+        )
+        for switch, is_on, names in (
             ("async_prefetch", self.async_prefetch, ("prefetch_depth", "max_staleness")),
             ("streaming_partial_batch", self.streaming_partial_batch, ("streaming_min_groups",)),
             ("dynamic_sampling", self.dynamic_sampling, ("dynamic_sampling_max_rounds",)),
             ("replay_buffer_size", self.replay_buffer_size, ("replay_max_age", "replay_recompute_logps")),
             ("reroll_start_fraction", self.reroll_start_fraction < 1, ("reroll_max_groups",)),
         ):
-            for name in names:
-                if not on and getattr(self, name) != default[name].default:
-                    raise ValueError(f"{name}={getattr(self, name)}: has no effect without {switch}; set it, too")
+            if not is_on:
+                refuse_idle(self, f"without {switch}; set it, too", names)
+
+    def reroll_from(self, num_batches: int) -> int | None:
+        """Number of the first batch that may hold prompts that come again."""
+        return None if self.reroll_start_fraction == 1 else max(1, int(num_batches * self.reroll_start_fraction))
 
 
 def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig, *, is_lora: bool) -> None:
@@ -187,3 +195,63 @@ def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig
             f"max_staleness={overlap.max_staleness}: servers keep their weights for vllm_sync_interval="
             f"{overlap.vllm_sync_interval} steps, so samples are up to {overlap.vllm_sync_interval - 1} steps old"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """What every method has that samples several completions of a prompt."""
+
+    model: Flat[ModelConfig]
+    run: Flat[RunConfig] = field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    policy_loss: Flat[PolicyLossConfig] = field(default_factory=PolicyLossConfig)
+    correction: Flat[CorrectionConfig] = field(default_factory=CorrectionConfig)
+    overlap: Flat[AsyncConfig] = field(default_factory=AsyncConfig)
+
+    num_generations: int = 8
+    """Completions sampled per prompt; they form one group."""
+    max_prompt_length: int | None = None
+    """Leave out prompts with more tokens than this, and log how many; None keeps all."""
+    max_completion_length: int = 256
+    """Most tokens of a completion, those that tools add included. EBFT cuts the true completions to it, too."""
+    temperature: float = 1.0
+    """Sampling temperature. The log-probs in the loss are taken at the same temperature. The EBFT paper has 0.6."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, besides the model's own end tokens."""
+    share_prompt: bool = True
+    """Compute a prompt once for its group; the gradient is the same. Without packing each completion is in full."""
+    num_iterations: int = 1
+    """Optimizer steps taken on each batch of completions."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.run.sequences_per_step // self.num_generations
+
+    def check_temperature(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
+
+    def check_groups(self, *, kl_in_reward: bool = False) -> None:
+        """What the blocks cannot see alone, for a Config that samples with the engine."""
+        self.check_temperature()
+        check_numbers(self, {"1 or more": "max_completion_length num_iterations"})
+        check_engine(self.rollout, self.vllm, self.sync)
+        check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
+        check_policy_options(
+            self.policy_loss, self.correction, num_iterations=self.num_iterations, kl_in_reward=kl_in_reward
+        )
+        if "" in self.stop:
+            raise ValueError("stop='': an empty stop string would end every completion; remove it")
+        if self.run.sequences_per_step % self.num_generations:
+            per_device = self.run.per_device_train_batch_size
+            fitting = math.lcm(self.num_generations, per_device) // per_device
+            raise ValueError(
+                f"num_generations={self.num_generations}: per_device_train_batch_size x gradient_accumulation_steps = "
+                f"{self.run.sequences_per_step} completions a step do not hold whole groups; use a multiple, for "
+                f"example gradient_accumulation_steps={fitting}"
+            )

@@ -17,6 +17,7 @@ from data.formats.template_settings import JsonObject
 from data.hints import suggest
 from data.user_code import find_record
 from losses.policy import OPTIONS, POLICY_LOSSES, PolicyLoss
+from trainer.config.checks import check_numbers, refuse_idle
 
 NO_SEQUENCE_LEVEL = {
     "completion": "its ratio is that of the whole completion",
@@ -46,44 +47,44 @@ _Options = dataclasses.make_dataclass(
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig(_Options):
-    """What is minimised over the completions of a step."""
+    """The policy loss."""
 
     loss: ClassVar[PolicyLoss]  # set from loss_type, not flags
     loss_options: ClassVar[dict[str, Any]]
 
     loss_type: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(POLICY_LOSSES)}}}|MODULE.FUNCTION")] = "dapo"
-    """Loss of a token and what it is averaged over: losses/policy.py has the table. Or my_module.my_loss."""
+    """Policy loss: the loss of a token and how it is averaged (table in losses/policy.py), or my_module.my_loss."""
     loss_kwargs: JsonObject = dataclasses.field(default_factory=dict)
-    """Options of a loss of your own that are no flags, as a JSON object."""
+    """Options of your own loss that are not flags, as a JSON object."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or one for the completion, the geometric mean of its tokens' (GSPO)."""
+    """Importance ratio per token, or one per completion: the geometric mean over its tokens (GSPO)."""
     beta: float = 0.0
-    """Weight of the KL term to the reference model; 0 loads no reference."""
+    """Weight of the KL divergence to the reference model. 0: no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of the KL of a token: k1 unbiased, k2 square of the log-ratio, k3 unbiased and never negative."""
+    """Estimator of the KL per token: k1 (unbiased), k2 (squared log-ratio), k3 (unbiased and never negative)."""
     use_bias_correction_kl: bool = True
-    """Weigh the KL estimate by the ratio, so that its gradient is that of the KL."""
+    """Weight the KL estimate by the importance ratio, so that its gradient is that of the KL."""
     entropy_coef: float = 0.0
-    """Weight of the mean entropy of trained tokens, which is maximised; 0 is off."""
+    """Weight of the entropy bonus, the mean entropy of trained tokens. 0: off."""
     top_entropy_quantile: float = 1.0
     (
-        "Train on this fraction of the step's tokens, those of highest entropy (0.2 in the paper), and on tokens equal "
-        "to the last of them but for rounding; 1 trains on all."
+        "Train only on this fraction of the step's tokens, those of highest entropy (0.2 in the paper); ties are "
+        "included. 1: all tokens."
     )
     mask_truncated_completions: bool = False
     (
-        "Leave completions that ran into max_completion_length out of the loss and of every denominator. Their rewards "
-        "still count in the advantages of their group; with kl_in_reward (RLOO) those include their KL to the "
-        "reference, which TRL sets to 0 for them."
+        "Leave completions cut off at max_completion_length out of the loss and its denominators. Their rewards still "
+        "count in the advantages of their group; with kl_in_reward (RLOO) so does their KL to the reference, which TRL "
+        "sets to 0."
     )
     skip_zero_advantage_batches: bool = True
-    """Do not compute completions of advantage 0 where they add nothing: the gradient is the same."""
+    """Skip completions whose advantage is 0 where they add nothing to the gradient."""
 
     def __post_init__(self) -> None:
-        for name in ("beta", "entropy_coef"):
-            _check_number(self, name, at_least=0.0)
+        check_numbers(self, {"0 or above": "beta entropy_coef", "above 0 and at most 1": "top_entropy_quantile"})
         for name, option in OPTIONS.items():
-            _check_number(self, name, above=option.above, at_least=option.at_least)
+            rule = "0 or above" if option.at_least is not None else "above 0 and finite"
+            check_numbers(self, {rule: name} if option.at_least is not None or option.above is not None else {})
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.epsilon > 1:
             raise ValueError(f"epsilon={self.epsilon}: must be at most 1, a ratio has nothing below 0; try 0.2")
@@ -95,16 +96,10 @@ class PolicyLossConfig(_Options):
             raise ValueError(
                 f"dual_clip={self.dual_clip}: bounds the same tokens as delta={self.delta}; set one of them"
             )
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise ValueError(
-                f"top_entropy_quantile={self.top_entropy_quantile}: must be above 0 and at most 1; 1 trains on all"
-            )
         self._resolve_loss()
-        for name in ("kl_estimator", "use_bias_correction_kl"):
-            if self.beta == 0 and getattr(self, name) != getattr(PolicyLossConfig, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: has no effect with beta=0; set --beta, or leave it out"
-                )
+        if self.beta == 0:
+            why = "with beta=0; set --beta, or leave it out"
+            refuse_idle(self, why, ("kl_estimator", "use_bias_correction_kl"))
 
     def _resolve_loss(self) -> None:
         """Find `loss`, the record, and `loss_options`, its keyword arguments; refuse what the loss does not read."""
@@ -141,44 +136,41 @@ class PolicyLossConfig(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """The gap between the policy that is trained and the engine that sampled."""
+    """Correction for the difference between the trained policy and the engine that sampled."""
 
     is_on: ClassVar[bool]  # whether there is a weight for the gap; these three follow from the flags
     bounds: ClassVar[tuple[float | None, float | None]]  # of that weight
     has_geometric_filter: ClassVar[bool]
 
     vllm_importance_sampling_correction: bool = True
-    """Weigh tokens by the ratio of the trainer's log-probs to those of the engine that sampled."""
+    """Weight tokens by the ratio of their probability in the trainer to that in the engine that sampled."""
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop"
     ] = "token_truncate"
-    """Ratio of each token or of the completion; beyond the bounds bring it back (truncate) or leave it out (mask)."""
+    """Ratio per token or per completion; outside the bounds it is clamped (truncate) or left out (mask)."""
     vllm_importance_sampling_cap: float | None = 3.0
-    """Upper bound of that ratio; None leaves it open."""
+    """Upper bound of that ratio. None: no bound."""
     vllm_importance_sampling_min: float | None = None
-    """Lower bound of that ratio; None leaves it open, for icepop 0.5."""
+    """Lower bound of that ratio. None: no bound, or 0.5 for icepop."""
     geometric_min: float | None = None
-    """Leave out completions whose tokens' ratios have a geometric mean below this; None: no such bound."""
+    """Leave out completions whose geometric mean ratio is below this. None: no such bound."""
     geometric_max: float | None = None
-    """Leave out completions whose tokens' ratios have a geometric mean above this; None: no such bound."""
+    """Leave out completions whose geometric mean ratio is above this. None: no such bound."""
     off_policy_mask_threshold: float | None = None
-    """Leave out bad completions (advantage below 0) that lost more than this many nats per token since; None: off."""
+    """Leave out completions of negative advantage whose log-prob fell by more than this per token. None: off."""
     proximal_policy: Literal["step", "behaviour"] = "step"
     (
-        "What the clipped ratio is taken against. step: the weights the step began with, and the gap from them to the "
-        "engine is a weight; behaviour: the engine's own log-probs, and there is no weight."
+        "Denominator of the clipped ratio. step: the weights at the start of the step, with a correction weight for "
+        "the engine; behaviour: the engine's own log-probs, without such a weight."
     )
 
     def __post_init__(self) -> None:
-        for name in ("vllm_importance_sampling_cap", "vllm_importance_sampling_min", "geometric_min", "geometric_max"):
-            _check_number(self, name, above=0.0)
-        _check_number(self, "off_policy_mask_threshold", at_least=0.0)
+        bounds = ("vllm_importance_sampling_cap", "vllm_importance_sampling_min", "geometric_min", "geometric_max")
+        check_numbers(self, {"above 0 and finite": " ".join(bounds), "0 or above": "off_policy_mask_threshold"})
         reason = "" if self.vllm_importance_sampling_correction else "vllm_importance_sampling_correction=False"
         reason = "proximal_policy=behaviour, which has no weights" if self.proximal_policy == "behaviour" else reason
-        for name in ("vllm_importance_sampling_mode", "vllm_importance_sampling_cap", "vllm_importance_sampling_min",
-                     "geometric_min", "geometric_max"):  # fmt: skip
-            if reason and getattr(self, name) != getattr(CorrectionConfig, name):
-                raise ValueError(f"{name}={getattr(self, name)}: has no effect with {reason}; leave one of them out")
+        if reason:
+            refuse_idle(self, f"with {reason}; leave one of them out", ("vllm_importance_sampling_mode", *bounds))
         low, high = self.vllm_importance_sampling_min, self.vllm_importance_sampling_cap
         if low is None and self.vllm_importance_sampling_mode == "icepop":
             low = 0.5
@@ -203,12 +195,9 @@ def check_policy_options(
     """What neither block can see alone. Every Config with both calls this."""
     if kl_in_reward and loss.beta == 0:
         raise ValueError("kl_in_reward=True: has no effect with beta=0; set --beta too")
-    for name in ("kl_estimator", "use_bias_correction_kl"):
-        if kl_in_reward and getattr(loss, name) != getattr(PolicyLossConfig, name):
-            raise ValueError(
-                f"{name}={getattr(loss, name)}: has no effect with kl_in_reward=True, the loss has no KL term then; "
-                "leave it out"
-            )
+    if kl_in_reward:
+        why = "with kl_in_reward=True, the loss has no KL term then; leave it out"
+        refuse_idle(loss, why, ("kl_estimator", "use_bias_correction_kl"))
     if loss.loss.ratio == "none" and num_iterations > 1:
         raise ValueError(
             f"num_iterations={num_iterations}: loss_type={loss.loss_type} has no ratio, so only the first step on a "
@@ -221,17 +210,6 @@ def check_policy_options(
 def _keeps_default(parameter: Parameter, value: Any, name: str) -> bool:
     """A loss from outside may have a default of its own for a flag: it holds unless the flag is set."""
     return parameter.default not in (parameter.empty, value) and value == getattr(PolicyLossConfig, name)
-
-
-def _check_number(block: Any, name: str, *, above: float | None = None, at_least: float | None = None) -> None:
-    assert name in {field.name for field in dataclasses.fields(block)}, name
-    value = getattr(block, name)
-    if value is None:
-        return
-    if above is not None and not above < value < math.inf:
-        raise ValueError(f"{name}={value}: must be above {above:g} and finite")
-    if at_least is not None and not at_least <= value < math.inf:
-        raise ValueError(f"{name}={value}: must be {at_least:g} or above")
 
 
 def _check_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from losses.preference import DIVERGENCE_LOSSES, PAIR_LOSSES
 from losses.types import options_of
 from trainer.config.blocks import ReferenceConfig
+from trainer.config.checks import check_numbers, refuse_idle
 
 PairLossType = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
@@ -34,25 +35,26 @@ def check_pair_options(cfg: Any) -> None:
         raise ValueError("use_weighting: aot sorts responses apart from their pairs; there is no pair to weigh")
     if cfg.rpo_alpha is not None and "sft" in names:
         raise ValueError(f"rpo_alpha={cfg.rpo_alpha}: loss_type holds sft already; weigh it with loss_weights")
-    if cfg.ld_alpha is not None and not 0.0 <= cfg.ld_alpha <= 1.0:
-        raise ValueError(f"ld_alpha={cfg.ld_alpha}: must be between 0 and 1")
     if cfg.reference_free and cfg.reference != ReferenceConfig():
         raise ValueError("reference_free: ref, ref_model and ref_cache have no effect with it; leave them out")
     fixed = cfg.reference_free or cfg.reference.ref == "precomputed" or cfg.reference.ref_model
     if cfg.sync_ref_model and (cfg.lora.r > 0 or fixed):
         raise ValueError("sync_ref_model: no copy to move with LoRA, ref_model, ref=precomputed or reference_free")
-    if not 0.0 < cfg.ref_model_mixup_alpha <= 1.0:
-        raise ValueError(f"ref_model_mixup_alpha={cfg.ref_model_mixup_alpha}: must be above 0 and at most 1")
-    for name in ("beta", "ref_model_sync_steps", "discopop_tau"):
-        if not getattr(cfg, name) > 0:
-            raise ValueError(f"{name}={getattr(cfg, name)}: must be above 0")
-    for name, needs, given in (
-        ("f_alpha_divergence_coef", "f_divergence_type=alpha_divergence", cfg.f_divergence_type == "alpha_divergence"),
-        ("discopop_tau", "loss_type=discopop", "discopop" in names),
-        ("ref_model_mixup_alpha", "sync_ref_model", cfg.sync_ref_model),
-        ("ref_model_sync_steps", "sync_ref_model", cfg.sync_ref_model),
+    check_numbers(
+        cfg,
+        {
+            "above 0": "beta ref_model_sync_steps discopop_tau",
+            "above 0 and at most 1": "ref_model_mixup_alpha",
+            "between 0 and 1": "ld_alpha",
+        },
+    )
+    alpha = "f_divergence_type=alpha_divergence"
+    for needs, is_given, names_of in (
+        (alpha, cfg.f_divergence_type == "alpha_divergence", ("f_alpha_divergence_coef",)),
+        ("loss_type=discopop", "discopop" in names, ("discopop_tau",)),
+        ("sync_ref_model", cfg.sync_ref_model, ("ref_model_mixup_alpha", "ref_model_sync_steps")),
     ):
-        if getattr(cfg, name) != getattr(type(cfg), name) and not given:  # the class holds the default
-            raise ValueError(f"{name}={getattr(cfg, name)}: has no effect without {needs}")
+        if not is_given:
+            refuse_idle(cfg, f"without {needs}", names_of)
     if {"aot", "aot_unpaired"} & set(names) and cfg.run.sequences_per_step < 2:
         raise ValueError("per_device_train_batch_size=1: aot sorts over a step; use at least 2 pairs")

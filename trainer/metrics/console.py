@@ -27,7 +27,7 @@ NUMBERS = (
     ("grad norm", "optim/grad_norm"),
     ("tokens/s", "perf/tokens_per_s"),
 )
-SAID_BY = {  # (label: metrics) a number is left out where one of these metrics says it better
+LEFT_OUT = {  # label: left out where one of these metrics says it better
     "loss": ("reward/mean",),  # the policy loss is near zero at every step by construction
     "chosen": ("reward/margin", "reward/mean"),
     "rejected": ("reward/margin", "reward/mean"),
@@ -60,7 +60,8 @@ class Console:
         self._started_at = time.monotonic()
         self._step_ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
         self._latest: dict[str, float] = {}
-        self._headline: list[float] = []  # reward or loss of every step so far, for the sparkline
+        self._headline_name = ""  # metric of the first number of a line
+        self._headline: list[float] = []  # that metric at every step so far, for the sparkline
         self._evals: list[float] = []
         self._eval_decoding = ""
         self._sample: Mapping[str, Any] | None = None
@@ -87,14 +88,13 @@ class Console:
         if any(name in values for _, name in NUMBERS):  # not a line that holds only an evaluation
             self._latest = values
             self._step_ends.append((step, time.monotonic()))
-            headline = values.get("reward/mean", values.get("loss/total"))
-            self._headline += [headline] if headline is not None else []
+            self._headline_name = self._headline_name or next((name for _, name in NUMBERS if name in values), "")
+            self._headline += [values[self._headline_name]] if self._headline_name in values else []
             if self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
                 self._print(self._step_line())
         elif step == self._start_step:
-            self._step_ends = deque(
-                [(step, time.monotonic())], maxlen=PACE_STEPS
-            )  # the evaluation before is not a step
+            self._step_ends.clear()  # the evaluation before the first step does not count as pace
+            self._step_ends.append((step, time.monotonic()))
         if evaluated := [values[name] for name in EVAL_HEADLINES if name in values]:
             self._evals.append(evaluated[0])
             self._eval_decoding = eval_decoding(self._config, values)
@@ -158,7 +158,7 @@ class Console:
     def _shown_numbers(self) -> list[tuple[str, str]]:
         """(label, value) of the last step; a step without anything to learn says so instead of its zeros."""
         values, reason = self._latest, nothing_to_learn(self._latest)
-        hidden = {label for label, better in SAID_BY.items() if any(name in values for name in better)}
+        hidden = {label for label, better in LEFT_OUT.items() if any(name in values for name in better)}
         hidden |= {"entropy", "grad norm", "tokens/s"} if reason else set()
         shown = [(label, number(values[name])) for label, name in NUMBERS if name in values and label not in hidden]
         if shown and shown[0][0] == "reward" and train_decoding(self._config):

@@ -321,7 +321,7 @@ def repeats(run: RunData, first: str, second: str) -> bool:
     (steps, values), (other_steps, others) = run.series(first), run.series(second)
     if first.partition("/")[0] != second.partition("/")[0] or steps != other_steps:
         return False
-    limit = 10 * SAME * max(map(abs, values))
+    limit = min(10 * SAME * max(map(abs, values)), 1e-3 * (max(values) - min(values)))
     return all(abs(a - b) <= limit for a, b in zip(values, others, strict=True))
 
 

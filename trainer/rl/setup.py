@@ -241,7 +241,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     dtype = serving_dtype(cfg, policy)
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
     longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + unseen
-    engine = VllmEngine.start(
+    engine = VllmEngine(
         cfg.vllm,
         sync,
         model=policy.source,

@@ -68,7 +68,7 @@ class Generate:
         try:
             return 200, await self.complete(state, json.loads(body))
         except KeyError as error:
-            return 404, {"error": {"message": f"{error.args[0]}: is not there"}}
+            return 404, {"error": {"message": f"{error.args[0]}: not found"}}
         except wrong as error:
             return 400, {"error": {"message": str(error)}}
         except Exception as error:  # for example, the engine has died

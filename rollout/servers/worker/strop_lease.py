@@ -94,7 +94,7 @@ class Lease:
             granted = {"take": self.can_take(run), "renew": self.can_renew(session), "release": session == self.session}
             allowed = granted[action]
         except (KeyError, TypeError, ValueError):
-            await reply(send, 400, {"error": "lease: wants action (take, renew or release), session and run"})
+            await reply(send, 400, {"error": "lease: needs action (take, renew or release), session and run"})
             return
         # No await between the check and the change: two trainers that ask at the same time cannot both get it.
         if action == "release":

@@ -50,7 +50,7 @@ class TokenCheck:
 
 
 async def refuse(send: Send) -> None:
-    error = f"this server wants the token of {VARIABLE} as Authorization: Bearer TOKEN"
+    error = f"this server needs the token of {VARIABLE}, sent as Authorization: Bearer TOKEN"
     await reply(send, 401, {"error": error}, (b"www-authenticate", b"Bearer"))
 
 

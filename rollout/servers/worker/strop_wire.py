@@ -125,7 +125,7 @@ class Store:
 
     def _call(self, do: Callable[[Any], Any]) -> Any:
         if self.inner is None:
-            raise PeerError("the store was left")
+            raise PeerError("the store is closed")
         try:
             return do(self.inner)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -154,7 +154,7 @@ def wait_keys(store: Store, keys: list[str], deadline: float, check: Callable[[]
 
     By polling: torch's own wait prints a warning every time it ends without an answer.
     """
-    wait_until(lambda: store.has(keys), deadline, check, f"no sign of {keys[0]}")
+    wait_until(lambda: store.has(keys), deadline, check, keys[0])
 
 
 def wait_until(done: Callable[[], bool], deadline: float, check: Callable[[], None], what: str) -> None:
@@ -164,7 +164,7 @@ def wait_until(done: Callable[[], bool], deadline: float, check: Callable[[], No
     while not done():
         now = time.monotonic()
         if now > deadline:
-            raise PeerError(f"{what} in time")
+            raise PeerError(f"timed out waiting for {what}")
         if now - looked > POLL_S:
             looked = now
             check()
@@ -174,7 +174,7 @@ def wait_until(done: Callable[[], bool], deadline: float, check: Callable[[], No
 
 def wait_work(work: Any, deadline: float, check: Callable[[], None]) -> None:
     """Wait until the collective is done."""
-    wait_until(work.is_completed, deadline, check, "a bucket was not moved")
+    wait_until(work.is_completed, deadline, check, "a bucket")
     try:
         work.wait()
     except RuntimeError as error:  # gloo and nccl: the connection broke
@@ -211,7 +211,7 @@ def make_group(
             group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
             return group
     except RuntimeError as error:  # gloo and nccl: another member did not come
-        raise PeerError(f"the group could not be made: {str(error)[:200]}") from None
+        raise PeerError(f"the group could not be created: {str(error)[:200]}") from None
 
 
 def broadcast(group: Any, data: Tensor) -> Any:

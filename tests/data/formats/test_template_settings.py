@@ -153,7 +153,7 @@ def test_thoughts_that_are_not_written_are_counted(write, templated, capsys):
                 continue
             load(method, write, templated(name), [USER], {"role": "assistant", **answer})
             error = capsys.readouterr().err
-            assert f"1 {told}" in error if told else "that the chat" not in error
+            assert f" 1 {told}" in error if told else "that the chat" not in error, (method, name, error)
 
 
 def test_earlier_thoughts_that_are_cut_out_of_trained_turns_are_counted(write, templated, capsys):

@@ -398,7 +398,7 @@ def test_a_server_someone_started_again_is_out_before_it_is_asked_what_it_is():
         member.server.connect = connect
         async with asyncio.timeout(5):
             await vllm_watch._is_alive(pool, member, Pulse(instance="new", paused=False, dirty=False))
-        assert seen == [("out", "someone started it again", None, 0, False)]
+        assert seen == [("out", "someone restarted it", None, 0, False)]
         assert member.needs_weights
 
     asyncio.run(work())

@@ -30,7 +30,6 @@ from rollout.servers.launch import (
     check_host,
     gpus_of,
     group_members,
-    is_port_taken,
     launch,
     phase_of,
     reserve,
@@ -806,7 +805,6 @@ def test_cause_is_the_first_error_that_is_no_echo():
         and len(cause_of("XError: " + "x" * 999)) < 250
     )
     assert cause_of("\nhello\n\n") == "hello" and cause_of("") == "its log is empty"
-    assert is_port_taken("OSError: [Errno 98] Address already in use") and not is_port_taken(log)
 
 
 # python -m rollout.serve -----------------------------------------------------------------------------------------

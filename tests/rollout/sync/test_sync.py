@@ -277,7 +277,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_file(loop, tmp_path, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(ValueError, match="sync.folder=.*no room for the weights; .*--sync.folder"):
+        with pytest.raises(ValueError, match="sync.folder=.*not enough space for the weights; .*--sync.folder"):
             sync.push([server], 1)
     assert [path.name for path in sync.folder.path.iterdir()] == ["owner.lock"]
     sync.push([server], 2)
@@ -351,7 +351,7 @@ def test_main_memory_is_used_only_with_room_to_spare(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="sync.folder=.*/file/x: cannot be made"):
+    with pytest.raises(ValueError, match="sync.folder=.*/file/x: cannot be created"):
         WeightFolder(str(tmp_path / "file" / "x"), "strop-weights-")
 
 

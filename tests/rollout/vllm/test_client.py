@@ -150,7 +150,7 @@ def test_our_route_refuses_what_vllm_refuses(tied_server):
         return found
 
     model, low, unknown, long = with_server(tied_server, work)
-    assert model[0] == 404 and "nobody: is not there" in model[1]
+    assert model[0] == 404 and "nobody: not found" in model[1]
     assert [status for status, _ in (low, unknown, long)] == [400] * 3
     assert "temperature" in low[1] and "warmth" in unknown[1] and "256" in long[1]
 

@@ -52,7 +52,7 @@ def make_engine(
     log: Any = lambda line: None, **sync: Any,
 ) -> VllmEngine:  # fmt: skip
     monkeypatch.setenv(TOKEN, server.token)
-    return VllmEngine.start(
+    return VllmEngine(
         VllmConfig(url=(url or server.url,)), SyncConfig(backend=backend, **sync), model=policy.source,
         source=PolicyWeights(policy, torch.float32), local=LocalEngine(policy.model, policy.tokenizer), device=CPU,
         owner=owner, dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, log=log,

@@ -36,7 +36,7 @@ def make_engine(server: Any, monkeypatch: Any, *, backend: str, rank: int = 0) -
     monkeypatch.setenv(TOKEN, server.token)
     lora = LoraConfig(r=rank) if rank else LoraConfig()
     policy = load_policy(ModelConfig(model=str(server.model_folder)), lora, CPU, with_reference=False)
-    engine = VllmEngine.start(
+    engine = VllmEngine(
         VllmConfig(url=(server.url,)), SyncConfig(backend=backend, probe_every=10 if rank else 1), model=policy.source,
         source=PolicyWeights(policy, torch.float32), local=LocalEngine(policy.model, policy.tokenizer), device=CPU,
         dtype="float32", lora_rank=0, log_dir=None, vocab_size=275, log=print,

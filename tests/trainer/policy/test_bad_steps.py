@@ -121,5 +121,5 @@ def test_first_step_skipped_warns_of_nothing():
 def test_without_skip_the_first_bad_step_stops_and_a_limit_is_refused():
     with pytest.raises(ValueError, match="^step 1: loss nan is not finite; lower --learning-rate"):
         BadSteps(OptimConfig()).skip("loss nan", "step 1")
-    with pytest.raises(ValueError, match="nan_skip_limit=5: has no effect; set --nan-policy skip"):
+    with pytest.raises(ValueError, match="nan_skip_limit=5: has no effect with nan_policy=stop; set --nan-policy skip"):
         OptimConfig(nan_skip_limit=5)

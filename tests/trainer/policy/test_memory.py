@@ -1,4 +1,4 @@
-"""Out of memory: the estimates against what autograd keeps, and the message against a run that is told it is full."""
+"""Out of memory: a run in the terms of the planner (checked in tests/trainer/test_plan.py), advice and message."""
 
 from __future__ import annotations
 
@@ -39,59 +39,19 @@ SHAPE = {
     "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "num_hidden_layers": 6, "vocab_size": 64, "tie_word_embeddings": True,
 }  # fmt: skip
-KINDS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
-def folder_of(tmp_path, kind: str) -> str:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [KINDS[kind]], **SHAPE}))
+def folder_of(tmp_path) -> str:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
-
-
-def kept_bytes(model: torch.nn.Module, num_tokens: int, dtype: torch.dtype) -> int:
-    """Storage that the backward pass of the layers needs, weights aside."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        if x.untyped_storage().data_ptr() not in weights:
-            kept[x.untyped_storage().data_ptr()] = x  # alive, so that no two share an address
-        return x
-
-    autocast = torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast:
-        model(input_ids=torch.arange(num_tokens)[None] % 64, use_cache=False)
-    return sum(x.untyped_storage().nbytes() for x in kept.values())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_activations_are_what_autograd_keeps(kind, rank, dtype, tmp_path):
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
-    from transformers import AutoConfig, AutoModel
-
-    cfg = sft.Config(
-        model=ModelConfig(model=folder_of(tmp_path, kind), dtype=dtype), data=DataConfig(data=("x",)),
-        lora=LoraConfig(r=rank),
-    )  # fmt: skip
-    model = AutoModel.from_config(AutoConfig.from_pretrained(tmp_path), attn_implementation="sdpa").train()
-    if rank:
-        model = get_peft_model(model.to(getattr(torch, dtype)), PeftConfig(r=rank, target_modules="all-linear"))
-        for parameter in model.parameters():
-            parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
-    s = sizes_for(cfg)
-    work = work_of(cfg, s, "cpu")
-    guess = saved(s, replace(work, tokens=192)) - saved(s, replace(work, tokens=64))
-    few, many = (kept_bytes(model, n, getattr(torch, dtype)) for n in (64, 192))
-    assert guess == pytest.approx(many - few, rel=0.03)  # casts of weights, the same for both, are not in it
 
 
 DATA = DataConfig(data=("x",))
 
 
 def test_a_run_in_the_terms_of_the_planner(tmp_path):
-    model = ModelConfig(model=folder_of(tmp_path, "llama"))
+    model = ModelConfig(model=folder_of(tmp_path))
     run = RunConfig(max_tokens_per_micro_batch=4096)
     cfg = dpo.Config(model=model, data=DATA, run=run)
     s = sizes_for(cfg)
@@ -114,14 +74,14 @@ def test_a_run_in_the_terms_of_the_planner(tmp_path):
     assert work_of(replace(cfg, reference=other, lora=LoraConfig(r=4)), s, "cuda").others == 2 * tiny
 
 
-@pytest.mark.parametrize("method", [cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft])
-def test_every_method_has_its_terms(method):
-    data = PromptConfig(data=("x",)) if method in (grpo, gdpo) else DATA
-    cfg = method.Config(model=ModelConfig(model="builtin:tiny"), data=data)
-    assert method_of(cfg) is METHODS[method.__name__.rpartition(".")[2]]
-    assert work_of(cfg, sizes_for(cfg), "cuda").tokens > 0
-    assert (cached_tokens(cfg) > 0) == method_of(cfg).samples
-    assert planned_peak(cfg, 1000) > 0
+def test_every_method_has_its_terms():
+    for method in (cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft):
+        data = PromptConfig(data=("x",)) if method in (grpo, gdpo) else DATA
+        cfg = method.Config(model=ModelConfig(model="builtin:tiny"), data=data)
+        assert method_of(cfg) is METHODS[method.__name__.rpartition(".")[2]]
+        assert work_of(cfg, sizes_for(cfg), "cuda").tokens > 0
+        assert (cached_tokens(cfg) > 0) == method_of(cfg).samples
+        assert planned_peak(cfg, 1000) > 0
 
 
 def test_planned_peak_splits_a_step_as_the_run_does():
@@ -142,7 +102,7 @@ def test_planned_peak_splits_a_step_as_the_run_does():
 
 
 def test_shards_follow_the_processes(monkeypatch, tmp_path):
-    cfg = dpo.Config(model=ModelConfig(model=folder_of(tmp_path, "llama")), data=DATA)
+    cfg = dpo.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA)
     s = sizes_for(cfg)
     monkeypatch.setenv("WORLD_SIZE", "4")
     found = {}
@@ -156,7 +116,7 @@ def test_shards_follow_the_processes(monkeypatch, tmp_path):
 
 def test_processes_that_share_rows_hold_a_part_each_and_all_keys(monkeypatch, tmp_path):
     run = RunConfig(max_tokens_per_micro_batch=4096, per_device_train_batch_size=1)
-    cfg = sft.Config(model=ModelConfig(model=folder_of(tmp_path, "llama")), data=DATA, run=run, max_length=2048)
+    cfg = sft.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA, run=run, max_length=2048)
     monkeypatch.setenv("WORLD_SIZE", "2")
     s = sizes_for(cfg)
     copies = [ParallelConfig(mode="replicate", context=size) for size in (1, 2)]
@@ -167,7 +127,7 @@ def test_processes_that_share_rows_hold_a_part_each_and_all_keys(monkeypatch, tm
 
 
 def test_advice_says_what_the_planner_says(tmp_path):
-    model = ModelConfig(model=folder_of(tmp_path, "llama"))
+    model = ModelConfig(model=folder_of(tmp_path))
     cfg = dpo.Config(model=model, data=DATA, run=RunConfig(max_tokens_per_micro_batch=4096))
     s = sizes_for(cfg)
     work = work_of(cfg, s, "cuda")
@@ -193,7 +153,7 @@ def test_advice_is_about_this_run():
 
 def test_full_device_is_told_in_one_message_and_the_run_can_be_resumed(tmp_path, monkeypatch, capfd):
     argv = ["--method", "grpo", "--max-steps", "2", "--save-steps", "1", "--per-device-train-batch-size", "16",
-            "--max-eval-rows", "4", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+            "--max-eval-rows", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
     backward = grpo.backward
     calls = iter([backward])
 

@@ -1,0 +1,43 @@
+"""Checks that config blocks share: the range of a number, and settings without effect. A failure is one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from data.command.flags import default_of
+
+RULES = {  # as the sentence puts it -> whether a number follows it; nan follows none
+    "1 or more": lambda x: x >= 1,
+    "2 or more": lambda x: x >= 2,
+    "0 or more": lambda x: x >= 0,
+    "0 (off) or more": lambda x: x >= 0,
+    "0 (off) or above": lambda x: x >= 0,
+    "0 or above": lambda x: 0 <= x < math.inf,
+    "above 0": lambda x: 0 < x < math.inf,
+    "above 0 and finite": lambda x: 0 < x < math.inf,
+    "above 0 and at most 1": lambda x: 0 < x <= 1,
+    "between 0 and 1": lambda x: 0 <= x <= 1,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+}
+
+
+def check_numbers(block: Any, rules: Mapping[str, str], prefix: str = "") -> None:
+    """check_numbers(self, {"1 or more": "save_total_limit logging_steps"}); None is always allowed."""
+    for rule, names in rules.items():
+        for name in names.split():
+            value = getattr(block, name)
+            if value is not None and not RULES[rule](value):
+                raise ValueError(f"{prefix}{name}={value}: must be {rule}")
+
+
+def refuse_idle(block: Any, why: str, names: Iterable[str] | None = None, prefix: str = "") -> None:
+    """Refuse settings that were changed and have no effect; names: all fields. `why` ends the sentence."""
+    fields = {field.name: field for field in dataclasses.fields(block)}
+    for name in fields if names is None else names:
+        value = getattr(block, name)
+        if value != default_of(fields[name]):
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"{prefix}{name}={shown}: has no effect {why}")

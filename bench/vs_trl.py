@@ -13,7 +13,7 @@ counts real tokens, prompt and response, once for each sequence; ratios are of s
 Ways differ by what they hold: TRL is given bfloat16 weights, its leanest setting, ours are float32 as by default or
 bfloat16 with random rounding (--trained-dtype). GiB is the most that tensors took; of ours in grpo it is all that was
 in use on the GPU, the server and both CUDA contexts included, since TRL's engine lies in its own process. `planned` is
-what trainer/policy/memory.py says of the largest step.
+what trainer/plan.py says of the largest step.
 """
 
 from __future__ import annotations

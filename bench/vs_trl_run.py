@@ -60,7 +60,7 @@ def first_loss_error(loss: float) -> float:
 def planned(job: dict[str, Any], tokens: float) -> float:
     """GiB that the planner gives for this run, at its largest step."""
     from trainer.cli import parse
-    from trainer.policy.memory import planned_peak
+    from trainer.plan import planned_peak
 
     _, cfg, _ = parse(job["flags"])
     return planned_peak(cfg, int(tokens), trained_tokens=int(tokens) - 2 * job["rows"] * PROMPT_TOKENS) / 2**30

@@ -68,7 +68,7 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
     if not template.strip():
         raise ValueError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
     tokenizer.chat_template = template
-    name_template(template, name)
+    _names[template] = name
     try:  # report a broken template now, by name
         _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
     except Endless:
@@ -120,10 +120,7 @@ def render_prompt(
 ) -> list[int]:  # fmt: skip
     """Ids for an engine to complete. Plain text gets BOS if the tokenizer adds one, and never a system prompt."""
     if not isinstance(prompt, str):
-        prompt = clean_messages(prompt)
-        _check_ids(tokenizer, prompt)
-        _check_calls(tokenizer, prompt, settings)
-        whole = with_system(prompt, system_prompt)
+        whole = with_system(_cleaned(tokenizer, prompt, settings), system_prompt)
         return _ids_of(tokenizer, _render_text(tokenizer, whole, generation_prompt=True, settings=settings))
     ids = render_text(tokenizer, prompt)
     bos = tokenizer.bos_token_id
@@ -163,9 +160,7 @@ def render_conversation(
     first_trained: index of the first message that may be trained; earlier assistant turns are context.
     notes: remarks about the row are appended to it.
     """
-    messages = clean_messages(messages)
-    _check_ids(tokenizer, messages)
-    _check_calls(tokenizer, messages, settings)
+    messages = _cleaned(tokenizer, messages, settings)
     whole = with_system(messages, system_prompt)
     first_trained += len(whole) - len(messages)
     conversation = _Conversation(tokenizer, whole, settings)
@@ -307,22 +302,16 @@ def render_responses(
         if notes is not None:
             notes.append(_not_begun(opening[len(shared) :]))
         opening = shared
-    head, wholes = _ids_of(tokenizer, opening), []
-    for response, text in zip(responses, texts, strict=True):
-        ids = _ids_of(tokenizer, text)
-        wholes.append(ids[: _end_of_response(tokenizer, ids, response[-1], common_prefix(head, ids))])
-    return head, wholes
-
-
-def _end_of_response(tokenizer: Any, ids: list[int], response: dict[str, Any], start: int) -> int:
-    """Where the last turn ends: after its end-of-turn token, or at the end if the template has none."""
-    stop = end_of_turn_id(tokenizer)
+    head, stop = _ids_of(tokenizer, opening), end_of_turn_id(tokenizer)
+    wholes = [_ids_of(tokenizer, text) for text in texts]
     if stop is None:
-        return len(ids)
-    _check_content(tokenizer, response, stop, "the response")
-    if stop not in ids[start:]:
-        raise ValueError("the chat template does not close the response's turn; use another one")
-    return len(ids) - ids[::-1].index(stop)
+        return head, wholes
+    for number, (response, ids) in enumerate(zip(responses, wholes, strict=True)):
+        _check_content(tokenizer, response[-1], stop, "the response")
+        if stop not in ids[common_prefix(head, ids) :]:
+            raise ValueError("the chat template does not close the response's turn; use another one")
+        wholes[number] = ids[: len(ids) - ids[::-1].index(stop)]
+    return head, wholes
 
 
 def _not_begun(lost: str) -> str:
@@ -343,6 +332,14 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 # Messages: what templates can take, and what they leave out.
+
+
+def _cleaned(tokenizer: Any, messages: Any, settings: Mapping[str, Any] | None) -> Messages:
+    """clean_messages, and refuse what this tokenizer or its template would drop."""
+    messages = clean_messages(messages)
+    _check_ids(tokenizer, messages)
+    _check_calls(tokenizer, messages, settings)
+    return messages
 
 
 def clean_messages(messages: Any) -> Messages:
@@ -504,27 +501,25 @@ def _render_text(
             "chat_template=tokenizer_default: the rows are conversations but this tokenizer has no chat template; "
             f"choose one of {', '.join(DELIMITERS)}, or give a FILE.jinja"
         )
-    text = _apply_template(tokenizer, messages, generation_prompt, settings)
+
+    def render(messages: Messages) -> str:
+        try:
+            return apply_template(tokenizer, messages, add_generation_prompt=generation_prompt, **(settings or {}))
+        except Endless:
+            raise
+        except Exception as error:  # templates are programs: Jinja errors, TypeErrors, their own raise_exception()
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"chat_template: cannot render this conversation ({reason}); change the rows or it"
+            ) from None
+
+    text = render(messages)
     # Some templates (DeepSeek's) write the calls of a turn only if its content is null.
-    if not re.search(r"content\W+is\s+(not\s+)?none", str(tokenizer.chat_template)):
-        return text
-    nulls = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
-    if nulls == messages:
-        return text
-    other = _apply_template(tokenizer, nulls, generation_prompt, settings)
-    return other if other.count("None") == text.count("None") else text
-
-
-def _apply_template(
-    tokenizer: Any, messages: Messages, generation_prompt: bool, settings: Mapping[str, Any] | None
-) -> str:
-    try:
-        return apply_template(tokenizer, messages, add_generation_prompt=generation_prompt, **(settings or {}))
-    except Endless:
-        raise
-    except Exception as error:  # templates are programs: Jinja errors, TypeErrors and their own raise_exception()
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"chat_template: cannot render this conversation ({reason}); change the rows or it") from None
+    if re.search(r"content\W+is\s+(not\s+)?none", str(tokenizer.chat_template)):
+        nulls = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
+        if nulls != messages and (other := render(nulls)).count("None") == text.count("None"):
+            return other
+    return text
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -567,11 +562,6 @@ class Overdue(BaseException):
 
 class Endless(ValueError):
     """A chat template did not finish in time."""
-
-
-def name_template(template: str, name: str) -> None:
-    """Set the name that error messages use for this template."""
-    _names[template] = name
 
 
 def apply_template(tokenizer: Any, messages: Any, **settings: Any) -> str:

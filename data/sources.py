@@ -18,7 +18,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from data.hub import check_hub
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
+TASKS = ("task:", reasoning_gym.PREFIX)  # how the paths of built-in tasks begin
 KEYS = ("format", "split", "name", "weight")
 FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # options of a format: field_messages, roles, ...
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -61,6 +62,10 @@ class DataSpec:
 class Row:
     source: str
     columns: dict[str, Any]
+
+
+def _numbered(path: str, table: Iterable[dict[str, Any]]) -> list[Row]:
+    return [Row(source=f"{path}:{number}", columns=columns) for number, columns in enumerate(table, 1)]
 
 
 def parse_spec(text: str) -> DataSpec:
@@ -94,7 +99,7 @@ def parse_spec(text: str) -> DataSpec:
     weight = values.get("weight", 1.0)
     if not (math.isfinite(weight) and weight > 0):
         raise ValueError(f"data={text}: weight={weight} must be above 0")
-    if options and not path.startswith(("task:", reasoning_gym.PREFIX)):
+    if options and not path.startswith(TASKS):
         raise ValueError(
             f"data={text}: {next(iter(options))} is only for built-in tasks (task:NAME); use split=train[:N]"
         )
@@ -105,7 +110,7 @@ def parse_spec(text: str) -> DataSpec:
 
 def load_rows(spec: DataSpec) -> list[Row]:
     """All rows of the spec's split, in order."""
-    if spec.path.startswith(("task:", reasoning_gym.PREFIX)):
+    if spec.path.startswith(TASKS):
         rows = _task_rows(spec)
     elif _is_hub(spec.path):
         rows = _hub_rows(spec)
@@ -148,7 +153,7 @@ def _number(text: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
 
 def _is_hub(path: str) -> bool:
     """Whether it is neither a task nor a file name. A folder counts as a hub id: datasets reads both."""
-    if path.startswith(("task:", reasoning_gym.PREFIX)) or path.lower().endswith(SUFFIXES):
+    if path.startswith(TASKS) or path.lower().endswith(SUFFIXES):
         return False
     place = Path(path).expanduser()
     return place.is_dir() or not (place.exists() or path.startswith(("/", "./", "../", "~")))
@@ -176,11 +181,10 @@ def _task_rows(spec: DataSpec) -> list[Row]:
     if spec.path.startswith("task:"):
         made = tasks.make_rows(spec.path.removeprefix("task:"), split=base, **spec.options)
     else:
-        own = {key: value for key, value in spec.options.items() if key not in ("size", "seed")}
-        asked = {key: spec.options[key] for key in ("size", "seed") if key in spec.options}
+        own = dict(spec.options)
+        asked = {key: own.pop(key) for key in ("size", "seed") if key in own}
         made = reasoning_gym.make_rows(spec.path.removeprefix(reasoning_gym.PREFIX), split=base, options=own, **asked)
-    rows = [Row(source=f"{spec.path}:{number}", columns=columns) for number, columns in enumerate(made, 1)]
-    return _take(spec, rows, base=base)
+    return _take(spec, _numbered(spec.path, made), base=base)
 
 
 def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
@@ -218,10 +222,7 @@ def _hub_rows(spec: DataSpec) -> list[Row]:
         check_hub("data", spec.path)
     try:
         table = datasets.load_dataset(str(Path(spec.path).expanduser()), spec.name, split=spec.split or "train")
-        return [
-            Row(source=f"{spec.path}:{number}", columns=without_fillers(columns))
-            for number, columns in enumerate(table, 1)
-        ]
+        return _numbered(spec.path, map(without_fillers, table))
     except Exception as error:  # network, hub, unknown split or configuration, broken file: all for the user to fix
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
@@ -325,4 +326,4 @@ def _read_parquet(path: str, place: Path) -> list[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"data={path}: cannot be read as parquet ({reason})") from None
-    return [Row(source=f"{path}:{number}", columns=without_fillers(columns)) for number, columns in enumerate(table, 1)]
+    return _numbered(path, map(without_fillers, table))

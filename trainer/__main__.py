@@ -15,7 +15,7 @@ from trainer.cli import parse
 from trainer.config.errors import one_line, raised_on_purpose
 from trainer.parallel.comm import log_once, process_group
 from trainer.parallel.ranks import TIMEOUT_S
-from trainer.policy.memory import is_out_of_memory, out_of_memory
+from trainer.plan import is_out_of_memory, out_of_memory
 from trainer.run.stop import EXIT_CODE, Stopped, end_on_sigterm
 
 INTERRUPTED = 130  # exit code after Ctrl-C

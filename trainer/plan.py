@@ -1,49 +1,622 @@
-"""Memory of a planned run on each GPU, what fits, and a rough speed. Reads a config.json, no weights.
+"""Memory of a training run on each GPU: one model for the command, and for the advice after an out-of-memory error.
 
     python -m trainer.plan --model Qwen/Qwen3-1.7B --gpus 1 --method grpo
     python -m trainer.plan --shape llama-3.1-8b --gpus 8 --method dpo --gpu a100-80
     python -m trainer.plan --shape qwen3-8b --gpus 8 --parallel.context 4 --max-tokens-per-micro-batch 131072
     python -m trainer.plan --model builtin:tiny --lora.r 16 --max-tokens-per-micro-batch 16384
 
-trainer/policy/memory.py has the formulas. Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor,
-on a CPU; the peak of a step there; the head's buffers and the peak of a checkpointed bfloat16 step, against rows
-measured on an H200; AdamW's moments, against what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a
-GPU. Not measured, so only estimated: FSDP's buffers, and the two constants below. Sequences are packed, with flex
-attention: sdpa adds a dense mask and, on some GPUs, scores.
+    num_bytes = planned_peak(cfg, tokens)      # peak of a training step of so many tokens
+    text = out_of_memory(error, cfg)           # which flags to lower, and what each would save
 
-    tokens/s = GPUs x mfu x peak / FLOPs per token        6 N, 8 N with gradient checkpointing; 4 N and 6 N with LoRA
+Only a config.json is read, no weights. Sections: what is counted, bytes (a formula for each row of the table), a run
+from its Config, out of memory, the command.
+
+L layers, D width, H query heads, G key-value heads, K head size, I width inside the gated MLP, V vocabulary, P
+parameters; n tokens of a micro-batch on this GPU (packed, so all are real). h = bytes of a trained weight, w = of a
+number in the residual stream, c = of one in the matrix products: full fine-tuning holds float32 weights and multiplies
+in bfloat16 under autocast (h 4, w 4, c 2); --trained-dtype bfloat16 has 2, 2, 2, and --dtype float32 has 4, 4, 4. The
+frozen base of a LoRA run, and blocks that FSDP gathers in bfloat16, have w 2, c 2.
+
+Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor, on a CPU; the peak of a step there; the
+head's buffers and the peak of a checkpointed bfloat16 step, against rows measured on an H200; AdamW's moments, against
+what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a GPU. Not measured, so only estimated: FSDP's
+buffers, RESERVE and ASLEEP. Not counted: what --compile saves (compiled blocks keep fewer activations), dense masks
+and scores of sdpa (sequences are packed, with flex attention), reward models.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from data.command.flags import parse_command, run_command
+from data.hub import check_hub
+from rollout.servers.model_folder import read_adapter, resolve_model
 from trainer.config.checks import check_numbers
-from trainer.policy.memory import (
-    METHODS,
-    Sizes,
-    Work,
-    build,
-    busiest,
-    flops_per_token,
-    head_bytes,
-    kept,
-    logits_bytes,
-    meta_model,
-    peak,
-    sampling,
-    sizes_of,
-)  # fmt: skip
+from trainer.config.errors import load_error
+from trainer.parallel.ranks import world_size
 
+CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/linear_logprob_triton.py, which needs triton to import
+TRITON_HEAD = (9, 10)  # compute capabilities that it runs on: Hopper and Blackwell
+TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
+SCALED, SMALLEST = 256, 4096  # torchao's 8-bit moments: numbers of a scale, and of the smallest tensor that has them
 GIB = 1 << 30
+BYTES = {"float32": 4, "bfloat16": 2}
 RESERVE = 2.0  # GiB, assumed: CUDA context, NCCL, cuBLAS workspaces, gaps in the allocator
 ASLEEP = 1.5  # GiB, assumed: what a colocated vLLM server keeps while it sleeps
-LONGEST = 1 << 20  # largest micro-batch tried, in tokens
-STEP = 256
+LONGEST, STEP = 1 << 20, 256  # largest micro-batch tried, in tokens, and the step between two
+RANK = 16  # of adapters suggested to a run that trains all weights
+Head = Literal["one pass", "any loss", "none"]
+
+
+# what is counted -------------------------------------------------------------------------------------------------
+
+
+class Method(NamedTuple):
+    """What a method needs memory for."""
+
+    head: Head
+    reference: Literal["always", "with beta", "never"] = "never"
+    samples: bool = False
+    sequences: int = 1  # of one row
+
+    def head_for(self, context: int) -> Head:
+        """The pass that computes the gradient too is not for GPUs that share a row (logps.token_loss)."""
+        return "any loss" if context > 1 and self.head == "one pass" else self.head
+
+
+METHODS = {
+    "sft": Method("one pass"),
+    **dict.fromkeys(("dpo", "ipo"), Method("any loss", "always", sequences=2)),
+    "kto": Method("any loss", "always"),
+    **dict.fromkeys(("cpo", "simpo", "orpo"), Method("any loss", sequences=2)),
+    "rm": Method("none", sequences=2),
+    "prm": Method("none"),
+    **dict.fromkeys(("grpo", "gdpo", "rloo"), Method("one pass", "with beta", samples=True)),
+    "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
+}
+ANY = Method("any loss")  # a method outside the repository
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder of RMS norms, grouped attention and a gated MLP."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    tied: bool
+    qk_norm: bool
+    tensors: tuple[int, ...]  # parameters of each, tied ones once
+    matrices: int  # parameters in the linear layers of the blocks
+    ends: tuple[int, ...]  # in and out of each of those layers
+
+    @property
+    def params(self) -> int:
+        return sum(self.tensors)
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.width
+
+    def adapter(self, r: int) -> int:
+        return r * sum(self.ends)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, how, and on how many tokens at a time."""
+
+    tokens: int
+    lora_r: int = 0
+    held: int = 4  # h: bytes of a weight when all are trained
+    compute: int = 2  # c
+    checkpointing: bool = False
+    head: Head = "one pass"
+    has_reference: bool = False
+    others: float = 0.0  # bytes of other frozen models
+    optim: str = "adamw"
+    shards: int = 1  # GPUs that FSDP shards over; 1: replicas
+    triton: bool = True
+    trained_tokens: int | None = None  # None: all of them
+    accumulates: bool = True  # gradients of earlier micro-batches exist
+    context: int = 1  # GPUs that share the micro-batch
+
+    @property
+    def own(self) -> int:
+        """n: tokens that one GPU computes."""
+        return -(-self.tokens // self.context)
+
+    @property
+    def rows(self) -> int:
+        """R: those of them that train."""
+        return self.own if self.trained_tokens is None else -(-self.trained_tokens // self.context)
+
+    @property
+    def full(self) -> bool:
+        return self.lora_r == 0
+
+    @property
+    def stream(self) -> int:
+        """w; FSDP casts what it gathers, so autocast does not."""
+        return self.held if self.full and self.shards == 1 else self.compute
+
+
+class Moment(NamedTuple):
+    """A point in the step, and its bytes beyond those kept from start to end."""
+
+    name: str
+    activations: float
+    passing: float  # short-lived buffers
+    gradients: float = 0.0  # computed so far, if none are kept
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.passing + self.gradients
+
+
+def sizes_of(model: Any) -> Sizes:
+    """Sizes of a transformers causal LM, which may be on the meta device."""
+    from torch import nn
+
+    config, head = model.config, model.get_output_embeddings()
+    linears = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not head]
+    heads = config.num_attention_heads
+    return Sizes(
+        layers=config.num_hidden_layers, width=config.hidden_size, heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        inner=config.intermediate_size, vocab=head.weight.shape[0], tied=bool(config.tie_word_embeddings),
+        qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        tensors=tuple(x.numel() for x in model.parameters()), matrices=sum(x.weight.numel() for x in linears),
+        ends=tuple(end for x in linears for end in (x.in_features, x.out_features)),
+    )  # fmt: skip
+
+
+# bytes -----------------------------------------------------------------------------------------------------------
+
+
+def kept(s: Sizes, work: Work) -> dict[str, float]:
+    """Bytes per GPU kept from start to end.
+
+    AdamW's step needs no extra memory: on a GPU it is one kernel for all weights, or one for each. With LoRA the base
+    is its own reference.
+    """
+    trained_bytes = work.held if work.full else 4
+    tensors = s.tensors if work.full else tuple(work.lora_r * end for end in s.ends)
+    trained = sum(tensors)
+    if work.optim == "adamw_8bit":  # a byte, and a float32 scale for each 256; small and odd tensors stay as they are
+        parts = [(num, num / work.shards) for num in tensors]
+        in_8bit = sum(num for num, own in parts if own >= SMALLEST and own % SCALED == 0)
+    else:
+        in_8bit = 0
+    whole = {
+        "weights": (work.held if work.full else work.compute) * s.params,
+        "adapters": 4 * s.adapter(work.lora_r),
+        "gradients": trained_bytes * trained,
+        "optimizer state": 2 * (1 + 4 / SCALED) * in_8bit + 2 * trained_bytes * (trained - in_8bit),
+        "reference": work.compute * s.params * (work.has_reference and work.full) + work.others,
+    }
+    return {name: size / work.shards for name, size in whole.items()}
+
+
+def saved_by_block(s: Sizes, work: Work) -> int:
+    """Bytes that autograd saves of one block: per own token the terms below, and keys and values of the other GPUs'."""
+    w, c, d, inner = work.stream, work.compute, s.width, s.inner
+    heads, keys = s.heads + s.kv_heads, (s.heads + s.kv_heads) * s.head_dim
+    if work.full:
+        terms = {
+            "two norms": 2 * ((4 + w) * d + 4),  # input in float32, normalised input, one root each
+            "their outputs": (5 if w != c else 2) * c * d,  # autocast casts for each of q, k, v, gate, up
+            "q, k norms": ((4 + c) * keys + 4 * heads) * s.qk_norm,
+            "MLP": 4 * c * inner,  # gate, silu(gate), up, their product
+        }
+    else:
+        terms = {
+            "two norms": 2 * (4 * d + 4),
+            # each matrix keeps its own cast of its input; in float32 those with the same input share it
+            "inputs of matrices": c * (2 * d + inner if c == 4 else 5 * d + s.heads * s.head_dim + inner),
+            "inside the adapters": c * 7 * work.lora_r,
+            "q, k norms": (4 * keys + 4 * heads) * s.qk_norm,
+            "MLP": 3 * c * inner,
+        }
+    terms["attention"] = 2 * c * keys + 4 * s.heads  # q, k, v, output, log-sum-exp; no T x T scores
+    return work.own * sum(terms.values()) + 2 * c * s.kv_heads * s.head_dim * (work.tokens - work.own)
+
+
+def casts(s: Sizes, work: Work) -> int:
+    """Bytes of the bfloat16 copies that autocast makes of the trained float32 matrices of all blocks."""
+    if work.compute == 4:
+        return 0
+    return work.compute * (s.matrices * (work.stream != work.compute) if work.full else s.adapter(work.lora_r))
+
+
+def saved(s: Sizes, work: Work) -> int:
+    """Bytes of activations kept between forward and backward, casts included; checkpointing keeps w D per block."""
+    n, w, d = work.own, work.stream, s.width
+    norm = 4 * d + 4
+    outside = n * (norm + w * d * work.full + 2 * w * s.head_dim + 8)  # last norm, rotary table, ids
+    if work.checkpointing:
+        return outside + n * s.layers * w * d
+    first = 0 if work.full else n * norm  # embeddings do not train: the first norm saves nothing
+    return outside - first + s.layers * saved_by_block(s, work) + casts(s, work)
+
+
+def head_bytes(s: Sizes, work: Work) -> int:
+    """Peak of the log-prob head (kernels/linear_logprob.py), including its new gradients dX and dW.
+
+    It stores no logits, but one chunk of exponentials E; `part` is a part of E @ W in float32.
+    """
+    if work.head == "none":
+        return 0
+    rows, d, v, w, c = work.rows, s.width, s.vocab, work.stream, work.compute
+    cast, dx = c * s.embedding * (w != c), c * rows * d
+    if not work.triton or c == 4:  # blocks of float32: four at a time, or three and the summand of dW
+        block = 4 * v * min(rows, max(1, TORCH_BLOCK // v))
+        low = 0 if c == 4 else block // 2
+        dw = s.embedding * work.full
+        return cast + dx + 4 * dw + max(4 * block, 3 * block + low + c * dw)
+    if work.head == "any loss" and work.full:  # E of some columns, all rows
+        columns = min(v, max(256, SLICE // max(1, rows) // 256 * 256))
+        return cast + 2 * rows * columns + 4 * d * columns + 4 * rows * d + dx + w * s.embedding
+    at_once = work.full and w != 4 and rows <= 2 * d
+    chunk = rows if at_once else min(rows, CHUNK)
+    e = 2 * -(-chunk // 128) * 128 * v
+    part = 4 * d * min(chunk, PART * max(1, d // 1024))
+    if not work.full:
+        return e + dx + part
+    if w == 4 or at_once:
+        return cast + e + dx + part + w * s.embedding
+    return max(e + dx + part + 4 * s.embedding, dx + (4 + w) * s.embedding)  # the sum is float32, then rounded
+
+
+def logits_bytes(s: Sizes, rows: int) -> int:
+    """What storing the logits would take at its peak: logits, float32 copy, log-softmax, gradient."""
+    return 12 * rows * s.vocab
+
+
+def in_flight(s: Sizes, work: Work) -> tuple[float, float]:
+    """Bytes that FSDP holds gathered beyond its shards: in forward and head, and in the backward of a block.
+
+    A block in use, the next one prefetched and its gather buffer (3 c each); embeddings and head, which stay gathered
+    (c); in the backward the block's unsharded gradient (c), and that in float32 for the reduction (4).
+    """
+    if work.shards == 1:
+        return 0.0, 0.0
+    c, block = work.compute, s.matrices / s.layers
+    gathered = c * s.embedding * (1 if s.tied else 2) + 3 * c * block
+    return gathered, gathered + (c + 4) * block * work.full
+
+
+def moments(s: Sizes, work: Work) -> list[Moment]:
+    """Candidates for the peak.
+
+    A step of a single micro-batch starts without gradients, which grow as activations are freed (`is_first`).
+    Replicas sum gradients a bucket at a time, after the activations are freed.
+    """
+    w, c, n, d = work.stream, work.compute, work.own, s.width
+    has_head = work.head != "none"
+    is_first, is_tied = work.full and not work.accumulates, work.full and s.tied and has_head
+    stays, (gathered, reduced) = saved(s, work), in_flight(s, work)
+    block = saved_by_block(s, work) + casts(s, work) / s.layers
+    grad = work.held / work.shards  # bytes of a gradient once it is there
+    head_grad = grad * s.embedding * has_head  # of a tied head it waits for that of the embedding
+    waits, new = (0, head_grad) if is_first else (head_grad * is_tied, 0)
+    # In the MLP: gradients of product, silu and up in place of the product (an adapter takes its input through
+    # float32), that of the residual stream, and the new gradient of one matrix before it is accumulated.
+    wide = 2 * c + (4 if work.lora_r and c == 2 else 0)
+    matrix = d * s.inner * (w + c * (w != c)) if work.full and work.accumulates else 0
+    worst = n * (wide * s.inner + w * d) + matrix + reduced
+    found = [Moment("log-prob head", stays, c * work.rows * d + head_bytes(s, work) + gathered)]
+    if work.checkpointing:  # autocast's cache holds the casts of all blocks until the forward ends
+        forward = n * (4 * c * s.inner + w * d) + gathered
+        found.append(Moment("forward, casts of all weights", stays, forward + casts(s, work)))
+    found.append(Moment("backward of a block", stays + block * work.checkpointing, worst + waits, new))
+    if is_first:  # in the first block, the others have their gradients and it has only that of its last matrix
+        last = block + n * (w * d + 2 * w * s.head_dim + 8)
+        others = grad * (s.params - s.matrices / s.layers + d * s.inner)
+        found.append(Moment("backward of the first block", last, worst, others))
+    # The gradient of an embedding is dense, and added to what is there.
+    again = w * s.embedding * work.full if work.accumulates or is_tied else 0
+    every = grad * s.params if is_first else 0
+    found.append(Moment("embedding's gradient", n * w * d, waits + again + gathered, every))
+    return found
+
+
+def busiest(s: Sizes, work: Work) -> Moment:
+    """The peak of forward and backward."""
+    return max(moments(s, work), key=lambda moment: moment.total)
+
+
+def at_peak(s: Sizes, work: Work) -> dict[str, float]:
+    """Bytes of each kind on one GPU at the peak of forward and backward."""
+    parts, fullest = kept(s, work), busiest(s, work)
+    if work.full and not work.accumulates:
+        parts["gradients"] = fullest.gradients
+    return parts | {"activations": fullest.activations, "buffers": fullest.passing}
+
+
+def peak(s: Sizes, work: Work) -> float:
+    """Most bytes that tensors take on one GPU during forward, backward and update."""
+    return sum(at_peak(s, work).values())
+
+
+def largest(s: Sizes, work: Work, gib: float) -> int:
+    """Most tokens of a micro-batch, in steps of 256, whose peak stays within; 0 when not even those fit."""
+    low, high = 0, LONGEST // STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        if peak(s, replace(work, tokens=middle * STEP)) <= gib * GIB:
+            low = middle
+        else:
+            high = middle - 1
+    return low * STEP
+
+
+def kept_without_gradients(s: Sizes, work: Work) -> float:
+    return sum(size for name, size in kept(s, work).items() if name != "gradients")
+
+
+def sampling(s: Sizes, work: Work, cached_tokens: int) -> float:
+    """Bytes while this process samples completions: a key-value cache, no gradients or activations."""
+    cache = cache_bytes(s, work.compute, cached_tokens)
+    return kept_without_gradients(s, work) + cache + casts(s, work) + in_flight(s, work)[0]
+
+
+def cache_bytes(s: Sizes, compute: int, num_tokens: int) -> int:
+    """Keys and values of tokens under generation."""
+    return 2 * s.layers * s.kv_heads * s.head_dim * compute * num_tokens
+
+
+def flops_per_token(s: Sizes, work: Work) -> int:
+    """2 N forward, 4 N backward (2 N where weights are frozen), 2 N more to recompute, 2 N for a reference.
+
+    N leaves out an embedding that is only looked up. Attention scores are not counted: short sequences add little.
+    """
+    num = s.params - (0 if s.tied else s.embedding)
+    return num * (2 + (4 if work.full else 2) + 2 * work.checkpointing + 2 * work.has_reference)
+
+
+# a run, from its Config ------------------------------------------------------------------------------------------
+
+
+def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The model on the meta device."""
+    from transformers import AutoConfig
+
+    path = resolve_model(model)
+    if (Path(path) / "adapter_config.json").exists():
+        path = resolve_model(read_adapter(path)["base_model_name_or_path"])
+    if not Path(path).is_dir():
+        check_hub("model", path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    except Exception as error:  # damaged files make transformers raise anything
+        raise ValueError(f"model={model}: its config.json cannot be read: {load_error(error, path)}") from None
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(f"model={model}: a mixture of experts, which is not planned for")
+    for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers"):
+        if not hasattr(config, name):
+            raise ValueError(f"model={model}: its config has no {name}; only decoder models are planned for")
+    return build(config, trust_remote_code=trust_remote_code)
+
+
+def build(config: Any, *, trust_remote_code: bool = False) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def sizes_for(cfg: Any, model: str | None = None) -> Sizes:
+    """Sizes of the trained model, or of another one that the run loads."""
+    return sizes_of(meta_model(model or cfg.model.model, trust_remote_code=cfg.model.trust_remote_code))
+
+
+def planned_peak(cfg: Any, tokens: int, *, trained_tokens: int | None = None) -> float:
+    """Peak bytes of tensors on this device in a step of so many tokens here, sampling included."""
+    s, parts = sizes_for(cfg), cfg.run.gradient_accumulation_steps
+    most = min(math.ceil(tokens / parts), max(cfg.run.max_tokens_per_micro_batch, longest(cfg) or 0))
+    trained = None if trained_tokens is None else math.ceil(most * trained_tokens / tokens)
+    work = replace(work_of(cfg, s), tokens=most, trained_tokens=trained, accumulates=most < tokens)
+    cached = cached_tokens(cfg)
+    return max(peak(s, work), sampling(s, work, cached) if cached else 0.0)
+
+
+def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
+    """The Work of this run at the largest micro-batch its settings allow, on cuda or cpu; None: this machine's."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    device = device or ("cuda" if has_gpu else "cpu")
+    compute = BYTES[{"cuda": "bfloat16", "cpu": "float32"}[device] if cfg.model.dtype == "auto" else cfg.model.dtype]
+    tokens, is_part = micro_batch(cfg)
+    work = Work(
+        tokens=tokens, lora_r=cfg.lora.r, held=BYTES[cfg.model.trained_dtype], compute=compute,
+        checkpointing=cfg.model.gradient_checkpointing, head=method_of(cfg).head_for(cfg.parallel.context),
+        has_reference=has_reference(cfg), others=compute * sum(sizes_for(cfg, name).params for name in frozen(cfg)),
+        optim=cfg.optim.optim, accumulates=is_part, context=cfg.parallel.context,
+        triton=device == "cuda" and (not has_gpu or torch.cuda.get_device_capability()[0] in TRITON_HEAD),
+    )  # fmt: skip
+    return replace(work, shards=shards_of(cfg, s, work, device))
+
+
+def method_of(cfg: Any) -> Method:
+    """The method by the module of its Config, or of a base class."""
+    names = (kind.__module__.rpartition(".")[2] for kind in type(cfg).__mro__)
+    return next((METHODS[name] for name in names if name in METHODS), ANY)
+
+
+def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
+    """GPUs that the model is sharded over, by the settings, or as the trainer decides for auto."""
+    import torch
+
+    from trainer.policy.sharding import room_for_a_copy
+
+    parallel, world = cfg.parallel, world_size()
+    if world == 1 or parallel.mode == "replicate":
+        return 1
+    if parallel.mode == "auto":
+        replica = kept(s, replace(work, optim="adamw", others=0.0))
+        if sum(replica.values()) <= room_for_a_copy(torch.device(device)):
+            return 1
+    return parallel.shard or world
+
+
+def has_reference(cfg: Any) -> bool:
+    """Whether training uses a reference of the starting point; without LoRA that is a second model."""
+    wants, beta = method_of(cfg).reference, cfg.policy_loss.beta if hasattr(cfg, "policy_loss") else 0.0
+    if wants == "always" and hasattr(cfg, "features"):
+        return cfg.features.feature_model is None or beta > 0
+    if wants == "always":
+        is_free = getattr(cfg, "reference_free", False)
+        return not is_free and cfg.reference.ref != "precomputed" and cfg.reference.ref_model is None
+    return wants == "with beta" and beta > 0
+
+
+def frozen(cfg: Any) -> Iterator[str]:
+    """Frozen models other than --model."""
+    if hasattr(cfg, "reference") and cfg.reference.ref_model is not None and cfg.reference.ref != "precomputed":
+        yield cfg.reference.ref_model
+    if hasattr(cfg, "features") and cfg.features.feature_model is not None:
+        yield cfg.features.feature_model
+
+
+def micro_batch(cfg: Any) -> tuple[int, bool]:
+    """Tokens of the largest forward (the limit, one longer sequence, or a whole accumulation step), and whether a step
+    has several; of this device, or of those that share its rows."""
+    run, length = cfg.run, longest(cfg)
+    if length is None:
+        return run.max_tokens_per_micro_batch, True
+    whole = run.per_device_train_batch_size * method_of(cfg).sequences * cfg.parallel.context * length
+    tokens = min(max(run.max_tokens_per_micro_batch, length), whole)
+    return tokens, run.gradient_accumulation_steps > 1 or tokens < whole
+
+
+def longest(cfg: Any) -> int | None:
+    """Tokens of the longest sequence that the settings allow, without unbounded prompts; None if there is no limit."""
+    if getattr(cfg, "mode", None) == "strided":
+        return None  # rows of continuations side by side
+    if hasattr(cfg, "rollout"):
+        return (cfg.max_prompt_length or 0) + cfg.max_completion_length
+    return cfg.response.max_length if hasattr(cfg, "response") else getattr(cfg, "max_length", None)
+
+
+def cached_tokens(cfg: Any) -> int:
+    """Most tokens that the local engine holds at a time; 0 if it does not sample."""
+    if not hasattr(cfg, "rollout") or cfg.rollout.engine != "local":
+        return 0
+    return completions(cfg) * (longest(cfg) or 0)
+
+
+def completions(cfg: Any) -> int:
+    """Completions that the local engine samples at a time."""
+    return min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)
+
+
+# out of memory ---------------------------------------------------------------------------------------------------
+
+
+class Advice(NamedTuple):
+    """A flag and what it would save, in bytes."""
+
+    flag: str
+    saves: float
+    remark: str
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those behind it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this error, or its cause, is torch's out-of-memory error."""
+    torch = sys.modules.get("torch")  # without torch nothing was allocated
+    return torch is not None and any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error))
+
+
+def out_of_memory(error: BaseException, cfg: Any) -> str:
+    """The message, one flag per line. Never fails: without an estimate it only names the flags."""
+    lines = [f"out of memory: {asked_for(error)}"]
+    try:
+        s = sizes_for(cfg)
+        work = work_of(cfg, s)
+        parts = at_peak(s, work) | {"cache": cache_bytes(s, work.compute, cached_tokens(cfg))}
+        held = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
+        lines.append(f"  this run holds about, in GiB: {held}")
+        given = advice(s, work, cfg)
+        width = max(len(one.flag) for one in given)
+        lines += [f"  {one.flag:<{width}}  saves about {one.saves / GIB:.3g} GiB{one.remark}" for one in given]
+    except Exception as failure:  # the estimate must not hide the first line
+        lines.append(f"  what would help cannot be estimated here ({type(failure).__name__}); try")
+        lines.append("  --max-tokens-per-micro-batch 4096 or less, --gradient-checkpointing, --lora.r 16")
+    lines.append("  checkpoints are complete: --resume continues from the last one, with these flags added")
+    return "\n".join(lines)
+
+
+def asked_for(error: BaseException) -> str:
+    """The figures of torch's message, without its advice about environment variables."""
+    for cause in causes(error):
+        if found := re.search(r"Tried to allocate [^.]*(?:\.\d[^.]*)*\.", str(cause)):
+            text = re.split(r" If reserved but unallocated| See documentation", str(cause)[found.start() :])[0]
+            return " ".join(text.split()).replace("Tried", "tried", 1).rstrip(".")
+    return " ".join(str(cause).split()) or type(cause).__name__
+
+
+def advice(s: Sizes, work: Work, cfg: Any) -> list[Advice]:
+    """What can be lowered in this run, the largest saving first."""
+    import torch
+
+    def saves(**changed: Any) -> float:
+        return peak(s, work) - peak(s, replace(work, **changed))
+
+    length, half = longest(cfg), work.tokens // 2
+    if length is None or half >= length:
+        # a second micro-batch keeps the gradients of the first, so half as many tokens may save nothing
+        while (less := saves(tokens=half, accumulates=True)) <= 0 and half // 2 >= (length or 1):
+            half //= 2
+        found = [Advice(f"--max-tokens-per-micro-batch {half}", less, f", {work.tokens} tokens now")]
+    else:  # one sequence is a micro-batch by itself
+        name = "completion-length" if hasattr(cfg, "rollout") else "length"
+        remark = f", one sequence is {length} tokens"
+        found = [Advice(f"--max-{name} {length // 2}", saves(tokens=half), remark)]
+    rank, remark = (RANK, ": only adapters are trained") if work.full else (max(1, work.lora_r // 2), "")
+    is_wide = work.full and work.held == 4 and work.compute == 2
+    second = hasattr(cfg, "reference") and (work.has_reference or work.others)
+    for is_possible, flag, changed, said in (
+        (not work.checkpointing, "--gradient-checkpointing", {"checkpointing": True}, ", a third more time"),
+        (work.optim == "adamw", "--optim adamw_8bit", {"optim": "adamw_8bit"}, " of moments (needs torchao)"),
+        (is_wide, "--trained-dtype bfloat16", {"held": 2}, ", in a new run: weights, gradients and moments"),
+        (True, f"--lora.r {rank}", {"lora_r": rank}, f", in a new run{remark}"),
+        (second, "--ref precomputed", {"has_reference": False, "others": 0.0}, ": no second model while training"),
+    ):
+        if is_possible:
+            found.append(Advice(flag, saves(**changed), said))
+    if cached := cache_bytes(s, work.compute, cached_tokens(cfg)):
+        size = max(1, completions(cfg) // 2)
+        found.append(Advice(f"--rollout.max-batch-size {size}", cached / 2, " while completions are made"))
+    if torch.cuda.is_available() and hasattr(cfg, "vllm") and cfg.rollout.engine == "vllm" and not cfg.vllm.url:
+        total, share = torch.cuda.mem_get_info()[1], cfg.vllm.gpu_memory_utilization or 0.35
+        lower = round(max(0.1, share - 0.1), 2)
+        remark = f" for a server on this GPU, of {total / GIB:.3g} GiB"
+        found.append(Advice(f"--vllm.gpu-memory-utilization {lower}", (share - lower) * total, remark))
+    return sorted((one for one in found if one.saves > 0), key=lambda one: -one.saves)
+
+
+# the command -----------------------------------------------------------------------------------------------------
 
 
 class Card(NamedTuple):
@@ -63,7 +636,6 @@ CARDS = {
     "l40s": Card(44.4, 362, 91.6, False),
     "4090": Card(23.5, 165, 82.6, False),
 }
-
 
 # hidden_size, intermediate_size, layers, heads, key-value heads, head_dim, vocabulary, tied
 KNOWN = {
@@ -168,14 +740,12 @@ class PlanConfig:
             raise ValueError(f"shape={self.shape}: not a known size; there is {', '.join(KNOWN)}, or use --model")
         if self.method not in METHODS:
             raise ValueError(f"method={self.method}: not a method of ours; there is {', '.join(METHODS)}")
-        check_numbers(
-            self,
-            {
-                "1 or more": "gpus max_tokens_per_micro_batch",
-                "above 0": "gpu_memory",
-                "above 0 and at most 1": "mfu",
-            },
-        )
+        rules = {
+            "1 or more": "gpus max_tokens_per_micro_batch",
+            "above 0": "gpu_memory",
+            "above 0 and at most 1": "mfu",
+        }
+        check_numbers(self, rules)
         check_numbers(self.lora, {"0 or more": "r"}, "lora.")
         check_numbers(self.vllm, {"above 0 and at most 1": "gpu_memory_utilization"}, "vllm.")
         if self.trained_dtype == "bfloat16" and (self.lora.r or self.dtype == "float32"):
@@ -213,7 +783,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(cfg: PlanConfig) -> None:
     trusts = cfg.trust_remote_code
     model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model, trust_remote_code=trusts)
-    print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg), notes(model))))
+    print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg))))
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if not {"gate_proj", "up_proj", "down_proj", "q_proj", "o_proj"} <= names:
+        print(f"{type(model).__name__} is not built like a Llama; its activations are counted as if it were.")
 
 
 def known_config(name: str) -> Any:
@@ -221,13 +794,6 @@ def known_config(name: str) -> Any:
 
     kind, *values = KNOWN[name]
     return AutoConfig.for_model(kind, **dict(zip(FIELDS, values, strict=True)))
-
-
-def notes(model: Any) -> list[str]:
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if {"gate_proj", "up_proj", "down_proj", "q_proj", "o_proj"} <= names:
-        return []
-    return [f"{type(model).__name__} is not built like a Llama; its activations are counted as if it were."]
 
 
 def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
@@ -238,7 +804,7 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
     if cfg.gpu in (None, "here") and torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
         like = next((x for name, x in CARDS.items() if name.partition("-")[0].upper() in found.name), CARDS["h200"])
-        card = like._replace(gib=found.total_memory / GIB, triton_head=found.major in (9, 10))
+        card = like._replace(gib=found.total_memory / GIB, triton_head=found.major in TRITON_HEAD)
         name = found.name
     else:
         name = cfg.gpu or "h200"
@@ -248,117 +814,90 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
 
 def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
     """The settings compared: replicate and, with several GPUs, fsdp, each without and with gradient checkpointing."""
-    head, parallel = METHODS[cfg.method].head, cfg.parallel
+    parallel = cfg.parallel
     base = Work(
-        tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, held=2 if cfg.trained_dtype == "bfloat16" else 4,
-        compute=2 if cfg.dtype == "bfloat16" else 4, has_reference=cfg.has_reference, optim=cfg.optim,
-        triton=card.triton_head, context=parallel.context,
-        head="any loss" if parallel.context > 1 and head == "one pass" else head,  # model.token_loss
+        tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, held=BYTES[cfg.trained_dtype],
+        compute=BYTES[cfg.dtype], has_reference=cfg.has_reference, optim=cfg.optim, triton=card.triton_head,
+        context=parallel.context, head=METHODS[cfg.method].head_for(parallel.context),
     )  # fmt: skip
-    made, modes = {}, {}
-    if parallel.mode != "fsdp" and parallel.shard is None:
+    modes = {}
+    if cfg.gpus == 1 or (parallel.mode != "fsdp" and parallel.shard is None):
         modes["replicate"] = base
     if cfg.gpus > 1 and parallel.mode != "replicate":
         modes["fsdp"] = replace(base, shards=parallel.shard or cfg.gpus)
-    modes = modes or {"replicate": base}
-    for name, work in modes.items():
-        made[name] = work
-        made[f"{name} + gc"] = replace(work, checkpointing=True)
-    return made
+    return {
+        name + suffix: replace(work, checkpointing=bool(suffix))
+        for name, work in modes.items()
+        for suffix in ("", " + gc")
+    }
 
 
-def room(cfg: PlanConfig, card: Card) -> float:
-    """GiB for tensors while the trainer works."""
-    return card.gib - RESERVE - (ASLEEP if cfg.shares_with_vllm else 0.0)
+def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
+    """Two lines about the run, the table, and sentences about it."""
+    works = columns(cfg, card)
+    room = card.gib - RESERVE - (ASLEEP if cfg.shares_with_vllm else 0.0)  # GiB for tensors while the trainer works
+    num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
+    sharing = f", a slice of it on each of {cfg.parallel.context}" if cfg.parallel.context > 1 else ""
+    held = f", weights held in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
+    out = [
+        f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; {cfg.method}, {cfg.dtype}, {cfg.optim}{held}",
+        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {room:.1f} for tensors of the trainer; "
+        f"{cfg.max_tokens_per_micro_batch} tokens in a micro-batch{sharing}; gc = gradient checkpointing",
+        "",
+    ]
 
+    def row(name: str, cells: Iterable[Any], form: str = "") -> None:
+        out.append(f"{name:<36}" + "".join(f"{format(cell, form):>16}" for cell in cells))
 
-def largest(s: Sizes, work: Work, gib: float) -> int:
-    """Most tokens of a micro-batch, in steps of 256, whose peak stays within; 0 when not even those fit."""
-    low, high = 0, LONGEST // STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        if peak(s, replace(work, tokens=middle * STEP)) <= gib * GIB:
-            low = middle
-        else:
-            high = middle - 1
-    return low * STEP
+    row("GiB on each GPU", works)
+    parts = [at_peak(s, work) for work in works.values()]
+    for part in parts[0]:
+        if any(sizes[part] for sizes in parts):
+            name = "passing buffers beside them" if part == "buffers" else part
+            row(name, [sizes[part] / GIB for sizes in parts], ".2f")
+    peaks = [sum(sizes.values()) / GIB for sizes in parts]
+    row("peak", peaks, ".2f")
+    can_sample = [True] * len(works)
+    if METHODS[cfg.method].samples:
+        whose = "vLLM's share" if cfg.shares_with_vllm else "servers elsewhere"
+        gibs = [sampling_gib(cfg, s, work, card) for work in works.values()]
+        row(f"while sampling, {whose if cfg.rollout.engine == 'vllm' else 'local cache'}", gibs, ".2f")
+        can_sample = [gib <= card.gib - RESERVE for gib in gibs]
+    fits = [gib <= room and ok for gib, ok in zip(peaks, can_sample, strict=True)]
+    row("fits", ["yes" if ok else "no" for ok in fits])
+    best = [largest(s, work, room) if ok else 0 for work, ok in zip(works.values(), can_sample, strict=True)]
+    row("largest max-tokens-per-micro-batch", [f"{tokens:,}" if tokens else "none" for tokens in best])
+    flops = cfg.gpus * cfg.mfu * (card.bf16 if cfg.dtype == "bfloat16" else card.fp32) * 1e12
+    row("tokens/s, all GPUs, rough", [flops / flops_per_token(s, work) for work in works.values()], ",.0f")
+    return [*out, "", *explain(cfg, s, works, dict(zip(works, fits, strict=True)))]
 
 
 def sampling_gib(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> float:
     """GiB while completions are made: no gradients or activations, but the engine's share."""
     if cfg.rollout.engine == "local":
         return sampling(s, work, cfg.rollout.max_batch_size * cfg.rollout.max_length) / GIB
-    held = sum(size for name, size in kept(s, work).items() if name != "gradients") / GIB
-    return held + (cfg.vllm.gpu_memory_utilization * card.gib if cfg.shares_with_vllm else 0.0)
+    share = cfg.vllm.gpu_memory_utilization * card.gib if cfg.shares_with_vllm else 0.0
+    return kept_without_gradients(s, work) / GIB + share
 
 
-def tokens_per_s(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> float:
-    top = (card.bf16 if work.compute == 2 else card.fp32) * 1e12
-    return cfg.gpus * cfg.mfu * top / flops_per_token(s, work)
-
-
-def line(name: str, cells: Sequence[str]) -> str:
-    return f"{name:<36}" + "".join(f"{cell:>16}" for cell in cells)
-
-
-def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card, more: Sequence[str]) -> list[str]:
-    works, limit = columns(cfg, card), room(cfg, card)
-    num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
-    sharing = f", a slice of it on each of {cfg.parallel.context}" if cfg.parallel.context > 1 else ""
-    held = f", weights held in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
-    out = [
-        f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; {cfg.method}, {cfg.dtype}, {cfg.optim}{held}",
-        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {limit:.1f} for tensors of the trainer; "
-        f"{cfg.max_tokens_per_micro_batch} tokens in a micro-batch{sharing}; gc = gradient checkpointing",
-        "",
-        line("GiB on each GPU", list(works)),
-    ]
-    parts = {name: kept(s, work) for name, work in works.items()}
-    times = {name: busiest(s, work) for name, work in works.items()}
-    for part in ("weights", "adapters", "gradients", "optimizer state", "reference"):
-        if any(x[part] for x in parts.values()):
-            out.append(line(part, [f"{x[part] / GIB:.2f}" for x in parts.values()]))
-    out.append(line("activations", [f"{x.activations / GIB:.2f}" for x in times.values()]))
-    out.append(line("passing buffers beside them", [f"{x.passing / GIB:.2f}" for x in times.values()]))
-    peaks = {name: peak(s, work) / GIB for name, work in works.items()}
-    out.append(line("peak", [f"{x:.2f}" for x in peaks.values()]))
-    fits = {name: x <= limit for name, x in peaks.items()}
-    can_sample = dict.fromkeys(works, True)
-    if METHODS[cfg.method].samples:
-        made = {name: sampling_gib(cfg, s, work, card) for name, work in works.items()}
-        whose = "vLLM's share" if cfg.shares_with_vllm else "servers elsewhere"
-        with_what = whose if cfg.rollout.engine == "vllm" else "local cache"
-        out.append(line(f"while sampling, {with_what}", [f"{x:.2f}" for x in made.values()]))
-        can_sample = {name: x <= card.gib - RESERVE for name, x in made.items()}
-        fits = {name: ok and can_sample[name] for name, ok in fits.items()}
-    out.append(line("fits", ["yes" if ok else "no" for ok in fits.values()]))
-    best = {name: largest(s, work, limit) if can_sample[name] else 0 for name, work in works.items()}
-    out.append(line("largest max-tokens-per-micro-batch", [f"{x:,}" if x else "none" for x in best.values()]))
-    rates = [tokens_per_s(cfg, s, work, card) for work in works.values()]
-    out.append(line("tokens/s, all GPUs, rough", [f"{x:,.0f}" for x in rates]))
-    return [*out, "", *explain(cfg, s, works, times, fits), *more]
-
-
-def explain(
-    cfg: PlanConfig, s: Sizes, works: dict[str, Work], times: dict[str, Any], fits: dict[str, bool]
-) -> list[str]:
+def explain(cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, bool]) -> Iterator[str]:
     first = next(iter(works.values()))
-    out = ["A step is fullest at: " + "; ".join(f"{x}: {y.name}" for x, y in times.items()) + "."]
+    fullest = "; ".join(f"{name}: {busiest(s, work).name}" for name, work in works.items())
+    yield f"A step is fullest at: {fullest}."
     if first.head != "none":
-        out.append(
-            f"The log-prob head takes {head_bytes(s, first, first.precision) / GIB:.2f} GiB if all tokens train; "
+        yield (
+            f"The log-prob head takes {head_bytes(s, first) / GIB:.2f} GiB if all tokens train; "
             f"storing their logits would take {logits_bytes(s, first.rows) / GIB:.2f} (avoided)."
         )
-    suffix = " + gc" if cfg.gradient_checkpointing else ""
-    asked = {name: ok for name, ok in fits.items() if name.endswith("gc") == cfg.gradient_checkpointing}
-    verdict = ", ".join(f"{name.removesuffix(suffix)} {'fits' if ok else 'does not fit'}" for name, ok in asked.items())
-    how = "with" if cfg.gradient_checkpointing else "without"
-    out.append(f"Asked for, {how} gradient checkpointing: {verdict}.")
-    out.append(
-        f"Rough: speed is {cfg.mfu:.2f} of the data sheet's peak, training alone, neither sampling nor waiting; "
-        f"{RESERVE:g} GiB are set aside for CUDA and the allocator. Memory: trainer/policy/memory.py."
+    asked = {name: ok for name, ok in fits.items() if works[name].checkpointing == cfg.gradient_checkpointing}
+    verdict = ", ".join(
+        f"{name.removesuffix(' + gc')} {'fits' if ok else 'does not fit'}" for name, ok in asked.items()
     )
-    return out
+    yield f"Asked for, {'with' if cfg.gradient_checkpointing else 'without'} gradient checkpointing: {verdict}."
+    yield (
+        f"Rough: speed is {cfg.mfu:.2f} of the data sheet's peak, training alone, neither sampling nor waiting; "
+        f"{RESERVE:g} GiB are set aside for CUDA and the allocator. Memory: trainer/plan.py."
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The planner against what autograd saves on a CPU, and against peaks measured on an H200."""
+"""The planner against what autograd saves on a CPU, and peaks measured on an H200; the out-of-memory message."""
 
 from __future__ import annotations
 
@@ -12,26 +12,37 @@ import torch
 from torch import nn
 
 from kernels.linear_logprob import BLOCK_ELEMENTS, linear_logprob_loss
+from tests.entry import metrics
 from trainer import plan
-from trainer.config.blocks import ModelConfig, OptimConfig, RunConfig
-from trainer.plan import CARDS, KNOWN, METHODS, Parallel, PlanConfig, columns, known_config, largest, main
-from trainer.policy import memory
-from trainer.policy.memory import (
-    Precision,
+from trainer.__main__ import main as train
+from trainer.config.blocks import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PromptConfig,
+    RunConfig,
+)  # fmt: skip
+from trainer.methods import cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft
+from trainer.plan import (
+    CARDS,
+    GIB,
+    KNOWN,
+    METHODS,
+    Parallel,
+    PlanConfig,
     Sizes,
     Work,
-    build,
-    busiest,
-    head_bytes,
     kept,
-    moments,
+    main,
     peak,
     saved,
     sizes_of,
 )
+from trainer.policy import sharding
 from trainer.policy.optim import build_optimizer
 
-GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = {
     "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
@@ -75,46 +86,47 @@ def saved_bytes(model: nn.Module, num_tokens: int, *, autocast: bool) -> int:
 
 @pytest.fixture(scope="module")
 def sizes() -> dict[str, Sizes]:
-    return {name: sizes_of(build(known_config(name))) for name in KNOWN}
+    names = ("qwen3-0.6b", "qwen3-1.7b", "llama-3.1-8b")
+    return {name: sizes_of(plan.build(plan.known_config(name))) for name in names}
 
 
-def test_known_shapes_have_the_published_number_of_parameters(sizes):
-    assert {name: s.params for name, s in sizes.items()} == PUBLISHED
+def test_known_shapes_have_the_published_number_of_parameters():
+    assert PUBLISHED.keys() == KNOWN.keys()
+    for name, published in PUBLISHED.items():
+        config, counts = plan.known_config(name), []
+        layers = config.num_hidden_layers
+        for num in (1, 2):  # every layer has the same number
+            config.num_hidden_layers = num
+            counts.append(sizes_of(plan.build(config)).params)
+        assert counts[0] + (layers - 1) * (counts[1] - counts[0]) == published, name
 
 
-@pytest.mark.parametrize(("kind", "numbers", "compute", "checkpointing"), [
-    ("llama", SMALL, 2, False), ("llama", WIDE, 4, True), ("qwen3", WIDE, 2, False), ("qwen3", SMALL, 2, True),
-    ("qwen3", SMALL, 4, False),
-])  # fmt: skip
-def test_saved_activations_are_those_of_autograd(kind, numbers, compute, checkpointing):
-    model = tiny(kind, numbers)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    s, n = sizes_of(model), 64
-    assert (s.qk_norm, s.params) == (kind == "qwen3", sum(x.numel() for x in model.parameters()))
-    found = saved_bytes(model, n, autocast=compute == 2)
-    found += n * 2 * 4 * s.head_dim * checkpointing  # the rotary table: kept as an argument, unseen by the hooks
-    assert saved(s, Work(tokens=n, compute=compute, checkpointing=checkpointing)) == pytest.approx(found, rel=0.01)
+SAVED = [
+    ("llama", SMALL, {}), ("qwen3", WIDE, {}), ("qwen3", SMALL, {"compute": 4}), ("qwen3", SMALL, {"held": 2}),
+    ("llama", WIDE, {"compute": 4, "checkpointing": True}), ("qwen3", SMALL, {"checkpointing": True}),
+    ("llama", SMALL, {"lora_r": 8}), ("qwen3", WIDE, {"lora_r": 8}), ("llama", WIDE, {"lora_r": 8, "compute": 4}),
+    ("qwen3", SMALL, {"lora_r": 8, "compute": 4}),
+]  # fmt: skip
 
 
-def test_saved_activations_of_bfloat16_weights_are_those_of_autograd():
-    model = tiny("qwen3", SMALL, torch.bfloat16)
-    found = saved_bytes(model, 64, autocast=True)  # as --trained-dtype bfloat16 runs
-    assert saved(sizes_of(model), Work(tokens=64, held=2)) == pytest.approx(found, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("kind", "numbers", "compute"), [("llama", SMALL, 2), ("qwen3", WIDE, 2), ("llama", WIDE, 4), ("qwen3", SMALL, 4)]
-)
-def test_saved_activations_with_lora_are_those_of_autograd(kind, numbers, compute):
+def test_saved_activations_are_those_of_autograd():
     from peft import LoraConfig, get_peft_model
 
-    model = tiny(kind, numbers, torch.bfloat16 if compute == 2 else torch.float32)
-    s = sizes_of(model)
-    wrapped = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    assert s.adapter(8) == sum(x.numel() for x in wrapped.parameters() if x.requires_grad)
-    found = saved_bytes(wrapped.get_base_model(), 64, autocast=compute == 2)
-    assert saved(s, Work(tokens=64, lora_r=8, compute=compute)) == pytest.approx(found, rel=0.01)
+    for kind, numbers, options in SAVED:
+        work = Work(tokens=64, **options)
+        is_low = work.held == 2 or (work.lora_r and work.compute == 2)
+        model = tiny(kind, numbers, torch.bfloat16 if is_low else torch.float32)
+        s = sizes_of(model)
+        assert (s.qk_norm, s.params) == (kind == "qwen3", sum(x.numel() for x in model.parameters()))
+        if work.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if work.lora_r:
+            wrapped = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+            assert s.adapter(8) == sum(x.numel() for x in wrapped.parameters() if x.requires_grad)
+            model = wrapped.get_base_model()
+        found = saved_bytes(model, 64, autocast=work.compute == 2)
+        found += 64 * 2 * 4 * s.head_dim * work.checkpointing  # the rotary table: kept as an argument, unseen by hooks
+        assert saved(s, work) == pytest.approx(found, rel=0.01), (kind, options)
 
 
 # bench/results/h200/train_step.jsonl: 8 completions of 512 tokens behind a prompt of 2048, Qwen3-1.7B shape, bfloat16,
@@ -122,13 +134,13 @@ def test_saved_activations_with_lora_are_those_of_autograd(kind, numbers, comput
 MEASURED_STEPS = [("shared prompt", 6144, 0.7828), ("packed", 20480, 2.7334), ("rows, sdpa", 20480, 2.7247)]
 
 
-@pytest.mark.parametrize("layout, tokens, gib", MEASURED_STEPS)
-def test_peak_of_a_step_is_the_measured_one(sizes, layout, tokens, gib):
+def test_peak_of_a_step_is_the_measured_one(sizes):
     s = sizes["qwen3-1.7b"]
-    work = Work(tokens=tokens, trained_tokens=8 * 512, checkpointing=True, held=2, accumulates=False)
-    fullest = max(moments(s, work), key=lambda moment: moment.total)
-    assert fullest.name == "backward of the first block"
-    assert (fullest.total - 2 * s.params) / GIB == pytest.approx(gib, rel=0.03)
+    for layout, tokens, gib in MEASURED_STEPS:
+        work = Work(tokens=tokens, trained_tokens=8 * 512, checkpointing=True, held=2, accumulates=False)
+        fullest = plan.busiest(s, work)
+        assert fullest.name == "backward of the first block", layout
+        assert (fullest.total - 2 * s.params) / GIB == pytest.approx(gib, rel=0.03), layout
 
 
 # bench/results/h200/linear_logprob.jsonl, bfloat16: N, D, V; GiB beyond inputs and gradients of one pass, of any loss,
@@ -140,19 +152,19 @@ MEASURED_HEADS = [
 ]
 
 
-@pytest.mark.parametrize("shape, one_pass, any_loss, frozen, torch_path", MEASURED_HEADS)
-def test_buffers_of_the_head_are_the_measured_ones(sizes, shape, one_pass, any_loss, frozen, torch_path):
-    n, d, v = shape
-    s = replace(sizes["qwen3-1.7b"], width=d, vocab=v)
-    p = Precision(2, 2)
-    gradients = 2 * n * d + 2 * v * d
-    for head, gib in (("one pass", one_pass), ("any loss", any_loss)):
-        got = head_bytes(s, Work(tokens=n, head=head), p) - gradients
-        assert got / GIB == pytest.approx(gib, rel=0.01), head
-    got = head_bytes(s, Work(tokens=n, lora_r=8), p) - 2 * n * d
-    assert got / GIB == pytest.approx(frozen, rel=0.01)
-    if torch_path is not None:
-        assert (memory.logits_bytes(s, n) - gradients) / GIB == pytest.approx(torch_path, rel=0.001)
+def test_buffers_of_the_head_are_the_measured_ones(sizes):
+    for (n, d, v), one_pass, any_loss, frozen, torch_path in MEASURED_HEADS:
+        s = replace(sizes["qwen3-1.7b"], width=d, vocab=v)
+        dx, dw = 2 * n * d, 2 * v * d
+        for options, gradients, gib in (
+            ({"head": "one pass", "held": 2}, dx + dw, one_pass),
+            ({"head": "any loss", "held": 2}, dx + dw, any_loss),
+            ({"lora_r": 8}, dx, frozen),
+        ):
+            got = plan.head_bytes(s, Work(tokens=n, **options)) - gradients
+            assert got / GIB == pytest.approx(gib, rel=0.01), (n, options)
+        if torch_path is not None:
+            assert (plan.logits_bytes(s, n) - dx - dw) / GIB == pytest.approx(torch_path, rel=0.001)
 
 
 def test_measured_facts_are_those_in_the_bench_results():
@@ -246,49 +258,54 @@ def test_peak_of_a_step_on_a_cpu_is_the_one_that_torch_records(vocab, checkpoint
         model.zero_grad(set_to_none=True)
     s = sizes_of(model)
     work = Work(tokens=128, compute=4, checkpointing=checkpointing, accumulates=accumulates, triton=False)
-    assert busiest(s, work).name == fullest
-    assert busiest(s, work).total == pytest.approx(peak_bytes(step), rel=0.15)
+    assert plan.busiest(s, work).name == fullest
+    assert plan.busiest(s, work).total == pytest.approx(peak_bytes(step), rel=0.15)
     weights = sum(x.nbytes for x in model.parameters())
-    total = weights * (3 + accumulates) + busiest(s, work).total  # with two moments
+    total = weights * (3 + accumulates) + plan.busiest(s, work).total  # with two moments
     assert peak(s, work) == pytest.approx(total)
 
 
 def test_casts_of_all_weights_are_there_until_a_checkpointed_forward_ends(sizes):
     s = sizes["llama-3.1-8b"]
-    found = {x.name: x for x in moments(s, Work(tokens=1024, checkpointing=True))}
+    found = {x.name: x for x in plan.moments(s, Work(tokens=1024, checkpointing=True))}
     assert found["forward, casts of all weights"].passing > 2 * s.matrices
-    sharded = {x.name: x for x in moments(s, Work(tokens=1024, checkpointing=True, shards=8))}
+    sharded = {x.name: x for x in plan.moments(s, Work(tokens=1024, checkpointing=True, shards=8))}
     assert sharded["forward, casts of all weights"].passing < 2 * s.matrices
 
 
-@pytest.mark.parametrize("work", [
-    Work(tokens=1), Work(tokens=1, checkpointing=True), Work(tokens=1, head="any loss"), Work(tokens=1, shards=8),
-    Work(tokens=1, lora_r=16), Work(tokens=1, triton=False),
-])  # fmt: skip
-def test_largest_micro_batch_is_the_last_that_fits(sizes, work):
+def test_largest_micro_batch_is_the_last_that_fits(sizes):
     s = sizes["qwen3-1.7b"]
-    tokens = largest(s, work, 60.0)
-    assert tokens >= 256
-    assert peak(s, replace(work, tokens=tokens)) <= 60 * GIB < peak(s, replace(work, tokens=tokens + 256))
-    assert largest(s, work, 0.5) == 0
+    for options in (
+        {},
+        {"checkpointing": True},
+        {"head": "any loss"},
+        {"shards": 8},
+        {"lora_r": 16},
+        {"triton": False},
+    ):
+        work = Work(tokens=1, **options)
+        tokens = plan.largest(s, work, 60.0)
+        assert tokens >= 256, options
+        assert peak(s, replace(work, tokens=tokens)) <= 60 * GIB < peak(s, replace(work, tokens=tokens + 256)), options
+        assert plan.largest(s, work, 0.5) == 0, options
 
 
 def test_flops_per_token(sizes):
     s = sizes["llama-3.1-8b"]
     num = s.params - s.embedding
-    assert memory.flops_per_token(s, Work(tokens=1)) == 6 * num
-    assert memory.flops_per_token(s, Work(tokens=1, checkpointing=True)) == 8 * num
-    assert memory.flops_per_token(s, Work(tokens=1, lora_r=8, has_reference=True)) == 6 * num
+    assert plan.flops_per_token(s, Work(tokens=1)) == 6 * num
+    assert plan.flops_per_token(s, Work(tokens=1, checkpointing=True)) == 8 * num
+    assert plan.flops_per_token(s, Work(tokens=1, lora_r=8, has_reference=True)) == 6 * num
     tied = sizes["qwen3-0.6b"]
-    assert memory.flops_per_token(tied, Work(tokens=1)) == 6 * tied.params
+    assert plan.flops_per_token(tied, Work(tokens=1)) == 6 * tied.params
 
 
 def test_numbers_copied_from_elsewhere_are_still_those():
     triton_head = pytest.importorskip("kernels.linear_logprob_triton")
     assert (triton_head.CHUNK, triton_head.PART, triton_head.SLICE) == (
-        memory.CHUNK, memory.PART, memory.SLICE
+        plan.CHUNK, plan.PART, plan.SLICE
     )  # fmt: skip
-    assert BLOCK_ELEMENTS == memory.TORCH_BLOCK
+    assert BLOCK_ELEMENTS == plan.TORCH_BLOCK
     assert RunConfig.max_tokens_per_micro_batch == PlanConfig.max_tokens_per_micro_batch
     assert OptimConfig.optim == PlanConfig.optim
     assert ModelConfig.trained_dtype == PlanConfig.trained_dtype
@@ -329,7 +346,7 @@ def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
 def test_columns_are_those_of_the_parallel_flags():
     def columns_of(**parallel: Any) -> dict[str, Work]:
         cfg = PlanConfig(shape="qwen3-8b", gpus=8, gpu="h200", parallel=Parallel(**parallel))
-        return {name: work for name, work in columns(cfg, CARDS["h200"]).items() if "gc" not in name}
+        return {name: work for name, work in plan.columns(cfg, CARDS["h200"]).items() if "gc" not in name}
 
     assert {name: work.shards for name, work in columns_of().items()} == {"replicate": 1, "fsdp": 8}
     assert {name: work.shards for name, work in columns_of(mode="replicate").items()} == {"replicate": 1}
@@ -362,3 +379,160 @@ def test_command_refuses_in_one_sentence(capsys, tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             PlanConfig(**wrong)
+
+
+# out of memory
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.50 GiB is "
+    "free. Including non-PyTorch memory, this process has 138.30 GiB memory in use. Of the allocated memory 130.11 GiB "
+    "is allocated by PyTorch, and 5.52 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": 6, "vocab_size": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def folder_of(tmp_path) -> str:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+DATA = DataConfig(data=("x",))
+
+
+def test_a_run_in_the_terms_of_the_planner(tmp_path):
+    model = ModelConfig(model=folder_of(tmp_path))
+    run = RunConfig(max_tokens_per_micro_batch=4096)
+    cfg = dpo.Config(model=model, data=DATA, run=run)
+    s = plan.sizes_for(cfg)
+    count = 6 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 160 + 2 * 64) + 64 * 64 + 64
+    assert (s.params, s.adapter(2)) == (count, 2 * 6 * (128 + 96 + 96 + 128 + 3 * 224))
+    work = plan.work_of(cfg, s, "cuda")
+    assert (work.tokens, work.accumulates, work.head, work.has_reference) == (4096, True, "any loss", True)
+    assert (work.held, work.compute, work.shards) == (4, 2, 1)
+    parts = plan.at_peak(s, work)
+    assert [parts[x] / count for x in ("weights", "gradients", "optimizer state", "reference")] == [4, 4, 8, 2]
+    assert sum(parts.values()) == peak(s, work)
+
+    low = replace(model, trained_dtype="bfloat16", gradient_checkpointing=True)
+    small = plan.work_of(replace(cfg, model=low, optim=replace(cfg.optim, optim="adamw_8bit")), s, "cuda")
+    assert (small.held, small.optim, small.checkpointing) == (2, "adamw_8bit", True)
+    free = (replace(cfg, reference=replace(cfg.reference, ref="precomputed")), replace(cfg, reference_free=True))
+    assert not any(plan.work_of(x, s, "cuda").has_reference for x in free)
+    other = replace(cfg.reference, ref_model="builtin:tiny")
+    tiny = plan.sizes_for(sft.Config(model=ModelConfig(model="builtin:tiny"), data=DATA)).params
+    assert plan.work_of(replace(cfg, reference=other, lora=LoraConfig(r=4)), s, "cuda").others == 2 * tiny
+
+
+def test_every_method_has_its_terms():
+    for method in (cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft):
+        data = PromptConfig(data=("x",)) if method in (grpo, gdpo) else DATA
+        cfg = method.Config(model=ModelConfig(model="builtin:tiny"), data=data)
+        assert plan.method_of(cfg) is METHODS[method.__name__.rpartition(".")[2]]
+        assert plan.work_of(cfg, plan.sizes_for(cfg), "cuda").tokens > 0
+        assert (plan.cached_tokens(cfg) > 0) == plan.method_of(cfg).samples
+        assert plan.planned_peak(cfg, 1000) > 0
+
+
+def test_planned_peak_splits_a_step_as_the_run_does():
+    run = RunConfig(max_tokens_per_micro_batch=2048, per_device_train_batch_size=64)
+    cfg = grpo.Config(model=ModelConfig(model="builtin:tiny"), data=PromptConfig(data=("x",)), run=run)
+    s = plan.sizes_for(cfg)
+    work = plan.work_of(cfg, s)
+    whole = replace(work, tokens=1500, trained_tokens=500, accumulates=False)
+    made = plan.sampling(s, work, plan.cached_tokens(cfg))  # 64 completions of 256 tokens in the cache
+    assert plan.planned_peak(cfg, 1500, trained_tokens=500) == max(peak(s, whole), made)
+    served = replace(cfg, rollout=replace(cfg.rollout, engine="vllm"))
+    assert plan.planned_peak(served, 1500, trained_tokens=500) == peak(s, whole)
+    part = replace(work, tokens=2048, trained_tokens=1024, accumulates=True)
+    assert plan.planned_peak(served, 6000, trained_tokens=3000) == peak(s, part)
+    halves = replace(served, run=replace(run, gradient_accumulation_steps=2))
+    part = replace(work, tokens=750, trained_tokens=250, accumulates=True)
+    assert plan.planned_peak(halves, 1500, trained_tokens=500) == peak(s, part)
+
+
+def test_shards_follow_the_processes(monkeypatch, tmp_path):
+    cfg = dpo.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA)
+    s = plan.sizes_for(cfg)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = {}
+    for name, options in (("auto", {}), ("replicate", {}), ("fsdp", {}), ("fsdp", {"shard": 2})):
+        work = plan.work_of(replace(cfg, parallel=ParallelConfig(mode=name, **options)), s, "cpu")
+        found[name, *options.values()] = work.shards
+    assert found == {("auto",): 1, ("replicate",): 1, ("fsdp",): 4, ("fsdp", 2): 2}
+    monkeypatch.setattr(sharding, "SMALL", 16 * s.params)  # no room for the reference beside it
+    assert plan.work_of(cfg, s, "cpu").shards == 4
+
+
+def test_processes_that_share_rows_hold_a_part_each_and_all_keys(monkeypatch, tmp_path):
+    run = RunConfig(max_tokens_per_micro_batch=4096, per_device_train_batch_size=1)
+    cfg = sft.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA, run=run, max_length=2048)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    s = plan.sizes_for(cfg)
+    copies = [ParallelConfig(mode="replicate", context=size) for size in (1, 2)]
+    alone, ours = (plan.work_of(replace(cfg, parallel=sharding), s, "cuda") for sharding in copies)
+    assert (alone.tokens, ours.tokens, ours.own, ours.rows) == (2048, 4096, 2048, 2048)  # two rows, a half of each
+    assert (alone.head, ours.head) == ("one pass", "any loss")
+    assert saved(s, ours) - saved(s, alone) == 6 * 2048 * 2 * 2 * 16 * 2  # keys and values in bfloat16
+
+
+def test_advice_says_what_the_planner_says(tmp_path):
+    model = ModelConfig(model=folder_of(tmp_path))
+    cfg = dpo.Config(model=model, data=DATA, run=RunConfig(max_tokens_per_micro_batch=4096))
+    s = plan.sizes_for(cfg)
+    work = plan.work_of(cfg, s, "cuda")
+    flags = {one.flag: one.saves for one in plan.advice(s, work, cfg)}
+    assert flags["--max-tokens-per-micro-batch 2048"] == peak(s, work) - peak(s, replace(work, tokens=2048))
+    assert flags["--gradient-checkpointing"] == peak(s, work) - peak(s, replace(work, checkpointing=True))
+    assert flags["--ref precomputed"] == 2 * s.params
+    large = s.params - 13 * 64 - 12 * 32 * 64  # norms, keys and values are below 4096
+    assert flags["--optim adamw_8bit"] == pytest.approx((8 - 2 * (1 + 4 / 256)) * large)
+    assert flags["--trained-dtype bfloat16"] > 8 * s.params and flags["--lora.r 16"] > 0
+    assert list(flags.values()) == sorted(flags.values(), reverse=True)
+
+
+def test_advice_is_about_this_run():
+    model = ModelConfig(model="builtin:tiny", gradient_checkpointing=True)
+    run = RunConfig(max_tokens_per_micro_batch=512)
+    cfg = sft.Config(model=model, data=DATA, run=run, lora=LoraConfig(r=8), max_length=1024)
+    s = plan.sizes_for(cfg)
+    flags = [one.flag for one in plan.advice(s, plan.work_of(cfg, s, "cuda"), cfg)]
+    # one sequence fills a micro-batch; adapters are too small for 8-bit moments; the rest is set
+    assert sorted(flags) == ["--lora.r 4", "--max-length 512"]
+
+
+def test_full_device_is_told_in_one_message_and_the_run_can_be_resumed(tmp_path, monkeypatch, capfd):
+    argv = ["--method", "grpo", "--max-steps", "2", "--save-steps", "1", "--per-device-train-batch-size", "16",
+            "--max-eval-rows", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    backward = grpo.backward
+    calls = iter([backward])
+
+    def full(*args, **options):
+        raise torch.OutOfMemoryError(CUDA)
+
+    monkeypatch.setattr(grpo, "backward", lambda *args, **options: next(calls, full)(*args, **options))
+    assert train(argv) == 2
+    err = capfd.readouterr().err
+    assert "error: out of memory: tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.81 GiB" in err
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in err and "Traceback" not in err
+    assert "this run holds about, in GiB: weights" in err and "cache" in err
+    for flag in ("--gradient-checkpointing", "--lora.r 16", "--rollout.max-batch-size 8", "--max-tokens-per-micro"):
+        assert flag in err, err
+    monkeypatch.setattr(grpo, "backward", backward)
+    assert train(["--resume", str(tmp_path / "run"), "--gradient-checkpointing"]) == 0
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_cause_is_found_behind_another_error():
+    try:
+        try:
+            raise torch.OutOfMemoryError(CUDA)
+        except torch.OutOfMemoryError as inner:
+            raise RuntimeError("prompt=a: its completions could not be made") from inner
+    except RuntimeError as error:
+        assert plan.is_out_of_memory(error) and "2.32 GiB" in plan.asked_for(error)
+    assert not plan.is_out_of_memory(RuntimeError("other"))

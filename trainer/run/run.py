@@ -56,7 +56,6 @@ from trainer.metrics.metrics import JsonlLog, Sink, check_sinks, open_sinks, rea
 from trainer.parallel.comm import from_main, on_main, world_size
 from trainer.parallel.watch import log
 from trainer.policy.logps import Policy
-from trainer.policy.memory import device_type
 from trainer.run import determinism, stop
 from trainer.run.checkpoint import (
     Saver,
@@ -91,9 +90,10 @@ def open_run(cfg: Any, method: str = "") -> Run:
     found = None if run is None else [str(run.dir), None if run.checkpoint is None else str(run.checkpoint)]
     folder, checkpoint = from_main(found, "run folder")
     run = run or OtherRank(cfg, method, Path(folder), Path(checkpoint) if checkpoint else None)
-    run.keep(determinism.Algorithms(device_type(), settings.deterministic))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run.keep(determinism.Algorithms(device, settings.deterministic))
     if settings.deterministic:
-        run.note(determinism.ON_CPU if device_type() == "cpu" else determinism.ON_GPU)
+        run.note(determinism.ON_CPU if device == "cpu" else determinism.ON_GPU)
     return run
 
 

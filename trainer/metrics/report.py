@@ -259,7 +259,7 @@ def health_html(run: RunData, episodes: Iterable[Episode]) -> str:
         )
     num_steps = len(run.values("optim/grad_norm"))
     short = f"Nothing found, but {num_steps} steps are too few to judge."
-    none = "Nothing found: every watched number stayed in its range." if num_steps >= 20 else short
+    none = "Nothing found: no watched number left its range for long." if num_steps >= 20 else short
     return "\n".join(parts) or f'<p class="soft">{none}</p>'
 
 

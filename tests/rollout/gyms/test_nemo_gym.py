@@ -104,10 +104,11 @@ def test_recorded_verifications_come_back_in_order_with_a_session_each(recording
         gym = client(replay)
         gym.connect(prompts, multi_turn=False)
         table = rewards_of(gym).score(prompts, [said(text) for text in texts])
+        gym.loop.run(gym.post(f"http://127.0.0.1:{replay.port}/seed_session", {}, "counter"))  # another row, later
         gym.close()
     assert [value for (value,) in table.values] == [1.0, 0.0, 1.0] * 4
     verified = [(body, cookies) for route, body, cookies in replay.requests if route == "/verify"]
-    assert len(verified) == replay.sessions == 12
+    assert (len(verified), replay.sessions) == (12, 13)
     # No session is shared between rows, and the client keeps none.
     assert {cookies for _, cookies in verified} == {f"session={n}" for n in range(1, 13)}
     assert not any(cookies for route, _, cookies in replay.requests if route == "/seed_session")

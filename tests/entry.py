@@ -24,12 +24,13 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 def run(*argv: Any, cwd: Path, timeout: float = 300, threads: int = 1, **env: str) -> subprocess.CompletedProcess:
     """`python -m trainer ARGV` with its output: in a copy of a loaded process if nothing about its start is special."""
-    command = [sys.executable, "-m", "trainer", *map(str, argv)]
+    words = ["-m", "trainer", *map(str, argv)]
     if threads == 1 and not env:
-        return _run_forked(command, cwd, timeout)
+        return run_python(*words, cwd=cwd, timeout=timeout)
     return subprocess.run(
-        command, cwd=cwd, env=environment(threads) | env, capture_output=True, text=True, timeout=timeout
-    )
+        [sys.executable, *words], cwd=cwd, env=environment(threads) | env, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -41,16 +42,17 @@ def _loaded_process() -> subprocess.Popen[str]:
     )
 
 
-def _run_forked(command: list[str], cwd: Path, timeout: float) -> subprocess.CompletedProcess:
+def run_python(*words: str, cwd: Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+    """`python -m MODULE ...` or `python SCRIPT ...` in a copy of a process that has loaded torch and the trainer."""
     server = _loaded_process()
     with tempfile.TemporaryDirectory() as scratch:
         out, err = Path(scratch, "out"), Path(scratch, "err")
-        request = {"argv": command[3:], "cwd": str(cwd), "env": environment(), "out": str(out), "err": str(err)}
+        request = {"argv": words, "cwd": str(cwd), "env": environment() | env, "out": str(out), "err": str(err)}
         print(json.dumps(request | {"timeout": timeout}), file=server.stdin, flush=True)
         code = json.loads(server.stdout.readline())
         if code == TIMED_OUT:
-            raise subprocess.TimeoutExpired(command, timeout, out.read_text(), err.read_text())
-        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+            raise subprocess.TimeoutExpired(words, timeout, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
 def run_ok(*argv: Any, cwd: Path, timeout: float = 300, threads: int = 1, **env: str) -> subprocess.CompletedProcess:

@@ -1,12 +1,12 @@
-"""A process that has torch, transformers and the trainer loaded, and forks a copy of itself for each run.
+"""A process that has torch, transformers and the trainer loaded, and forks a copy of itself for each command.
 
-`python -m trainer` takes several seconds to import what it needs. Hundreds of tests run it, so they share one import:
+`python -m trainer` takes several seconds to import what it needs. Many tests run it, so they share one import:
 
-    {"argv": [...], "cwd": ..., "env": {...}, "out": FILE, "err": FILE, "timeout": seconds}    one line of stdin per run
-    17                                                                                        its exit code on stdout
+    {"argv": ["-m", "trainer", ...], "cwd": ..., "env": {...}, "out": FILE, "err": FILE, "timeout": seconds}    one line
+    0                                                                                            the exit code on stdout
 
-The copy then does what Python does for `-m trainer`. What is read when Python starts differs (PYTHONHASHSEED,
-OMP_NUM_THREADS, /proc/PID/environ): a test of those starts a real process.
+The copy then does what Python does for `-m MODULE` or `SCRIPT`. What is read when Python starts differs
+(PYTHONHASHSEED, OMP_NUM_THREADS, /proc/PID/environ): a test of those starts a real process.
 """
 
 from __future__ import annotations
@@ -50,22 +50,26 @@ def outcome(pid: int, timeout: float) -> int | str:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Take over the folder, environment, output and arguments of a fresh `python -m trainer`."""
+    """Take over the folder, environment, output and module path of a fresh Python."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.argv = ["trainer", *request["argv"]]
-    sys.path[0] = os.getcwd()
+    added = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
+    sys.path[:1] = [os.getcwd(), *filter(None, added)]
 
 
-def run_and_exit() -> NoReturn:
-    """`python -m trainer`, and the interpreter's end without the tear-down of every module, which takes two seconds."""
+def run_and_exit(argv: list[str]) -> NoReturn:
+    """Run the command, and end without the tear-down of every module, which takes two seconds."""
     code = 0
+    sys.argv = argv[1:] if argv[0] == "-m" else argv
     try:
-        runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+        if argv[0] == "-m":
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -86,5 +90,6 @@ if __name__ == "__main__":
     from trainer.methods import dpo, ebft, grpo, kto, orpo, prm, rm, sft, simpo  # noqa: F401
 
     gc.freeze()  # a collection in a copy would write to, and so copy, every page
-    become(serve())
-    run_and_exit()
+    request = serve()
+    become(request)
+    run_and_exit(request["argv"])

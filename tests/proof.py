@@ -290,6 +290,11 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
 
 
 def main(names: list[str]) -> int:
+    if not PROOFS.keys() >= set(names):
+        print(
+            "usage: python -m tests.proof [NAME ...]", *(f"  {name:20} {PROOFS[name][0]}" for name in PROOFS), sep="\n"
+        )
+        return 2
     results = {}
     for name in names or PROOFS:
         scratch = Path(tempfile.mkdtemp(prefix="strop-proof-"))

@@ -8,8 +8,6 @@ import re
 import shlex
 import shutil
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +24,7 @@ from losses.advantage import GroupRewards, group_advantage, moments
 from losses.policy import PolicyLoss, Tokens, dapo
 from rollout.engine import Completion
 from rollout.rewards.__main__ import main as check_rewards
-from tests.entry import ROOT, environment, metrics, repeatable
+from tests.entry import ROOT, metrics, repeatable, run_python
 from tests.test_ranks import alike, two_ok
 from tests.trainer.rl.group_cases import (
     ADVANTAGE,
@@ -373,14 +371,10 @@ def test_other_commands_of_the_page_run(capsys):
         assert run(shlex.split(command)) == 0, capsys.readouterr().err
 
 
-def test_the_script_of_the_page_runs(tmp_path, monkeypatch):
+def test_the_script_of_the_page_runs(tmp_path):
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     (tmp_path / "script.py").write_text(script)
-    monkeypatch.chdir(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "script.py"], env=environment() | {"PYTHONPATH": f"{EXAMPLES}:{ROOT}"},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_python("script.py", cwd=tmp_path, PYTHONPATH=f"{EXAMPLES}:{ROOT}")
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in metrics(tmp_path / "runs" / "short")] == [1, 2, 3, 4]
 

@@ -16,7 +16,7 @@ from data.user_code import import_name
 from rollout.rewards.loading import find_reward
 from rollout.rewards.options import RewardConfig
 from rollout.rewards.table import load_rewards
-from tests.entry import ROOT, metrics, run
+from tests.entry import ROOT, metrics, run, run_python
 
 SCRIPT = """
 import sys
@@ -46,18 +46,18 @@ train(config(2, resume="runs/grpo"))
 """
 
 
-def start(folder: Path, *argv: str) -> None:
-    """In an environment with nothing in it but the way to our modules."""
+def write_script(folder: Path) -> None:
     (folder / "mine.py").write_text("def polite(completions, **columns):\n    return [0.25] * len(completions)\n")
     (folder / "script.py").write_text(SCRIPT)
-    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder), "PATH": os.defpath}
-    command = [sys.executable, "script.py", *argv]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_from_python_is_resumed_there_and_by_the_command(tmp_path):
-    start(tmp_path)
+    write_script(tmp_path)
+    # a real process, in an environment with nothing in it but the way to our modules
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "PATH": os.defpath}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     saved = yaml.safe_load((tmp_path / "runs/grpo/config.yaml").read_text())
     assert saved["method"] == "grpo" and saved["reward_funcs"] == ["exact_match", "mine.polite"]
     done = run("--resume", "runs/grpo", "--max-steps", 3, cwd=tmp_path)
@@ -67,7 +67,9 @@ def test_a_run_from_python_is_resumed_there_and_by_the_command(tmp_path):
 
 
 def test_a_function_that_no_import_finds_is_named_at_resume(tmp_path):
-    start(tmp_path, "short")
+    write_script(tmp_path)
+    done = run_python("script.py", "short", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     saved = yaml.safe_load((tmp_path / "runs/grpo/config.yaml").read_text())
     assert saved["reward_funcs"] == ["exact_match", "mine.polite", "python:__main__.short"]
     rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
-from tests.entry import ROOT, environment
+from tests.entry import ROOT, run_python
 from tests.structure import MOST_IN_A_STEP
 
 
 def test_a_step_runs_few_files():
-    env = environment() | {"CUDA_VISIBLE_DEVICES": ""}  # another device takes other kernels
-    command = [sys.executable, "-m", "tests.structure", "--step"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    # no GPU: another device takes other kernels
+    done = run_python("-m", "tests.structure", "--step", cwd=ROOT, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     table = done.stdout.partition("Files that one GRPO step runs")[2]
     files = re.findall(r"^ +(\w+/\S+\.py) +\d", table, flags=re.MULTILINE)

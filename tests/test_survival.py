@@ -120,7 +120,7 @@ def test_sigterm_while_loading_ends_at_once_and_leaves_no_folder(tmp_path):
 def test_sigterm_while_the_folder_is_made_leaves_one_that_can_be_resumed(tmp_path):
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["folder"])
     assert "before the first step" in ended(process)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml", "run_id"}
 
 
 def test_sigterm_during_a_save_lets_it_finish(tmp_path):

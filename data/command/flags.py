@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -31,6 +33,7 @@ from data.user_code import import_name, printable
 
 REPEATABLE = ("data", "eval_data")  # --data a --data b means --data a b; of any other repeated flag the last wins
 HELP = ("-h", "--help", "--help-all")
+LISTS = {tuple: tuple, list: list, set: set, frozenset: frozenset, Sequence: tuple}  # -> what holds the values
 TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "None"}
 
 
@@ -57,7 +60,7 @@ class Flag:
 
     @property
     def is_list(self) -> bool:
-        return any(get_origin(member) in (tuple, list) for member in self.members)
+        return any(get_origin(member) in LISTS for member in self.members)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,9 @@ def default_of(field: dataclasses.Field) -> Any:
 
 def _members(hint: Any) -> tuple[Any, ...]:
     hint, _ = _strip_annotated(hint)
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    bare = {tuple: tuple[str, ...], list: list[str], set: set[str], frozenset: frozenset[str], dict: dict[str, Any]}
+    return tuple(bare.get(member, member) if isinstance(member, type) else member for member in members)
 
 
 def unknown(what: str, word: str, table: dict[str, Flag], *, as_flag: bool) -> ValueError:
@@ -140,16 +145,19 @@ def read_argv(argv: Sequence[str], table: dict[str, Flag]) -> Values:
     """['--lora.r', '8', '--no-packing'] -> {'lora.r': Given(('8',)), 'packing': Given(('False',))}."""
     values: Values = {}
     positional = [flag for flag in table.values() if flag.is_positional]
+    loose: list[str] = []  # words that belong to no flag
     for name, words in _split_argv(argv):
         if not name:
-            if len(words) > len(positional):
-                raise ValueError(f"{words[len(positional)]}: a value without a flag before it; write --flag VALUE")
-            values |= {flag.key: Given((word,)) for flag, word in zip(positional, words, strict=False)}
+            loose += words
             continue
         key = name.lstrip("-").replace("-", "_")
         head, _, last = key.rpartition(".")
         positive = f"{head}.{last[3:]}" if head else last[3:]
-        if key not in table and last.startswith("no_") and positive in table and table[positive].is_bool:
+        is_negated = key not in table and last.startswith("no_") and positive in table and table[positive].is_bool
+        if positional and (is_negated or key in table):  # --merge-lora RUN OUT
+            count = 0 if is_negated else _num_words(table[key], words)
+            loose, words = loose + words[count:], words[:count]
+        if is_negated:
             if words:
                 raise ValueError(f"{name}: takes no value; remove {words[0]}")
             values[positive] = Given(("False",))
@@ -160,7 +168,16 @@ def read_argv(argv: Sequence[str], table: dict[str, Flag]) -> Values:
         if key in REPEATABLE and key in values:
             given = Given(values[key].words + given.words)
         values[key] = given
-    return values
+    if len(loose) > len(positional):
+        raise ValueError(f"{loose[len(positional)]}: a value without a flag before it; write --flag VALUE")
+    return values | {flag.key: Given((word,)) for flag, word in zip(positional, loose, strict=False)}
+
+
+def _num_words(flag: Flag, words: Sequence[str]) -> int:
+    """How many of the words after a flag are its own, in a command with positional arguments."""
+    if flag.is_list:
+        return len(words)
+    return int(bool(words) and (not flag.is_bool or words[0].lower() in ("true", "false")))
 
 
 def _split_argv(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -274,7 +291,8 @@ def config_to_tree(cfg: Any) -> dict[str, Any]:
     for field, _, _, prefix in config_fields(type(cfg)):
         value = getattr(cfg, field.name)
         if callable(value) or not dataclasses.is_dataclass(value):  # a record of a loss is both
-            tree[field.name] = [_saved(item) for item in value] if isinstance(value, (tuple, list)) else _saved(value)
+            is_list = isinstance(value, (tuple, list, set, frozenset))
+            tree[field.name] = [_saved(item) for item in value] if is_list else _saved(value)
         elif prefix:
             tree[field.name] = config_to_tree(value)
         else:
@@ -283,6 +301,8 @@ def config_to_tree(cfg: Any) -> dict[str, Any]:
 
 
 def _saved(item: Any) -> Any:
+    if isinstance(item, (enum.Enum, Path)):
+        return item.name if isinstance(item, enum.Enum) else str(item)
     return import_name(item) if callable(item) else item  # a function passed from Python
 
 
@@ -321,8 +341,9 @@ def _typed(given: Given, flag: Flag) -> Any:
     item = get_args(member)[0] if flag.is_list else member
     if not others and get_origin(item) is Literal:
         choices = [str(choice) for choice in get_args(item)]
-        wrong = next(word for word in given.words if word not in choices)
-        raise ValueError(f"{label}={wrong}: must be one of {', '.join(choices)}")
+        wrong = next((word for word in given.words if word not in choices), None)
+        if wrong is not None:
+            raise ValueError(f"{label}={wrong}: must be one of {', '.join(choices)}")
     raise ValueError(f"{label}={' '.join(given.words)}: expected {' or '.join(map(_described, flag.members))}")
 
 
@@ -336,16 +357,20 @@ def _value(members: tuple[Any, ...], words: tuple[str, ...]) -> Any:
 
 def _value_of(member: Any, words: tuple[str, ...]) -> Any:
     origin = get_origin(member)
-    if origin in (tuple, list):
+    if origin in LISTS:
         kinds = get_args(member)
-        if origin is list or kinds[1:] == (...,):
+        if origin is not tuple or kinds[1:] == (...,):
             kinds = kinds[:1] * len(words)
-        return origin(_value(_members(kind), (word,)) for kind, word in zip(kinds, words, strict=True))
+        return LISTS[origin](_value(_members(kind), (word,)) for kind, word in zip(kinds, words, strict=True))
     (word,) = words
     if origin is dict:
         if not isinstance(found := json.loads(word), dict):
             raise ValueError("not a JSON object")
         return found
+    if isinstance(member, type) and issubclass(member, enum.Enum):
+        if word not in member.__members__:
+            raise ValueError("not a member")
+        return member[word]
     choices = {NoneType: (None,), bool: (True, False)}.get(member, get_args(member) if origin is Literal else None)
     if choices is None:
         return member(word)  # str, int, float, Path
@@ -358,8 +383,10 @@ def _described(member: Any) -> str:
     origin, kinds = get_origin(member), get_args(member)
     if origin is Literal:
         return f"one of {', '.join(map(str, kinds))}"
-    if origin in (tuple, list):
-        count = "values" if origin is list or kinds[1:] == (...,) else f"{len(kinds)} values"
+    if isinstance(member, type) and issubclass(member, enum.Enum):
+        return f"one of {', '.join(member.__members__)}"
+    if origin in LISTS:
+        count = "values" if origin is not tuple or kinds[1:] == (...,) else f"{len(kinds)} values"
         return f"{count}, each {' or '.join(map(_described, _members(kinds[0])))}"
     if origin is dict:
         return 'a JSON object such as {"NAME": VALUE}'

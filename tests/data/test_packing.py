@@ -89,6 +89,19 @@ def test_shared_prompt_values():
     assert batch.num_tokens == 16 and batch.num_computed == 10
 
 
+def test_second_shared_prompt_has_its_own_spans():
+    items = [Item([p, p, c], [False, False, True], 2) for p, c in ((1, 2), (1, 3), (4, 5), (4, 6))]
+    (batch,) = make_batches(items, max_tokens=8, share_prompt=True)
+    assert batch.input_ids.tolist() == [[1, 1, 2, 3, 4, 4, 5, 6]]
+    assert spans(batch) == [
+        [[0, 0, 0, 0, 0, 0, 4, 4]],
+        [[0, 0, 2, 2, 0, 0, 6, 6]],
+        [[0, 0, 2, 3, 4, 4, 6, 7]],
+        [list(range(1, 9))],
+    ]
+    assert batch.index.tolist() == [1, 1, 5, 5]
+
+
 def test_only_adjacent_items_with_the_same_prompt_share_it():
     a, b = [Item([p, p, 3], [False, False, True], 2) for p in (1, 2)]
     for items, computed in (([a, a, b], 7), ([a, b, a], 9), ([b], 3)):

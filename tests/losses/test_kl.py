@@ -96,6 +96,9 @@ def test_k3_is_bounded_above_and_exact_below():
     assert far.tolist() == pytest.approx([math.exp(MAX_LOG_RATIO) - MAX_LOG_RATIO - 1, 999.0])
     far.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1 - math.exp(MAX_LOG_RATIO), 1.0])
+    near = k3(torch.zeros(5), torch.tensor([1e-2, -1e-2, 1e-3, -1e-3, 1e-5]))  # in float32 exp(d) - 1 - d is noise here
+    assert near.tolist() == pytest.approx([5.017e-5, 4.983e-5, 5e-7, 5e-7, 5e-11], rel=1e-2, abs=1e-9)
+    assert (near >= 0).all()
 
 
 def exact_formula(name: str, logp: Tensor, old: Tensor, ref: Tensor, weighted: bool) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss
+from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
 from losses.types import LossOut
 
 BETA = 0.1
@@ -139,3 +139,9 @@ def test_kto_is_finite_at_extremes(name, ratio, good):
     loss = run(name, logp, torch.zeros(1), torch.tensor([good])).terms[name].sum
     loss.backward()
     assert loss.item() == pytest.approx(float((ratio > 0) != good)) and logp.grad.isfinite().all()
+
+
+def test_auc_counts_ties_as_half_and_needs_both_classes():
+    reward, label = torch.tensor([2.0, 1.0, 1.0, 0.0]), torch.tensor([True, True, False, False])
+    assert reward_auc(reward, label).item() == pytest.approx((2 + 1.5) / 4)  # 2 beats both; 1 ties with one, beats one
+    assert reward_auc(reward, torch.ones(4, dtype=torch.bool)).isnan()

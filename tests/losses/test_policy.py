@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,10 +13,10 @@ from kernels import linear_logprob
 from losses.entropy import entropy_bonus, keep_top_entropy
 from losses.importance import sequence_length, sequence_mean, sequence_sum
 from losses.kl import kl_penalty
-from losses.policy import POLICY_LOSSES, Tokens, dapo, grpo, luspo, sequence_log_ratio, token_log_ratio
+from losses.policy import POLICY_LOSSES, PolicyLoss, Tokens, dapo, grpo, luspo, sequence_log_ratio, token_log_ratio
 from losses.types import LossOut, merge
 
-cispo, sapo, vespo, reinforce = (POLICY_LOSSES[name] for name in ("cispo", "sapo", "vespo", "reinforce"))
+cispo, sapo, vespo, rloo, reinforce = map(POLICY_LOSSES.get, ("cispo", "sapo", "vespo", "rloo", "reinforce"))
 
 LOGP = (-1.0, -0.5, -2.0, -0.7, 9.0, 9.0)
 OLD = (-1.2, -0.5, -1.5, -1.2, 9.0, 9.0)
@@ -299,6 +300,15 @@ def test_weights():
     assert total.item() == 1.0 and logp.grad.tolist() == [0.0, -1.0]
 
 
+def test_rloo_of_a_long_completion_far_away_stays_finite():
+    for total, advantage in itertools.product((-1e3, 1e3), (-1.0, 1.0)):
+        logp, one = torch.tensor([-1.0, -2.0], requires_grad=True), torch.ones(2)
+        far = torch.full((2,), total)
+        value = rloo(Tokens(logp, 0 * one, advantage * one, one.bool(), 2 * one, sequence_log_ratio=far), **CLIP)
+        loss = value.terms["policy"].sum
+        assert loss.isfinite() and torch.autograd.grad(loss, logp)[0].isfinite().all(), (total, advantage)
+
+
 def test_vespo_of_a_completion_far_away_has_no_gradient():
     for log_w in (-math.inf, -1e4, 1e4, math.inf):
         logp, one = torch.tensor([-1.0, -2.0], requires_grad=True), torch.ones(2)
@@ -347,6 +357,11 @@ def test_bounds_change_only_bad_tokens_beyond_them():
         assert outs[0].terms["policy"].sum.item() == pytest.approx(outs[1].terms["policy"].sum.item(), rel=1e-14)
 
 
+def test_a_loss_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"^loss_type=<lambda>: returned shape \(\) for \(6,\) tokens$"):
+        PolicyLoss(lambda t: t.logp.sum())(golden().tokens())
+
+
 def test_bounds_that_would_cut_inside_the_range_are_refused():
     for name, value, message in (("delta", 1.1, "delta=1.1: must be above"), ("dual_clip", 1.0, "dual_clip=1.0: must")):
         with pytest.raises(ValueError, match=message):
@@ -369,6 +384,13 @@ def test_clip_metrics_name_the_side():
     case.advantage = -case.advantage  # the ratio beyond delta is now good: clipped, not capped
     metrics = grpo(case.tokens(), **CLIP, delta=1.5).metrics
     assert [metrics[f"policy/clip_{side}_frac"][0].item() for side in ("low", "high", "capped")] == [1.0, 1.0, 0.0]
+    case = golden()  # 1.2214 is within the upper range of 0.28; with 0.05 below, 0.6065 has A > 0: not clipped
+    metrics = grpo(case.tokens(), epsilon=0.05, epsilon_high=0.28).metrics
+    assert [metrics[f"policy/clip_{side}frac"][0].item() for side in ("low_", "high_", "")] == [0.0, 0.0, 0.0]
+    case.advantage = -case.advantage  # 0.6065 is below 1 - 0.05, not below 1 - 0.5; 1.6487 is above 1.28
+    for low, expected in ((0.05, [1.0, 1.0, 2.0]), (0.5, [0.0, 1.0, 1.0])):
+        metrics = grpo(case.tokens(), epsilon=low, epsilon_high=0.28).metrics
+        assert [metrics[f"policy/clip_{side}frac"][0].item() for side in ("low_", "high_", "")] == expected
     case.advantage = torch.zeros(6)  # nothing is pushed, so nothing is clipped
     out = grpo(case.tokens(), **CLIP)
     assert out.metrics["policy/clip_frac"][0].item() == 0.0

@@ -146,6 +146,7 @@ def test_confusion_counts_label_by_prediction():
         ([[0, 3], [0, 5]], (0.0, 10 / 13), 5 / 13),  # always predicts right: half of the majority class's F1
         ([[0, 0], [0, 5]], (math.nan, 1.0), 1.0),  # no wrong step, none predicted: one class to average
         ([[4, 0], [0, 5]], (1.0, 1.0), 1.0),
+        ([[0, 0], [0, 0]], (math.nan, math.nan), 0.0),  # nothing is labelled
     ],
 )
 def test_f1_by_hand(matrix, expected, macro):

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -14,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.command import flags
-from data.command.config_file import save_config
+from data.command.config_file import load_config, save_config
 from data.command.flags import config_to_tree
 from trainer import cli
 from trainer.__main__ import main
 from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from trainer.run.export import ExportConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -396,6 +399,47 @@ def test_config_survives_the_round_trip_and_a_resume(tmp_path, monkeypatch):
         resumed = parse("--resume", ".", "--max-steps", "2")
         again = dataclasses.replace(resumed.run, max_steps=None, resume=None, output_dir=cfg.run.output_dir)
         assert dataclasses.replace(resumed, run=again) == cfg
+
+
+class Colour(enum.Enum):
+    RED = "r"
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherTypes:
+    """Types that no Config of ours has."""
+
+    path: Path = Path("a")
+    colour: Colour | None = None
+    words: list = dataclasses.field(default_factory=list)
+    sizes: frozenset[int] = frozenset()
+    pair: tuple[Literal["a", "b"], Literal["a", "b"]] = ("a", "b")
+
+
+def test_types_of_a_users_own_config(tmp_path):
+    argv = ["--path", "x/y", "--colour", "RED", "--words", "ab", "cd", "--sizes", "12", "3", "--pair", "b", "a"]
+    cfg = flags.parse_command(OtherTypes, argv, "prog")
+    assert cfg == OtherTypes(Path("x/y"), Colour.RED, ["ab", "cd"], frozenset({12, 3}), ("b", "a"))
+    save_config(tmp_path / "config.yaml", config_to_tree(cfg))
+    table = flags.flag_table(OtherTypes)
+    tree = load_config(tmp_path / "config.yaml")
+    assert flags.build(OtherTypes, flags.read_tree(tree, table, "config.yaml"), table, "prog") == cfg
+    for words, sentence in {
+        ("--colour", "r"): "--colour=r: expected one of RED or None",
+        ("--pair", "a"): "--pair=a: expected 2 values, each one of a, b",
+        ("--sizes", "x"): "--sizes=x: expected values, each a whole number",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            flags.parse_command(OtherTypes, words, "prog")
+
+
+def test_positional_arguments_may_follow_a_flag():
+    whole = ExportConfig(source="RUN", out="OUT", merge_lora=True)
+    for words in ("RUN OUT --merge-lora", "--merge-lora RUN OUT", "RUN --merge-lora OUT", "--merge-lora true RUN OUT",
+                  "--no-trust-remote-code RUN --merge-lora OUT"):  # fmt: skip
+        assert flags.parse_command(ExportConfig, words.split(), "prog") == whole
+    with pytest.raises(ValueError, match="^MORE: a value without a flag"):
+        flags.parse_command(ExportConfig, ["--merge-lora", "RUN", "OUT", "MORE"], "prog")
 
 
 words = st.text(max_size=8) | st.sampled_from(["-x", "--y", "-1", "a b", "1e-6", "true", "~"])

@@ -161,6 +161,17 @@ def test_margin(write, chatml):
     assert pair.margin is None and texts(chatml, pair)[1:] == ("4<|endoftext|>", "5<|endoftext|>")
 
 
+def test_several_datasets_with_formats_and_weights(write, chatml):
+    one = write(row(), name="one.jsonl")
+    two = write({"question": "2+2?", "chosen": "4", "rejected": "5"}, name="two.jsonl")
+    pairs = load_pairs([one, f"{two}:format=chatml.intel,weight=0.5"], chatml)
+    found = [(pair.source.rsplit("/")[-1], pair.weight) for pair in pairs]
+    assert found == [("one.jsonl:1", 1.0), ("two.jsonl:1", 0.5)]
+    assert texts(chatml, pairs[1]) == (OPENING, "4<|im_end|>", "5<|im_end|>")
+    with pytest.raises(ValueError, match="data_format=llama3.intel: its delimiter .* is 19 tokens"):
+        load_pairs([one, f"{two}:format=llama3.intel"], chatml)  # what a format needs holds for that of one entry too
+
+
 def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):
     rows = [row(), row(chosen=""), {"prompt": "{x}"}, row(prompt=[{"role": "human", "content": "q"}])]
     (pair,) = load_pairs([write(*rows)], chatml, bad_rows="skip")

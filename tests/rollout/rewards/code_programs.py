@@ -258,6 +258,12 @@ HONEST = {
     "the name of a module": ("def bisect(x): return x / 2", "assert bisect(4) == 2"),
     "many calls": ("def double(x): return 2 * x", "for x in range(20000):\n    assert double(x) == 2 * x"),
     "a long list": ("def same(x): return x", "assert same(list(range(10**5))) == list(range(10**5))"),
+    "arguments that the tests keep": ("def total(x): return sum(x)", "rows = [list(range(1000)) for _ in range(800)]\nfor row in rows:\n    assert total(row) == 499500"),
+    "arguments that the program keeps": (
+        "held = []\ndef keep(x):\n    held.append(x)\n    return len(held)\ndef add(): held[0].append(9)",
+        "rows = [[i] for i in range(9)]\nassert [keep(row) for row in rows] == list(range(1, 10))\nadd()\nassert rows[0] == [0, 9]\nrows[0].clear()\nadd()\nassert rows[0] == [9] and rows[1] == [1]",
+    ),
+    "a result that comes back": ("def row(): return [1]\ndef grow(x): x.append(2)", "a = row()\nrow()\nrow()\na.append(5)\ngrow(a)\nassert a == [1, 5, 2]"),
     "not a number": ("import math\ndef f(): return [math.nan]", "import math\nassert f() == [math.nan]"),
     "a seed": ("import random\ndef draw(): return random.random()", "import random\nrandom.seed(1)\na = draw()\nrandom.seed(1)\nassert a == draw()"),
 }  # fmt: skip

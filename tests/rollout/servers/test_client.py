@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout.engine import Request, Sampling
+from rollout.engines.weights import Weights
 from rollout.servers import client as http_client
 from rollout.servers import pool as vllm_watch
 from rollout.servers.client import (
@@ -446,6 +447,24 @@ def test_only_marks_of_this_run_are_its_own():
             assert (await server.check(1.0)).foreign is None
 
     asyncio.run(work())
+
+
+def test_a_worker_that_fails_would_fail_again_so_the_run_ends_after_three_pushes():
+    """A route that fails for a while is in tests/rollout/vllm/test_engine.py."""
+    loop, pushes = Loop(), []
+
+    class Failing(Weights):
+        def give(self, members, version):
+            pushes.append(version)
+            return [], "worker 0: no such tensor", False
+
+    try:
+        with pytest.raises(ValueError, match="version 4 could not be .* in 3 attempts within 0 s .*0: no such tensor"):
+            weights = Failing(pool_of(1), loop, sync=None, check=lambda: None)
+            weights.give_all(weights.pool.members, 4)
+    finally:
+        loop.close()
+    assert pushes == [4, 4, 4]
 
 
 def test_a_server_that_is_out_is_not_opened_by_refill():

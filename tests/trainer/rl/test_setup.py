@@ -89,6 +89,6 @@ def test_a_run_with_a_function_of_trl_s_kind(folder):
 
 @pytest.mark.slow
 def test_a_run_with_a_function_that_returns_texts(folder):
-    last, samples = run(folder, "--rollout-func", "mine.texts")
+    last, samples = run(folder, "--rollout-func", "mine.texts", "--per-device-train-batch-size", 32)
     assert last["rollout/retokenised_frac"] == 1.0 and last["policy/behaviour_gap"] < 1e-4
     assert samples[0]["completion"] == "[0]"

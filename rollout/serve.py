@@ -194,7 +194,9 @@ def _from_file(path: Path, table: dict[str, Flag]) -> Values:
     """The keys of a trainer's file that concern a server, with the port that its vllm.url has."""
     taken = {}
     for name, value in load_config(path).items():
-        block = name.partition(".")[0]
+        block = str(name).partition(".")[0]
+        if name == "vllm" and value is None:  # an empty block
+            continue
         if block == "vllm" or name in ("model", "dtype", "trust_remote_code", "lora.r", "sync.backend"):
             taken[name] = value
         elif name in ("lora", "sync") and isinstance(value, dict):

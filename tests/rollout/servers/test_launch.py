@@ -849,6 +849,8 @@ def test_serve_takes_its_part_of_a_trainers_file(tmp_path):
     assert serve.parse(["--model", "m", "--vllm.port", "0"]).vllm == VllmConfig()
     assert serve.parse(["--config", str(file), "--model", "x", "--lora.r", "0"]).model == "x"
     assert serve.parse(["--model", "m"]).vllm.port == 8000
+    file.write_text("model: m\nvllm:\nlora:\n1: one\n")  # empty blocks, and a key that is no text
+    assert serve.parse(["--config", str(file)]).vllm.port == 8000
 
 
 def test_extra_arguments_begin_with_dashes(capsys, tmp_path):

@@ -82,12 +82,13 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 ALL = (*worker.CASES, *sampled.CASES)
 # A pass of shards costs ten times that of replicas: a case of each kind in shards, the others in replicas.
 SHARDED = (
-    "sft-untied", "sft-lora", "sft-one-row", "dpo", "dpo-lora", "kto", "rm", "prm", "grpo", "ebft-structured-lora",
-    "ebft-strided",
+    "sft-untied", "sft-lora", "sft-one-row", "dpo-wpo-ld-rpo", "dpo-lora", "kto", "rm", "prm", "grpo",
+    "ebft-structured-lora", "ebft-strided",
 )  # fmt: skip
 SHARED = ("sft", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared", "grpo-lora")
 WORDS = (
     *(f"fsdp:{name}" for name in SHARDED),
+    "fsdp:grpo-skips",  # ranks of a sharded model run the same passes, also where only one of them has nothing to learn
     *(f"replicate:{name}" for name in ALL if name not in SHARDED),
     "copies:sft-untied",
     *(f"replicate/2:{name}" for name in SHARED),

@@ -82,20 +82,21 @@ def flag_table(config: type) -> dict[str, Flag]:
     """Every flag of a Config class by key; a Flat block adds its fields without a prefix."""
     table: dict[str, Flag] = {}
     for field, hint, block, prefix in config_fields(config):
-        if block is None:
-            found = {field.name: _flag(config, field, hint)}
-        else:
-            hints = get_type_hints(block, include_extras=True)
-            found = {
-                prefix + inner.name: _flag(
-                    block, inner, hints[inner.name], prefix, default_of(field) is dataclasses.MISSING
-                )
-                for inner in dataclasses.fields(block)
-            }
-        twice = table.keys() & found.keys()
-        if twice:
-            raise ValueError(f"{config.__module__}.Config: flag {min(twice)} is defined twice; rename one field")
-        table |= found
+        owner, fields, hints = config, [field], {field.name: hint}
+        if block is not None:
+            owner, fields, hints = block, dataclasses.fields(block), get_type_hints(block, include_extras=True)
+        for inner in fields:
+            key, hint = prefix + inner.name, hints[inner.name]
+            if key in table:
+                raise ValueError(f"{config.__module__}.Config: flag {key} is defined twice; rename one field")
+            defining = next(base for base in owner.__mro__ if inner.name in base.__dict__.get("__annotations__", ()))
+            table[key] = Flag(
+                key=key,
+                members=_members(hint),
+                required=all(default_of(x) is dataclasses.MISSING for x in (field, inner)),
+                module=defining.__module__,
+                is_positional=tyro.conf.Positional in _strip_annotated(hint)[1],
+            )
     return table
 
 
@@ -103,11 +104,12 @@ def config_fields(config: type) -> Iterator[tuple[dataclasses.Field, Any, type |
     """Each field of a Config with its type, and for a block its class and the prefix of its flags."""
     hints = get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
-        block, markers = _strip_annotated(hints[field.name])
+        hint = hints[field.name]
+        block, markers = _strip_annotated(hint)
         if not dataclasses.is_dataclass(block):
-            yield field, hints[field.name], None, ""
+            yield field, hint, None, ""
         else:
-            yield field, hints[field.name], block, "" if tyro.conf.OmitArgPrefixes in markers else f"{field.name}."
+            yield field, hint, block, "" if tyro.conf.OmitArgPrefixes in markers else f"{field.name}."
 
 
 def _strip_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -119,17 +121,6 @@ def _strip_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 def default_of(field: dataclasses.Field) -> Any:
     """Its default, or dataclasses.MISSING."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _flag(owner: type, field: dataclasses.Field, hint: Any, prefix: str = "", required: bool = True) -> Flag:
-    defining = next(base for base in owner.__mro__ if field.name in base.__dict__.get("__annotations__", ()))
-    return Flag(
-        key=prefix + field.name,
-        members=_members(hint),
-        required=required and default_of(field) is dataclasses.MISSING,
-        module=defining.__module__,
-        is_positional=tyro.conf.Positional in _strip_annotated(hint)[1],
-    )
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

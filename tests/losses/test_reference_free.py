@@ -246,3 +246,11 @@ def test_identical_pairs_have_log_odds_zero(mean):
     grad_w, grad_l = torch.autograd.grad(odds, [s.logp_w, s.logp_l])
     assert odds.item() == pytest.approx(math.log(2))
     assert grad_w.item() == pytest.approx(-0.5 / -math.expm1(mean), rel=1e-9) and grad_l.item() == -grad_w.item()
+
+
+def test_a_response_without_tokens_scores_zero():
+    logp, none = torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.long)
+    empty = FreeScores(logp, torch.zeros(1), none, none)
+    assert empty.mean_w.item() == empty.mean_l.item() == 0.0
+    odds = orpo_loss(empty, -logp.sum(), none.sum(), alpha=0.1).terms["odds"].sum
+    assert odds.item() == pytest.approx(math.log(2)) and torch.autograd.grad(odds, logp)[0].isfinite().all()

@@ -1,7 +1,8 @@
 """Health watch: checks a run's metrics and says, in one sentence, what is wrong and what to do about it.
 
-A rule fires on the median of the last 5 steps that logged its metric, so a single odd step does not trigger it. While
-it fires, the step logs `health/<name>` = 1.0; its message is shown when it first fires and then at most every 50 steps.
+A rule fires on the median of the last 5 steps that logged its metric, so a single odd step does not trigger it; a low
+reward on the mean of the last 20, because a step of few completions says little. While a rule fires, the step logs
+`health/<name>` = 1.0; its message is shown when it first fires and then at most every 50 steps.
 
 A run that has succeeded has little reward spread and little entropy, and that is fine. It counts as solved when every
 reward function is at 0.8 or more (functions are taken to pay 0 to 1; a negative one is a penalty and ignored) and the
@@ -16,12 +17,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 WINDOW = 5  # steps a rule looks at
 REPEAT_STEPS = 50  # steps between two showings of the same message
-REWARD_PATIENCE = 20  # steps a reward function may take to get going
+REWARD_PATIENCE = 20  # steps a reward function may take to get going, and over which it is averaged
 
 REWARD_LOW = 0.15
 REWARD_STD_LOW = 0.1
@@ -52,10 +53,10 @@ MESSAGES = {
     "hardly tell the target from other text; try other --feature-layers or --embed-method",
     "features_alike": "policy entropy is {v:.2g}, so all rollouts of a prompt are the same: raise --diversity-coef or "
     "--ce-coef, or lower --learning-rate",
-    "reward_low": f"reward function {{function}} still averages {{v:.3g}} after {{step}} steps (want > {REWARD_LOW}): "
-    f"{CHECK_REWARD}, check that the column it reads exists, or begin with easier data",
-    "penalty": "reward function {function} averages {v:.3g} after {step} steps, which is fine for a penalty: if it is "
-    f"not one, {CHECK_REWARD}",
+    "reward_low": f"reward function {{function}} averages {{v:.3g}} over the last {{steps}} steps (want > "
+    f"{REWARD_LOW}): {CHECK_REWARD}, check that the column it reads exists, or begin with easier data",
+    "penalty": "reward function {function} averages {v:.3g} over the last {steps} steps, which is fine for a penalty: "
+    f"if it is not one, {CHECK_REWARD}",
     "solved": "most groups are solved (reward {v:.2f}), so little is left to learn: use harder data, or stop here",
     "reward_std_low": f"reward std is {{v:.3g}} (want > {REWARD_STD_LOW}), so rewards hardly tell completions apart: "
     "raise --temperature or --num-generations, give partial credit, or use easier or harder data",
@@ -73,8 +74,8 @@ MESSAGES = {
     "float32 has 1e-4, bfloat16 0.01), so the policy is trained on samples that are not its own: {todo}",
     "behaviour_kl": "the KL of the engine to the trainer is {v:.2g} (want < {limit:g}), so some tokens are far off: "
     "{todo}",
-    "grad_norm_high": f"gradient norm is {{v:.1f}} (want < {GRAD_NORM_HIGH:g}), so training is unstable: "
-    "lower --learning-rate, set --max-grad-norm 1.0, or add --warmup-ratio 0.1",
+    "grad_norm_high": f"gradient norm is {{v:.1f}} before clipping (want < {GRAD_NORM_HIGH:g}), so training is "
+    "unstable: lower --learning-rate, add --warmup-ratio 0.1, or raise the batch size",
     "grad_norm_zero": "gradient norm is exactly 0 although there was something to learn: check that the model has "
     "trainable weights and that the loss mask covers the completions",
     "groups_skipped": "gradient norm is 0 because within every group all completions got the same reward: use harder "
@@ -106,6 +107,7 @@ class Watch:
     def __init__(self) -> None:
         self.firing: dict[str, Finding] = {}
         self._recent: dict[str, deque[float]] = {}
+        self._scores: dict[str, deque[float]] = {}  # of each reward function
         self._odd_zeros: deque[bool] = deque(maxlen=WINDOW)  # gradient exactly 0 though some group had a spread
         self._best_reward = -math.inf
         self._shown_at: dict[str, int] = {}
@@ -117,6 +119,8 @@ class Watch:
             return []  # a line that holds only an evaluation says nothing about training
         for name, value in values.items():
             self._recent.setdefault(name, deque(maxlen=WINDOW)).append(value)
+            if (function := reward_function_of(name)) is not None:
+                self._scores.setdefault(function, deque(maxlen=REWARD_PATIENCE)).append(value)
         if "optim/grad_norm" in values:
             skipped = values.get("reward/zero_std_frac") == 1.0
             self._odd_zeros.append(values["optim/grad_norm"] == 0.0 and not skipped)
@@ -144,10 +148,11 @@ class Watch:
                 yield finding("entropy_low", entropy, "features_alike")
             return
         functions = {f: self._median(name, values) for name in values if (f := reward_function_of(name)) is not None}
-        for function, value in functions.items():
-            if patient and value is not None and value < REWARD_LOW:
+        for function in functions:
+            scores = self._scores[function]
+            if patient and len(scores) >= WINDOW and (value := fmean(scores)) < REWARD_LOW:
                 message, level = ("penalty", "info") if value < 0 else ("reward_low", "warning")
-                yield finding(f"reward_low/{function}", value, message, level, function=function, step=step)
+                yield finding(f"reward_low/{function}", value, message, level, function=function, steps=len(scores))
         total = self._median("reward/mean", values)
         if total is None:
             return

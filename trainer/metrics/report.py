@@ -48,6 +48,7 @@ MAX_POINTS = 300  # more than the pixels of a small chart: a longer run is drawn
 MAX_SLICES = 48  # hover targets
 SPARSE = 12  # with fewer points than this each gets a dot
 SAME = 5e-7  # values this close, relative to their size, differ by float32 rounding only
+ROUNDING = 1e-5  # float32 log-probs of two implementations differ by less
 
 
 # page ------------------------------------------------------------------------------------------------------------
@@ -130,8 +131,8 @@ def render(run: RunData) -> str:
         top_html(run),
         "<h2>Health</h2>",
         health_html(run, episodes),
-        curves_html(run, {f"health/{episode.finding.name}" for episode in episodes}),
         samples_html(run),
+        curves_html(run, {f"health/{episode.finding.name}" for episode in episodes}),
         config_html(run),
         "<footer>Light line: every step. Strong line: centred moving mean over a fifteenth of the run. "
         "All numbers are in metrics.jsonl.</footer>",
@@ -217,6 +218,9 @@ def evaluation_html(run: RunData) -> str:
     rows = [f'<tr><th></th><th class="num">before</th><th class="num">{until}</th><th class="num">change</th></tr>']
     for name in names:
         own = run.values(name)
+        if name == "eval/rows" and is_constant(run, name):
+            caption += f", {own[0]:.0f} rows"
+            continue
         later = f"{number(own[-1])}</td><td class='num'>{change_html(name, own)}" if len(own) > 1 else "</td><td>"
         rows.append(
             f'<tr title="{text(f"{name}: {definition(name)}")}">'
@@ -259,7 +263,7 @@ def health_html(run: RunData, episodes: Iterable[Episode]) -> str:
         )
     num_steps = len(run.values("optim/grad_norm"))
     short = f"Nothing found, but {num_steps} steps are too few to judge."
-    none = "Nothing found: every watched number stayed in its range." if num_steps >= 20 else short
+    none = "Nothing found: no watched number left its range for long." if num_steps >= 20 else short
     return "\n".join(parts) or f'<p class="soft">{none}</p>'
 
 
@@ -311,6 +315,10 @@ def flat_value(run: RunData, name: str) -> str:
         return "never a finite number"
     if is_constant(run, name):
         return f"{values[0]:.7g}"
+    if name.startswith("policy/behaviour_"):  # an engine in this process differs from the trainer by rounding alone
+        for ideal in (0, 1):
+            if all(abs(value - ideal) < ROUNDING for value in values):
+                return f"{ideal} to rounding"
     earlier = (*top_names(run), *run.logged[: run.logged.index(name)])
     twin = next((other for other in earlier if repeats(run, other, name)), None)
     return f"same as {text(twin)}" if twin else ""

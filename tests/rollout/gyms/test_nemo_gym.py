@@ -19,6 +19,7 @@ from rollout.gyms.nemo_gym import (
     Turns,
     chains,
     error_text,
+    join_cookies,
     read_episode,
     read_places,
     response_of,
@@ -103,11 +104,15 @@ def test_recorded_verifications_come_back_in_order_with_a_session_each(recording
         gym = client(replay)
         gym.connect(prompts, multi_turn=False)
         table = rewards_of(gym).score(prompts, [said(text) for text in texts])
+        gym.loop.run(gym.post(f"http://127.0.0.1:{replay.port}/seed_session", {}, "counter"))  # another row, later
         gym.close()
     assert [value for (value,) in table.values] == [1.0, 0.0, 1.0] * 4
     verified = [(body, cookies) for route, body, cookies in replay.requests if route == "/verify"]
-    assert len(verified) == replay.sessions == 12
-    assert len({cookies for _, cookies in verified}) == 12  # no session is shared between rows
+    assert (len(verified), replay.sessions) == (12, 13)
+    # No session is shared between rows, and the client keeps none.
+    assert {cookies for _, cookies in verified} == {f"session={n}" for n in range(1, 13)}
+    assert not any(cookies for route, _, cookies in replay.requests if route == "/seed_session")
+    assert join_cookies("s=old; t=1", ["s=a.b=; path=/; httponly", "u=2"]) == "s=a.b=; t=1; u=2"
     sent = next(body for body, _ in verified if body.get("expected_count") == 6)
     assert sent["responses_create_params"] == counter["responses_create_params"]
     assert sent["response"]["output"][0]["content"] == [{"type": "output_text", "text": "done", "annotations": []}]

@@ -34,6 +34,18 @@ def watch_constant(num_steps=30, **changes):
     return marks
 
 
+def test_a_reward_is_judged_by_its_mean_over_many_steps():
+    watch = Watch()  # steps of one group: most score little, some all
+    for step in range(1, 41):
+        watch.observe(step, HEALTHY | {"reward/exact_match/mean": 1.0 if step % 3 == 0 else 0.1})
+        assert "reward_low/exact_match" not in watch.firing
+    for step in range(41, 61):
+        watch.observe(step, HEALTHY | {"reward/exact_match/mean": 0.1})
+    assert watch.firing["reward_low/exact_match"].message.startswith(
+        "reward function exact_match averages 0.1 over the last 20 steps (want > 0.15): try it on its own"
+    )
+
+
 def test_a_healthy_run_is_silent():
     assert watch_constant() == set()
 

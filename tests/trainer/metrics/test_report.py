@@ -74,7 +74,12 @@ def grpo_step(step, total, rng):
 
 def grpo_eval(skill):
     accuracy = 0.41 + 0.52 * skill
-    return {"eval/reward/mean": accuracy + 0.2, "eval/exact_match/mean": accuracy, "eval/len_mean": 3.4 - 0.1 * skill}
+    return {
+        "eval/reward/mean": accuracy + 0.2,
+        "eval/exact_match/mean": accuracy,
+        "eval/len_mean": 3.4 - 0.1 * skill,
+        "eval/rows": 64,
+    }
 
 
 def make_grpo_run(folder, *, steps=200, total=200, eval_every=25, config=None, samples=None):
@@ -211,6 +216,7 @@ def test_a_finished_grpo_run(grpo):
     assert "grpo builtin:tiny" in flat and "unfinished" not in flat
     assert "Steps 200 " in flat and "Wall time 3:10" in flat
     assert "Held-out evaluation greedy" in flat and "reward/mean sampled at temperature 1" in flat
+    assert "reward, step 0 \u2192 200, 64 rows" in flat and flat.index("Samples") < flat.index("Curves")
     assert "0.610 \u2192 1.13 +0.520" in flat  # eval/reward/mean before and after
     assert "exact_match/mean 0.410 0.930 +0.520" in flat
     assert "6 steps from 62 to 67; no longer so" in flat and "health/grad_norm_high" in flat
@@ -225,6 +231,7 @@ def test_every_logged_metric_is_on_the_page_once_with_its_definition(grpo):
     assert charts.keys() | folded.keys() >= logged and not charts.keys() & folded.keys()
     assert folded["distill/constant"] == "0.25" and folded["distill/never"] == "never a finite number"
     assert folded["mem/peak_gib"] == "1.31" and folded["reward/exact_match/std"] == "same as reward/std"
+    assert folded["policy/behaviour_kl"] == "0 to rounding"
     assert "last 0.99999" in html and ">0.9999900<" in html and charts["bare"] == "Logged by your own code."
 
 

@@ -48,6 +48,7 @@ TORCHRUN = {"--nproc-per-node", "--max-restarts", "--nnodes", "--shutdown-timeou
 }
 # Flags of other programs: vLLM (for --vllm.extra-args), tests.structure, tests.record, bench.table, pip, torchrun.
 OTHERS = {"--enable-auto-tool-choice", "--tool-call-parser", "--step", "--against", "--write", "--check"} | TORCHRUN
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = re.compile(r"^```json (.+)\n((?:.+\n)+?)```$", re.MULTILINE)
 
 
@@ -217,11 +218,20 @@ def test_make_targets_extras_and_tests_exist():
 def test_python_code_is_valid_and_its_imports_exist(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS / "examples"))
     for path, text in TEXTS.items():
-        for code in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        for code in PYTHON.findall(text):
             for node in ast.walk(ast.parse(code, name_of(path))):
                 if isinstance(node, ast.ImportFrom) and node.module:
                     module = importlib.import_module(node.module)
                     assert all(hasattr(module, alias.name) for alias in node.names), (path, node.module)
+
+
+def test_the_reward_of_the_pages_reads_messages_and_plain_text():
+    for page in (ROOT / "README.md", DOCS / "rewards.md"):
+        (code,) = (code for code in PYTHON.findall(TEXTS[page]) if "def correct" in code)
+        names: dict = {}
+        exec(code, names)
+        completions = [[{"role": "assistant", "content": " 42\n"}], "42 ", "32"]
+        assert names["correct"](completions, answer=["42"] * 3, task=["a"] * 3) == [1.0, 1.0, 0.0], page
 
 
 def test_yaml_of_the_pages_parses(tmp_path):

@@ -312,6 +312,8 @@ def _data_spec(item: dict[str, Any], label: str) -> str:
     """
     if not item.get("path"):
         raise ValueError(f"{label}={item}: a data entry needs a path")
+    if "type" in item and ":" not in str(item["path"]):  # axolotl's; a task may have an option of that name
+        raise ValueError(f"{label}={item}: an entry's type is format here; write format: {item['type']}")
     if isinstance(item.get("roles"), dict):
         roles = {role: [names] if isinstance(names, str) else names for role, names in item["roles"].items()}
         item = item | {"roles": ",".join(f"{role}={'|'.join(map(str, names))}" for role, names in roles.items())}

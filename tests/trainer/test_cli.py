@@ -234,11 +234,12 @@ def test_bad_flag_is_one_sentence(fork):
         (["--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
         (["--load-in-8bit", "x"], "--load-in-8bit: unknown flag; --help-all lists them all"),
         (["--run-name", "x"], "--run-name: unknown flag; did you mean --output-dir?"),
-        (["--push-to-hub"], "--push-to-hub: unknown flag; no hub upload; upload RUN/final yourself"),
+        (["--push-to-hub"], "--push-to-hub: unknown flag; no hub upload, so upload RUN/final yourself"),
         (
             ["--model-name-or-path", "x", "--qqq", "--dataset-name", "y", "--hub-model-id", "z"],
             "--model-name-or-path: unknown flag, use --model; --qqq: unknown flag; --dataset-name: unknown flag, use "
-            "--data; --hub-model-id: unknown flag, no hub upload; upload RUN/final yourself; --help-all lists them all",
+            "--data; --hub-model-id: unknown flag, no hub upload, so upload RUN/final yourself; --help-all lists them "
+            "all",
         ),
         (
             ["--attn-implementation", "flash_attention_2"],
@@ -265,6 +266,8 @@ def test_bad_yaml_names_file_and_key(fork):
          "1)}: cannot be written as JSON (Object of type date is not JSON serializable); put such values in quotes"),
         ("eval_data:", "c.yaml: eval_data: has no value; give one, or leave the key out for the default"),
         ("eval_data: [{split: x}]", "c.yaml: eval_data={'split': 'x'}: a data entry needs a path"),
+        ("data: [{path: x, type: y}]",
+         "c.yaml: data={'path': 'x', 'type': 'y'}: an entry's type is format here; write format: y"),
         ("seed: 1\nseed: 2", "c.yaml: not valid YAML in line 1: key seed is given twice"),
         ("seed: [1", "c.yaml: not valid YAML in line 2: expected ',' or ']', but got '<stream end>'"),
         ("- 1", "c.yaml: not a mapping of settings; write lines such as learning_rate: 1e-6"),

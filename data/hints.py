@@ -37,7 +37,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "lora_target_linear": ("lora.target_modules",),
     "lora_model_dir": ("model",),
     **dict.fromkeys(("flash_attention", "flash_attn", "use_flash_attention_2", "attn_impl"), ("attn_implementation",)),
-    **dict.fromkeys(("output", "out", "out_dir", "output_path", "save_dir"), ("output_dir",)),
+    **dict.fromkeys(("output", "out", "out_dir", "output_path", "save_dir", "run_name"), ("output_dir",)),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), ("resume",)),
     **dict.fromkeys(("evals_per_epoch", "eval_strategy"), ("eval_steps",)),
     **dict.fromkeys(("saves_per_epoch", "save_strategy"), ("save_steps",)),
@@ -59,9 +59,15 @@ KEYS: dict[str, tuple[str, ...]] = {
     "kto_undesirable_weight": ("undesirable_weight",),
     **dict.fromkeys(("load_in_8bit", "model_type", "tokenizer_type", "special_tokens", "plugins"), ()),
 }  # fmt: skip
+# key of another library -> what to do, where the name of one of our keys does not say it
+NOTES: dict[str, str] = {
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
+                    "no hub upload, so upload RUN/final yourself"),
+    "datasets": "use data (an entry's type is format here)",
+}  # fmt: skip
 # method of another library -> what to use here
 METHODS = {
-    "ppo": "there is no ppo here, as no value model is trained, but ALL; grpo and rloo are the nearest",
+    "ppo": "there is no PPO here (it needs a value model); use grpo or rloo; python -m trainer lists all methods",
     **dict.fromkeys(("reward", "reward_model", "reward_trainer", "bradley_terry"), "did you mean rm?"),
     **dict.fromkeys(("process_reward_model", "process_reward", "stepwise"), "did you mean prm?"),
     **dict.fromkeys(("finetune", "finetuning", "supervised", "pretrain", "completion", "full"), "did you mean sft?"),
@@ -118,11 +124,18 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     return plain[close[0]] if close else None
 
 
+def value_hint(key: str, value: str) -> str:
+    """What to add to the error for a value of another library: "; flex attention ..."."""
+    if key == "attn_implementation" and "flash" in value:
+        return "; flex attention takes its place on CUDA (auto)"
+    return ""
+
+
 def method_hint(name: str, methods: Iterable[str]) -> str:
     """What to write instead of an unknown method."""
     methods, word = list(methods), name.rpartition(".")[2].replace("-", "_").lower()
     if word in METHODS:
-        return METHODS[word].replace("NAME", word).replace("ALL", ", ".join(methods))
+        return METHODS[word].replace("NAME", word)
     found = nearest(word, methods)
     return f"did you mean {found}?" if found else f"there are {', '.join(methods)}"
 

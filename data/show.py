@@ -9,9 +9,10 @@ reads such rows.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +24,7 @@ from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.fields import with_nested
 from data.formats.pairs import PAIR_FORMATS
-from data.formats.registry import SFT_FORMATS, parse_specs
+from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, parse_specs
 from data.formats.template_settings import JsonObject, check_kwargs
 from data.hub import check_hub
 from data.rows.bad_rows import BadRows
@@ -39,6 +40,7 @@ from data.training_config import config_for, config_from, uses_transform
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
 STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # by mark: not trained, trained, labelled wrong
+LEGEND = "Under each text: how many of its tokens, in order, are trained and how many are not."
 # Flags that only apply to some kinds of rows.
 USED_BY = {
     "max_length": ("pairs", "unpaired", "sft", "stepwise", "documents"),
@@ -228,7 +230,30 @@ def kind_of(cfg: ShowConfig) -> Kind:
             return kind
     if any(known.startswith(name.partition(".")[0] + ".") for known in PAIR_FORMATS):
         return "pairs"  # a misspelt name, for which the loader suggests the right one
+    if name == "auto":
+        raise ValueError(f"columns {', '.join(first)}: {_format_hint(first, options)}")
     raise ValueError(f"kind=auto: cannot be inferred from data_format={name} and the columns of the data; give --kind")
+
+
+def _format_hint(row: dict[str, Any], options: FormatOptions) -> str:
+    """What to set for a row that no loader reads without a format: the formats that read it, found by trying them."""
+
+    def read_by(formats: Mapping[str, Any], *args: Any) -> list[str]:
+        found = []
+        for name, function in formats.items():
+            with contextlib.suppress(ValueError):
+                function(row, *args)
+                found.append(name)
+        return found
+
+    prompts = read_by(PROMPT_FORMATS)
+    examples = [name for name in read_by(SFT_FORMATS) if name in prompts]  # gsm8k needs the #### of its answers
+    found = examples or [name for name in read_by(PAIR_FORMATS, options) if not name.endswith(".default")]
+    if found:
+        return f"set --data-format {' or '.join(sorted(found))}"
+    if prompts:
+        return f"set --data-format {' or '.join(sorted(prompts))} and --kind prompts"
+    return "no format reads them; rename them, for example to prompt and completion, or give --kind"
 
 
 def _part(title: str, context: list[int], trained: list[int]) -> Part:
@@ -277,6 +302,8 @@ def show(rows: Sequence[Shown], tokenizer: Any, num_rows: int) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
+    if rows[:num_rows]:
+        console.print(LEGEND + "\n")
     for row in rows[:num_rows]:
         for part in row.parts:
             trained = sum(map(bool, part.marks))
@@ -288,9 +315,9 @@ def show(rows: Sequence[Shown], tokenizer: Any, num_rows: int) -> None:
                 length = len(list(run))
                 start, end = end, end + length
                 text.append(tokenizer.decode(part.ids[start:end]), style=STYLES[mark])
-                runs.append(f"{min(mark, 1)}x{length}")
+                runs.append(f"{length} {'trained' if mark else 'not trained'}")
             console.print(text)
-            console.print(Text(f"mask {' '.join(runs)}\n", style="italic"))
+            console.print(Text(f"({', '.join(runs)})\n", style="italic"))
     table = Table(title=f"tokens in {len(rows)} rows")
     table.add_column("")
     for quantile in QUANTILES:

@@ -59,6 +59,7 @@ COMMON = """
 def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     """Return (method module, its Config, the method as the user named it); SystemExit(0) after a listing or help."""
     argv = _spell_out_resume(argv)
+    _check_first_word(argv)
     if _started_again() and _peek(argv, "resume") is None and _has_run_to_resume(argv):
         argv = [*argv, "--resume=latest"]
     config_file = _peek(argv, "config")
@@ -68,6 +69,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     resume = None if wants_help else _resume_point(argv, file_tree, name)
     if name is None and resume is not None:
         name = resume.saved["method"]
+    if name is None:
+        name = file_tree.get("rl")  # axolotl's: read_tree refuses it, together with the file's other unknown keys
     if name is None:
         if any(word not in HELP for word in argv):
             raise ValueError(f"--method: missing; pass one of {', '.join(method_names())} or a dotted module of yours")
@@ -306,6 +309,15 @@ def _latest_run(template: str, method: str | None) -> Path:
 
 
 # argv ------------------------------------------------------------------------------------------------------------
+
+
+def _check_first_word(argv: Sequence[str]) -> None:
+    """Refuse `trl dpo` and `axolotl train run.yaml` forms with the flag to write."""
+    word = argv[0] if argv and not looks_like_flag(argv[0]) else ""
+    if word.endswith((".yaml", ".yml")):
+        raise ValueError(f"{word}: write --config {word}")
+    if word in method_names():
+        raise ValueError(f"{word}: write --method {word}")
 
 
 def _spell_out_resume(argv: Sequence[str]) -> list[str]:

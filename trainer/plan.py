@@ -636,6 +636,7 @@ CARDS = {
     "l40s": Card(44.4, 362, 91.6, False),
     "4090": Card(23.5, 165, 82.6, False),
 }
+ALIASES = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "rtx4090": "4090"}
 
 # hidden_size, intermediate_size, layers, heads, key-value heads, head_dim, vocabulary, tied
 KNOWN = {
@@ -706,7 +707,7 @@ class PlanConfig:
     """Name of a known size instead of a model, without the hub: qwen3-1.7b, llama-3.1-8b, ..."""
     gpus: int = 1
     """Number of GPUs that train."""
-    gpu: Literal["here", "h200", "h100", "a100-80", "a100-40", "l40s", "4090"] | None = None
+    gpu: Literal[("here", *CARDS, *ALIASES)] | None = None
     """GPU to plan for. None: the one in this machine, or h200 if it has none."""
     gpu_memory: float | None = None
     """Memory of one GPU in GiB. None: that of the card."""
@@ -807,7 +808,7 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
         card = like._replace(gib=found.total_memory / GIB, triton_head=found.major in TRITON_HEAD)
         name = found.name
     else:
-        name = cfg.gpu or "h200"
+        name = ALIASES.get(cfg.gpu, cfg.gpu) or "h200"
         card = CARDS[name]
     return name, card if cfg.gpu_memory is None else card._replace(gib=cfg.gpu_memory)
 

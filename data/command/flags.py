@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 import tyro
 
-from data.hints import nearest
+from data.hints import NOTES, nearest, value_hint
 from data.user_code import import_name, printable
 
 REPEATABLE = ("data", "eval_data")  # --data a --data b means --data a b; of any other repeated flag the last wins
@@ -130,12 +130,24 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return tuple(bare.get(member, member) if isinstance(member, type) else member for member in members)
 
 
-def unknown(what: str, word: str, table: dict[str, Flag], *, as_flag: bool) -> ValueError:
-    """The error for a flag or key that this method does not have."""
-    found = nearest(word, table)
-    if found is None:
-        return ValueError(f"{what}; --help-all lists them all")
-    return ValueError(f"{what}; did you mean {table[found].name if as_flag else found}?")
+def _unknown_hint(key: str, table: dict[str, Flag], *, as_flag: bool) -> str:
+    """What to write instead of a flag or key that this method does not have; empty if nothing is near."""
+    if (note := NOTES.get(key)) is not None and (note.startswith("no ") or not as_flag):
+        return note
+    found = nearest(key, table)
+    return "" if found is None else f"did you mean {table[found].name if as_flag else found}?"
+
+
+def _all_unknown(what: str, hints: dict[str, str]) -> ValueError:
+    """One error for all unknown names; what: "flag" or "key"."""
+    if len(hints) == 1:
+        ((name, hint),) = hints.items()
+        return ValueError(f"{name}: unknown {what}; {hint or '--help-all lists them all'}")
+    parts = []
+    for name, hint in hints.items():
+        shorter = re.sub(r"^did you mean (.*)\?$", r"use \1", hint)
+        parts.append(f"{name}: unknown {what}{', ' if hint else ''}{shorter}")
+    return ValueError("; ".join(parts + ([] if all(hints.values()) else ["--help-all lists them all"])))
 
 
 # words of argv ---------------------------------------------------------------------------------------------------
@@ -146,6 +158,7 @@ def read_argv(argv: Sequence[str], table: dict[str, Flag]) -> Values:
     values: Values = {}
     positional = [flag for flag in table.values() if flag.is_positional]
     loose: list[str] = []  # words that belong to no flag
+    hints: dict[str, str] = {}  # of unknown flags
     for name, words in _split_argv(argv):
         if not name:
             loose += words
@@ -163,11 +176,14 @@ def read_argv(argv: Sequence[str], table: dict[str, Flag]) -> Values:
             values[positive] = Given(("False",))
             continue
         if key not in table or not name.startswith("--"):
-            raise unknown(f"{name}: unknown flag", key, table, as_flag=True)
+            hints[name] = _unknown_hint(key, table, as_flag=True)
+            continue
         given = Given(_checked_words(words, table[key], table[key].name))
         if key in REPEATABLE and key in values:
             given = Given(values[key].words + given.words)
         values[key] = given
+    if hints:
+        raise _all_unknown("flag", hints)
     if len(loose) > len(positional):
         raise ValueError(f"{loose[len(positional)]}: a value without a flag before it; write --flag VALUE")
     return values | {flag.key: Given((word,)) for flag, word in zip(positional, loose, strict=False)}
@@ -220,18 +236,31 @@ def _checked_words(words: Sequence[str], flag: Flag, label: str) -> tuple[str, .
 # values of a YAML tree -------------------------------------------------------------------------------------------
 
 
-def read_tree(tree: dict[str, Any], table: dict[str, Flag], source: str, prefix: str = "") -> Values:
+def read_tree(tree: dict[str, Any], table: dict[str, Flag], source: str) -> Values:
     """The mapping of a YAML file as Values; nested mappings are blocks with a prefix."""
+    hints: dict[str, str] = {}  # of unknown keys
+    values = _read_block(tree, table, source, "", hints)
+    if hints:
+        raise ValueError(f"{source}: {_all_unknown('key', hints)}")
+    return values
+
+
+def _read_block(
+    tree: dict[str, Any], table: dict[str, Flag], source: str, prefix: str, hints: dict[str, str]
+) -> Values:
     values: Values = {}
     for name, value in tree.items():
         key = prefix + str(name).replace("-", "_")
         if isinstance(value, dict) and any(known.startswith(f"{key}.") for known in table):
-            values |= read_tree(value, table, source, f"{key}.")
+            values |= _read_block(value, table, source, f"{key}.", hints)
         elif key not in table:
             inner = next((str(name) for name in value if name in table), None) if isinstance(value, dict) else None
             if inner is not None:
-                raise ValueError(f"{source}: {key}: unknown key; write its settings without it, as {inner}: ...")
-            raise unknown(f"{source}: {key}: unknown key", key, table, as_flag=False)
+                hints[key] = f"write its settings without it, as {inner}: ..."
+            elif key == "rl" and "method" in table:
+                hints[key] = f"rl: {value} is method: {value} here"
+            else:
+                hints[key] = _unknown_hint(key, table, as_flag=False)
         else:
             values[key] = Given(_words_of(value, table[key], f"{source}: {key}"), source)
     return values
@@ -274,6 +303,8 @@ def _data_spec(item: dict[str, Any], label: str) -> str:
     """
     if not item.get("path"):
         raise ValueError(f"{label}={item}: a data entry needs a path")
+    if "type" in item and ":" not in str(item["path"]):  # axolotl's; a task may have an option of that name
+        raise ValueError(f"{label}={item}: an entry's type is format here; write format: {item['type']}")
     if isinstance(item.get("roles"), dict):
         roles = {role: [names] if isinstance(names, str) else names for role, names in item["roles"].items()}
         item = item | {"roles": ",".join(f"{role}={'|'.join(map(str, names))}" for role, names in roles.items())}
@@ -343,7 +374,7 @@ def _typed(given: Given, flag: Flag) -> Any:
         choices = [str(choice) for choice in get_args(item)]
         wrong = next((word for word in given.words if word not in choices), None)
         if wrong is not None:
-            raise ValueError(f"{label}={wrong}: must be one of {', '.join(choices)}")
+            raise ValueError(f"{label}={wrong}: must be one of {', '.join(choices)}{value_hint(flag.key, wrong)}")
     raise ValueError(f"{label}={' '.join(given.words)}: expected {' or '.join(map(_described, flag.members))}")
 
 

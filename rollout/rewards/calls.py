@@ -48,15 +48,24 @@ class Fault(NamedTuple):
     what: str
     rest: str
 
-    def sentence(self, function: RewardFunction, sources: Sequence[str] = ()) -> str:
-        """`sources`: the row at fault, the rows of the call, or nothing if no row is known."""
-        where = ""
+    def sentence(self, function: RewardFunction, prompts: Sequence[Prompt]) -> str:
+        """`prompts`: the row at fault, or the rows of the call."""
+        where, sources = "", [prompt.source for prompt in prompts]
         if self.kind == "length":
             rows = f"rows {sources[0]} to {sources[-1]}" if len(sources) > 1 else f"row {sources[0]}"
-            where = f" ({rows})" if sources else ""
+            where = f" ({rows})"
         elif len(sources) == 1:
             where = f" {'for' if self.kind == 'returned' else 'on'} {sources[0]}"
-        return f"reward_funcs={function.spec}: {self.what}{where}{self.rest}"
+        return f"reward_funcs={function.spec}: {self.what}{where}{self.rest}{self._form(function, prompts[0])}"
+
+    def _form(self, function: RewardFunction, prompt: Prompt) -> str:
+        """Whether completions are text or messages, for an error that a function of the other would raise."""
+        is_likely = self.what.startswith(("raised TypeError:", "raised AttributeError:", "raised KeyError:"))
+        if not is_likely or not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in parameters(function)):
+            return ""
+        if isinstance(prompt.prompt, str):
+            return "; completions are strings, because the prompts are text"
+        return "; completions are lists of messages, because the prompts are chats"
 
 
 Score = float | None | Fault

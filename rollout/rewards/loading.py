@@ -5,14 +5,17 @@ Not part of table.py: workers import only this, and table.py would double their 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from data.hints import suggest
-from data.user_code import describe_error, find_callable, import_name, refuse_python_object
+from data.user_code import describe_error, find_callable, import_name, load_module, refuse_python_object
 from rollout.rewards import functions
+from strop_names import module_file
 
 MODELS = ("model", "prm")  # rollout/rewards/models.py
 LAZY: dict[str, tuple[str, str]] = {  # built-ins that are imported only when used: module, attribute
@@ -40,6 +43,9 @@ def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = Fal
         return head, models[head](argument if colon else None, trust_remote_code)
     if head in LAZY:
         return head, _lazy(spec, head, argument if colon else None)
+    module = spec.removesuffix(".py")
+    if "." not in module and not colon and module_file(Path.cwd(), module) is not None:
+        raise ValueError(f"reward_funcs={spec}: {_module_hint(module)}")
     if "." not in spec or (colon and ".py:" not in spec):
         builtin = (*functions.FUNCTIONS, *functions.FACTORIES, *MODELS, *LAZY)
         raise ValueError(
@@ -48,6 +54,16 @@ def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = Fal
         )
     name, found = find_callable(spec, f"reward_funcs={spec}")
     return name, _user_function(spec, found)
+
+
+def _module_hint(name: str) -> str:
+    found: list[str] = []
+    with contextlib.suppress(ValueError):  # it cannot be imported, which is said once a function is named
+        members = vars(load_module(name, name))
+        found = [key for key, value in members.items() if inspect.isfunction(value) and not key.startswith("_")]
+        found = [key for key in found if members[key].__module__ == members["__name__"]]
+    listed = f" (it has {', '.join(found)})" if len(found) > 1 else ""
+    return f"{name} is a module; name a function in it, e.g. {name}.{found[0] if found else 'my_function'}{listed}"
 
 
 def stays_here(spec: str, call: Callable[..., Any]) -> bool:

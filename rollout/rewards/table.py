@@ -304,7 +304,7 @@ class Rewards:
             else:
                 parts = [self._here(function, scoring, pending.get(place), first_logs[place])]
             logged.add(parts)
-            column, last = self._settled(function, parts, [prompt.source for prompt in prompts], bad)
+            column, last = self._settled(function, parts, prompts, bad)
             failed = sum(isinstance(score, Fault) for part in parts for score in part.scores)
             gaps.append(Gap(column.count(None) - failed, failed, last))
             columns.append(column)
@@ -324,13 +324,13 @@ class Rewards:
         )  # fmt: skip
 
     def _settled(
-        self, function: RewardFunction, parts: Sequence[Scored], sources: list[str], bad: set[int]
+        self, function: RewardFunction, parts: Sequence[Scored], prompts: list[Prompt], bad: set[int]
     ) -> tuple[list[float | None], str | None]:
         """(scores of all parts, message of the last fault). A fault stops the run, or adds its row to `bad`."""
         column: list[float | None] = []
         last = None
         for part in parts:
-            low, rows = len(column), sources[len(column) : len(column) + len(part.scores)]
+            low, rows = len(column), prompts[len(column) : len(column) + len(part.scores)]
             faulty = [i for i, score in enumerate(part.scores) if isinstance(score, Fault)]
             row = part.row if part.fault is not None else next(iter(faulty), None)
             fault = part.scores[row] if row is not None else part.fault
@@ -345,11 +345,11 @@ class Rewards:
             column += [None if isinstance(score, Fault) else score for score in part.scores]
         return column, last
 
-    def _report(self, function: RewardFunction, fault: Fault, sources: list[str], lost: int, of: int) -> None:
+    def _report(self, function: RewardFunction, fault: Fault, prompts: list[Prompt], lost: int, of: int) -> None:
         if (function.name, fault.kind) not in self._reported:
             self._reported.add((function.name, fault.kind))
             self._log(
-                f"{fault.sentence(function, sources)}; {lost} of the {of} rows of this call get no reward, and more of "
+                f"{fault.sentence(function, prompts)}; {lost} of the {of} rows of this call get no reward, and more of "
                 "this kind are only counted (reward_on_error=none)"
             )
 

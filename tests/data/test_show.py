@@ -26,9 +26,11 @@ OPENING = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 def test_pairs(write, capsys):
     assert main(["--data", write(PAIR, PAIR), "--data-format", "chatml.prompt_pairs", "--rows", "1"]) == 0
     told = capsys.readouterr().out
-    assert f"rows.jsonl:1 chosen: 14 tokens, 2 trained\n{OPENING}4<|im_end|>\nmask 0x12 1x2\n" in told
-    assert f"rows.jsonl:1 rejected: 17 tokens, 5 trained\n{OPENING}five<|im_end|>\nmask 0x12 1x5\n" in told
-    assert "rows.jsonl:2" not in told and "tokens in 2 rows" in told
+    assert f"rows.jsonl:1 chosen: 14 tokens, 2 trained\n{OPENING}4<|im_end|>\n(12 not trained, 2 trained)\n" in told
+    assert (
+        f"rows.jsonl:1 rejected: 17 tokens, 5 trained\n{OPENING}five<|im_end|>\n(12 not trained, 5 trained)\n" in told
+    )
+    assert "rows.jsonl:2" not in told and "tokens in 2 rows" in told and told.count("Under each text: how many") == 1
     assert [line.split()[1::2] for line in told.split("\n") if "prompt" in line][-1] == ["prompt"] + ["12"] * 6
 
 
@@ -62,13 +64,19 @@ def test_targets_and_documents(write, capsys):
     path = write({"messages": [USER, answer, USER, answer]})
     assert main(["--data", path, "--data-format", "ebft_chat_multiturn.transform"]) == 0
     target = f"{OPENING}4<|im_end|>\n{OPENING}4<|im_end|>"
-    assert f"rows.jsonl:1 truth: 29 tokens, 4 trained\n{target}\nmask 0x12 1x2 0x13 1x2\n" in capsys.readouterr().out
+    assert (
+        f"rows.jsonl:1 truth: 29 tokens, 4 trained\n{target}\n(12 not trained, 2 trained, 13 not trained, 2 trained)\n"
+        in capsys.readouterr().out
+    )
     assert main(["--data", path, "--data-format", "ebft_strided_chat.transform", "--max-length", "28"]) == 0
     told = capsys.readouterr()
-    assert "rows.jsonl:1 document: 28 tokens, 3 trained\n" in told.out and "mask 0x12 1x2 0x13 1x1\n" in told.out
+    assert (
+        "rows.jsonl:1 document: 28 tokens, 3 trained\n" in told.out
+        and "(12 not trained, 2 trained, 13 not trained, 1 trained)\n" in told.out
+    )
     assert "cut 1 of 1 examples to 28 tokens" in told.err
     assert main(["--data", write({"prompt": "2+2=", "ground_truth": "4"}), "--kind", "truths"]) == 0
-    assert "truth: 6 tokens, 2 trained\n2+2=4<|im_end|>\nmask 0x4 1x2\n" in capsys.readouterr().out
+    assert "truth: 6 tokens, 2 trained\n2+2=4<|im_end|>\n(4 not trained, 2 trained)\n" in capsys.readouterr().out
 
 
 TRANSFORM = """
@@ -102,7 +110,7 @@ def test_options_and_lengths(write, capsys):
     flags = ["--data", path, "--data-format", "user_defined", "--format.field-prompt", "q", "--max-length", "5"]
     assert main([*flags, "--format.prompt-format", "{prompt}"]) == 0
     told = capsys.readouterr()
-    assert "chosen: 5 tokens, 1 trained\n2+2?4\nmask 0x4 1x1\n" in told.out
+    assert "chosen: 5 tokens, 1 trained\n2+2?4\n(4 not trained, 1 trained)\n" in told.out
     assert "1 cut to max_length=5" in told.err
 
 
@@ -122,6 +130,23 @@ def test_errors_are_one_sentence(write, capsys, monkeypatch, flags, message):
     assert main(["--data", write(PAIR), *flags]) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
+
+
+def test_unknown_columns_name_the_formats_that_read_them(write, capsys):
+    for row, sentence in (
+        ({"question": "2+2?", "answer": "2+2 #### 4"},
+         "columns question, answer: set --data-format gsm8k or question_answer"),
+        ({"question": "2+2?", "answer": "4"}, "columns question, answer: set --data-format question_answer"),
+        ({"question": "2+2?", "level": 1},
+         "columns question, level: set --data-format question_answer and --kind prompts"),
+        ({"query": "2+2?", "response": "4"}, "columns query, response: no format reads them; rename them, for example "
+         "to prompt and completion, or give --kind"),
+        ({"instruction": "2+2?", "chosen_response": "4", "rejected_response": "5"},
+         "columns instruction, chosen_response, rejected_response: set --data-format chatml or chatml.argilla or"),
+    ):  # fmt: skip
+        assert main(["--data", write(row)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {sentence}") and told.count("\n") == 1, told
 
 
 def test_quantiles():

@@ -233,6 +233,19 @@ def test_bad_flag_is_one_sentence(fork):
         (["--train-data", "x"], "--train-data: unknown flag; did you mean --data?"),
         (["--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
         (["--load-in-8bit", "x"], "--load-in-8bit: unknown flag; --help-all lists them all"),
+        (["--run-name", "x"], "--run-name: unknown flag; did you mean --output-dir?"),
+        (["--push-to-hub"], "--push-to-hub: unknown flag; no hub upload, so upload RUN/final yourself"),
+        (
+            ["--model-name-or-path", "x", "--qqq", "--dataset-name", "y", "--hub-model-id", "z"],
+            "--model-name-or-path: unknown flag, use --model; --qqq: unknown flag; --dataset-name: unknown flag, use "
+            "--data; --hub-model-id: unknown flag, no hub upload, so upload RUN/final yourself; --help-all lists them "
+            "all",
+        ),
+        (
+            ["--attn-implementation", "flash_attention_2"],
+            "--attn-implementation=flash_attention_2: must be one of "
+            "auto, flex, sdpa, eager; flex attention takes its place on CUDA (auto)",
+        ),
     ):
         assert refusal(*BASE, *argv) == sentence
 
@@ -253,11 +266,15 @@ def test_bad_yaml_names_file_and_key(fork):
          "1)}: cannot be written as JSON (Object of type date is not JSON serializable); put such values in quotes"),
         ("eval_data:", "c.yaml: eval_data: has no value; give one, or leave the key out for the default"),
         ("eval_data: [{split: x}]", "c.yaml: eval_data={'split': 'x'}: a data entry needs a path"),
+        ("data: [{path: x, type: y}]",
+         "c.yaml: data={'path': 'x', 'type': 'y'}: an entry's type is format here; write format: y"),
         ("seed: 1\nseed: 2", "c.yaml: not valid YAML in line 1: key seed is given twice"),
         ("seed: [1", "c.yaml: not valid YAML in line 2: expected ',' or ']', but got '<stream end>'"),
         ("- 1", "c.yaml: not a mapping of settings; write lines such as learning_rate: 1e-6"),
         ("base_model: x", "c.yaml: base_model: unknown key; did you mean model?"),
-        ("datasets: [{path: x}]", "c.yaml: datasets: unknown key; did you mean data?"),
+        ("datasets: [{path: x}]", "c.yaml: datasets: unknown key; use data (an entry's type is format here)"),
+        ("rl: dpo\nlora: {rank: 1}\nlr: 1", "c.yaml: rl: unknown key, rl: dpo is method: dpo here; lora.rank: unknown "
+         "key, use lora.r; lr: unknown key, use learning_rate"),
         ("lora_r: 4", "c.yaml: lora_r: unknown key; did you mean lora.r?"),
         ("trl: {gamma: 4}", "c.yaml: trl: unknown key; write its settings without it, as gamma: ..."),
     ):  # fmt: skip
@@ -278,7 +295,17 @@ def test_bad_method_is_one_sentence(fork):
          "--model and --data: required; python -m trainer --method my_pkg.algo --help says what to give"),
     ):  # fmt: skip
         assert refusal(*argv) == sentence
-    for argv in (["--model", "m"], ["--method", "ppo"], ["--method", "zzz"]):
+    Path("axo.yaml").write_text("rl: dpo\ndatasets: [{path: x, type: chatml.intel}]\n")
+    for argv, sentence in (
+        (["dpo", "--model", "m"], "dpo: write --method dpo"),
+        (["run.yaml"], "run.yaml: write --config run.yaml"),
+        (["--config", "axo.yaml"], "axo.yaml: rl: unknown key, rl: dpo is method: dpo here; datasets: unknown key, "
+         "use data (an entry's type is format here)"),
+        (["--method", "ppo"], "--method=ppo: unknown method; there is no PPO here (it needs a value model); use grpo "
+         "or rloo; python -m trainer lists all methods (your own: a file here, or a dotted module path)"),
+    ):  # fmt: skip
+        assert refusal(*argv) == sentence
+    for argv in (["--model", "m"], ["--method", "zzz"]):
         message = refusal(*argv)
         assert all(name in message for name in cli.method_names()) and "did you mean" not in message
     for word, hint in (("dop", "did you mean dpo?"), ("reward", "did you mean rm?"), ("dapo", "--loss-type dapo")):

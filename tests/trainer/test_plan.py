@@ -341,6 +341,7 @@ def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
     assert float(sampling) == pytest.approx(held + 0.35 * CARDS["h200"].gib, abs=0.01)
     assert main(["--model", "builtin:tiny", "--method", "grpo", "--gpu", "4090"]) == 0
     assert "while sampling, local cache" in capsys.readouterr().out
+    assert plan.pick_card(PlanConfig(shape="qwen3-8b", gpu="a100")) == ("a100-80", CARDS["a100-80"])
 
 
 def test_columns_are_those_of_the_parallel_flags():

@@ -325,6 +325,8 @@ BAD_SCORES = [
      "raised ZeroDivisionError: .* on rows.jsonl:2 \\(my_rewards.py, line 2"),
     ("raise RuntimeError('two\\nlines')", "raised RuntimeError: two lines on rows.jsonl:1"),
     ("assert len(completions) < 3, 'many'; return [0.0]*3", "raised AssertionError: many \\(my_rewards.py, line 2"),
+    ("return [c[-1]['content'] for c in completions]",
+     "raised TypeError: .* on rows.jsonl:1 .*; completions are strings, because the prompts are text$"),
     ("import json; json.loads('{')", "raised JSONDecodeError: .*\\(my_rewards.py, line 2\\)"),
 ]  # fmt: skip
 
@@ -340,6 +342,13 @@ def test_bad_scores_name_the_function_and_the_row(tmp_path, monkeypatch):
             rewards.score(*rows(["1", "0", "2"], answer=["1", "2", "3"]))
         assert "\n" not in str(caught.value)
         assert caught.value.__context__ is None or caught.value.__suppress_context__, "the cause's traceback is hidden"
+
+
+def test_an_error_says_that_completions_are_messages(beside):
+    beside("def strip(completions):\n    return [len(c.strip()) for c in completions]")
+    said = "; completions are lists of messages, because the prompts are chats$"
+    with pytest.raises(ValueError, match=f"raised AttributeError: .* on rows.jsonl:1 .*{said}"):
+        load_rewards(["my_rewards.strip"]).score(*rows(["a", "b"], chat=True))
 
 
 def test_a_missing_column_is_named(beside):
@@ -416,6 +425,9 @@ def test_what_cannot_be_loaded_is_refused(beside):
         (["exact_match"], [float("nan")], "every weight must be a finite number"),
         (["exact_mach"], None, "no such built-in reward; did you mean 'exact_match'"),
         (["regexp:a+"], None, "no such built-in reward; did you mean 'regex'"),
+        (["my_rewards"], None, "my_rewards: my_rewards is a module; name a function in it, e.g. my_rewards.fn$"),
+        (["my_rewards.py"], None, "my_rewards is a module; name a function in it, e.g. my_rewards.fn$"),
+        (["broken"], None, "broken is a module; name a function in it, e.g. broken.my_function"),
         (["nowhere.fn"], None, "there is no module 'nowhere'"),
         (["nowhere.deep.fn"], None, "there is no module 'nowhere.deep'"),
         (["my_rewards.fm"], None, "has no 'fm'; did you mean 'fn'"),

@@ -62,7 +62,7 @@ class Config(PreferenceConfig):
     rpo_alpha: float | None = None
     """RPO: add this times the negative log-likelihood of the chosen response per token; None is off."""
     sync_ref_model: bool = False
-    """TR-DPO: move the reference towards the policy now and then."""
+    """TR-DPO: move the reference towards the policy every ref_model_sync_steps steps."""
     ref_model_mixup_alpha: float = 0.6
     """Share of the policy in a moved reference."""
     ref_model_sync_steps: int = 512

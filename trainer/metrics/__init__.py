@@ -1,1 +1,1 @@
-"""Metric sums, counters, the health watch, the console and the report page."""
+"""Metric sums, counters, the health monitor, the console and the report page."""

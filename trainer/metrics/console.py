@@ -117,7 +117,7 @@ class Console:
         self._print(text)
 
     def warn(self, finding: Finding) -> None:
-        """A finding of the health watch."""
+        """A finding of the health monitor."""
         kind = "warning" if finding.level == "warning" else "info"
         self._print(f"{kind}: {finding.message}", "yellow" if kind == "warning" else "cyan")
 

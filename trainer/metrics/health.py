@@ -1,4 +1,4 @@
-"""Health watch: checks a run's metrics and says, in one sentence, what is wrong and what to do about it.
+"""Health monitor: checks a run's metrics and says, in one sentence, what is wrong and what to do about it.
 
 A rule fires on the median of the last 5 steps that logged its metric, so a single odd step does not trigger it; a low
 reward on the mean of the last 20, because a step of few completions says little. While a rule fires, the step logs

@@ -137,7 +137,7 @@ GLOSSARY: dict[str, str] = {
     "eval/reward/macro_f1": "F1 of judging held-out steps, mean of the classes right and wrong.",
     "eval/reward/macro_f1_majority": "The same F1 if every step got the more frequent label: the baseline.",
     "eval/rows": "Number of held-out rows evaluated.",
-    "health/*": "1 while this finding of the health watch holds; absent otherwise.",
+    "health/*": "1 while this finding of the health monitor holds; absent otherwise.",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ def asset(assets: Path):
         return path
 
     return find
+
+
+def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job; tests of Ctrl-C inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

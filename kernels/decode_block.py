@@ -1,0 +1,284 @@
+"""The small operations of a Llama-like block around its matrix products, one kernel each; for decoding, no autograd.
+
+- `add_rms_norm`: the residual sum and the norm behind it.
+- `rotate_append`: norms of the query and key heads where the model has them, rotation by position, and the write of
+  keys and values to their places in the cache.
+- `silu_mul`: the activation of a gated MLP.
+
+They round where transformers rounds under autocast, so that sampled log-probs are those of the trainer. Grids depend on
+shapes alone: a step can be captured in a CUDA graph. On CUDA the kernels run, elsewhere the `*_reference` functions.
+
+Shapes: N = tokens, D = model width, H = query heads, H_kv = key heads, K = head size, S = places of the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch may come without Triton; the references run there
+    triton = None
+
+HEADS = 8  # heads of one program of _rotate_append
+BLOCK = 1024  # columns of one program of _silu_mul
+
+
+def add_rms_norm(
+    stream: Tensor,  # (N, D) float32
+    delta: Tensor | None,  # (N, D) any float dtype
+    weight: Tensor,  # (D,) float32
+    eps: float,
+    out_dtype: torch.dtype,
+) -> Tensor:  # (N, D) out_dtype
+    """Add delta to the residual stream in place, and return rms_norm(stream) * weight.
+
+    The stream is float32 as in training under autocast.
+    """
+    fits = stream.is_cuda and stream.dtype == torch.float32 and triton is not None
+    return (add_rms_norm_kernel if fits else add_rms_norm_reference)(stream, delta, weight, eps, out_dtype)
+
+
+def rotate_append(
+    qkv: Tensor,  # (N, (H + 2 H_kv) K)
+    cos: Tensor,  # (T, K) float32
+    sin: Tensor,  # (T, K) float32
+    position: Tensor,  # (N,) int32
+    place: Tensor,  # (N,) int64; below 0 (padding) nothing is written
+    keys: Tensor,  # (H_kv, S, K)
+    values: Tensor,  # (H_kv, S, K)
+    *,
+    num_heads: int,
+    q_weight: Tensor | None,  # (K,) float32
+    k_weight: Tensor | None,  # (K,) float32
+    eps: float,
+) -> Tensor:  # (N, H, K) rotated queries, in the dtype of keys
+    """Normalise the query and key heads if there are weights, rotate them, and write keys and values to their places.
+
+    Heads are normalised in float32, rounded to qkv's dtype and multiplied by the float32 weight. The rotation is
+    x * cos + cat(-x[K/2:], x[:K/2]) * sin in float32.
+    """
+    fits = qkv.is_cuda and keys.dtype != torch.float64 and triton is not None
+    run = rotate_append_kernel if fits else rotate_append_reference
+    return run(
+        qkv, cos, sin, position, place, keys, values, num_heads=num_heads, q_weight=q_weight, k_weight=k_weight, eps=eps
+    )
+
+
+def silu_mul(
+    gate_up: Tensor,  # (N, 2 I)
+) -> Tensor:  # (N, I)
+    """silu(first half) * second half; the silu is computed in float32 and rounded before the product, as torch does."""
+    fits = gate_up.is_cuda and gate_up.dtype != torch.float64 and triton is not None
+    return (silu_mul_kernel if fits else silu_mul_reference)(gate_up)
+
+
+# ---- plain torch ----
+
+
+def add_rms_norm_reference(
+    stream: Tensor,  # (N, D)
+    delta: Tensor | None,  # (N, D)
+    weight: Tensor,  # (D,)
+    eps: float,
+    out_dtype: torch.dtype,
+) -> Tensor:  # (N, D)
+    if delta is not None:
+        stream += delta
+    return (weight * _normalised(stream, eps)).to(out_dtype)
+
+
+def rotate_append_reference(
+    qkv: Tensor,  # (N, (H + 2 H_kv) K)
+    cos: Tensor,  # (T, K)
+    sin: Tensor,  # (T, K)
+    position: Tensor,  # (N,)
+    place: Tensor,  # (N,)
+    keys: Tensor,  # (H_kv, S, K)
+    values: Tensor,  # (H_kv, S, K)
+    *,
+    num_heads: int,
+    q_weight: Tensor | None,  # (K,)
+    k_weight: Tensor | None,  # (K,)
+    eps: float,
+) -> Tensor:  # (N, H, K)
+    key_heads, _, head_dim = keys.shape
+    query, key, value = qkv.view(len(qkv), -1, head_dim).split([num_heads, key_heads, key_heads], dim=1)
+    if q_weight is not None:
+        query = _normalised(query, eps).to(qkv.dtype) * q_weight
+    if k_weight is not None:
+        key = _normalised(key, eps).to(qkv.dtype) * k_weight
+    cos, sin = cos[position.long()].unsqueeze(1), sin[position.long()].unsqueeze(1)  # (N, 1, K)
+    query, key = ((x * cos + _half_rotated(x) * sin).to(keys.dtype) for x in (query, key))
+    real = place >= 0
+    for cache, new in ((keys, key), (values, value.to(values.dtype))):
+        cache[:, place[real]] = new[real].transpose(0, 1)
+    return query
+
+
+def silu_mul_reference(
+    gate_up: Tensor,  # (N, 2 I)
+) -> Tensor:  # (N, I)
+    gate, up = gate_up.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:  # (..., D) in float32 or wider
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def _half_rotated(x: Tensor) -> Tensor:  # (..., K)
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+
+
+# ---- kernels, on CUDA or under TRITON_INTERPRET=1 ----
+
+
+def add_rms_norm_kernel(
+    stream: Tensor,  # (N, D) float32
+    delta: Tensor | None,  # (N, D)
+    weight: Tensor,  # (D,)
+    eps: float,
+    out_dtype: torch.dtype,
+) -> Tensor:  # (N, D)
+    num_tokens, width = stream.shape
+    assert stream.stride(1) == 1 and (delta is None or delta.stride(1) == 1) and weight.is_contiguous()
+    out = torch.empty(num_tokens, width, dtype=out_dtype, device=stream.device)
+    if num_tokens:
+        block = triton.next_power_of_2(width)
+        _add_rms_norm[num_tokens,](
+            stream, delta, weight, out, width, stream.stride(0), 0 if delta is None else delta.stride(0), eps,
+            HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return out
+
+
+def rotate_append_kernel(
+    qkv: Tensor,  # (N, (H + 2 H_kv) K)
+    cos: Tensor,  # (T, K) float32
+    sin: Tensor,  # (T, K) float32
+    position: Tensor,  # (N,) int32
+    place: Tensor,  # (N,) int64
+    keys: Tensor,  # (H_kv, S, K)
+    values: Tensor,  # (H_kv, S, K)
+    *,
+    num_heads: int,
+    q_weight: Tensor | None,  # (K,) float32
+    k_weight: Tensor | None,  # (K,) float32
+    eps: float,
+) -> Tensor:  # (N, H, K)
+    (key_heads, _, head_dim), num_tokens = keys.shape, qkv.shape[0]
+    assert qkv.shape[1] == (num_heads + 2 * key_heads) * head_dim and head_dim % 2 == 0, f"qkv {tuple(qkv.shape)}"
+    assert qkv.stride(1) == keys.stride(2) == values.stride(2) == 1 and keys.dtype == values.dtype
+    assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[1] == sin.shape[1] == head_dim
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=keys.dtype, device=qkv.device)
+    if num_tokens:
+        _rotate_append[num_tokens, triton.cdiv(num_heads + 2 * key_heads, HEADS)](
+            qkv, cos, sin, position, place, keys, values, query, q_weight, k_weight, qkv.stride(0), keys.stride(0),
+            keys.stride(1), values.stride(0), values.stride(1), eps, NUM_HEADS=num_heads, KEY_HEADS=key_heads,
+            Q_NORM=q_weight is not None, K_NORM=k_weight is not None, K=head_dim, HEADS=HEADS,
+            HALF=triton.next_power_of_2(head_dim // 2), num_warps=4,
+        )  # fmt: skip
+    return query
+
+
+def silu_mul_kernel(
+    gate_up: Tensor,  # (N, 2 I)
+) -> Tensor:  # (N, I)
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(width, BLOCK))
+        _silu_mul[grid](gate_up, out, width, gate_up.stride(0), BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+if triton is not None:
+
+    @triton.jit
+    def _add_rms_norm(
+        stream, delta, weight, out, width, stream_row, delta_row, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        inside = column < width
+        x = tl.load(stream + row * stream_row + column, mask=inside, other=0.0)
+        if HAS_DELTA:
+            x += tl.load(delta + row * delta_row + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(stream + row * stream_row + column, x, mask=inside)
+        x *= tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+        x *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * width + column, x.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _normalised_halves(first, second, weight, half, inside, eps, dtype: tl.constexpr, K: tl.constexpr):
+        """Rounded to `dtype` before the float32 weight. `half` (1, HALF) numbers the columns of one half."""
+        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / K + eps)[:, None]
+        first = (first * inverse).to(dtype).to(tl.float32)
+        second = (second * inverse).to(dtype).to(tl.float32)
+        first *= tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
+        second *= tl.load(weight + K // 2 + half, mask=inside, other=0.0).to(tl.float32)
+        return first, second
+
+    @triton.jit
+    def _rotate_append(
+        qkv, cos, sin, position, place, keys, values, query, q_weight, k_weight, qkv_row, key_head, key_place,
+        value_head, value_place, eps, NUM_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, Q_NORM: tl.constexpr,
+        K_NORM: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    ):  # fmt: skip
+        """HEADS heads of one token, as their two halves; some may be queries and others keys or values."""
+        token = tl.program_id(0).to(tl.int64)
+        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+        half = tl.arange(0, HALF)[None, :]
+        inside = half < K // 2
+        used = inside & (head < NUM_HEADS + 2 * KEY_HEADS)
+        is_query = head < NUM_HEADS
+        is_value = head >= NUM_HEADS + KEY_HEADS
+        at = qkv + token * qkv_row + head * K + half
+        first_raw = tl.load(at, mask=used, other=0.0)
+        second_raw = tl.load(at + K // 2, mask=used, other=0.0)
+        first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+        plain_first, plain_second = first, second
+        dtype: tl.constexpr = qkv.dtype.element_ty
+        if Q_NORM:
+            a, b = _normalised_halves(plain_first, plain_second, q_weight, half, inside, eps, dtype, K)
+            first, second = tl.where(is_query, a, first), tl.where(is_query, b, second)
+        if K_NORM:
+            a, b = _normalised_halves(plain_first, plain_second, k_weight, half, inside, eps, dtype, K)
+            first, second = tl.where(is_query, first, a), tl.where(is_query, second, b)
+        angle = tl.load(position + token).to(tl.int64) * K + half
+        cos_first = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        cos_second = tl.load(cos + angle + K // 2, mask=inside, other=0.0).to(tl.float32)
+        sin_first = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        sin_second = tl.load(sin + angle + K // 2, mask=inside, other=0.0).to(tl.float32)
+        turned_first = (first * cos_first - second * sin_first).to(keys.dtype.element_ty)
+        turned_second = (second * cos_second + first * sin_second).to(keys.dtype.element_ty)
+        out = query + (token * NUM_HEADS + head) * K + half
+        tl.store(out, turned_first, mask=used & is_query)
+        tl.store(out + K // 2, turned_second, mask=used & is_query)
+        where = tl.load(place + token).to(tl.int64)
+        if where >= 0:
+            key = keys + (head - NUM_HEADS).to(tl.int64) * key_head + where * key_place + half
+            is_key = used & (head >= NUM_HEADS) & (head < NUM_HEADS + KEY_HEADS)
+            tl.store(key, turned_first, mask=is_key)
+            tl.store(key + K // 2, turned_second, mask=is_key)
+            value = values + (head - NUM_HEADS - KEY_HEADS).to(tl.int64) * value_head + where * value_place + half
+            tl.store(value, first_raw.to(values.dtype.element_ty), mask=used & is_value)
+            tl.store(value + K // 2, second_raw.to(values.dtype.element_ty), mask=used & is_value)
+
+    @triton.jit
+    def _silu_mul(gate_up, out, width, row_stride, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        at = gate_up + row * row_stride + column
+        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        dtype: tl.constexpr = out.dtype.element_ty
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        tl.store(out + row * width + column, (silu * up).to(dtype), mask=inside)

@@ -1,0 +1,209 @@
+"""Drawing tokens: the hash as today's, the reference against a loop in float64, and the kernels in the interpreter.
+
+On a GPU: test_decode_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import draw as module
+from kernels.draw import draw, draw_kernel, draw_reference, uniform
+from rollout.engine import Sampling
+from rollout.engines import local
+from tests.kernels.interpreter import interpreted
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 123456789, -987654321987654321]
+
+
+def chi_square(ids: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Statistic, and its 0.9999 quantile by Wilson and Hilferty; every cell is expected at least five times."""
+    counts = torch.bincount(ids, minlength=len(exact)).double()
+    expected = exact.double() * len(ids)
+    assert expected.min() >= 5
+    df = len(exact) - 1
+    limit = df * (1 - 2 / (9 * df) + 3.719 * (2 / (9 * df)) ** 0.5) ** 3
+    return ((counts - expected).square() / expected).sum().item(), limit
+
+
+def naive(logits: Tensor, seed: Tensor, number: Tensor, temperature: Tensor, scale=1.0, softcap=None):
+    """One row at a time, in float64 and Python."""
+    ids, logps = [], []
+    for x, s, n, t in zip(logits, seed, number, temperature, strict=True):
+        z = x.double() * scale
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        logp = torch.log_softmax(z / (t.double() if t > 0 else 1.0), dim=0)
+        if t == 0:
+            at = max(range(len(z)), key=lambda v, z=z: (z[v].item(), -v))
+        else:
+            u, at, below = local.uniform(s[None], int(n)).item(), -1, 0.0
+            while below <= u:
+                at += 1
+                below += logp[at].exp().item()
+        ids.append(at)
+        logps.append(logp[at])
+    return torch.tensor(ids), torch.stack(logps)
+
+
+def inputs(num_rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """Logits, seeds, numbers, temperatures; the last row is greedy."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (4 * torch.randn(num_rows, vocab, generator=generator)).to(dtype)
+    seeds = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator)
+    number = torch.randint(1000, (num_rows,), generator=generator, dtype=torch.int32)
+    temperature = torch.tensor([1.0, 0.6, 1.7]).repeat(num_rows)[:num_rows].clone()
+    temperature[-1] = 0
+    return logits, seeds, number, temperature
+
+
+def check(run, *arguments: Tensor, **options) -> None:
+    ids, logps = run(*arguments, **options)
+    want, exact = naive(*arguments, **options)
+    assert ids.dtype == torch.int64 and ids.tolist() == want.tolist()
+    assert (logps.double() - exact).abs().max() < (1e-5 if logps.dtype == torch.float32 else 1e-12)
+
+
+def check_chi_square(run, num: int, device: str = "cpu") -> None:
+    logits = torch.linspace(-2, 2, 16, device=device)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
+    seeds, number = torch.arange(num, device=device), torch.arange(num, dtype=torch.int32, device=device) % 7
+    ids, _ = run(logits.expand(num, -1), seeds, number, torch.full((num,), 0.8, device=device))
+    statistic, limit = chi_square(ids.cpu(), torch.softmax(logits.double().cpu() / 0.8, dim=0))
+    assert statistic < limit
+    assert chi_square(ids.cpu(), torch.softmax(logits.double().cpu() / 0.9, dim=0))[0] > limit  # it can tell
+
+
+def check_special_rows(run, device: str = "cpu", copies: int = 40) -> None:
+    """Ties, -inf, and logits that are not numbers; each sampled and greedy."""
+    infinite = torch.full((1, 37), -math.inf)
+    tied, only, late, bad = infinite.clone(), infinite.clone(), torch.zeros(1, 37), torch.zeros(1, 37)
+    tied[0, [5, 9, 30]], only[0, 36], bad[0, 20] = 2.0, -3.0, math.nan
+    late[0, :36] = -200.0  # their probability is 0 in float32
+    all_bad, high = torch.full((1, 37), math.nan), late.clone()
+    high[0, 7] = math.inf
+    logits = torch.cat([tied, only, late, bad, all_bad, high, infinite]).repeat_interleave(copies, dim=0).to(device)
+    num = len(logits)
+    for temperature in (1.0, 0.0):
+        seeds, number = torch.arange(num, device=device), torch.zeros(num, dtype=torch.int32, device=device)
+        ids, logps = run(logits, seeds, number, torch.full((num,), temperature, device=device))
+        ids, logps = ids.cpu().view(7, copies), logps.cpu().view(7, copies)
+        found = set(ids[0].tolist())
+        assert (found <= {5, 9, 30} and len(found) > 1) if temperature else found == {5}
+        assert torch.allclose(logps[0], torch.tensor(-math.log(3)))
+        assert (ids[1:3] == 36).all() and (logps[1:3].abs() < 1e-6).all()
+        assert logps[3:].isnan().all() and (0 <= ids).all() and (ids < 37).all()
+
+
+def check_company(run, vocab: int) -> None:
+    """A row draws the same id and log-prob alone, in another order, and with other strides."""
+    arguments = inputs(7, vocab)
+    ids, logps = run(*arguments)
+    order = torch.tensor([4, 2, 0, 6, 1])
+    for some in (order, torch.tensor([3])):
+        got = run(*(x[some] for x in arguments))
+        assert torch.equal(got[0], ids[some]) and torch.equal(got[1], logps[some])
+    wide = torch.cat([arguments[0], torch.full((7, 3), math.nan)], dim=1)
+    got = run(wide[:, :vocab], *arguments[1:])
+    assert torch.equal(got[0], ids) and torch.equal(got[1], logps)
+
+
+@pytest.mark.parametrize("number", [0, 1, 511, 2**31 - 2])
+def test_uniform_has_the_bits_of_the_engine(number):
+    seeds = torch.tensor(SEEDS)
+    want = local.uniform(seeds, number)
+    assert torch.equal(uniform(seeds, number), want)
+    assert torch.equal(uniform(seeds, torch.full_like(seeds, number, dtype=torch.int32)), want)
+    assert module.signed_64(2**64 + 5) == local.signed_64(2**64 + 5) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"scale": 1.5, "softcap": 5.0}], ids=str)
+def test_reference_draws_by_inverse_cdf(dtype, options):
+    check(draw_reference, *inputs(24, 37, dtype), **options)
+
+
+def test_reference_draws_what_the_engine_drew():
+    logits, seeds, number, _ = inputs(200, 91)
+    for temperature in (1.0, 0.7, 0.0):
+        sampling = Sampling(temperature=temperature, max_tokens=1)
+        for n in (0, 13):
+            want = local.sample(logits, local.uniform(seeds, n), sampling)
+            got = draw(logits, seeds, torch.full_like(number, n), torch.full((200,), temperature))
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_reference_works_in_slabs(monkeypatch):
+    arguments = inputs(7, 37)
+    want = draw_reference(*arguments)
+    monkeypatch.setattr(module, "SLAB", 75)
+    assert all(torch.equal(a, b) for a, b in zip(draw_reference(*arguments), want, strict=True))
+
+
+def test_reference_follows_the_distribution():
+    check_chi_square(draw_reference, 20_000)
+
+
+def test_reference_with_ties_and_what_is_not_a_number():
+    check_special_rows(draw_reference)
+
+
+def test_reference_draws_the_same_in_any_batch():
+    check_company(draw_reference, 37)
+
+
+# ---- the kernels, in chunks of 16 ----
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 16)
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"scale": 1.5, "softcap": 5.0}], ids=str)
+def test_kernel_draws_by_inverse_cdf(small_chunks, dtype, options):
+    """37 and 7 are not multiples of the chunk, 64 is."""
+    for vocab, rows in ((37, 8), (64, 3), (7, 3)):
+        check(draw_kernel, *inputs(rows, vocab, dtype), **options)
+
+
+@needs_triton
+@interpreted
+def test_kernel_hashes_as_the_reference_does(monkeypatch):
+    """Among 4,096 ids of equal probability the id shows the first twelve bits of the hash."""
+    seeds = torch.tensor(SEEDS)
+    number = torch.tensor([0, 1, 2, 77, 511, 2**20, 2**31 - 2], dtype=torch.int32)
+    monkeypatch.setattr(module, "CHUNK", 1024)
+    ids, _ = draw_kernel(torch.zeros(len(SEEDS), 4096), seeds, number, torch.ones(len(SEEDS)))
+    assert ids.tolist() == (uniform(seeds, number) * 4096).long().tolist()
+
+
+@needs_triton
+@interpreted
+def test_kernel_with_ties_and_what_is_not_a_number(small_chunks):
+    check_special_rows(draw_kernel, copies=3)
+
+
+@needs_triton
+@interpreted
+def test_kernel_draws_the_same_in_any_batch(small_chunks):
+    check_company(draw_kernel, 37)
+
+
+@needs_triton
+@interpreted
+def test_kernel_with_whole_chunks():
+    check(draw_kernel, *inputs(2, module.CHUNK + 5))
+
+
+@needs_triton
+@interpreted
+def test_kernel_takes_no_rows():
+    assert [len(x) for x in draw_kernel(*(x[:0] for x in inputs(2, 37)))] == [0, 0]

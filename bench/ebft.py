@@ -37,9 +37,8 @@ from bench.train_step import TINY, WIDER, distance, make_policy
 from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
 from losses import ebft
-from rollout.engine import Sampling
-from rollout.engines.local import evaluating, uniform
-from rollout.engines.strided import continue_documents, draw
+from rollout.engines.local import evaluating
+from rollout.engines.strided import continue_documents, draw_next
 from trainer.config.blocks import DataConfig, ModelConfig
 from trainer.config.ebft import EbftConfig, FeatureConfig, StridedConfig
 from trainer.ebft import strided
@@ -124,14 +123,14 @@ class StepMajor:
 
     def generate(self) -> Tensor:  # (A, n, G)
         work, policy = self.work, self.work.policy
-        sampling = Sampling(temperature=work.cfg.temperature)
         rows = self.text.expand(work.plan.n_samples_per_prompt, -1)  # (n, L), growing by A per step
         drawn = []
         with evaluating(policy.model, policy.autocast_dtype):
             for number in range(work.plan.generate_max_len):
                 states = self._hidden(policy.model, rows)[:, self.predictor[:, number]]  # (n, A, D)
-                uniforms = uniform(work.seeds.T.flatten(), number)
-                token, _ = draw(policy.model, states.flatten(0, 1), uniforms, sampling)
+                token, _ = draw_next(
+                    policy.model, states.flatten(0, 1), work.seeds.T.flatten(), number, work.cfg.temperature
+                )
                 drawn.append(token.view(len(rows), -1))
                 rows = torch.cat([rows, drawn[-1]], dim=1)
         return torch.stack(drawn, dim=-1).transpose(0, 1).contiguous()

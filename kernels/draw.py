@@ -40,9 +40,14 @@ def draw(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    top_k: int = 0,  # 0 = all; evaluation only, by the reference
+    top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # (B,) int64 ids, (B,) float32 log-probs
-    fits = logits.is_cuda and logits.dtype != torch.float64 and triton is not None
-    return (draw_kernel if fits else draw_reference)(logits, seed, number, temperature, scale=scale, softcap=softcap)
+    """Log-probs are those of the full distribution, before top-k and top-p."""
+    options = {"scale": scale, "softcap": softcap}
+    if logits.is_cuda and logits.dtype != torch.float64 and triton is not None and (top_k, top_p) == (0, 1.0):
+        return draw_kernel(logits, seed, number, temperature, **options)
+    return draw_reference(logits, seed, number, temperature, **options, top_k=top_k, top_p=top_p)
 
 
 def signed_64(seed: int) -> int:
@@ -67,24 +72,30 @@ def draw_reference(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # (B,) int64 ids, (B,) log-probs in float32 or wider
     """The same in plain torch, with an integer CDF."""
     uniforms, rows = uniform(seed, number), max(1, SLAB // logits.shape[1])
+    options = (scale, softcap, top_k, top_p)
     if logits.shape[0] <= rows:
-        return _draw(logits, uniforms, temperature, scale, softcap)
+        return _draw(logits, uniforms, temperature, *options)
     inputs = zip(logits.split(rows), uniforms.split(rows), temperature.split(rows), strict=True)
-    ids, logps = zip(*(_draw(*part, scale, softcap) for part in inputs), strict=True)
+    ids, logps = zip(*(_draw(*part, *options) for part in inputs), strict=True)
     return torch.cat(ids), torch.cat(logps)
 
 
 def _draw(
-    logits: Tensor, uniforms: Tensor, temperature: Tensor, scale: float, softcap: float | None
+    logits: Tensor, uniforms: Tensor, temperature: Tensor, scale: float, softcap: float | None, top_k: int, top_p: float
 ) -> tuple[Tensor, Tensor]:
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     is_greedy = temperature[:, None] == 0
     logps = torch.log_softmax(z / torch.where(is_greedy, 1.0, temperature[:, None]), dim=-1)  # (B, V)
-    cdf = (logps.double().exp() * UNIT).long().cumsum(dim=-1)
+    weights = (logps.double().exp() * UNIT).long()
+    if top_k > 0 or top_p < 1:
+        weights = _keep_top(weights, top_k, top_p)
+    cdf = weights.cumsum(dim=-1)
     target = torch.minimum((uniforms[:, None] * cdf[:, -1:]).long(), cdf[:, -1:] - 1)
     # right=True takes the first id whose CDF is above the target, so an id of probability 0 is never drawn.
     drawn = torch.searchsorted(cdf, target, right=True)
@@ -92,6 +103,17 @@ def _draw(
     best = torch.where(z == z.amax(dim=-1, keepdim=True), place, z.shape[1]).amin(dim=-1, keepdim=True)
     ids = torch.where(is_greedy, best, drawn).clamp(max=z.shape[1] - 1)  # beyond the last only where a logit is NaN
     return ids[:, 0], logps.gather(1, ids)[:, 0]
+
+
+def _keep_top(weights: Tensor, top_k: int, top_p: float) -> Tensor:  # (B, V)
+    """Zero all but the top_k ids, then all but the smallest set of those with top_p of the remaining mass."""
+    ranked, order = weights.sort(dim=-1, descending=True, stable=True)
+    if top_k > 0:
+        ranked[:, top_k:] = 0
+    if top_p < 1:
+        before = ranked.cumsum(dim=-1) - ranked
+        ranked = torch.where(before >= top_p * ranked.sum(dim=-1, keepdim=True).double(), 0, ranked)
+    return torch.zeros_like(weights).scatter(1, order, ranked)
 
 
 def _mix(x: Tensor) -> Tensor:

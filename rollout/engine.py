@@ -17,7 +17,7 @@ Engines: engines/local.py samples in this process, engines/vllm.py on vLLM serve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -47,6 +47,8 @@ class Request:
     prompt_ids: list[int]
     seed: int  # same seed, prompt and weights: same completion, whatever else is in the batch
     prompt: Prompt | None = None  # the row it came from, for sources that need more than ids
+    max_tokens: int | None = None  # of this completion; None: the sampling's (in-process engine only)
+    conversation: Hashable | None = None  # its next turn may re-use what the in-process engine has cached of this one
 
     @classmethod
     def of(cls, prompt: Prompt, seed: int) -> Request:
@@ -149,7 +151,8 @@ class Source(Protocol):
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         """Start sampling; one future per group (G requests of the same prompt), its completions in order.
 
-        Called only by the thread that owns the weights. In-process sources have finished when this returns.
+        Called only by the thread that owns the weights. In-process sources have finished when this returns, or sample
+        in a method advance(), which whoever waits calls until it returns False.
         """
 
     def close(self) -> None:
@@ -159,18 +162,54 @@ class Source(Protocol):
 class EngineSource:
     """One completion per request, straight from the engine."""
 
-    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+    def __init__(self, engine: Engine, sampling: Sampling, *, streams: bool = False) -> None:
+        """streams: an in-process engine samples in advance(), so that groups can be rewarded as they end."""
         self.engine, self.sampling = engine, sampling
+        self._streams = streams and not engine.concurrent and hasattr(engine, "stream")
+        self._sampling: Iterator[None] | None = None  # what start() has begun
 
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         if self.engine.concurrent:
             return [self.engine.submit(group, self.sampling) for group in groups]
         # In process the batch is the unit of work: all groups decode together.
-        completions = iter(self.engine.generate([request for group in groups for request in group], self.sampling))
+        requests = [request for group in groups for request in group]
+        if self._streams:
+            assert self._sampling is None, "one batch at a time: the last one has not arrived"
+            futures: list[Future[list[Completion]]] = [Future() for _ in groups]
+            self._sampling = self._sample(requests, groups, futures)
+            return futures
+        completions = iter(self.engine.generate(requests, self.sampling))
         return [finished([next(completions) for _ in group]) for group in groups]
 
+    def advance(self) -> bool:
+        """Sample until another group has ended; False if nothing is being sampled here."""
+        if self._sampling is None:
+            return False
+        try:
+            next(self._sampling)
+        except StopIteration:
+            self._sampling = None
+        return True
+
     def close(self) -> None:
-        """Nothing to do: the engine stops what it runs."""
+        """Stop what was begun here; the engine stops what it runs itself."""
+        if self._sampling is not None:
+            self._sampling.close()
+            self._sampling = None
+
+    def _sample(
+        self, requests: Sequence[Request], groups: Sequence[Sequence[Request]], futures: Sequence[Future]
+    ) -> Iterator[None]:
+        group_of = [number for number, group in enumerate(groups) for _ in group]
+        made: list[dict[int, Completion]] = [{} for _ in groups]
+        for ended in self.engine.stream(requests, self.sampling):
+            for number, completion in ended:
+                made[group_of[number]][number] = completion
+            whole = [n for n in {group_of[number] for number, _ in ended} if len(made[n]) == len(groups[n])]
+            for number in sorted(whole):
+                futures[number].set_result([made[number][place] for place in sorted(made[number])])
+            if whole:
+                yield
 
 
 def finished(completions: list[Completion]) -> Future[list[Completion]]:

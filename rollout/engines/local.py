@@ -1,32 +1,47 @@
-"""The in-process engine: batched sampling from the module that is being trained.
+"""The in-process engine: samples from the model that is being trained, in the trainer's own process.
 
     engine = LocalEngine(model, tokenizer)
     completions = engine.generate([Request(prompt_ids=[5, 6, 7], seed=11)], Sampling(max_tokens=8, stop_ids=(2,)))
 
-Prompts are left-padded, so that all rows decode at the same cache index. Equal prompts are prefilled once. A seed fixes
-the uniform numbers of its completion; logits still differ in the last bits between batch shapes, so "same seed, same
-completion" holds except for draws within rounding (about 1e-7 in fp32) of a boundary.
+scheduler.py says which request is in which row and when it ends, decoder.py runs the steps (CUDA graphs on a GPU), and
+forward.py is the model's pass over a paged cache. On a GPU it samples from a copy of the weights in the dtype of the
+products, refreshed by load(); on a CPU, and where that dtype is the weights' own and memory is short, from the
+trainer's weights themselves. A model that the paged cache cannot hold is sampled by growing.py.
 
-A token is drawn by a seeded uniform number and an inverse CDF. Probabilities are summed as integers, in units of
-2**-60: an integer sum is exact in any order, so a draw depends on nothing but its row, where torch's float cumsum on a
-GPU depends on the order in which blocks finish.
+A seed fixes the uniform numbers of its completion; logits still differ in the last bits between batch shapes, so "same
+seed, same completion" holds except for draws within rounding (about 1e-7 in fp32) of a boundary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kernels.draw import signed_64
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
+from rollout.engines.decoder import Decoder
+from rollout.engines.forward import BlockForward, Forward, TransformersForward, block_obstacle, paged_obstacle
+from rollout.engines.growing import sample_growing
+from rollout.engines.memory import FULL, GIB, Residence, available
+from rollout.engines.scheduler import Job, Scheduler
+from rollout.engines.stop import StopCheck
 
 SCORE_LOGITS = 2**26  # logits per scoring forward: 256 MB in fp32
-DROP_FRAC = 0.125  # drop finished rows once they are this share of the batch, since each drop copies the cache
 PAD_ID = 0  # any valid id: padding is masked out
+ROWS = {"cuda": 512, "cpu": 256}  # decoded at once, if nothing else is asked for
+PAGE = {"cuda": 64, "cpu": 16}  # tokens
+LOOK = {"cuda": 32, "cpu": 1}  # tokens between two looks of the host
+PARITY = {True: 1e-3, False: 0.1}  # largest mean gap to the trainer's log-probs: in float32, in bfloat16
+
+
+def log_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class LocalEngine:
@@ -40,34 +55,71 @@ class LocalEngine:
         model: torch.nn.Module,
         tokenizer: Any,
         *,
-        max_batch_size: int = 256,
+        max_batch_size: int | None = None,  # rows decoded at once; others wait. None: 512 on a GPU, 256 on a CPU
         autocast_dtype: torch.dtype | None = None,
+        cache_gib: float | None = None,  # bound of the cache on a GPU; None: what is free
+        log: Callable[[str], None] = log_line,
     ) -> None:
-        if max_batch_size < 1:
+        if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size={max_batch_size}: must be 1 or more")
-        self.model = model
-        self.tokenizer = tokenizer
-        self.max_batch_size = max_batch_size
-        self.autocast_dtype = autocast_dtype
+        self.model, self.tokenizer, self.log = model, tokenizer, log
+        self.device = next(model.parameters()).device
+        self.kind = "cuda" if self.device.type == "cuda" else "cpu"
+        self.max_batch_size = max_batch_size or ROWS[self.kind]
+        self.autocast_dtype, self.cache_gib = autocast_dtype, cache_gib
         self.version = 0
+        self.residence = Residence(self.device, log) if self.kind == "cuda" else None
+        self._make: Callable[[], Forward] | None = None  # how this model runs; None: not known yet, or by growing.py
+        self._grows = False
+        self._forward: Forward | None = None  # None: not made yet, or freed while training
+        self._scheduler: Scheduler | None = None
+        self._loaded: int | None = None  # version of the weights that the forward has
+        self._held_bytes = 0  # cache, graphs and copy of the weights
+
+    # Sampling.
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
+        made = dict(pair for part in self.stream(requests, sampling) for pair in part)
+        return [made[number] for number in range(len(requests))]
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
+        """The same completions as they end, each with the number of its request."""
         check_sampling(sampling)
-        self._check_requests([request.prompt_ids for request in requests], sampling.max_tokens)
-        # Longest first: little padding per chunk, and equal prompts share a chunk.
-        order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt_ids), requests[i].prompt_ids))
-        completions: dict[int, Completion] = {}
-        with evaluating(self.model, self.autocast_dtype):
-            for start in range(0, len(order), self.max_batch_size):
-                chunk = order[start : start + self.max_batch_size]
-                made = self._generate_chunk([requests[i] for i in chunk], sampling)
-                completions.update(zip(chunk, made, strict=True))
-        return [completions[i] for i in range(len(requests))]
+        limits = [request.max_tokens or sampling.max_tokens for request in requests]
+        self._check_requests([request.prompt_ids for request in requests], limits)
+        if not requests:
+            return
+        jobs = [
+            Job(request.prompt_ids, signed_64(request.seed), limit, request.conversation, number=number)
+            for number, (request, limit) in enumerate(zip(requests, limits, strict=True))
+        ]
+        stop = StopCheck(self.tokenizer, sampling)
+        if self._make is None and not self._grows:
+            self._choose()
+        # Longest first: the others fill up the rows beside them. Equal prompts are neighbours, and share a tile.
+        jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
+        with evaluating(self.model, self.autocast_dtype if self._grows else None):
+            for ended in (
+                self._grow(jobs, sampling, stop) if self._grows else self._ready(jobs).run(jobs, sampling, stop)
+            ):
+                yield self._completions(ended, stop)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
         """Samples now: the future has its result already."""
         return finished(self.generate(requests, sampling))
+
+    def prepare(self, prompt_length: int, max_tokens: int) -> None:
+        """Before training: find out how this model runs, and refuse a length that would not fit."""
+        if self._make is None and not self._grows:
+            self._choose()
+        if not self._grows:
+            self._ready([Job([0] * prompt_length, 0, max_tokens)])
+
+    def forget(self) -> None:
+        """No conversation continues: their pages are free."""
+        if self._scheduler is not None:
+            self._scheduler.forget()
 
     def tend(self, version: int | None = None) -> None:
         """Nothing to do: nothing runs in the background."""
@@ -76,7 +128,7 @@ class LocalEngine:
         """Log-probs of given completions by a forward pass; temperature 0 counts as 1, as in generate."""
         if temperature < 0:
             raise ValueError(f"temperature={temperature}: must be 0 or above")
-        self._check_requests([prompt + completion for prompt, completion in sequences], 0)
+        self._check_requests([prompt + completion for prompt, completion in sequences], [0] * len(sequences))
         if any(not prompt for prompt, _ in sequences):
             raise ValueError("prompt_ids=[]: an empty prompt has nothing to predict from; give at least one token")
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
@@ -88,122 +140,166 @@ class LocalEngine:
         return [logps[i] for i in range(len(sequences))]
 
     def load(self, version: int) -> None:
-        """The module is shared with the trainer: only the version number changes."""
-        self.version = version
+        """The copy of the weights is refreshed before the next token; a shared module needs nothing."""
+        self.version, self._loaded = version, None
+        if self.residence is not None:
+            self.residence.training_ended()
 
     def sleep(self) -> None:
-        """Nothing to release: the cache exists only inside generate."""
+        """On a GPU: cache, graphs and the copy of the weights make room for training, unless there is room for both."""
+        if self.residence is None or self._scheduler is None:
+            return
+        if not self.residence.keeps:
+            self._held_bytes = self._release()
+        self.residence.training_begins(self._held_bytes)
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        if self.kind == "cpu" or self._scheduler is None:
+            return {}
+        evicted, self._scheduler.num_evicted = self._scheduler.num_evicted, 0
+        return {"rollout/evicted_rows": float(evicted)}
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Release the memory; may be called twice."""
+        self._release()
 
-    def _generate_chunk(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
-        batch = self._prefill(requests)
-        device = batch.rows.device
-        num_rows, max_tokens = len(requests), sampling.max_tokens
-        ids = torch.zeros(num_rows, max_tokens, dtype=torch.long, device=device)
-        logps = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
-        length = torch.full((num_rows,), max_tokens, device=device)
-        stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        stop = StopCheck(self.tokenizer, sampling, device)
+    def _grow(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
+        for start in range(0, len(jobs), self.max_batch_size):
+            chunk = jobs[start : start + self.max_batch_size]
+            sample_growing(self.model, chunk, sampling, stop)
+            yield chunk
 
-        for step in range(max_tokens):
-            token, logp = sample(batch.logits, uniform(batch.seeds, step), sampling)
-            ids[batch.rows, step] = token
-            logps[batch.rows, step] = logp
-            # A finished row that is still in the batch keeps being sampled; its extra tokens are cut off below.
-            ended = ~stopped[batch.rows] & stop(ids, batch.rows, step)
-            length[batch.rows[ended]] = step + 1
-            stopped[batch.rows[ended]] = True
-            alive = ~stopped[batch.rows]
-            num_alive = int(alive.sum())
-            if num_alive == 0 or step + 1 == max_tokens:
-                break
-            if num_alive <= (1 - DROP_FRAC) * len(alive):
-                keep = alive.nonzero()[:, 0]
-                batch.select(keep)
-                token = token[keep]
-            batch.logits = self._forward(token[:, None], batch.next_mask(), batch.next_position(step), batch.cache)
-
-        return self._finish(requests, ids, logps, length, stopped, stop)
-
-    def _prefill(self, requests: list[Request]) -> Batch:
-        """Run each distinct prompt once, then expand the cache to one row per request."""
-        from transformers import DynamicCache
-
-        device = next(self.model.parameters()).device
-        index: dict[tuple[int, ...], int] = {}
-        prompt_of = [index.setdefault(tuple(request.prompt_ids), len(index)) for request in requests]
-        width = max(len(prompt) for prompt in index)
-        padded = [[PAD_ID] * (width - len(prompt)) + list(prompt) for prompt in index]
-        lengths = torch.tensor([len(prompt) for prompt in index])
-        mask = (torch.arange(width) >= (width - lengths)[:, None]).long().to(device)  # (P, T)
-        position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self.model.config.get_text_config())
-        logits = self._forward(torch.tensor(padded, device=device), mask, position_ids, cache)
-
-        batch = Batch(
-            cache=cache,
-            logits=logits,
-            mask=mask,
-            lengths=lengths.to(device),
-            rows=torch.arange(len(requests), device=device),
-            seeds=torch.tensor([signed_64(request.seed) for request in requests], device=device),
-        )
-        if len(index) < len(requests):
-            expand = torch.tensor(prompt_of, device=device)
-            cache.batch_select_indices(expand)
-            batch.logits, batch.mask, batch.lengths = logits[expand], mask[expand], batch.lengths[expand]
-        return batch
-
-    def _forward(
-        self, input_ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any
-    ) -> torch.Tensor:  # (B, V) logits at the last position
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
-
-    def _finish(
-        self,
-        requests: list[Request],
-        ids: torch.Tensor,  # (B, max_tokens)
-        logps: torch.Tensor,  # (B, max_tokens)
-        length: torch.Tensor,  # (B,)
-        stopped: torch.Tensor,  # (B,)
-        stop: StopCheck,
-    ) -> list[Completion]:
-        """The only place where results become Python lists."""
-        lengths, stops = length.tolist(), stopped.tolist()
-        longest = max(lengths)
-        id_rows = [row[:n] for row, n in zip(ids[:, :longest].tolist(), lengths, strict=True)]
-        logp_rows = [row[:n] for row, n in zip(logps[:, :longest].tolist(), lengths, strict=True)]
-        inside = torch.arange(longest, device=ids.device) < length[:, None]
-        if not bool(torch.isfinite(logps[:, :longest]).logical_or(~inside).all()):
+    def _completions(self, jobs: Sequence[Job], stop: StopCheck) -> list[tuple[int, Completion]]:
+        if not all(math.isfinite(logp) for job in jobs for logp in job.logps):
             raise ValueError(
                 f"version={self.version}: the model's logits are not finite; its weights have diverged, "
                 "lower the learning rate or go back to an earlier checkpoint"
             )
-        texts = stop.texts(id_rows, stops)
+        texts = stop.texts([job.ids for job in jobs], [job.stopped for job in jobs])
         return [
-            Completion(
-                prompt_ids=list(request.prompt_ids),
-                ids=id_rows[i],
-                logps=logp_rows[i],
-                finish_reason="stop" if stops[i] else "length",
-                text=texts[i],
-                versions=[(self.version, lengths[i])],
-            )
-            for i, request in enumerate(requests)
-        ]
+            (job.number, Completion(
+                prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,
+                finish_reason="stop" if job.stopped else "length", versions=[(self.version, len(job.ids))],
+            ))
+            for job, text in zip(jobs, texts, strict=True)
+        ]  # fmt: skip
+
+    # The forward pass, the cache and the graphs.
+
+    @property
+    def lm(self) -> Any:
+        """The transformers model, without peft's wrapper."""
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.autocast_dtype or next(self.model.parameters()).dtype
+
+    def _choose(self) -> None:
+        """The first way to run this model whose log-probs are the trainer's."""
+        obstacle = paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
+        for make in [] if obstacle else self._ways():
+            try:
+                self._make, self._forward = make, make()
+                obstacle = self._parity()
+            except torch.OutOfMemoryError:
+                raise
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                obstacle = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            if obstacle is None:
+                return
+            self._release()
+        self._make, self._grows = None, True
+        name = type(self.lm).__name__
+        self.log(f"rollout: {name} is sampled with a growing cache, which is slower, because {obstacle}")
+
+    def _ways(self) -> list[Callable[[], Forward]]:
+        lm, dtype = self.lm, self.dtype
+        if self.kind == "cpu":
+            return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype)]
+        in_place = lm is self.model and all(p.dtype == dtype for p in lm.parameters())
+        ways: list[Callable[[], Forward]] = [lambda: TransformersForward(lm, dtype, copied=not in_place)]
+        copy_bytes = sum(p.numel() for p in lm.parameters()) * dtype.itemsize
+        is_tight = available(self.device) - torch.cuda.memory_allocated(self.device) < 2 * copy_bytes
+        if block_obstacle(lm) is None and not (in_place and is_tight):
+            context = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 2**16
+            ways.insert(0, lambda: BlockForward(lm, dtype, longest=context))
+        return ways
+
+    def _parity(self) -> str | None:
+        """Sample a little and compare with the trainer's own log-probs; returns what is wrong, or None."""
+        vocab = self.lm.config.get_text_config().vocab_size
+        prompts = [[(step * i + 1) % vocab for i in range(length)] for step, length in ((7, 20), (7, 20), (5, 3))]
+        jobs = [Job(prompt, seed, 6) for seed, prompt in enumerate(prompts)]
+        sampling = Sampling(max_tokens=6)
+        with evaluating(self.model, None):
+            for _ in self._ready(jobs).run(jobs, sampling, StopCheck(self.tokenizer, sampling)):
+                pass
+        ours = torch.tensor([job.logps for job in jobs])
+        theirs = torch.tensor(self.score([(job.prompt_ids, job.ids) for job in jobs], 1.0))
+        gap = float((ours - theirs).abs().mean())
+        limit = PARITY[self.dtype == torch.float32]
+        if bool(theirs.isfinite().all()) and not gap <= limit:
+            return f"its log-probs with a paged cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
+        return None
+
+    def _ready(self, jobs: Sequence[Job]) -> Scheduler:
+        """Current weights, and a cache that is large enough for these."""
+        assert self._make is not None, "_choose() comes first"
+        if self._forward is None:
+            self._forward = self._make()
+            self._loaded = None
+        if self._loaded != self.version:
+            if not self._forward.refresh() and self._scheduler is not None:
+                self._scheduler.decoder.graphs.clear()
+            self._loaded = self.version
+            self.forget()
+        least, most = pages_for(jobs, page=PAGE[self.kind], rows=self.max_batch_size)
+        have = 0 if self._scheduler is None else self._scheduler.decoder.cache.num_pages
+        if have < most:
+            self._scheduler = None  # before the new one is made: there may be no room for both
+            num_pages = min(most, max(have, self._page_budget()))
+            if num_pages < least:
+                self._refuse(least, num_pages)
+            decoder = Decoder(
+                self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=self.max_batch_size,
+                captures=self.kind == "cuda",
+            )  # fmt: skip
+            self._scheduler = Scheduler(decoder, look=LOOK[self.kind])
+        return self._scheduler
+
+    def _page_budget(self) -> int:
+        """Pages that the GPU's free memory, or --rollout.cache-gib, allows."""
+        if self.kind == "cpu":
+            return sys.maxsize
+        assert self._forward is not None
+        torch.cuda.empty_cache()
+        logits = self.max_batch_size * self.lm.config.get_text_config().vocab_size * 4
+        room = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
+        if self.cache_gib is not None:
+            room = min(room, self.cache_gib * GIB)
+        return max(0, int(FULL * room / (self._forward.shape.bytes_per_token * PAGE[self.kind])))
+
+    def _refuse(self, least: int, num_pages: int) -> None:
+        assert self._forward is not None
+        page_gib = self._forward.shape.bytes_per_token * PAGE[self.kind] / GIB
+        raise ValueError(
+            f"rollout.engine=local: the longest prompt with its completion needs {least * page_gib:.2f} GiB of cache, "
+            f"and there are {num_pages * page_gib:.2f}; lower max_completion_length, raise --rollout.cache-gib if it "
+            "is set, or use --rollout.engine vllm"
+        )
+
+    def _release(self) -> int:
+        """Free cache, graphs and the copy of the weights; returns their bytes on a GPU."""
+        on_gpu = self.kind == "cuda"
+        if on_gpu:
+            torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device) if on_gpu else 0
+        self._scheduler = self._forward = None
+        if not on_gpu:
+            return 0
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self.device)
 
     def _score_chunks(self, order: list[int], sequences: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
         """Chunks in order of length, so that the sequence added last sets the width of its chunk."""
@@ -235,11 +331,11 @@ class LocalEngine:
             for row, (prompt, completion) in zip(logps.tolist(), sequences, strict=True)
         ]
 
-    def _check_requests(self, prompts: list[list[int]], max_tokens: int) -> None:
+    def _check_requests(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
         """Refuse prompts that would otherwise fail deep inside the model."""
-        config = self.model.config.get_text_config()
+        config = self.lm.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
-        for i, prompt in enumerate(prompts):
+        for i, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
             if not prompt:
                 raise ValueError(f"prompt_ids=[] (request {i}): an empty prompt; give at least one token")
             if context is not None and len(prompt) + max_tokens > context:
@@ -252,6 +348,22 @@ class LocalEngine:
                     f"prompt_ids (request {i}): an id outside the model's vocabulary of {config.vocab_size}; "
                     "the tokenizer does not belong to this model"
                 )
+
+
+def pages_for(jobs: Sequence[Job], *, page: int, rows: int) -> tuple[int, int]:
+    """Pages of a cache that holds at least one of these at a time, and of one that holds as many as there are rows."""
+
+    def pages(tokens: int) -> int:
+        return -(-tokens // page)
+
+    own = [pages(1 + job.limit) for job in jobs]
+    prompts = [pages(len(job.prompt_ids) - 1) for job in jobs]
+    alone = [job.conversation is not None for job in jobs]  # later turns have prompts of their own
+    distinct = {tuple(job.prompt_ids): count for job, count, one in zip(jobs, prompts, alone, strict=True) if not one}
+    together = [a + (b + 1 if one else 0) for a, b, one in zip(own, prompts, alone, strict=True)]
+    scratch, spare = 1, min(rows, len(jobs))  # spare: admission keeps a page for each row
+    most = sum(sorted(together)[-rows:]) + sum(distinct.values()) + spare + scratch
+    return max(a + b for a, b in zip(own, prompts, strict=True)) + 1 + scratch, most
 
 
 @contextmanager
@@ -273,147 +385,3 @@ def evaluating(model: torch.nn.Module, autocast_dtype: torch.dtype | None) -> It
     finally:
         for module in training:
             module.training = True
-
-
-@dataclass
-class Batch:
-    """The rows still being decoded, all tensors in the same row order."""
-
-    cache: Any  # DynamicCache
-    logits: torch.Tensor  # (B, V) for the next token
-    mask: torch.Tensor  # (B, T) 1 = a real token in the cache
-    lengths: torch.Tensor  # (B,) prompt lengths
-    rows: torch.Tensor  # (B,) number of each row's request
-    seeds: torch.Tensor  # (B,)
-
-    def select(self, keep: torch.Tensor) -> None:
-        """Drop the other rows; the logits have been used already."""
-        self.cache.batch_select_indices(keep)
-        self.mask, self.lengths = self.mask[keep], self.lengths[keep]
-        self.rows, self.seeds = self.rows[keep], self.seeds[keep]
-
-    def next_mask(self) -> torch.Tensor:
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
-        return self.mask
-
-    def next_position(self, step: int) -> torch.Tensor:
-        return (self.lengths + step)[:, None]
-
-
-class StopCheck:
-    """Which rows end with the token just sampled: stop ids are checked on the device, stop strings in decoded text."""
-
-    def __init__(self, tokenizer: Any, sampling: Sampling, device: torch.device) -> None:
-        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        # Decoding drops special tokens, so a stop string that is one can only be found as an id.
-        self.stop_ids = {*sampling.stop_ids, *(special[text] for text in sampling.stop if text in special)}
-        self.strings = [text for text in sampling.stop if text not in special]
-        self.tokenizer = tokenizer
-        self.id_tensor = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=device)
-        # Every token except special ones adds at least a byte; 8 more tokens for those and for a split character.
-        self.window = max((len(text.encode()) for text in self.strings), default=0) + 8
-
-    def __call__(self, ids: torch.Tensor, rows: torch.Tensor, step: int) -> torch.Tensor:
-        """(B,) bool for the token at `step` of each row."""
-        ended = torch.isin(ids[rows, step], self.id_tensor)
-        if self.strings:
-            ended = ended | torch.tensor(self._string_ended(ids[rows, : step + 1]), device=ids.device)
-        return ended
-
-    def texts(self, id_rows: list[list[int]], stopped: list[bool]) -> list[str]:
-        """Decoded completions without the stop token or the stop string that ended them."""
-        by_id = [stop and row[-1] in self.stop_ids for row, stop in zip(id_rows, stopped, strict=True)]
-        texts = self._decode([row[:-1] if cut else row for row, cut in zip(id_rows, by_id, strict=True)])
-        if not self.strings:
-            return texts
-        by_text = [stop and not cut for stop, cut in zip(stopped, by_id, strict=True)]
-        return [text[: self._find(text)] if cut else text for text, cut in zip(texts, by_text, strict=True)]
-
-    def _string_ended(self, ids: torch.Tensor) -> list[bool]:
-        """Search the last tokens for a stop string; only on a hit decode the whole completion to confirm it."""
-        tails = self._decode(ids[:, -self.window :].tolist())
-        ended = [self._find(text) is not None for text in tails]
-        for i, hit in enumerate(ended):
-            if hit:
-                ended[i] = self._find(self._decode([ids[i].tolist()])[0]) is not None
-        return ended
-
-    def _find(self, text: str) -> int | None:
-        return min((at for at in (text.find(string) for string in self.strings) if at >= 0), default=None)
-
-    def _decode(self, id_rows: list[list[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(id_rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-# Drawing a token.
-
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 constants of splitmix64; torch multiplies modulo 2**64
-MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-MIX_2 = 0x94D049BB133111EB - 2**64
-UNIT = 2.0**60  # probability 1: below int64's limit, finer than float64 near 1
-SLAB = 2**24  # logits processed at once: keeps the float64 copies near 128 MB
-
-
-def signed_64(seed: int) -> int:
-    """Any Python integer, wrapped into int64."""
-    return ((seed + 2**63) % 2**64) - 2**63
-
-
-def uniform(
-    seeds: torch.Tensor,  # (B,) int64
-    position: int,  # number of the token within its completion
-) -> torch.Tensor:  # (B,) float64 in [0, 1)
-    """A hash of (seed, position): no generator state, so a row draws the same number in any batch."""
-    bits = _mix(_mix(seeds) + signed_64(GOLDEN * (position + 1)))
-    return _shift_right(bits, 11).double() * 2.0**-53
-
-
-def sample(
-    logits: torch.Tensor,  # (B, V)
-    uniforms: torch.Tensor,  # (B,) float64
-    sampling: Sampling,
-) -> tuple[torch.Tensor, torch.Tensor]:  # (B,) int64 ids, (B,) float32 log-probs
-    """Draw ids; their log-probs are those of the full distribution, before top-k and top-p."""
-    rows = max(1, SLAB // logits.shape[1])
-    if logits.shape[0] <= rows:
-        return _sample(logits, uniforms, sampling)
-    parts = [_sample(x, u, sampling) for x, u in zip(logits.split(rows), uniforms.split(rows), strict=True)]
-    return torch.cat([ids for ids, _ in parts]), torch.cat([logp for _, logp in parts])
-
-
-def _sample(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    logps = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)  # (B, V)
-    if sampling.temperature == 0:
-        ids = logps.argmax(dim=-1, keepdim=True)
-    else:
-        weights = (logps.double().exp() * UNIT).long()
-        if sampling.top_k > 0 or sampling.top_p < 1:
-            weights = _keep_top(weights, sampling.top_k, sampling.top_p)
-        cdf = weights.cumsum(dim=-1)
-        target = (uniforms[:, None] * cdf[:, -1:]).long()
-        # right=True takes the first id whose CDF is above the target, so an id of probability 0 is never drawn.
-        ids = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
-    return ids[:, 0], logps.gather(1, ids)[:, 0]
-
-
-def _keep_top(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Zero all but the top_k ids, then all but the smallest set of those with top_p of the remaining mass."""
-    ranked, order = weights.sort(dim=-1, descending=True, stable=True)
-    if top_k > 0:
-        ranked[:, top_k:] = 0
-    if top_p < 1:
-        before = ranked.cumsum(dim=-1) - ranked
-        ranked[before >= top_p * ranked.sum(dim=-1, keepdim=True).double()] = 0
-    return torch.zeros_like(weights).scatter(1, order, ranked)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64."""
-    x = (x ^ _shift_right(x, 30)) * MIX_1
-    x = (x ^ _shift_right(x, 27)) * MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: torch's >> on int64 copies the sign bit in."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from data.strided import StridedBatch
 from kernels.attention import TILE, Spans
+from kernels.draw import draw
 from rollout.engine import Sampling, check_sampling
-from rollout.engines.local import PAD_ID, evaluating, sample, uniform
+from rollout.engines.forward import logit_options
+from rollout.engines.local import PAD_ID, evaluating
 
 LOGITS = 2**26  # computed at once: 256 MB in fp32
 
@@ -54,16 +56,14 @@ def continue_documents(
     """
     num_anchors, samples, length = batch.place.shape
     assert seeds.shape == (num_anchors, samples), f"seeds {tuple(seeds.shape)} vs {num_anchors, samples}"
-    sampling = Sampling(temperature=temperature, max_tokens=length)
-    check_sampling(sampling)
+    check_sampling(Sampling(temperature=temperature, max_tokens=length))
     ids = torch.zeros_like(batch.place)
     logps = torch.zeros(batch.place.shape, device=ids.device)
     if num_anchors == 0:
         return Continued(ids, logps)
 
     def next_token(states: Tensor, number: int) -> Tensor:  # (A * n,)
-        uniforms = uniform(seeds.flatten(), number)
-        token, logp = draw(model, states, uniforms, sampling)
+        token, logp = draw_next(model, states, seeds.flatten(), number, temperature)
         ids[:, :, number], logps[:, :, number] = token.view(num_anchors, samples), logp.view(num_anchors, samples)
         return token
 
@@ -168,25 +168,20 @@ def _multiple(device: torch.device) -> int:
     return TILE if device.type == "cuda" else 1
 
 
-def draw(
+def draw_next(
     model: Any,
     states: Tensor,  # (S, D)
-    uniforms: Tensor,  # (S * copies,) float64
-    sampling: Sampling,
+    seeds: Tensor,  # (S * copies,) int64
+    number: int,  # of the token in its sample
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:  # (S * copies,) int64 ids, (S * copies,) float32 log-probs
-    """Sample from the model's head, some states at a time; with more draws than states, neighbours share a state."""
-    head, copies = model.get_output_embeddings(), len(uniforms) // len(states)
+    """Sample from the model's head, some states at a time; with more seeds than states, neighbours share a state."""
+    head, copies = model.get_output_embeddings(), len(seeds) // len(states)
+    scale, softcap = logit_options(model.config.get_text_config())
     rows = max(1, LOGITS // (head.weight.shape[0] * copies))
+    numbers = torch.full_like(seeds, number, dtype=torch.int32)
+    heat = torch.full(seeds.shape, temperature, device=seeds.device)
     made = []
-    for part, numbers in zip(states.split(rows), uniforms.split(rows * copies), strict=True):
-        logits = _as_the_model_does(model.config.get_text_config(), head(part))
-        made.append(sample(logits.repeat_interleave(copies, dim=0), numbers, sampling))
+    for part, *own in zip(states.split(rows), *(x.split(rows * copies) for x in (seeds, numbers, heat)), strict=True):
+        made.append(draw(head(part).repeat_interleave(copies, dim=0), *own, scale=scale, softcap=softcap))
     return torch.cat([token for token, _ in made]), torch.cat([logp for _, logp in made])
-
-
-def _as_the_model_does(config: Any, logits: Tensor) -> Tensor:
-    """What some architectures apply after their head; a policy that does anything else is refused on loading."""
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    logits = logits if scale == 1.0 else logits * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from rollout.engine import LOOK_S, Completion, Request, Sampling
-from rollout.engines.local import LocalEngine, StopCheck
+from rollout.engines.local import LocalEngine
 from rollout.engines.probe import Probe, score_rows
+from rollout.engines.stop import StopCheck
 from rollout.engines.weights import Weights
 from rollout.servers.client import RefusedError, ServerError, VllmServer
 from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
@@ -147,7 +148,7 @@ class VllmEngine:
             raise ValueError(str(error)) from error
         finally:
             del self._begun[key]
-        stop = StopCheck(tokenizer, sampling, torch.device("cpu"))
+        stop = StopCheck(tokenizer, sampling)
         texts = stop.texts([s.ids for s in sampled], [s.finish_reason == "stop" for s in sampled])
         return [
             Completion(

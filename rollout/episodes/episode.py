@@ -131,6 +131,7 @@ class Lockstep:
             outcomes = self._loop.run_until_complete(self._drive(episode, groups))
         finally:
             self._cancel_all()
+            self.engine.forget()
         futures: list[Future[list[Completion]]] = []
         for outcome in outcomes:
             future: Future[list[Completion]] = Future()
@@ -194,34 +195,18 @@ class Lockstep:
             self._quiet.set()
 
     def _answer(self, asked: list[Asked]) -> None:
-        """Sample in as few calls as fit the context: one max_tokens per call, longer completions are cut."""
-        asked.sort(key=lambda one: -one.max_tokens)
-        context = getattr(self.engine.model.config.get_text_config(), "max_position_embeddings", None)
-        while asked:
-            longest = asked[0].max_tokens
-            fits = [context is None or len(one.request.prompt_ids) + longest <= context for one in asked]
-            fits[0] = True  # if it does not fit, the engine says so
-            batch = [one for one, fit in zip(asked, fits, strict=True) if fit]
-            asked = [one for one, fit in zip(asked, fits, strict=True) if not fit]
-            try:
-                made = self.engine.generate([one.request for one in batch], replace(self.sampling, max_tokens=longest))
-            except Exception as error:  # of the engine: pass it to all that wait
-                for one in batch:
-                    one.answer.set_exception(error)
-                continue
-            for one, completion in zip(batch, made, strict=True):
-                one.answer.set_result(self._cut(completion, one.max_tokens))
-
-    def _cut(self, completion: Completion, limit: int) -> Completion:
-        """The first tokens of a sample are a sample of that length."""
-        if len(completion.ids) <= limit:
-            return completion
-        ids = completion.ids[:limit]
-        text = self.engine.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return replace(
-            completion, ids=ids, logps=completion.logps[:limit], finish_reason="length", text=text,
-            versions=[(completion.versions[0][0], limit)],
-        )  # fmt: skip
+        """Sample for all of them in one call, each up to its own limit."""
+        if not asked:
+            return
+        requests = [replace(one.request, max_tokens=one.max_tokens, conversation=one.client) for one in asked]
+        try:
+            made = self.engine.generate(requests, self.sampling)
+        except Exception as error:  # of the engine: pass it to all that wait
+            for one in asked:
+                one.answer.set_exception(error)
+            return
+        for one, completion in zip(asked, made, strict=True):
+            one.answer.set_result(completion)
 
     def _cancel_all(self) -> None:
         """Leave no task running, whether the caller was interrupted or an episode left one behind."""

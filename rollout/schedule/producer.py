@@ -57,6 +57,7 @@ class Producer:
         self._current: PendingBatch | None = None
         self._extra: list[PendingBatch] = []  # groups added to the current batch
         self._step = 0  # optimizer steps done before the current batch
+        self._advance = getattr(source, "advance", lambda: False)
         self._version = -1  # of the engine, as last reported
         self._wait_s = 0.0
         self._ages: list[int] = []  # oldest version in each completion of the current batch
@@ -147,7 +148,8 @@ class Producer:
         looked = self._clock()
         while waiting:
             started = self._clock()
-            self._wait(list(waiting), timeout=LOOK_S, return_when=FIRST_COMPLETED)
+            if not self._advance():
+                self._wait(list(waiting), timeout=LOOK_S, return_when=FIRST_COMPLETED)
             self._wait_s += self._clock() - started
             for future in [future for future in waiting if future.done()]:
                 yield self._sampled_group(waiting.pop(future), future, batch)

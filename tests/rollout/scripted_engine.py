@@ -45,11 +45,15 @@ class ScriptedEngine:
         self.batches.append(list(requests))
         return [self._one(request, sampling) for request in requests]
 
+    def forget(self) -> None:
+        """It holds nothing of conversations."""
+
     def _one(self, request: Request, sampling: Sampling) -> Completion:
         text = self.reply(self.tokenizer.decode(request.prompt_ids), request.seed)
         ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        whole = len(ids) <= sampling.max_tokens
-        ids = ids[: sampling.max_tokens]
+        limit = request.max_tokens or sampling.max_tokens
+        whole = len(ids) <= limit
+        ids = ids[:limit]
         return Completion(
             prompt_ids=list(request.prompt_ids),
             ids=ids,

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from data.packing import Item, make_batches
 from data.strided import Document, StridedBatch, empty_strided, make_strided
+from kernels.draw import signed_64
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
 from losses import ebft
 from losses.importance import log_difference
-from rollout.engines.local import signed_64
 from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
 from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rollout.engines.memory import highest_peak
 from trainer.parallel.comm import all_gather, all_max, all_sum, pick_device, world_size
 
 # One line per name, `*` stands for any text. Our own methods log no other name (tests/test_smoke.py).
@@ -407,6 +408,6 @@ class Counters:
 def peak_gib() -> float:
     """Most memory held so far: of the GPU where there is one, else of this process."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
+        return highest_peak() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -99,7 +99,7 @@ class Rank0Rollout:
     def _generate_part(self) -> None:
         requests, sampling, version = comm.from_main(None, "requests")
         self.local.version = version
-        requests = [Request(prompt_ids=ids, seed=seed) for ids, seed in requests]
+        requests = [Request(prompt_ids=ids, seed=seed, max_tokens=limit) for ids, seed, limit in requests]
         generate_part(self.policy, self.local, requests, _sampling(sampling))
 
 
@@ -185,7 +185,9 @@ class AllRanksEngine(AllRanksScores):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         comm.send_command("generate")
-        asked = [[request.prompt_ids, request.seed] for request in requests]
+        # A later turn may come to another rank, so none continues a conversation.
+        requests = [replace(request, conversation=None) for request in requests]
+        asked = [[request.prompt_ids, request.seed, request.max_tokens] for request in requests]
         comm.from_main([asked, asdict(sampling), self.version], "requests")
         self.local.version = self.version
         return generate_part(self.policy, self.local, requests, sampling)

@@ -283,7 +283,7 @@ def test_bfloat16_autocast_reports_what_it_sampled_from(make_model, tokenizer):
 def test_large_vocabularies_are_sampled_in_slabs(make_model, tokenizer, monkeypatch):
     engine = LocalEngine(make_model(), tokenizer)
     whole = engine.generate(requests_for(PROMPTS, 4), Sampling(max_tokens=8))
-    monkeypatch.setattr("rollout.engines.local.SLAB", 258 * 3)
+    monkeypatch.setattr("kernels.draw.SLAB", 258 * 3)
     assert [c.ids for c in engine.generate(requests_for(PROMPTS, 4), Sampling(max_tokens=8))] == [c.ids for c in whole]
 
 

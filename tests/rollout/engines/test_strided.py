@@ -13,9 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.attention import TILE, dense_mask
-from rollout.engine import Sampling
+from kernels.draw import draw
 from rollout.engines import strided
-from rollout.engines.local import sample, uniform
 from rollout.engines.strided import Continued, continue_documents
 from trainer.policy import attention
 from trainer.policy.attention import attention_masks, span_masks, use_flex
@@ -89,12 +88,13 @@ def continued(model: Any, batch: StridedBatch, temperature: float = 0.6, **optio
 def one_by_one(model: Any, documents: list[Document], batch: StridedBatch, temperature: float = 0.6) -> Continued:
     """For every anchor the samples as plain causal sequences of their own, run whole for every token."""
     ids, logps = torch.zeros_like(batch.place), torch.zeros(batch.place.shape)
-    seeds, sampling = seeds_of(batch), Sampling(temperature=temperature)
+    seeds = seeds_of(batch)
     for a, (number, seen) in enumerate(zip(batch.document.tolist(), batch.anchor.tolist(), strict=True)):
         sequence = torch.tensor(documents[number].ids[:seen]).expand(ids.shape[1], -1)  # (n, c)
         for step in range(ids.shape[2]):
             logits = model(input_ids=sequence, use_cache=False).logits[:, -1]
-            ids[a, :, step], logps[a, :, step] = sample(logits, uniform(seeds[a], step), sampling)
+            heat, count = torch.full((len(sequence),), temperature), torch.full((len(sequence),), step)
+            ids[a, :, step], logps[a, :, step] = draw(logits, seeds[a], count, heat)
             sequence = torch.cat([sequence, ids[a, :, step : step + 1]], dim=1)
     return Continued(ids, logps)
 

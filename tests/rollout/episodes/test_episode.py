@@ -153,15 +153,15 @@ def test_limits_are_kept_for_each_turn_while_all_are_sampled_together(scripted):
     assert len(engine.batches) == 1
 
 
-def test_a_long_turn_and_a_long_limit_that_do_not_fit_the_context_together_are_sampled_apart(scripted):
+def test_a_long_turn_and_a_long_limit_are_sampled_together(scripted):
     async def episode(client, prompt, seed):
         return await client.generate(prompt.ids, seed, max_tokens=prompt.columns["limit"])
 
     engine, source = scripted(episode)
-    engine.model.config.get_text_config().max_position_embeddings = 100
     prompts = [user_prompt("a", limit=80), user_prompt("a" * 60, limit=10), user_prompt("b", limit=20)]
     run_groups(source, groups_of(prompts, 1))
-    assert [sorted(len(request.prompt_ids) for request in batch) for batch in engine.batches] == [[9, 9], [68]]
+    assert [sorted(len(request.prompt_ids) for request in batch) for batch in engine.batches] == [[9, 9, 68]]
+    assert sorted(request.max_tokens for request in engine.batches[0]) == [10, 20, 80]
 
 
 def test_a_limit_below_one_is_refused(scripted):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.engine import Request, Sampling
-from rollout.engines.local import StopCheck
+from rollout.engines.stop import StopCheck
 from rollout.servers.client import GENERATE, LEAN, RefusedError, ServerError, VllmServer
 from rollout.servers.pool import Pool
 from tests.rollout.vllm.scripted import proxies, rewrite
@@ -244,7 +244,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(tied_server):
     assert stopped.ids == free.ids[: len(stopped.ids)] and len(stopped.logps) == len(stopped.ids)
     assert stops.stop[0] in whole
     assert stops.stop[0] not in tokenizer.decode(stopped.ids[:-1], skip_special_tokens=True)
-    check = StopCheck(tokenizer, stops, torch.device("cpu"))
+    check = StopCheck(tokenizer, stops)
     assert check.texts([stopped.ids], [True]) == [whole[: whole.index(stops.stop[0])]]
 
 

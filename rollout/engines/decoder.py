@@ -1,0 +1,200 @@
+"""Decode steps over fixed tensors: on a GPU one CUDA graph for each batch size, on a CPU a plain call.
+
+    decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512)
+    decoder.prefill([Fill(ids, start=0, places=places)])             # keys and values of prompts
+    ids, logps = decoder.run(rows, stop, steps=32)                   # (32, B) each; -1 where a row had ended before
+
+All that a step reads and writes lies in tensors that stay where they are, so that a graph, captured once, can be
+replayed with other values in them. The host writes the state of all rows (RowState), replays a number of steps, and
+reads what was sampled; nothing else is synchronised. Within a run a row that ends, by a stop id or at its limit, stays
+where it is and repeats its last token until the host looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.decode_attention import TILE_ROWS, Rows
+from kernels.draw import draw
+from rollout.engines.forward import Cache, Forward, PrefillBatch
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+STOP_IDS = 16  # room for stop ids in a captured step; more make it larger
+PREFILL_TOKENS = 2**15  # tokens of one prefill pass, padding included
+
+
+class RowState(NamedTuple):
+    """What the host knows of the rows of a run, as numpy arrays of the same length."""
+
+    table: np.ndarray  # (B, pages) int32 pages of the prefix, then the row's own
+    prefix_len: np.ndarray  # (B,) int32
+    own_len: np.ndarray  # (B,) int32 the token to run included
+    token: np.ndarray  # (B,) int64 the token to run
+    seed: np.ndarray  # (B,) int64
+    drawn: np.ndarray  # (B,) int32 tokens drawn so far with this seed
+    left: np.ndarray  # (B,) int32 tokens that may still be drawn
+    temperature: np.ndarray  # (B,) float32
+    tiles: np.ndarray  # (B, TILE_ROWS) int32 rows that share a prefix
+
+
+class Fill(NamedTuple):
+    """Tokens of one row that go into the cache."""
+
+    ids: list[int]
+    start: int  # position of the first of them: so many tokens of the row are in the cache
+    places: np.ndarray  # (start + len(ids),) int64 of all tokens of the row up to the last of them
+
+
+class Top(NamedTuple):
+    """Restrictions of evaluation; a captured step has them built in."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class Decoder:
+    """Holds the cache and the state of rows on the device; knows nothing of requests."""
+
+    def __init__(self, forward: Forward, *, num_pages: int, page: int, max_rows: int, captures: bool) -> None:
+        self.forward, self.page, self.max_rows, self.captures = forward, page, max_rows, captures
+        self.device = forward.shape.device
+        self.cache = Cache(forward.shape, num_pages, page)
+        self.graphs: dict[tuple[int, Top], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if captures else None
+        self._make_state(max_pages=8, num_stop=STOP_IDS, steps=32)
+
+    def _make_state(self, *, max_pages: int, num_stop: int, steps: int) -> None:
+        self.graphs.clear()
+        rows, device = self.max_rows, self.device
+        dtypes = {"prefix_len": torch.int32, "own_len": torch.int32, "token": torch.int64, "seed": torch.int64,
+                  "drawn": torch.int32, "left": torch.int32, "temperature": torch.float32}  # fmt: skip
+        state = {name: torch.zeros(rows, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+        state["table"] = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+        state["tiles"] = torch.full((rows, TILE_ROWS), -1, dtype=torch.int32, device=device)
+        self.state = RowState(**state)  # type: ignore[arg-type]  # tensors of the same names and shapes
+        self.stop_ids = torch.full((num_stop,), -1, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(steps, rows, dtype=torch.int64, device=device)
+        self.logps = torch.zeros(steps, rows, dtype=torch.float32, device=device)
+        self.tick = torch.zeros(1, dtype=torch.int64, device=device)
+
+    # Prompts.
+
+    @torch.no_grad()
+    def prefill(self, fills: Sequence[Fill]) -> None:
+        """Write keys and values, several rows in a pass: those of like length together."""
+        fresh = [fill for fill in fills if fill.start == 0 and fill.ids]
+        later = [fill for fill in fills if fill.start > 0 and fill.ids]
+        for kind in (fresh, later):
+            ordered = sorted(kind, key=lambda fill: len(fill.places))
+            while ordered:
+                count, longest = 0, 0
+                while count < len(ordered):
+                    longest = max(longest, len(ordered[count].places))
+                    if count and (count + 1) * longest > PREFILL_TOKENS:
+                        break
+                    count += 1
+                self._prefill(ordered[:count], fresh=kind is fresh)
+                ordered = ordered[count:]
+
+    def _prefill(self, fills: Sequence[Fill], *, fresh: bool) -> None:
+        width, length = max(len(fill.ids) for fill in fills), max(len(fill.places) for fill in fills)
+        ids, position, place = (np.zeros((len(fills), width), np.int64) for _ in range(3))
+        index = np.zeros((len(fills), length), np.int64)
+        for row, fill in enumerate(fills):
+            count = len(fill.ids)
+            ids[row, :count] = fill.ids
+            place[row, :count] = fill.places[fill.start :]
+            position[row] = np.minimum(fill.start + np.arange(width), fill.start + count - 1)
+            index[row, : len(fill.places)] = fill.places
+        tensors = [torch.from_numpy(x).to(self.device) for x in (ids, position.astype(np.int32), place, index)]
+        self.forward.prefill(PrefillBatch(*tensors, fresh=fresh), self.cache)
+
+    # Decode steps.
+
+    @torch.no_grad()
+    def run(
+        self, rows: RowState, stop_ids: Sequence[int], top: Top, steps: int
+    ) -> tuple[np.ndarray, np.ndarray]:  # (steps, B) int64 ids, -1 after a row's end; (steps, B) float32 log-probs
+        """Sample up to `steps` tokens of each row; the first numbers of the state are these rows'."""
+        num_rows = len(rows.token)
+        count = num_rows if not self.captures else next((b for b in BUCKETS if b >= num_rows), num_rows)
+        count = min(count, self.max_rows)
+        self._make_room(rows.table.shape[1], len(stop_ids), steps)
+        graph = self._graph(count, top) if self.captures else None
+        self._write(rows, stop_ids, count)
+        for _ in range(steps):
+            if graph is not None:
+                graph.replay()
+            else:
+                self._step(count, top)
+        return self.ids[:steps, :num_rows].cpu().numpy(), self.logps[:steps, :num_rows].cpu().numpy()
+
+    def _make_room(self, max_pages: int, num_stop: int, steps: int) -> None:
+        """Larger tensors are other tensors, so graphs are captured again: sizes double."""
+        have = {"max_pages": self.state.table.shape[1], "num_stop": len(self.stop_ids), "steps": len(self.ids)}
+        need = {"max_pages": max_pages, "num_stop": num_stop, "steps": steps}
+        if any(need[name] > have[name] for name in have):
+            self._make_state(**{name: max(have[name], 1 << (need[name] - 1).bit_length()) for name in have})
+
+    def _write(self, rows: RowState, stop_ids: Sequence[int], count: int) -> None:
+        num_rows = len(rows.token)
+        for name, values in rows._asdict().items():
+            target = getattr(self.state, name)
+            source = torch.from_numpy(np.ascontiguousarray(values))
+            if name == "table":
+                target = target[:, : values.shape[1]]
+            target[:num_rows].copy_(source, non_blocking=True)
+        self._idle(num_rows, count)
+        self.stop_ids.fill_(-1)
+        self.stop_ids[: len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64)
+        self.tick.zero_()
+
+    def _idle(self, first: int, stop: int) -> None:
+        """Rows without a request: one token on the scratch page, nothing to draw."""
+        if first >= stop:
+            return
+        for name, tensor in self.state._asdict().items():
+            tensor[first:stop] = {"own_len": 1, "tiles": -1, "temperature": 1.0}.get(name, 0)
+        self.state.tiles[first:stop, 0] = torch.arange(first, stop, dtype=torch.int32, device=self.device)
+
+    def _graph(self, count: int, top: Top) -> torch.cuda.CUDAGraph:
+        if (count, top) not in self.graphs:
+            self._idle(0, count)
+            # Kernels and libraries must have been loaded before the capture.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.tick.zero_()
+                self._step(count, top)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: another thread may be copying a checkpoint off the device.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._step(count, top)
+            self.graphs[count, top] = graph
+        return self.graphs[count, top]
+
+    def _step(self, count: int, top: Top) -> None:
+        """One token for each of the first `count` rows."""
+        state = RowState(*(tensor[:count] for tensor in self.state))
+        own = state.own_len - 1
+        page_at = (state.prefix_len + self.page - 1) // self.page + own // self.page
+        place = state.table.gather(1, page_at[:, None].long())[:, 0].long() * self.page + own % self.page
+        rows = Rows(state.table, state.prefix_len, state.own_len, state.tiles)
+        logits = self.forward.decode(state.token, state.prefix_len + own, place, rows, self.cache)
+        options = {"scale": self.forward.scale, "softcap": self.forward.softcap, **top._asdict()}
+        ids, logps = draw(logits, state.seed, state.drawn, state.temperature, **options)
+        live = state.left > 0
+        self.ids[:, :count].index_copy_(0, self.tick, torch.where(live, ids, -1)[None])
+        self.logps[:, :count].index_copy_(0, self.tick, logps[None])
+        self.tick += 1
+        stopped = (ids[:, None] == self.stop_ids).any(dim=1)
+        state.left.copy_(torch.where(stopped, 0, state.left - live.int()).clamp(min=0))
+        goes_on = live & (state.left > 0)
+        state.token.copy_(torch.where(goes_on, ids, state.token))
+        state.own_len.add_(goes_on)
+        state.drawn.add_(goes_on)

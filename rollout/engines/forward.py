@@ -1,0 +1,474 @@
+"""A model's forward pass over the paged cache of the in-process engine, in two forms with one interface.
+
+    forward = BlockForward(lm, dtype)            # Llama-like blocks, from a copy of the weights with merged products
+    forward = TransformersForward(lm, dtype)     # any other model: its own forward, with our attention and cache
+    forward.refresh()                            # take over the trainer's current weights
+    logits = forward.decode(token, position, place, rows, cache)     # one token per row -> (B, V)
+    forward.prefill(batch, cache)                                    # many tokens per row, only for their keys
+
+The cache of a layer is keys and values (H_kv, S, K). A place is an index into S; the first page is scratch, where
+padding writes. Both forms write the new keys and values at their places first and then attend through the cache.
+
+Shapes: B = rows, T = tokens of a row, N = tokens of a pass, H = heads, K = head size, S = places of the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.decode_attention import Rows, decode_attention, supports
+from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
+
+NAME = "strop_paged"  # our name among transformers' attention implementations
+
+
+class Shape(NamedTuple):
+    """What a cache must know of a model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Cache:
+    """Keys and values of all layers; page 0 is scratch."""
+
+    def __init__(self, shape: Shape, num_pages: int, page: int) -> None:
+        self.shape, self.num_pages, self.page = shape, num_pages, page
+        size = (shape.num_kv_heads, num_pages * page, shape.head_dim)
+        # Zeros, because places that a mask hides are read with weight 0, and 0 times NaN is NaN.
+        options = {"dtype": shape.dtype, "device": shape.device}
+        self.keys = [torch.zeros(size, **options) for _ in range(shape.num_layers)]
+        self.values = [torch.zeros(size, **options) for _ in range(shape.num_layers)]
+
+
+class PrefillBatch(NamedTuple):
+    """New tokens of several rows, padded on the right; padding has place 0."""
+
+    ids: Tensor  # (R, T) int64
+    position: Tensor  # (R, T) int32
+    place: Tensor  # (R, T) int64
+    index: Tensor  # (R, L) int64 places of all tokens of a row from its first on, the new ones included; padded with 0
+    fresh: bool  # nothing was cached before, so that L = T and the mask is plainly causal
+
+
+class Forward(Protocol):
+    shape: Shape
+    scale: float  # of the logits, before the cap
+    softcap: float | None
+
+    def refresh(self) -> bool:
+        """Take over the trainer's current weights; returns whether they lie where they did, as a graph needs them to."""
+
+    def decode(
+        self,
+        token: Tensor,  # (B,) int64
+        position: Tensor,  # (B,) int32
+        place: Tensor,  # (B,) int64
+        rows: Rows,
+        cache: Cache,
+    ) -> Tensor:  # (B, V)
+        """Logits after one more token per row."""
+
+    def prefill(self, batch: PrefillBatch, cache: Cache) -> None:
+        """Write keys and values of these tokens."""
+
+
+def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
+    config = lm.config.get_text_config()
+    heads = config.num_attention_heads
+    return Shape(
+        config.num_hidden_layers,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype,
+        next(lm.parameters()).device,
+    )
+
+
+def windows_of(lm: Any) -> list[int | None]:
+    """The sliding window of each layer, as in training (trainer/policy/attention.py)."""
+    config = lm.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return [None] * config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def logit_options(config: Any) -> tuple[float, float | None]:
+    """(scale, cap) that some architectures apply after their head."""
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def attend_prefill(
+    query: Tensor,  # (R, H, T, K)
+    keys: Tensor,  # (H_kv, S, K)
+    values: Tensor,  # (H_kv, S, K)
+    batch: PrefillBatch,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:  # (R, T, H, K)
+    """Attention of new tokens to everything before them, gathered from the cache."""
+    rows, length = batch.index.shape
+    flat = batch.index.flatten()
+    key, value = (x.index_select(1, flat).unflatten(1, (rows, length)).transpose(0, 1) for x in (keys, values))
+    causal, mask = batch.fresh and (window is None or window >= length), None
+    if not causal:
+        at = torch.arange(length, device=query.device)
+        mask = at <= batch.position[:, :, None]  # (R, T, L)
+        if window is not None:
+            mask = mask & (at > batch.position[:, :, None] - window)
+        mask = mask.unsqueeze(1)
+    out = F.scaled_dot_product_attention(
+        query.to(key.dtype), key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+# Any model of transformers whose attention goes through its interface.
+
+
+class TransformersForward:
+    """The model's own forward with our attention function: on the trainer's weights, or (copied) on a copy in `dtype`.
+
+    Where trained weights are float32 or adapters are not merged, a copy saves rounding every weight for every token.
+    """
+
+    def __init__(
+        self, lm: Any, dtype: torch.dtype, *, autocast_dtype: torch.dtype | None = None, copied: bool = False
+    ) -> None:
+        self.source, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
+        self.lm = empty_copy(lm, dtype) if copied else lm
+        self.scale, self.softcap = logit_options(lm.config.get_text_config())
+        self.autocast_dtype = None if copied else autocast_dtype
+        self._places: list[int] = []
+        self._compiled = [m for m in self.lm.modules() if getattr(m, "_compiled_call_impl", None) is not None]
+        _register()
+
+    @torch.no_grad()
+    def refresh(self) -> bool:
+        if self.lm is self.source:
+            before, self._places = self._places, [parameter.data_ptr() for parameter in self.lm.parameters()]
+            return before == self._places
+        for name, held in self.lm.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            module = self.source.get_submodule(path)
+            held.copy_(merged(module) if leaf == "weight" else getattr(base_of(module), leaf))
+        return True
+
+    def decode(
+        self,
+        token: Tensor,  # (B,) int64
+        position: Tensor,  # (B,) int32
+        place: Tensor,  # (B,) int64
+        rows: Rows,
+        cache: Cache,
+    ) -> Tensor:  # (B, V)
+        def attend(layer: int, query: Tensor, scale: float) -> Tensor:  # (B, 1, H, K)
+            out = decode_attention(
+                query[:, :, 0], cache.keys[layer], cache.values[layer], rows,
+                page=cache.page, scale=scale, window=self.windows[layer],
+            )  # fmt: skip
+            return out.unsqueeze(1)
+
+        hidden = self._run(token[:, None], position[:, None], place, cache, attend)[:, 0]
+        with torch.autocast(hidden.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            return self.lm.get_output_embeddings()(hidden)
+
+    def prefill(self, batch: PrefillBatch, cache: Cache) -> None:
+        def attend(layer: int, query: Tensor, scale: float) -> Tensor:  # (R, T, H, K)
+            keys, values, window = cache.keys[layer], cache.values[layer], self.windows[layer]
+            return attend_prefill(query, keys, values, batch, scale=scale, window=window)
+
+        self._run(batch.ids, batch.position, batch.place.flatten(), cache, attend)
+
+    def _run(
+        self, ids: Tensor, position: Tensor, place: Tensor, cache: Cache, attend: Callable[[int, Tensor, float], Tensor]
+    ) -> Tensor:  # (R, T, D)
+        def append_and_attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            for held, new in ((cache.keys[layer], key), (cache.values[layer], value)):  # new: (R, H_kv, T, K)
+                held.index_copy_(1, place, new.transpose(0, 1).flatten(1, 2).to(held.dtype))
+            return attend(layer, query.to(cache.keys[layer].dtype), scale)
+
+        with (
+            self._as_ours(append_and_attend),
+            torch.autocast(ids.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None),
+        ):
+            model = self.lm.base_model
+            return model(input_ids=ids, position_ids=position.long(), use_cache=False).last_hidden_state
+
+    @contextmanager
+    def _as_ours(self, attend: Callable[..., Tensor]) -> Iterator[None]:
+        """The model with our attention, and without what training compiled: each new shape would compile again."""
+        global _attend
+        config, calls = self.lm.config, [module._compiled_call_impl for module in self._compiled]
+        before, config._attn_implementation, _attend = config._attn_implementation, NAME, attend
+        for module in self._compiled:
+            module._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            config._attn_implementation, _attend = before, None
+            for module, call in zip(self._compiled, calls, strict=True):
+                module._compiled_call_impl = call
+
+
+_attend: Callable[..., Tensor] | None = None  # of the pass that is running
+
+
+def empty_copy(lm: Any, dtype: torch.dtype) -> Any:
+    """A model of the same class without adapters; refresh() fills its weights."""
+    with torch.device("meta"):
+        copy = type(lm)(lm.config).to(dtype)
+    copy.to_empty(device=next(lm.parameters()).device)
+    for name, buffer in copy.named_buffers():
+        source = lm.get_buffer(name)
+        path, _, leaf = name.rpartition(".")
+        copy.get_submodule(path)._buffers[leaf] = source.clone()  # in its own dtype: rotary frequencies are float32
+        assert source.shape == buffer.shape, f"{name}: {source.shape}, {buffer.shape}"
+    copy.tie_weights()
+    return copy.eval().requires_grad_(False)
+
+
+def _attend_module(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """An attention function of transformers."""
+    assert _attend is not None, f"{NAME} attends only in a pass of the in-process engine"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend(module.layer_idx, query, key, value, scale), None
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend_module)  # and no mask function: transformers then builds no masks
+
+
+# Llama-like models: fewer and larger operations.
+
+
+class Block(NamedTuple):
+    """Weights of a block, in the dtype of the products; norms are float32."""
+
+    norm_1: Tensor  # (D,)
+    qkv: Tensor  # ((H + 2 H_kv) K, D)
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # (K,)
+    k_norm: Tensor | None  # (K,)
+    out: Tensor  # (D, H K)
+    out_bias: Tensor | None
+    norm_2: Tensor  # (D,)
+    gate_up: Tensor  # (2 I, D)
+    down: Tensor  # (D, I)
+
+
+class BlockForward:
+    """Llama, Qwen2, Qwen3, Mistral and others with their structure (block_obstacle says what that is).
+
+    From one persistent copy of the weights: q, k, v are one product, gate and up another, adapters are merged in. The
+    residual stream is float32, as in training under autocast.
+    """
+
+    def __init__(self, lm: Any, dtype: torch.dtype, longest: int) -> None:
+        assert block_obstacle(lm) is None, block_obstacle(lm)
+        self.lm, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
+        config = lm.config.get_text_config()
+        self.scale, self.softcap = logit_options(config)
+        self.num_heads, self.eps = config.num_attention_heads, config.rms_norm_eps
+        self.attention_scale = lm.base_model.layers[0].self_attn.scaling
+        device = self.shape.device
+        at = torch.arange(longest, device=device)[None]
+        cos, sin = lm.base_model.rotary_emb(torch.zeros(1, dtype=torch.float32, device=device), at)
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # (longest, K) float32
+        self.longest = longest
+        self._copies: list[tuple[Tensor, nn.Module, str]] = []  # (where, of which module, which tensor)
+        base = lm.base_model
+        self.embedding = self._hold((base.embed_tokens, "weight"))
+        tied = lm.get_output_embeddings().weight is base.embed_tokens.weight
+        self.head = self.embedding if tied else self._hold((lm.get_output_embeddings(), "weight"))
+        self.norm = self._hold((base.norm, "weight"), dtype=torch.float32)
+        self.blocks = [self._block(layer) for layer in base.layers]
+
+    def _block(self, layer: Any) -> Block:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        norms = {"dtype": torch.float32}
+        has_norms = hasattr(attention, "q_norm")
+        return Block(
+            norm_1=self._hold((layer.input_layernorm, "weight"), **norms),
+            qkv=self._hold(*((module, "weight") for module in qkv)),
+            qkv_bias=self._hold(*((module, "bias") for module in qkv)) if base_of(qkv[0]).bias is not None else None,
+            q_norm=self._hold((attention.q_norm, "weight"), **norms) if has_norms else None,
+            k_norm=self._hold((attention.k_norm, "weight"), **norms) if has_norms else None,
+            out=self._hold((attention.o_proj, "weight")),
+            out_bias=self._hold((attention.o_proj, "bias")) if base_of(attention.o_proj).bias is not None else None,
+            norm_2=self._hold((layer.post_attention_layernorm, "weight"), **norms),
+            gate_up=self._hold((mlp.gate_proj, "weight"), (mlp.up_proj, "weight")),
+            down=self._hold((mlp.down_proj, "weight")),
+        )
+
+    def _hold(self, *parts: tuple[nn.Module, str], dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor for these, one below the other; refresh() fills it."""
+        sizes = [getattr(base_of(module), name).shape for module, name in parts]
+        held = torch.empty(sum(size[0] for size in sizes), *sizes[0][1:], dtype=dtype or self.shape.dtype,
+                           device=self.shape.device)  # fmt: skip
+        for part, (module, name) in zip(held.split([size[0] for size in sizes]), parts, strict=True):
+            self._copies.append((part, module, name))
+        return held
+
+    @torch.no_grad()
+    def refresh(self) -> bool:
+        for held, module, name in self._copies:
+            held.copy_(merged(module) if name == "weight" else base_of(module).bias)
+        return True
+
+    def decode(
+        self,
+        token: Tensor,  # (B,) int64
+        position: Tensor,  # (B,) int32
+        place: Tensor,  # (B,) int64
+        rows: Rows,
+        cache: Cache,
+    ) -> Tensor:  # (B, V)
+        def attend(layer: int, query: Tensor) -> Tensor:  # (B, H, K)
+            return decode_attention(
+                query, cache.keys[layer], cache.values[layer], rows,
+                page=cache.page, scale=self.attention_scale, window=self.windows[layer],
+            )  # fmt: skip
+
+        hidden = self._run(token, position, place, cache, attend)
+        if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+            # Logits in float32: rounded to bfloat16 they would be another distribution than the trainer's.
+            return torch.mm(hidden, self.head.T, out_dtype=torch.float32)
+        return F.linear(hidden, self.head)
+
+    def prefill(self, batch: PrefillBatch, cache: Cache) -> None:
+        shape = batch.ids.shape
+
+        def attend(layer: int, query: Tensor) -> Tensor:  # (R * T, H, K)
+            query = query.unflatten(0, shape).transpose(1, 2)
+            keys, values, window = cache.keys[layer], cache.values[layer], self.windows[layer]
+            out = attend_prefill(query, keys, values, batch, scale=self.attention_scale, window=window)
+            return out.flatten(0, 1)
+
+        self._run(batch.ids.flatten(), batch.position.flatten(), batch.place.flatten(), cache, attend)
+
+    def _run(
+        self, ids: Tensor, position: Tensor, place: Tensor, cache: Cache, attend: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:  # (N, D)
+        stream, delta, dtype = F.embedding(ids, self.embedding).float(), None, self.shape.dtype
+        for layer, block in enumerate(self.blocks):
+            normed = add_rms_norm(stream, delta, block.norm_1, self.eps, dtype)
+            query = rotate_append(
+                F.linear(normed, block.qkv, block.qkv_bias), self.cos, self.sin, position, place,
+                cache.keys[layer], cache.values[layer],
+                num_heads=self.num_heads, q_weight=block.q_norm, k_weight=block.k_norm, eps=self.eps,
+            )  # fmt: skip
+            delta = F.linear(attend(layer, query).flatten(1), block.out, block.out_bias)
+            normed = add_rms_norm(stream, delta, block.norm_2, self.eps, dtype)
+            delta = F.linear(silu_mul(F.linear(normed, block.gate_up)), block.down)
+        return add_rms_norm(stream, delta, self.norm, self.eps, dtype)
+
+
+def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
+    """Why the paged cache cannot hold this model; None if it may. Log-probs are compared besides."""
+    config = lm.config.get_text_config()
+    if not getattr(lm, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' interface"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers of the kind {sorted(kinds)[0]}"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "it caps its attention scores"
+    if any(hasattr(module, "sinks") for module in lm.modules()):
+        return "it has attention sinks"
+    head_dim = shape_of(lm, torch.float32).head_dim
+    if needs_kernels and not supports(head_dim):
+        return f"the kernel has no heads of size {head_dim}"
+    return None
+
+
+def base_of(module: nn.Module) -> Any:
+    """Without the adapters of peft."""
+    return getattr(module, "base_layer", module)
+
+
+def merged(module: nn.Module) -> Tensor:
+    """The weight with its adapters, added up in float32."""
+    weight = base_of(module).weight.detach()
+    if not hasattr(module, "base_layer"):
+        return weight
+    for name in module.active_adapters:
+        if name in module.lora_A:
+            weight = weight.float() + module.get_delta_weight(name).detach().float()
+    return weight
+
+
+def block_obstacle(lm: Any) -> str | None:
+    """Why BlockForward cannot run this model; None if its structure fits. Log-probs are compared besides."""
+    base, config = lm.base_model, lm.config.get_text_config()
+    if {name for name, _ in base.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return "its parts are not an embedding, blocks, a norm and rotary positions"
+    if getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
+        return "its blocks have another activation or norm"
+    rope_type = getattr(base.rotary_emb, "rope_type", None)
+    if not isinstance(rope_type, str) or "dynamic" in rope_type or rope_type == "longrope":
+        return "it rotates by how long the row is"
+    head = lm.get_output_embeddings()
+    if (
+        getattr(head, "bias", None) is not None
+        or hasattr(head, "base_layer")
+        or hasattr(base.embed_tokens, "base_layer")
+    ):
+        return "its head has a bias or an adapter"
+    head_dim = shape_of(lm, torch.float32).head_dim
+    for layer in base.layers:
+        if {name for name, _ in layer.named_children()} != {
+            "self_attn", "mlp", "input_layernorm", "post_attention_layernorm",
+        }:  # fmt: skip
+            return "its blocks have other parts"
+        attention, mlp = layer.self_attn, layer.mlp
+        inside = {name for name, _ in attention.named_children()}
+        if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= inside <= {
+            "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm",
+        }:  # fmt: skip
+            return "its attention has other parts"
+        if {name for name, _ in mlp.named_children()} - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
+            return "its blocks have experts, or another kind of layer"
+        if any(base_of(x).bias is not None for x in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+            return "its layers have biases"
+        if "q_norm" in inside and attention.q_norm.weight.shape != (head_dim,):
+            return "it normalises all heads together"
+        linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *mlp.children())
+        if not all(mergeable(module) for module in linear if hasattr(module, "weight")):
+            return "it has adapters that cannot be merged"
+    return None
+
+
+def mergeable(module: nn.Module) -> bool:
+    """A plain linear layer, or one with plain LoRA adapters."""
+    if type(base_of(module)) is not nn.Linear:
+        return False
+    if not hasattr(module, "base_layer"):
+        return True
+    variants = getattr(module, "lora_variant", {})
+    return hasattr(module, "lora_A") and not any(name in variants for name in module.active_adapters)

@@ -1,0 +1,104 @@
+"""Decoding with the model's own cache, which grows by a token each step: for models that the paged cache cannot hold.
+
+Recurrent layers, attention sinks, capped scores: what transformers' DynamicCache and the model's own attention can do
+runs here, one batch after the other, with a look at the host for every token. Prompts are left-padded, so that all rows
+are at the same index of the cache; equal prompts are prefilled once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.draw import draw
+from rollout.engine import Sampling
+from rollout.engines.scheduler import Job
+from rollout.engines.stop import StopCheck
+
+DROP_FRAC = 0.125  # drop finished rows once they are this share of the batch, since each drop copies the cache
+PAD_ID = 0  # any valid id: padding is masked out
+
+
+@dataclass
+class Batch:
+    """The rows still being decoded, all tensors in the same row order."""
+
+    jobs: list[Job]
+    cache: Any  # DynamicCache
+    logits: Tensor  # (B, V) for the next token
+    mask: Tensor  # (B, T) 1 = a real token in the cache
+    lengths: Tensor  # (B,) prompt lengths
+    seeds: Tensor  # (B,)
+
+    def select(self, keep: list[int]) -> None:
+        """Drop the other rows; the logits have been used already."""
+        index = torch.tensor(keep, device=self.mask.device)
+        self.cache.batch_select_indices(index)
+        self.jobs = [self.jobs[row] for row in keep]
+        self.mask, self.lengths, self.seeds = self.mask[index], self.lengths[index], self.seeds[index]
+
+
+def sample_growing(model: Any, jobs: list[Job], sampling: Sampling, stop: StopCheck) -> None:
+    """Sample all of these to their end, in one batch."""
+    batch = _prefill(model, jobs)
+    device = batch.mask.device
+    step, alive = 0, list(range(len(jobs)))
+    while True:
+        temperature = torch.full((len(batch.jobs),), sampling.temperature, device=device)
+        number = torch.full((len(batch.jobs),), step, dtype=torch.int32, device=device)
+        top = {"top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.temperature else {}
+        token, logp = draw(batch.logits, batch.seeds, number, temperature, **top)
+        for job, one, its_logp in zip(batch.jobs, token.tolist(), logp.tolist(), strict=True):
+            if job.stopped or job.left == 0:  # ended, and not dropped yet
+                continue
+            job.ids.append(one)
+            job.logps.append(its_logp)
+            job.stopped = stop.end(job.ids, len(job.ids) - 1) is not None
+        alive = [row for row, job in enumerate(batch.jobs) if not job.stopped and job.left > 0]
+        if not alive:
+            return
+        if len(alive) <= (1 - DROP_FRAC) * len(batch.jobs):
+            batch.select(alive)
+            token = token[torch.tensor(alive, device=device)]
+        batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(batch.jobs), 1)], dim=1)
+        position = (batch.lengths + step)[:, None]
+        batch.logits = _forward(model, token[:, None], batch.mask, position, batch.cache)
+        step += 1
+
+
+def _prefill(model: Any, jobs: list[Job]) -> Batch:
+    """Run each distinct prompt once, then expand the cache to one row per job."""
+    from transformers import DynamicCache
+
+    device = next(model.parameters()).device
+    index: dict[tuple[int, ...], int] = {}
+    prompt_of = [index.setdefault(tuple(job.prompt_ids), len(index)) for job in jobs]
+    width = max(len(prompt) for prompt in index)
+    padded = [[PAD_ID] * (width - len(prompt)) + list(prompt) for prompt in index]
+    lengths = torch.tensor([len(prompt) for prompt in index])
+    mask = (torch.arange(width) >= (width - lengths)[:, None]).long().to(device)  # (P, T)
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config.get_text_config())
+    logits = _forward(model, torch.tensor(padded, device=device), mask, position_ids, cache)
+    seeds, lengths = torch.tensor([job.seed for job in jobs], device=device), lengths.to(device)
+    batch = Batch(jobs=list(jobs), cache=cache, logits=logits, mask=mask, lengths=lengths, seeds=seeds)
+    if len(index) < len(jobs):
+        expand = torch.tensor(prompt_of, device=device)
+        cache.batch_select_indices(expand)
+        batch.logits, batch.mask, batch.lengths = logits[expand], mask[expand], lengths[expand]
+    return batch
+
+
+def _forward(model: Any, input_ids: Tensor, mask: Tensor, position_ids: Tensor, cache: Any) -> Tensor:  # (B, V)
+    output = model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=position_ids,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]

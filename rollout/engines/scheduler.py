@@ -1,0 +1,301 @@
+"""Continuous batching: which request is in which row, which pages of the cache it has, and when it ends.
+
+    scheduler = Scheduler(decoder, look=32)
+    for ended in scheduler.run(jobs, sampling, stop): ...        # jobs may be more than rows; each ends once
+
+A row's tokens are its prefix and its own. The prefix is the prompt without its last token; requests with the same
+prompt share its pages. The row's own tokens are the last prompt token, whose pass predicts the first sampled one, and
+what was sampled. So a prefill never needs logits, and the first token is drawn like any other.
+
+The decoder runs `look` tokens at a time. Then rows that ended give their pages to waiting requests. If pages run out,
+first prompts that nobody uses are dropped, then conversations that wait for their next turn, then the row that was
+admitted last: it goes back to the queue with what it has sampled, and its tokens are prefilled again later. One row
+always fits (the engine refuses longer requests), so the oldest row always goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kernels.decode_attention import TILE_ROWS
+from rollout.engine import Sampling
+from rollout.engines.decoder import PREFILL_TOKENS, Decoder, Fill, RowState, Top
+from rollout.engines.stop import StopCheck
+
+
+@dataclass(eq=False)
+class Prefix:
+    """Prompt tokens in the cache, shared by rows."""
+
+    ids: tuple[int, ...]
+    pages: list[int]
+    num_users: int = 0  # rows and held conversations
+
+
+@dataclass(eq=False)
+class Job:
+    """One request and its row."""
+
+    prompt_ids: list[int]
+    seed: int
+    limit: int  # most tokens to sample
+    conversation: Hashable | None = None
+    number: int = 0  # of the request
+    ids: list[int] = field(default_factory=list)  # sampled
+    logps: list[float] = field(default_factory=list)
+    stopped: bool = False
+    prefix: Prefix | None = None
+    own_first: list[int] = field(default_factory=list)  # prompt tokens after the prefix
+    pages: list[int] = field(default_factory=list)  # of its own tokens
+    num_cached: int = 0  # of its own tokens
+
+    @property
+    def own(self) -> list[int]:
+        return self.own_first + self.ids
+
+    @property
+    def num_own(self) -> int:
+        return len(self.own_first) + len(self.ids)
+
+    @property
+    def left(self) -> int:
+        return self.limit - len(self.ids)
+
+
+@dataclass(eq=False)
+class Held:
+    """A conversation that may continue: its tokens are still in the cache."""
+
+    prefix: Prefix
+    own: list[int]  # only those in the cache
+    pages: list[int]
+
+
+class Scheduler:
+    def __init__(self, decoder: Decoder, *, look: int) -> None:
+        self.decoder, self.look = decoder, look
+        self.free = list(range(decoder.cache.num_pages - 1, 0, -1))  # page 0 is scratch
+        self.prefixes: dict[tuple[int, ...], Prefix] = {}
+        self.held: dict[Hashable, Held] = {}  # the one that has waited longest comes first
+        self.num_evicted = 0
+
+    def run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[list[Job]]:
+        """Sample all jobs to their end; yields those that have ended, as soon as they have."""
+        waiting, active = deque(jobs), []
+        stop_ids, top = sorted(stop.stop_ids), Top(sampling.top_k, sampling.top_p)
+        if sampling.temperature == 0:
+            top = Top()
+        try:
+            while waiting or active:
+                self._admit(waiting, active)
+                steps = min(self.look, max(job.left for job in active))
+                self._grow(waiting, active, steps)
+                ids, logps = self.decoder.run(self._state(active, sampling.temperature), stop_ids, top, steps)
+                ended = self._collect(active, ids, logps, stop)
+                if ended:
+                    active = [job for job in active if job not in ended]
+                    for job in ended:
+                        self._end(job)
+                    yield list(ended)
+        finally:
+            for job in active:  # if it was interrupted
+                self._release(job)
+            self._drop_prefixes()
+
+    def forget(self, conversations: Iterable[Hashable] | None = None) -> None:
+        """Give up what is held for conversations; None: for all of them, as after a change of the weights."""
+        for key in list(self.held) if conversations is None else conversations:
+            held = self.held.pop(key, None)
+            if held is not None:
+                self.free += held.pages
+                held.prefix.num_users -= 1
+        self._drop_prefixes()
+
+    # Pages.
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.decoder.page)
+
+    def _take(self, count: int) -> list[int]:
+        taken, self.free = self.free[len(self.free) - count :], self.free[: len(self.free) - count]
+        return taken
+
+    def _drop_prefixes(self, keep: Iterable[tuple[int, ...]] = ()) -> None:
+        for ids, prefix in list(self.prefixes.items()):
+            if prefix.num_users == 0 and ids not in keep:
+                self.free += prefix.pages
+                del self.prefixes[ids]
+
+    def _make_free(self, count: int) -> bool:
+        """Drop what nobody runs, until this many pages are free."""
+        if len(self.free) < count:
+            self._drop_prefixes()
+        while len(self.free) < count and self.held:
+            self.forget([next(iter(self.held))])
+        return len(self.free) >= count
+
+    def _grow(self, waiting: deque[Job], active: list[Job], steps: int) -> None:
+        """Pages for the next tokens of every row; if there are not enough, the last rows go back to the queue."""
+        at = 0
+        while at < len(active):
+            job = active[at]
+            needed = self.pages_for(job.num_own + min(steps, job.left) - 1) - len(job.pages)
+            while needed > 0 and not self._make_free(needed):
+                assert len(active) > 1, f"one row needs {needed} pages more, and {len(self.free)} are left"
+                last = active.pop()
+                self._release(last)
+                waiting.appendleft(last)
+                self.num_evicted += 1
+                if last is job:
+                    return
+            if needed > 0:
+                job.pages += self._take(needed)
+            at += 1
+
+    # Rows.
+
+    def _admit(self, waiting: deque[Job], active: list[Job]) -> None:
+        """Waiting jobs take free rows; what of them is not in the cache is prefilled, many of them in one pass."""
+        fills: list[Fill] = []
+        while waiting and len(active) < self.decoder.max_rows:
+            job = waiting[0]
+            self._continue_conversation(job)
+            prefix = job.prefix or self.prefixes.get(tuple(job.prompt_ids[:-1]))
+            new_prefix = 0 if prefix else self.pages_for(len(job.prompt_ids) - 1)
+            own = job.num_own if job.prefix else 1 + len(job.ids)
+            new_own = self.pages_for(own) - len(job.pages)
+            reserve = len(active)  # each row may need a page before the next look
+            if not self._make_free(new_prefix + new_own + reserve) and active:
+                break
+            # Dropping what nobody uses may have dropped this prompt.
+            prefix = job.prefix or self.prefixes.get(tuple(job.prompt_ids[:-1]))
+            waiting.popleft()
+            if prefix is None:
+                prefix = self._new_prefix(job.prompt_ids[:-1], fills)
+            if job.prefix is None:
+                job.prefix, job.own_first = prefix, job.prompt_ids[len(prefix.ids) :]
+                prefix.num_users += 1
+            job.pages += self._take(self.pages_for(job.num_own) - len(job.pages))
+            todo = job.own[job.num_cached : -1]  # the last one is run by the first step
+            if todo:
+                fills.append(Fill(todo, len(prefix.ids) + job.num_cached, self._places(job)[:-1]))
+                job.num_cached += len(todo)
+            active.append(job)
+        if fills:
+            self._prefill_ahead(waiting, fills)
+            self.decoder.prefill(fills)
+
+    def _new_prefix(self, ids: Sequence[int], fills: list[Fill]) -> Prefix:
+        prefix = Prefix(tuple(ids), self._take(self.pages_for(len(ids))))
+        self.prefixes[prefix.ids] = prefix
+        fills.append(Fill(list(ids), 0, self._page_places(prefix.pages, len(ids))))
+        return prefix
+
+    def _prefill_ahead(self, waiting: deque[Job], fills: list[Fill]) -> None:
+        """A pass costs the same few milliseconds for few tokens: fill it with the prompts that come next."""
+        room = PREFILL_TOKENS // 2 - sum(len(fill.ids) for fill in fills)
+        spare = len(self.free) // 2
+        for job in waiting:
+            ids = tuple(job.prompt_ids[:-1])
+            pages = self.pages_for(len(ids))
+            if room < len(ids) or spare < pages:
+                return
+            if ids not in self.prefixes and job.conversation is None and not job.ids:
+                self._new_prefix(ids, fills)
+                room, spare = room - len(ids), spare - pages
+
+    def _continue_conversation(self, job: Job) -> None:
+        """Take over what the cache still has of this conversation's earlier turns."""
+        held = self.held.get(job.conversation) if job.conversation is not None and job.prefix is None else None
+        if held is None:
+            return
+        del self.held[job.conversation]
+        start = len(held.prefix.ids)
+        own = job.prompt_ids[start:]
+        if tuple(job.prompt_ids[:start]) != held.prefix.ids or own[: len(held.own)] != held.own or own == held.own:
+            self.free += held.pages
+            held.prefix.num_users -= 1
+            return
+        job.prefix, job.own_first, job.pages, job.num_cached = held.prefix, own, held.pages, len(held.own)
+
+    def _release(self, job: Job) -> None:
+        """Give up a row's pages; its tokens are kept."""
+        self.free += job.pages
+        job.pages, job.num_cached = [], 0
+        if job.prefix is not None:
+            job.prefix.num_users -= 1
+            job.prefix, job.own_first = None, []
+
+    def _end(self, job: Job) -> None:
+        if job.conversation is None:
+            self._release(job)
+            return
+        self.forget([job.conversation])  # of another branch of the same conversation
+        job.num_cached = min(job.num_cached, job.num_own)
+        assert job.prefix is not None
+        keep = self.pages_for(job.num_cached)
+        self.free += job.pages[keep:]
+        self.held[job.conversation] = Held(job.prefix, job.own[: job.num_cached], job.pages[:keep])
+
+    def _page_places(self, pages: Sequence[int], count: int) -> np.ndarray:  # (count,) int64
+        page = self.decoder.page
+        return (np.asarray(pages, np.int64)[:, None] * page + np.arange(page)).reshape(-1)[:count]
+
+    def _places(self, job: Job) -> np.ndarray:  # (tokens,) int64 of the prefix and all own tokens
+        assert job.prefix is not None
+        prefix = self._page_places(job.prefix.pages, len(job.prefix.ids))
+        return np.concatenate([prefix, self._page_places(job.pages, job.num_own)])
+
+    # One run of the decoder.
+
+    def _state(self, active: Sequence[Job], temperature: float) -> RowState:
+        tables = [job.prefix.pages + job.pages for job in active]
+        table = np.zeros((len(active), max(map(len, tables))), np.int32)
+        for row, pages in enumerate(tables):
+            table[row, : len(pages)] = pages
+        return RowState(
+            table=table,
+            prefix_len=np.array([len(job.prefix.ids) for job in active], np.int32),
+            own_len=np.array([job.num_own for job in active], np.int32),
+            token=np.array([job.ids[-1] if job.ids else job.own_first[-1] for job in active], np.int64),
+            seed=np.array([job.seed for job in active], np.int64),
+            drawn=np.array([len(job.ids) for job in active], np.int32),
+            left=np.array([job.left for job in active], np.int32),
+            temperature=np.full(len(active), temperature, np.float32),
+            tiles=tiles_of([job.prefix for job in active]),
+        )
+
+    def _collect(self, active: Sequence[Job], ids: np.ndarray, logps: np.ndarray, stop: StopCheck) -> dict[Job, None]:
+        """Add what was sampled to the jobs; returns those that have ended."""
+        counts = (ids >= 0).sum(axis=0).tolist()
+        ended: dict[Job, None] = {}  # in the order of rows
+        for job, count, new_ids, new_logps in zip(active, counts, ids.T.tolist(), logps.T.tolist(), strict=True):
+            before = len(job.ids)
+            job.ids += new_ids[:count]
+            job.logps += new_logps[:count]
+            length = stop.end(job.ids, before)  # tokens up to the end, or None
+            job.num_cached = job.num_own - 1
+            if length is not None:
+                job.stopped = True
+                del job.ids[length:], job.logps[length:]
+            if length is not None or job.left == 0:
+                ended[job] = None
+        return ended
+
+
+def tiles_of(prefixes: Sequence[Prefix]) -> np.ndarray:  # (B, TILE_ROWS) int32
+    """Rows with the same prefix, up to TILE_ROWS to a tile; unused entries are -1."""
+    tiles = np.full((len(prefixes), TILE_ROWS), -1, np.int32)
+    open_tile: dict[int, tuple[int, int]] = {}  # of a prefix: the tile being filled, and how full it is
+    count = 0
+    for row, prefix in enumerate(prefixes):
+        tile, full = open_tile.get(id(prefix), (count, TILE_ROWS))
+        if full == TILE_ROWS:
+            tile, full, count = count, 0, count + 1
+        tiles[tile, full] = row
+        open_tile[id(prefix)] = tile, full + 1
+    return tiles

@@ -1,0 +1,47 @@
+"""Where a completion ends: stop ids are checked on the device, stop strings in decoded text behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.engine import Sampling
+
+
+class StopCheck:
+    def __init__(self, tokenizer: Any, sampling: Sampling) -> None:
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        # Decoding drops special tokens, so a stop string that is one can only be found as an id.
+        self.stop_ids = {*sampling.stop_ids, *(special[text] for text in sampling.stop if text in special)}
+        self.strings = [text for text in sampling.stop if text not in special]
+        self.tokenizer = tokenizer
+        # Every token except special ones adds at least a byte; 8 more tokens for those and for a split character.
+        self.window = max((len(text.encode()) for text in self.strings), default=0) + 8
+
+    def end(self, ids: Sequence[int], before: int) -> int | None:
+        """How many of these tokens the completion has, if one after the first `before` ends it; None if none does.
+
+        No token behind a stop id is ever in `ids`.
+        """
+        if self.strings and self._find(self._decode([ids[max(0, before - self.window) :]])[0]) is not None:
+            for length in range(before + 1, len(ids) + 1):
+                # Search the last tokens for a stop string; only on a hit decode the whole completion to confirm it.
+                tail = ids[max(0, length - self.window) : length]
+                if all(self._find(self._decode([part])[0]) is not None for part in (tail, ids[:length])):
+                    return length
+        return len(ids) if len(ids) > before and ids[-1] in self.stop_ids else None
+
+    def texts(self, id_rows: Sequence[list[int]], stopped: Sequence[bool]) -> list[str]:
+        """Decoded completions without the stop token or the stop string that ended them."""
+        by_id = [stop and row[-1] in self.stop_ids for row, stop in zip(id_rows, stopped, strict=True)]
+        texts = self._decode([row[:-1] if cut else row for row, cut in zip(id_rows, by_id, strict=True)])
+        if not self.strings:
+            return texts
+        by_text = [stop and not cut for stop, cut in zip(stopped, by_id, strict=True)]
+        return [text[: self._find(text)] if cut else text for text, cut in zip(texts, by_text, strict=True)]
+
+    def _find(self, text: str) -> int | None:
+        return min((at for at in (text.find(string) for string in self.strings) if at >= 0), default=None)
+
+    def _decode(self, id_rows: Sequence[Sequence[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(id_rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)

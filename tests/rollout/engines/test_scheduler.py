@@ -1,0 +1,237 @@
+"""Slots, pages, refills, evictions and turns of the in-process engine, on the CPU: the graph is a plain call here."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rollout.engine import Request, Sampling
+from rollout.engines import local as local_engine
+from rollout.engines.forward import BlockForward, block_obstacle
+from rollout.engines.local import LocalEngine, pages_for
+from rollout.engines.scheduler import TILE_ROWS, Job, Prefix, tiles_of
+
+PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [9] * 40, list(range(1, 18))]
+
+
+def requests_for(copies: int, *, limits: bool = True) -> list[Request]:
+    """Groups of equal prompts, with limits of their own."""
+    chosen = random.Random(0)
+    return [
+        Request(prompt_ids=prompt, seed=100 * i + c, max_tokens=chosen.randint(1, 40) if limits else None)
+        for i, prompt in enumerate(PROMPTS)
+        for c in range(copies)
+    ]
+
+
+def alone(model, tokenizer, requests, sampling):
+    """Each request by itself: what it must be in any company."""
+    engine = LocalEngine(model, tokenizer)
+    return [engine.generate([request], sampling)[0] for request in requests]
+
+
+def same(made, expected) -> None:
+    assert [c.ids for c in made] == [c.ids for c in expected]
+    assert [c.finish_reason for c in made] == [c.finish_reason for c in expected]
+    for one, other in zip(made, expected, strict=True):
+        assert one.logps == pytest.approx(other.logps, abs=3e-5)
+
+
+@pytest.mark.parametrize(("look", "page", "rows"), [(1, 16, 256), (5, 16, 3), (32, 16, 7), (7, 32, 1)])
+def test_rows_are_refilled_and_each_completion_is_its_own(make_model, tokenizer, monkeypatch, look, page, rows):
+    model, sampling = make_model("qwen3"), Sampling(max_tokens=40, stop_ids=tuple(range(0, 258, 29)))
+    requests = requests_for(4)
+    expected = alone(model, tokenizer, requests, sampling)
+    assert {c.finish_reason for c in expected} == {"stop", "length"}
+    monkeypatch.setitem(local_engine.LOOK, "cpu", look)
+    monkeypatch.setitem(local_engine.PAGE, "cpu", page)
+    engine = LocalEngine(model, tokenizer, max_batch_size=rows)
+    same(engine.generate(requests, sampling), expected)
+    scheduler = engine._scheduler
+    assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1, "every page but the scratch page is free again"
+    assert not scheduler.prefixes and not scheduler.held
+
+
+@pytest.mark.parametrize("spare", [0, 4])
+def test_rows_that_find_no_page_go_back_to_the_queue(make_model, tokenizer, monkeypatch, spare):
+    model, sampling = make_model(), Sampling(max_tokens=40)
+    requests = requests_for(3, limits=False)
+    expected = alone(model, tokenizer, requests, sampling)
+    least, _ = pages_for([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=256)
+    monkeypatch.setitem(local_engine.LOOK, "cpu", 8)
+    monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: least + spare)
+    engine = LocalEngine(model, tokenizer)
+    same(engine.generate(requests, sampling), expected)
+    assert engine._scheduler.num_evicted > 0, "the cache must have been too small for all rows"
+    assert len(engine._scheduler.free) == least + spare - 1
+
+
+def test_a_request_that_fits_no_cache_is_refused_with_the_numbers(make_model, tokenizer, monkeypatch):
+    monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: 5 if self._scheduler is None else 0)
+    engine = LocalEngine(make_model(), tokenizer)
+    with pytest.raises(ValueError, match="rollout.engine=local: the longest prompt .* needs .* GiB of cache"):
+        engine.generate([Request(prompt_ids=[1] * 50, seed=0)], Sampling(max_tokens=60))
+    engine.generate([Request(prompt_ids=[1] * 3, seed=0)], Sampling(max_tokens=4))
+
+
+def test_a_stop_string_cuts_off_what_was_sampled_behind_it(make_model, tokenizer, monkeypatch):
+    model, requests = make_model(vocab_size=258), requests_for(3, limits=False)
+    free = LocalEngine(model, tokenizer).generate(requests, Sampling(max_tokens=30))
+    text = next(c.text for c in free if c.text[9:12].isascii() and c.text.find(c.text[9:12]) == 9)
+    sampling = Sampling(max_tokens=30, stop=(text[9:12], "never seen"), stop_ids=(257,))
+    expected = alone(model, tokenizer, requests, sampling)
+    assert any(c.finish_reason == "stop" for c in expected)
+    monkeypatch.setitem(local_engine.LOOK, "cpu", 16)
+    same(LocalEngine(model, tokenizer).generate(requests, sampling), expected)
+
+
+def count_prefilled(monkeypatch) -> list[int]:
+    """Number of tokens of every prefill from now on."""
+    from rollout.engines.decoder import Decoder
+
+    counts, prefill = [], Decoder.prefill
+
+    def spy(self, fills):
+        counts.append(sum(len(fill.ids) for fill in fills))
+        prefill(self, fills)
+
+    monkeypatch.setattr(Decoder, "prefill", spy)
+    return counts
+
+
+def test_equal_prompts_are_prefilled_once(make_model, tokenizer, monkeypatch):
+    engine = LocalEngine(make_model(), tokenizer, max_batch_size=4)
+    engine.generate(requests_for(1), Sampling(max_tokens=2))
+    counts = count_prefilled(monkeypatch)
+    engine.generate([Request(prompt_ids=[3] * 30, seed=s) for s in range(20)], Sampling(max_tokens=2))
+    assert sum(counts) == 29, "the last prompt token is run by the first step of each row"
+
+
+def test_the_next_turn_re_uses_its_own_prefix(make_model, tokenizer, monkeypatch):
+    model, sampling = make_model(), Sampling(max_tokens=60, stop_ids=tuple(range(0, 258, 9)))
+    engine = LocalEngine(model, tokenizer)
+    first = [Request(prompt_ids=prompt, seed=i, conversation=i) for i, prompt in enumerate(PROMPTS * 2)]
+    made = engine.generate(first, sampling)
+    assert all(len(c.ids) < 45 for c in made) and len({len(c.ids) for c in made}) > 3
+    counts = count_prefilled(monkeypatch)
+    second = [
+        Request(prompt_ids=c.prompt_ids + c.ids + [77, 78, 79], seed=50 + i, conversation=i, max_tokens=10)
+        for i, c in enumerate(made)
+    ]
+    plain = [Request(prompt_ids=r.prompt_ids, seed=r.seed, max_tokens=10) for r in second]
+    expected = alone(model, tokenizer, plain, sampling)
+    counts.clear()
+    same(engine.generate(second, sampling), expected)
+    assert sum(counts) == 3 * len(second), "the last sampled token and two of the three new ones; the third is run"
+    counts.clear()
+    other = [Request(prompt_ids=[250] * 20, seed=1, conversation=0)]  # not a continuation: nothing is re-used
+    same(engine.generate(other, sampling), alone(model, tokenizer, [Request(prompt_ids=[250] * 20, seed=1)], sampling))
+    engine.forget()
+    assert len(engine._scheduler.free) == engine._scheduler.decoder.cache.num_pages - 1
+
+
+def test_conversations_that_wait_are_dropped_when_pages_are_short(make_model, tokenizer, monkeypatch):
+    model, sampling = make_model(), Sampling(max_tokens=20)
+    engine = LocalEngine(model, tokenizer)
+    first = engine.generate([Request(prompt_ids=[i] * 20, seed=i, conversation=i) for i in range(6)], sampling)
+    monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: 0)
+    many = [Request(prompt_ids=[9, i], seed=i) for i in range(60)]
+    same(engine.generate(many, sampling), alone(model, tokenizer, many, sampling))
+    second = [Request(prompt_ids=c.prompt_ids + c.ids + [5], seed=9, conversation=i) for i, c in enumerate(first)]
+    plain = [Request(prompt_ids=r.prompt_ids, seed=r.seed) for r in second]
+    same(engine.generate(second, sampling), alone(model, tokenizer, plain, sampling))
+
+
+def test_new_weights_drop_what_is_cached(make_model, tokenizer):
+    model, sampling = make_model(), Sampling(max_tokens=6)
+    engine = LocalEngine(model, tokenizer)
+    (made,) = engine.generate([Request(prompt_ids=[5, 6, 7], seed=1, conversation="a")], sampling)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    engine.load(1)
+    ids = made.prompt_ids + made.ids + [8]
+    turn = engine.generate([Request(prompt_ids=ids, seed=2, conversation="a")], sampling)
+    same(turn, alone(model, tokenizer, [Request(prompt_ids=ids, seed=2)], sampling))
+
+
+def test_an_interrupted_run_leaves_the_engine_usable(make_model, tokenizer, monkeypatch):
+    model, sampling, requests = make_model(), Sampling(max_tokens=12), requests_for(2)
+    engine = LocalEngine(model, tokenizer)
+    expected = engine.generate(requests, sampling)
+    run = engine._scheduler.decoder.run
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    engine._scheduler.decoder.run = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests, sampling)
+    engine._scheduler.decoder.run = run
+    assert len(engine._scheduler.free) == engine._scheduler.decoder.cache.num_pages - 1
+    same(engine.generate(requests, sampling), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 6,
+                   "layer_types": ["sliding_attention", "full_attention"]}),
+    ],
+)  # fmt: skip
+def test_the_merged_blocks_compute_what_the_model_does(make_model, tokenizer, monkeypatch, kind, extra):
+    model = make_model(kind, **extra)
+    sampling, requests = Sampling(max_tokens=20), requests_for(3)
+    expected = LocalEngine(model, tokenizer).generate(requests, sampling)
+    assert block_obstacle(model) is None
+    engine = LocalEngine(model, tokenizer, max_batch_size=4)
+    ways = [lambda: BlockForward(model, torch.float32, longest=128)]
+    monkeypatch.setattr(LocalEngine, "_ways", lambda self: ways)
+    same(engine.generate(requests, sampling), expected)
+    assert type(engine._forward) is BlockForward
+
+
+def test_the_merged_blocks_take_adapters_and_new_weights(make_model, tokenizer, monkeypatch):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_model("qwen3"), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    sampling, requests = Sampling(max_tokens=12), requests_for(2)
+    plain, merged = LocalEngine(model, tokenizer), LocalEngine(model, tokenizer)
+    merged._ways = lambda: [lambda: BlockForward(model.get_base_model(), torch.float32, longest=128)]
+    for version in range(3):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1 * version)
+        plain.load(version)
+        merged.load(version)
+        same(merged.generate(requests, sampling), plain.generate(requests, sampling))
+    assert type(merged._forward) is BlockForward
+
+
+def test_what_the_paged_cache_cannot_hold_is_sampled_with_a_growing_one(make_model, tokenizer, monkeypatch):
+    model, sampling, requests = make_model("qwen3"), Sampling(max_tokens=12, stop_ids=(3, 5, 90)), requests_for(3)
+    expected = LocalEngine(model, tokenizer).generate(requests, sampling)
+    for obstacle in ("attention", "parity"):
+        lines: list[str] = []
+        with monkeypatch.context() as patch:
+            if obstacle == "attention":
+                patch.setattr(type(model), "_supports_attention_backend", False)
+            else:
+                patch.setitem(local_engine.PARITY, True, -1.0)
+            engine = LocalEngine(model, tokenizer, max_batch_size=4, log=lines.append)
+            same(engine.generate(requests, sampling), expected)
+        assert engine._grows and len(lines) == 1 and "sampled with a growing cache" in lines[0]
+
+
+def test_tiles_hold_rows_of_one_prefix():
+    prefixes = [Prefix((i,), []) for i in range(3)]
+    rows = [prefixes[0]] * 10 + [prefixes[1]] + [prefixes[0]] + [prefixes[2]] * 2
+    tiles = tiles_of(rows)
+    assert tiles.shape == (len(rows), TILE_ROWS)
+    listed = [[row for row in tile if row >= 0] for tile in tiles.tolist()]
+    assert [tile for tile in listed if tile] == [list(range(8)), [8, 9, 11], [10], [12, 13]]

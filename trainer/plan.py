@@ -514,14 +514,14 @@ def longest(cfg: Any) -> int | None:
 
 def cached_tokens(cfg: Any) -> int:
     """Most tokens that the local engine holds at a time; 0 if it does not sample."""
-    if not hasattr(cfg, "rollout") or cfg.rollout.engine != "local":
+    if not hasattr(cfg, "rollout") or cfg.rollout.engine == "vllm":
         return 0
     return completions(cfg) * (longest(cfg) or 0)
 
 
 def completions(cfg: Any) -> int:
     """Completions that the local engine samples at a time."""
-    return min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)
+    return min(cfg.rollout.max_batch_size or 256, cfg.run.sequences_per_step)
 
 
 # out of memory ---------------------------------------------------------------------------------------------------

@@ -231,7 +231,10 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     `unseen` is how many tokens besides a prompt and its completion a sequence may get.
     """
     local = LocalEngine(
-        policy.model, policy.tokenizer, max_batch_size=cfg.rollout.max_batch_size, autocast_dtype=policy.autocast_dtype
+        policy.model,
+        policy.tokenizer,
+        max_batch_size=cfg.rollout.max_batch_size or 256,
+        autocast_dtype=policy.autocast_dtype,
     )
     if cfg.rollout.engine == "local":
         return local

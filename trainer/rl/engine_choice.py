@@ -32,7 +32,7 @@ PAGE = 64  # places of a page of the cache
 class Memory(NamedTuple):
     """Bytes that sampling in this process takes at least, and those that this process can have."""
 
-    training: float  # weights, gradients, optimizer state, frozen models
+    training: float  # weights and their casts, gradients, optimizer state, frozen models
     copy: float  # of the weights, in the dtype of matrix products
     cache: float  # keys and values of one group
     room: float
@@ -98,14 +98,23 @@ def measure(cfg: Any, policy: Policy, trained: Iterable[nn.Module], prompt_lengt
     free, reserved = torch.cuda.mem_get_info(policy.device)[0], torch.cuda.memory_reserved(policy.device)
     held = torch.cuda.memory_allocated(policy.device)
     copy, cache = engine_bytes(cfg, policy, prompt_length)
-    added = sum(to_come(module, cfg.optim.optim) for module in trained)
+    cast = 0 if policy.is_sharded else policy.compute_dtype.itemsize
+    added = sum(to_come(module, cfg.optim.optim, cast) for module in trained)
     return Memory(training=held + added, copy=copy, cache=cache, room=free + reserved - SPARE)
 
 
-def to_come(module: nn.Module, optim: str) -> int:
-    """Bytes of gradients and AdamW's moments on the GPU, of which there are none yet."""
-    shards = [local(p) for p in module.parameters() if p.requires_grad and local(p).device.type != "cpu"]
-    return sum(p.numel() * (p.element_size() + 2 * (1 if optim == "adamw_8bit" else p.element_size())) for p in shards)
+def to_come(module: nn.Module, optim: str, cast: int) -> int:
+    """Bytes of gradients, AdamW's moments and autocast's casts of matrices on the GPU, of which there are none yet.
+
+    `cast` is bytes of a number in matrix products; 0: FSDP casts a block at a time.
+    """
+    total = 0
+    for shard in (local(p) for p in module.parameters() if p.requires_grad):
+        if shard.device.type != "cpu":  # else it is offloaded
+            size = shard.element_size()
+            moments = 2 if optim == "adamw_8bit" else 2 * size
+            total += shard.numel() * (size + moments + (cast if size > cast and shard.ndim > 1 else 0))
+    return total
 
 
 def engine_bytes(cfg: Any, policy: Policy, prompt_length: int) -> tuple[int, int]:

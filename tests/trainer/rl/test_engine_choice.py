@@ -97,10 +97,11 @@ def test_what_is_named_is_kept_whatever_the_device(method):
 
 def test_bytes_to_come_and_of_the_engine():
     layer = nn.Linear(8, 4, bias=False, device="meta")
-    assert to_come(layer, "adamw") == 32 * 12 and to_come(layer.bfloat16(), "adamw") == 32 * 6
-    assert to_come(layer.float(), "adamw_8bit") == 32 * 6
-    assert to_come(layer.requires_grad_(False), "adamw") == 0
-    assert to_come(nn.Linear(8, 4), "adamw") == 0  # in main memory
+    assert to_come(layer, "adamw", 2) == 32 * (4 + 8 + 2) and to_come(layer, "adamw", 0) == 32 * (4 + 8)
+    assert to_come(layer, "adamw_8bit", 4) == 32 * (4 + 2)
+    assert to_come(layer.bfloat16(), "adamw", 2) == 32 * (2 + 4)
+    assert to_come(layer.float().requires_grad_(False), "adamw", 2) == 0
+    assert to_come(nn.Linear(8, 4), "adamw", 2) == 0  # in main memory
     text = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=32, num_hidden_layers=3)
     layer.requires_grad_(True).config = SimpleNamespace(get_text_config=lambda: text)
     policy = SimpleNamespace(model=layer, compute_dtype=torch.bfloat16, is_lora=False)

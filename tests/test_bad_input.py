@@ -150,6 +150,7 @@ SETTINGS = {
         "vLLM servers, which vllm.replicas=2 needs",
     ),
     "cache for vllm": ([*GRPO, *VLLM, "--rollout.cache-gib", 4], "rollout.cache_gib=4.0: has no effect"),
+    "cache on a CPU": ([*GRPO, *MODEL, *ADDITION, "--rollout.cache-gib", 4], "rollout.cache_gib=4.0", "on a CPU"),
     "no cache": ([*GRPO, "--rollout.cache-gib", 0], "rollout.cache_gib=0.0: must be above 0"),
     "no rows": ([*GRPO, "--rollout.max-batch-size", 0], "rollout.max_batch_size=0: must be 1 or more"),
     "batch for vllm": ([*GRPO, *VLLM, "--rollout.max-batch-size", 4], "rollout.max_batch_size=4", "max-in-flight"),

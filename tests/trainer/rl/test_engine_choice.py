@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-from tests.entry import metrics
+from tests.entry import metrics, repeatable
 from trainer import cli
 from trainer.__main__ import main
 from trainer.config.defaults import default_tree
@@ -146,6 +146,14 @@ def test_a_gpu_that_is_too_small_is_refused_before_there_is_a_folder(tmp_path, m
     monkeypatch.setattr(engine_choice, "choose", lambda cfg, memory, check: decide(cfg, FITS, no_vllm))
     assert main(["--method", "grpo", *RUN, "--output-dir", "run"]) == 0
     assert "rollout.engine=auto: local, it takes at least 24.00 of 137.00 GiB" in capsys.readouterr().err
+
+
+def test_streaming_in_process_trains_as_without(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    two = ("--num-generations", "4", "--rollout.engine", "local")
+    assert main(["--method", "grpo", *RUN, *two, "--output-dir", "whole"]) == 0
+    assert main(["--method", "grpo", *RUN, *two, "--streaming-partial-batch", "--output-dir", "stream"]) == 0
+    assert repeatable(metrics(tmp_path / "whole")) == repeatable(metrics(tmp_path / "stream"))
 
 
 def test_runs_of_before_are_read_as_before(tmp_path):

@@ -30,7 +30,7 @@ GRPO = ["--method", "grpo", *SMALL, "--num-generations", 4, "--max-completion-le
 SFT = ["--method", "sft", *SMALL]
 MODEL, DATA = ["--model", "builtin:tiny"], ["--data", "rows.jsonl"]
 ADDITION = ["--data", "task:addition:split=train,size=16"]
-VLLM, URL = ["--rollout.engine", "vllm"], ["--vllm.url", "http://127.0.0.1:9"]
+LOCAL, VLLM, URL = ["--rollout.engine", "local"], ["--rollout.engine", "vllm"], ["--vllm.url", "http://127.0.0.1:9"]
 GOOD = {"prompt": [{"role": "user", "content": "1+2="}], "answer": "3"}
 GOOD_SFT = {"prompt": "1+2=", "completion": "3"}
 
@@ -141,8 +141,18 @@ SETTINGS = {
     "value without a flag": (["grpo", *GRPO], "grpo"),
     "not a number": ([*GRPO, "--max-steps", "ten"], "--max-steps=ten"),
     "no model for the data": ([*GRPO, *MODEL], "--data: required"),
-    "servers for local": ([*GRPO, "--vllm.replicas", 2], "vllm.replicas=2", "rollout.engine=local"),
-    "sync for local": ([*GRPO, "--sync.probe-every", 2], "sync.probe_every=2", "--rollout.engine vllm"),
+    "servers for local": ([*GRPO, *LOCAL, "--vllm.replicas", 2], "vllm.replicas=2", "rollout.engine=local"),
+    "sync for local": ([*GRPO, *LOCAL, "--sync.probe-every", 2], "sync.probe_every=2", "--rollout.engine vllm"),
+    "async for local": ([*GRPO, *LOCAL, "--async-prefetch"], "async_prefetch=True", "--rollout.engine vllm"),
+    "batch for servers": (
+        [*GRPO, "--rollout.max-batch-size", 4, "--vllm.replicas", 2],
+        "rollout.max_batch_size=4",
+        "vLLM servers, which vllm.replicas=2 needs",
+    ),
+    "cache for vllm": ([*GRPO, *VLLM, "--rollout.cache-gib", 4], "rollout.cache_gib=4.0: has no effect"),
+    "cache on a CPU": ([*GRPO, *MODEL, *ADDITION, "--rollout.cache-gib", 4], "rollout.cache_gib=4.0", "on a CPU"),
+    "no cache": ([*GRPO, "--rollout.cache-gib", 0], "rollout.cache_gib=0.0: must be above 0"),
+    "no rows": ([*GRPO, "--rollout.max-batch-size", 0], "rollout.max_batch_size=0: must be 1 or more"),
     "batch for vllm": ([*GRPO, *VLLM, "--rollout.max-batch-size", 4], "rollout.max_batch_size=4", "max-in-flight"),
     "url without http": ([*GRPO, *VLLM, "--vllm.url", "here:8000"], "vllm.url=here:8000", "http://"),
     "url and replicas": ([*GRPO, *VLLM, *URL, "--vllm.replicas", 2], "vllm.replicas=2", "vllm.url"),

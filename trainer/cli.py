@@ -63,7 +63,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     if _started_again() and _peek(argv, "resume") is None and _has_run_to_resume(argv):
         argv = [*argv, "--resume=latest"]
     config_file = _peek(argv, "config")
-    file_tree = load_config(Path(config_file)) if config_file else {}
+    file_tree = _as_now(load_config(Path(config_file))) if config_file else {}
     wants_help = any(word in HELP for word in argv)
     name = _peek(argv, "method") or file_tree.get("method")
     resume = None if wants_help else _resume_point(argv, file_tree, name)
@@ -255,12 +255,25 @@ def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | 
         checkpoint = "latest" if run_dir.samefile(str(given)) else str(given)
     else:
         run_dir, checkpoint = _latest_run(str(output_dir or RunConfig.output_dir), method), "latest"
-    saved = load_config(run_dir / "config.yaml")
+    saved = _as_now(load_config(run_dir / "config.yaml"))
     if method is not None and saved.get("method") != method:
         raise ValueError(f"--method={method}: the run in {run_dir} used {saved.get('method')}; leave it out to resume")
     if "method" not in saved:
         raise ValueError(f"{run_dir}/config.yaml: names no method, so it is not the config of a run; name another run")
     return ResumePoint(run_dir, checkpoint, {**_as_launched(saved), "resume": None, "overwrite_output_dir": False})
+
+
+def _as_now(tree: dict[str, Any]) -> dict[str, Any]:
+    """Drop defaults of before from the config.yaml of an older run, if they are refused as settings now.
+
+    Such a file has rollout.max_batch_size=256, also where no local engine samples, and no rollout.cache_gib.
+    """
+    rollout, is_strided = tree.get("rollout"), tree.get("mode") == "strided"
+    if not isinstance(rollout, dict) or "cache_gib" in rollout:
+        return tree
+    old = {"max_batch_size": 256} if is_strided or rollout.get("engine") == "vllm" else {}
+    old |= {"engine": "local"} if is_strided else {}
+    return {**tree, "rollout": {name: value for name, value in rollout.items() if old.get(name) != value}}
 
 
 def _as_launched(saved: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ frozen base of a LoRA run, and blocks that FSDP gathers in bfloat16, have w 2, c
 Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor, on a CPU; the peak of a step there; the
 head's buffers and the peak of a checkpointed bfloat16 step, against rows measured on an H200; AdamW's moments, against
 what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a GPU. Not measured, so only estimated: FSDP's
-buffers, RESERVE and ASLEEP. Not counted: what --compile saves (compiled blocks keep fewer activations), dense masks
-and scores of sdpa (sequences are packed, with flex attention), reward models.
+buffers, the in-process engine on a GPU, RESERVE and ASLEEP. Not counted: what --compile saves (compiled blocks keep
+fewer activations), dense masks and scores of sdpa (sequences are packed, with flex attention), reward models.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
 RESERVE = 2.0  # GiB, assumed: CUDA context, NCCL, cuBLAS workspaces, gaps in the allocator
 ASLEEP = 1.5  # GiB, assumed: what a colocated vLLM server keeps while it sleeps
+PAGE = 64  # tokens of a page of the in-process engine's cache
+ROWS = {"cuda": 512, "cpu": 256}  # that this engine decodes at once by default
 LONGEST, STEP = 1 << 20, 256  # largest micro-batch tried, in tokens, and the step between two
 RANK = 16  # of adapters suggested to a run that trains all weights
 Head = Literal["one pass", "any loss", "none"]
@@ -149,6 +151,28 @@ class Work:
     def stream(self) -> int:
         """w; FSDP casts what it gathers, so autocast does not."""
         return self.held if self.full and self.shards == 1 else self.compute
+
+
+class Asked(NamedTuple):
+    """Completions that the in-process engine makes for a step on one GPU."""
+
+    rows: int  # decoded at once
+    prompts: int  # distinct ones
+    prompt_length: int
+    completion_length: int
+
+    @property
+    def tokens(self) -> int:
+        """In its cache, by whole pages: every prompt once, and the own tokens of each row."""
+        return self.prompts * pages(self.prompt_length) + self.rows * pages(self.completion_length + 1)
+
+
+class Held(NamedTuple):
+    """Bytes that the in-process engine holds while it samples."""
+
+    copy: float  # of the weights in the dtype of matrix products; on a CPU it uses those that are trained
+    cache: float  # keys and values
+    logits: float  # of one step, float32
 
 
 class Moment(NamedTuple):
@@ -366,15 +390,57 @@ def kept_without_gradients(s: Sizes, work: Work) -> float:
     return sum(size for name, size in kept(s, work).items() if name != "gradients")
 
 
-def sampling(s: Sizes, work: Work, cached_tokens: int) -> float:
-    """Bytes while this process samples completions: a key-value cache, no gradients or activations."""
-    cache = cache_bytes(s, work.compute, cached_tokens)
-    return kept_without_gradients(s, work) + cache + casts(s, work) + in_flight(s, work)[0]
+def held_by_engine(s: Sizes, work: Work, asked: Asked, device: str, most: float = math.inf) -> Held:
+    """What the in-process engine holds on cuda or cpu; `most` bounds the bytes of its cache."""
+    copy = work.compute * s.params if device == "cuda" else 0
+    return Held(copy, min(most, cache_bytes(s, work.compute, asked.tokens)), 4 * asked.rows * s.vocab)
+
+
+def sampling(s: Sizes, work: Work, held: Held) -> float:
+    """Bytes while this process samples completions: no gradients or activations, and no casts beside a copy."""
+    passing = in_flight(s, work)[0] + (0 if held.copy else casts(s, work))
+    return kept_without_gradients(s, work) + sum(held) + passing
 
 
 def cache_bytes(s: Sizes, compute: int, num_tokens: int) -> int:
     """Keys and values of tokens under generation."""
     return 2 * s.layers * s.kv_heads * s.head_dim * compute * num_tokens
+
+
+def pages(num_tokens: int) -> int:
+    """Tokens of whole pages."""
+    return -(-num_tokens // PAGE) * PAGE
+
+
+def room_for_cache(s: Sizes, work: Work, asked: Asked, room: float) -> float:
+    """Bytes of `room` that are left for the engine's cache on a GPU."""
+    without = held_by_engine(s, work, asked, "cuda", most=0)
+    return max(0.0, room - sampling(s, work, without))
+
+
+def rows_within(s: Sizes, work: Work, asked: Asked, cache: float) -> int:
+    """Rows that are decoded at once, of those asked for, in a cache of so many bytes; 0 when there is no room for
+    one."""
+    for rows in range(asked.rows, 0, -1):
+        fewer = asked._replace(rows=rows, prompts=-(-rows * asked.prompts // asked.rows))
+        if cache_bytes(s, work.compute, fewer.tokens) <= cache:
+            return rows
+    return 0
+
+
+def fits_in_process(s: Sizes, work: Work, group: Asked, room: float) -> bool:
+    """As trainer/rl/engine_choice.py decides: what training takes with no tokens at all, a copy of the weights, and the
+    cache of one group."""
+    held = held_by_engine(s, work, group, "cuda")
+    return sum(kept(s, work).values()) + casts(s, work) + held.copy + held.cache <= room
+
+
+def beside_engine(s: Sizes, work: Work, held: Held | None, room: float) -> float:
+    """Peak bytes of training: the copy of the weights stays, and so does the cache where it fits beside training."""
+    top = peak(s, work)
+    if held is None or not held.copy:
+        return top
+    return top + sum(held) if top + sum(held) <= room else top + held.copy
 
 
 def flops_per_token(s: Sizes, work: Work) -> int:
@@ -429,16 +495,15 @@ def planned_peak(cfg: Any, tokens: int, *, trained_tokens: int | None = None) ->
     most = min(math.ceil(tokens / parts), max(cfg.run.max_tokens_per_micro_batch, longest(cfg) or 0))
     trained = None if trained_tokens is None else math.ceil(most * trained_tokens / tokens)
     work = replace(work_of(cfg, s), tokens=most, trained_tokens=trained, accumulates=most < tokens)
-    cached = cached_tokens(cfg)
-    return max(peak(s, work), sampling(s, work, cached) if cached else 0.0)
+    held = engine_of(cfg, s, work)
+    return max(beside_engine(s, work, held, room_here()), 0.0 if held is None else sampling(s, work, held))
 
 
 def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
     """The Work of this run at the largest micro-batch its settings allow, on cuda or cpu; None: this machine's."""
     import torch
 
-    has_gpu = torch.cuda.is_available()
-    device = device or ("cuda" if has_gpu else "cpu")
+    has_gpu, device = torch.cuda.is_available(), device or device_here()
     compute = BYTES[{"cuda": "bfloat16", "cpu": "float32"}[device] if cfg.model.dtype == "auto" else cfg.model.dtype]
     tokens, is_part = micro_batch(cfg)
     work = Work(
@@ -512,16 +577,44 @@ def longest(cfg: Any) -> int | None:
     return cfg.response.max_length if hasattr(cfg, "response") else getattr(cfg, "max_length", None)
 
 
-def cached_tokens(cfg: Any) -> int:
-    """Most tokens that the local engine holds at a time; 0 if it does not sample."""
-    if not hasattr(cfg, "rollout") or cfg.rollout.engine != "local":
-        return 0
-    return completions(cfg) * (longest(cfg) or 0)
+def engine_of(cfg: Any, s: Sizes, work: Work, device: str | None = None) -> Held | None:
+    """What the in-process engine of this run holds; None if it does not sample."""
+    from trainer.config.groups import servers_asked
+
+    device, room = device or device_here(), room_here()
+    asked = asked_of(cfg, device)
+    if asked is None or cfg.rollout.engine == "vllm":
+        return None
+    if cfg.rollout.engine == "auto":
+        group = asked._replace(rows=cfg.num_generations, prompts=1)
+        if servers_asked(cfg) or (device == "cuda" and not fits_in_process(s, work, group, room)):
+            return None
+    if device == "cpu":
+        return held_by_engine(s, work, asked, device)
+    most = math.inf if cfg.rollout.cache_gib is None else cfg.rollout.cache_gib * GIB
+    return held_by_engine(s, work, asked, device, min(most, room_for_cache(s, work, asked, room)))
 
 
-def completions(cfg: Any) -> int:
-    """Completions that the local engine samples at a time."""
-    return min(cfg.rollout.max_batch_size, cfg.run.sequences_per_step)
+def asked_of(cfg: Any, device: str) -> Asked | None:
+    """Completions of a step on one device, without unbounded prompts; None for a method that has none."""
+    if not hasattr(cfg, "rollout") or longest(cfg) is None:
+        return None
+    num = -(-cfg.run.sequences_per_step // world_size())
+    rows = min(cfg.rollout.max_batch_size or ROWS[device], num)
+    return Asked(rows, -(-num // cfg.num_generations), cfg.max_prompt_length or 0, cfg.max_completion_length)
+
+
+def device_here() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def room_here() -> float:
+    """Bytes for tensors on this GPU."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1] - RESERVE * GIB if torch.cuda.is_available() else math.inf
 
 
 # out of memory ---------------------------------------------------------------------------------------------------
@@ -554,7 +647,10 @@ def out_of_memory(error: BaseException, cfg: Any) -> str:
     try:
         s = sizes_for(cfg)
         work = work_of(cfg, s)
-        parts = at_peak(s, work) | {"cache": cache_bytes(s, work.compute, cached_tokens(cfg))}
+        if engine := engine_of(cfg, s, work):
+            parts = at_peak(s, work) | {"copy of the weights to sample from": engine.copy, "cache": engine.cache}
+        else:
+            parts = at_peak(s, work)
         held = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
         lines.append(f"  this run holds about, in GiB: {held}")
         given = advice(s, work, cfg)
@@ -605,9 +701,16 @@ def advice(s: Sizes, work: Work, cfg: Any) -> list[Advice]:
     ):
         if is_possible:
             found.append(Advice(flag, saves(**changed), said))
-    if cached := cache_bytes(s, work.compute, cached_tokens(cfg)):
-        size = max(1, completions(cfg) // 2)
-        found.append(Advice(f"--rollout.max-batch-size {size}", cached / 2, " while completions are made"))
+    if engine := engine_of(cfg, s, work):
+        size = max(1, asked_of(cfg, device_here()).rows // 2)
+        fewer = engine_of(replace(cfg, rollout=replace(cfg.rollout, max_batch_size=size)), s, work)
+        less = sum(engine) - sum(fewer)
+        found.append(Advice(f"--rollout.max-batch-size {size}", less, " while completions are made"))
+        if engine.copy:
+            bound, remark = engine.cache / 2 / GIB, " while completions are made: fewer rows at once"
+            found.append(Advice(f"--rollout.cache-gib {bound:.2g}", engine.cache / 2, remark))
+            remark = ", in a new run: servers have their own copy of the weights, and sleep during training"
+            found.append(Advice("--rollout.engine vllm", engine.copy, remark))
     if torch.cuda.is_available() and hasattr(cfg, "vllm") and cfg.rollout.engine == "vllm" and not cfg.vllm.url:
         total, share = torch.cuda.mem_get_info()[1], cfg.vllm.gpu_memory_utilization or 0.35
         lower = round(max(0.1, share - 0.1), 2)
@@ -669,12 +772,14 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    engine: Literal["local", "vllm"] = "local"
-    """What samples: this process (local), or vLLM servers."""
-    max_batch_size: int = 256
-    """Completions that the local engine samples at once."""
+    engine: Literal["auto", "local", "vllm"] = "auto"
+    """What samples: this process (local), or vLLM servers. auto: this process if it has room, as in training."""
+    max_batch_size: int | None = None
+    """Rows that the local engine decodes at once. None: 512, or as many as there is room for."""
+    cache_gib: float | None = None
+    """Most GiB of the local engine's key-value cache. None: what is free, at most what the largest batch needs."""
     max_length: int = 1024
-    """Tokens of prompt and completion together, for the key-value cache of the local engine."""
+    """Tokens of prompt and completion together, for that cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -715,6 +820,10 @@ class PlanConfig:
     """Training method, which decides about reference model, log-prob head and sampling."""
     beta: float = 0.0
     """KL weight of GRPO and its relatives: above 0 a reference model is held."""
+    num_generations: int = 8
+    """Completions per prompt; the local engine holds a prompt once for all of them."""
+    max_completion_length: int = 256
+    """Most tokens of a completion, for the cache of the local engine."""
     ref: Literal["auto", "precomputed"] = "auto"
     """How the reference is held. precomputed: its log-probs are on disk, and no copy is in memory."""
     lora: Lora = field(default_factory=Lora)
@@ -742,12 +851,13 @@ class PlanConfig:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method}: not a method of ours; there is {', '.join(METHODS)}")
         rules = {
-            "1 or more": "gpus max_tokens_per_micro_batch",
+            "1 or more": "gpus max_tokens_per_micro_batch num_generations max_completion_length",
             "above 0": "gpu_memory",
             "above 0 and at most 1": "mfu",
         }
         check_numbers(self, rules)
         check_numbers(self.lora, {"0 or more": "r"}, "lora.")
+        check_numbers(self.rollout, {"1 or more": "max_batch_size max_length", "above 0": "cache_gib"}, "rollout.")
         check_numbers(self.vllm, {"above 0 and at most 1": "gpu_memory_utilization"}, "vllm.")
         if self.trained_dtype == "bfloat16" and (self.lora.r or self.dtype == "float32"):
             raise ValueError(
@@ -770,10 +880,15 @@ class PlanConfig:
         return self.ref == "auto" and (wants == "always" or (wants == "with beta" and self.beta > 0))
 
     @property
-    def shares_with_vllm(self) -> bool:
-        if not METHODS[self.method].samples or self.rollout.engine != "vllm":
-            return False
+    def colocates(self) -> bool:
+        """Whether a vLLM server, if there is one, shares a GPU with the trainer."""
         return self.gpus == 1 if self.vllm.colocate is None else self.vllm.colocate
+
+    @property
+    def asked(self) -> Asked:
+        rows = self.rollout.max_batch_size or ROWS["cuda"]
+        prompt_length = max(0, self.rollout.max_length - self.max_completion_length)
+        return Asked(rows, -(-rows // self.num_generations), prompt_length, self.max_completion_length)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -833,16 +948,45 @@ def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
     }
 
 
+class Sampler(NamedTuple):
+    """What samples in one column, and GiB of the GPU with it."""
+
+    engine: Literal["local", "vllm", "none"]
+    room: float  # for tensors of the trainer while it trains
+    sampling: float = 0.0  # all that is held while completions are made
+    can_sample: bool = True
+    held: Held | None = None  # by the local engine
+
+
+def sampler_of(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> Sampler:
+    """The engine of a column, by the settings or as the trainer decides for auto."""
+    room, group = card.gib - RESERVE, cfg.asked._replace(rows=cfg.num_generations, prompts=1)
+    if not METHODS[cfg.method].samples:
+        return Sampler("none", room)
+    is_local = cfg.rollout.engine == "local"
+    if cfg.rollout.engine == "auto":
+        is_local = fits_in_process(s, work, group, room * GIB)
+    if not is_local:
+        share = cfg.vllm.gpu_memory_utilization * card.gib if cfg.colocates else 0.0
+        gib = kept_without_gradients(s, work) / GIB + share
+        return Sampler("vllm", room - (ASLEEP if cfg.colocates else 0.0), gib, gib <= room)
+    most = math.inf if cfg.rollout.cache_gib is None else cfg.rollout.cache_gib * GIB
+    held = held_by_engine(s, work, cfg.asked, "cuda", min(most, room_for_cache(s, work, cfg.asked, room * GIB)))
+    least = sampling(s, work, held_by_engine(s, work, group, "cuda"))
+    return Sampler("local", room, sampling(s, work, held) / GIB, least <= room * GIB, held)
+
+
 def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
     """Two lines about the run, the table, and sentences about it."""
     works = columns(cfg, card)
-    room = card.gib - RESERVE - (ASLEEP if cfg.shares_with_vllm else 0.0)  # GiB for tensors while the trainer works
+    samplers = [sampler_of(cfg, s, work, card) for work in works.values()]
+    rooms = " or ".join(sorted({f"{sampler.room:.1f}" for sampler in samplers}))
     num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
     sharing = f", a slice of it on each of {cfg.parallel.context}" if cfg.parallel.context > 1 else ""
     held = f", weights held in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
     out = [
         f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; {cfg.method}, {cfg.dtype}, {cfg.optim}{held}",
-        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {room:.1f} for tensors of the trainer; "
+        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {rooms} for tensors of the trainer; "
         f"{cfg.max_tokens_per_micro_batch} tokens in a micro-batch{sharing}; gc = gradient checkpointing",
         "",
     ]
@@ -852,33 +996,49 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
 
     row("GiB on each GPU", works)
     parts = [at_peak(s, work) for work in works.values()]
+    copies = [sampler.held.copy if sampler.held else 0.0 for sampler in samplers]
+    parts = [sizes | {"engine's copy of the weights": copy} for sizes, copy in zip(parts, copies, strict=True)]
     for part in parts[0]:
         if any(sizes[part] for sizes in parts):
             name = "passing buffers beside them" if part == "buffers" else part
             row(name, [sizes[part] / GIB for sizes in parts], ".2f")
     peaks = [sum(sizes.values()) / GIB for sizes in parts]
     row("peak", peaks, ".2f")
-    can_sample = [True] * len(works)
     if METHODS[cfg.method].samples:
-        whose = "vLLM's share" if cfg.shares_with_vllm else "servers elsewhere"
-        gibs = [sampling_gib(cfg, s, work, card) for work in works.values()]
-        row(f"while sampling, {whose if cfg.rollout.engine == 'vllm' else 'local cache'}", gibs, ".2f")
-        can_sample = [gib <= card.gib - RESERVE for gib in gibs]
-    fits = [gib <= room and ok for gib, ok in zip(peaks, can_sample, strict=True)]
+        row("engine", [sampler.engine for sampler in samplers])
+        names = {"local": ", local cache", "vllm": ", vLLM's share" if cfg.colocates else ", servers elsewhere"}
+        found = {names[sampler.engine] for sampler in samplers}
+        row(f"while sampling{found.pop() if len(found) == 1 else ''}", [x.sampling for x in samplers], ".2f")
+    fits = [gib <= sampler.room and sampler.can_sample for gib, sampler in zip(peaks, samplers, strict=True)]
     row("fits", ["yes" if ok else "no" for ok in fits])
-    best = [largest(s, work, room) if ok else 0 for work, ok in zip(works.values(), can_sample, strict=True)]
+    rest = [sampler.room - copy / GIB for sampler, copy in zip(samplers, copies, strict=True)]
+    best = [
+        largest(s, work, gib) if sampler.can_sample else 0
+        for work, gib, sampler in zip(works.values(), rest, samplers, strict=True)
+    ]
     row("largest max-tokens-per-micro-batch", [f"{tokens:,}" if tokens else "none" for tokens in best])
     flops = cfg.gpus * cfg.mfu * (card.bf16 if cfg.dtype == "bfloat16" else card.fp32) * 1e12
     row("tokens/s, all GPUs, rough", [flops / flops_per_token(s, work) for work in works.values()], ",.0f")
-    return [*out, "", *explain(cfg, s, works, dict(zip(works, fits, strict=True)))]
+    *facts, rough = explain(cfg, s, works, dict(zip(works, fits, strict=True)))
+    return [*out, "", *facts, *explain_engine(cfg, s, works, dict(zip(works, samplers, strict=True))), rough]
 
 
-def sampling_gib(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> float:
-    """GiB while completions are made: no gradients or activations, but the engine's share."""
-    if cfg.rollout.engine == "local":
-        return sampling(s, work, cfg.rollout.max_batch_size * cfg.rollout.max_length) / GIB
-    share = cfg.vllm.gpu_memory_utilization * card.gib if cfg.shares_with_vllm else 0.0
-    return kept_without_gradients(s, work) / GIB + share
+def explain_engine(cfg: PlanConfig, s: Sizes, works: dict[str, Work], samplers: dict[str, Sampler]) -> Iterator[str]:
+    """What the local engine holds in the first column that has it, and whether its cache stays during training."""
+    ours = {name: sampler for name, sampler in samplers.items() if sampler.held is not None and sampler.can_sample}
+    if not ours:
+        return
+    name, first = next(iter(ours.items()))
+    rows = rows_within(s, works[name], cfg.asked, first.held.cache)
+    yield (
+        f"The engine of {name} holds {sum(first.held) / GIB:.2f} GiB: a copy of the weights "
+        f"{first.held.copy / GIB:.2f}, a cache for {rows} rows at once {first.held.cache / GIB:.2f}, logits "
+        f"{first.held.logits / GIB:.2f}."
+    )
+    stay = {name for name, sampler in ours.items() if peak(s, works[name]) + sum(sampler.held) <= sampler.room * GIB}
+    for verb, names in (("stays", stay), ("is freed", ours.keys() - stay)):
+        if names:
+            yield f"Its cache {verb} while training: {', '.join(name for name in ours if name in names)}."
 
 
 def explain(cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, bool]) -> Iterator[str]:

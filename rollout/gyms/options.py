@@ -91,7 +91,7 @@ def check_nemo_gym(
             f"reward_funcs={VERIFY}: an episode of nemo_gym.multi_turn is verified by its agent, and would be counted "
             f"twice; use --reward-funcs {ENV}"
         )
-    if engine != "vllm":
+    if engine == "local":  # auto becomes vllm
         raise ValueError(
             f"rollout.engine={engine}: the agents of nemo_gym.multi_turn ask a vLLM server; use --rollout.engine vllm"
         )

@@ -22,8 +22,10 @@ from trainer.config.blocks import (
     OptimConfig,
     ParallelConfig,
     PromptConfig,
+    RolloutConfig,
     RunConfig,
 )  # fmt: skip
+from trainer.config.groups import GroupConfig
 from trainer.methods import cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft
 from trainer.plan import (
     CARDS,
@@ -42,6 +44,7 @@ from trainer.plan import (
 )
 from trainer.policy import sharding
 from trainer.policy.optim import build_optimizer
+from trainer.rl import engine_choice
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = {
@@ -308,6 +311,11 @@ def test_numbers_copied_from_elsewhere_are_still_those():
     assert BLOCK_ELEMENTS == plan.TORCH_BLOCK
     assert RunConfig.max_tokens_per_micro_batch == PlanConfig.max_tokens_per_micro_batch
     assert OptimConfig.optim == PlanConfig.optim
+    assert (engine_choice.PAGE, engine_choice.SPARE) == (plan.PAGE, plan.RESERVE * GIB)
+    for name in ("engine", "max_batch_size", "cache_gib"):
+        assert getattr(RolloutConfig, name) == getattr(plan.Rollout, name)
+    for name in ("num_generations", "max_completion_length"):
+        assert getattr(GroupConfig, name) == getattr(PlanConfig, name)
     assert ModelConfig.trained_dtype == PlanConfig.trained_dtype
     files = {path.stem for path in (ROOT / "trainer" / "methods").glob("*.py")} - {"__init__"}
     assert files == METHODS.keys()
@@ -340,8 +348,33 @@ def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
     held = (2 * 596_049_920 + 12 * 10_092_544) / GIB
     assert float(sampling) == pytest.approx(held + 0.35 * CARDS["h200"].gib, abs=0.01)
     assert main(["--model", "builtin:tiny", "--method", "grpo", "--gpu", "4090"]) == 0
-    assert "while sampling, local cache" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "while sampling, local cache" in text and "Its cache stays while training: replicate" in text
+    assert next(x for x in text.splitlines() if x.startswith("engine  ")).split() == ["engine", "local", "local"]
     assert plan.pick_card(PlanConfig(shape="qwen3-8b", gpu="a100")) == ("a100-80", CARDS["a100-80"])
+
+
+def test_command_says_which_engine_auto_takes_and_what_it_holds(capsys):
+    def table_of(*argv: str) -> tuple[dict[str, list[str]], str]:
+        assert main(["--method", "grpo", *argv]) == 0
+        text = capsys.readouterr().out
+        return {x[:36].strip(): x[36:].split() for x in text.splitlines() if len(x) > 36}, text
+
+    rows, text = table_of("--shape", "qwen3-8b", "--gpus", "4", "--gpu", "a100")
+    assert rows["engine"] == ["vllm", "vllm", "local", "local"] and rows["while sampling"]
+    assert rows["engine's copy of the weights"] == ["0.00", "0.00", "15.26", "15.26"]
+    assert rows["fits"] == ["no", "no", "no", "yes"]
+    assert "The engine of fsdp holds 44.80 GiB: a copy of the weights 15.26, a cache for 512 rows at once" in text
+    assert "Its cache is freed while training: fsdp, fsdp + gc." in text
+    rows, text = table_of("--shape", "llama-3.1-8b", "--gpu", "h200")  # no room for a token beside a copy
+    assert rows["engine"] == ["vllm", "vllm"] and "engine of" not in text
+    bounded = ("--shape", "qwen3-0.6b", "--lora.r", "16", "--gpu", "4090", "--rollout.cache-gib", "4")
+    rows, text = table_of(*bounded)
+    assert "a cache for 88 rows at once 4.00" in text and rows["engine"] == ["local", "local"]
+    rows, _ = table_of(*bounded[:-2], "--rollout.engine", "vllm")
+    assert rows["engine"] == ["vllm", "vllm"] and "engine's copy of the weights" not in rows
+    main(["--shape", "qwen3-0.6b", "--method", "sft"])
+    assert "engine" not in capsys.readouterr().out
 
 
 def test_columns_are_those_of_the_parallel_flags():
@@ -435,7 +468,8 @@ def test_every_method_has_its_terms():
         cfg = method.Config(model=ModelConfig(model="builtin:tiny"), data=data)
         assert plan.method_of(cfg) is METHODS[method.__name__.rpartition(".")[2]]
         assert plan.work_of(cfg, plan.sizes_for(cfg), "cuda").tokens > 0
-        assert (plan.cached_tokens(cfg) > 0) == plan.method_of(cfg).samples
+        s = plan.sizes_for(cfg)
+        assert (plan.engine_of(cfg, s, plan.work_of(cfg, s)) is not None) == plan.method_of(cfg).samples
         assert plan.planned_peak(cfg, 1000) > 0
 
 
@@ -445,7 +479,9 @@ def test_planned_peak_splits_a_step_as_the_run_does():
     s = plan.sizes_for(cfg)
     work = plan.work_of(cfg, s)
     whole = replace(work, tokens=1500, trained_tokens=500, accumulates=False)
-    made = plan.sampling(s, work, plan.cached_tokens(cfg))  # 64 completions of 256 tokens in the cache
+    held = plan.engine_of(cfg, s, work)  # 64 completions of 257 tokens, in five pages each
+    assert held == (0, plan.cache_bytes(s, 4, 64 * 320), 4 * 64 * s.vocab)
+    made = plan.sampling(s, work, held)
     assert plan.planned_peak(cfg, 1500, trained_tokens=500) == max(peak(s, whole), made)
     served = replace(cfg, rollout=replace(cfg.rollout, engine="vllm"))
     assert plan.planned_peak(served, 1500, trained_tokens=500) == peak(s, whole)
@@ -454,6 +490,55 @@ def test_planned_peak_splits_a_step_as_the_run_does():
     halves = replace(served, run=replace(run, gradient_accumulation_steps=2))
     part = replace(work, tokens=750, trained_tokens=250, accumulates=True)
     assert plan.planned_peak(halves, 1500, trained_tokens=500) == peak(s, part)
+
+
+def test_engine_on_a_gpu_holds_a_copy_pages_and_logits(monkeypatch, sizes):
+    s, work = sizes["qwen3-0.6b"], Work(tokens=8192)
+    asked = plan.Asked(rows=512, prompts=64, prompt_length=255, completion_length=256)
+    assert asked.tokens == 64 * 256 + 512 * 320
+    held = plan.held_by_engine(s, work, asked, "cuda")
+    assert held == (2 * s.params, 2 * 28 * 8 * 128 * 2 * asked.tokens, 512 * 151936 * 4)
+    assert plan.held_by_engine(s, work, asked, "cpu") == held._replace(copy=0)
+    assert plan.held_by_engine(s, work, asked, "cuda", GIB).cache == GIB
+    rows = plan.rows_within(s, work, asked, GIB)
+    assert rows == 26  # with four prompts: 9344 of the 9362 tokens that are 1 GiB
+    assert plan.rows_within(s, work, asked, held.cache) == 512 and plan.rows_within(s, work, asked, 0) == 0
+
+    kept_there = kept(s, work)
+    sampling = plan.sampling(s, work, held)
+    assert sampling == sum(kept_there.values()) - kept_there["gradients"] + sum(held)
+    room = peak(s, work) + sum(held)
+    assert plan.beside_engine(s, work, held, room) == room  # the cache stays, or else only the copy
+    assert plan.beside_engine(s, work, held, room - 1) == peak(s, work) + held.copy
+    assert plan.beside_engine(s, work, None, room) == peak(s, work)
+    assert plan.room_for_cache(s, work, asked, sampling) == held.cache and plan.room_for_cache(s, work, asked, 0) == 0
+    group = asked._replace(rows=8, prompts=1)
+    needed = sum(kept_there.values()) + plan.casts(s, work) + 2 * s.params + plan.cache_bytes(s, 2, group.tokens)
+    assert plan.fits_in_process(s, work, group, needed) and not plan.fits_in_process(s, work, group, needed - 1)
+
+
+def test_engine_of_a_run_on_a_gpu(monkeypatch, tmp_path):
+    run = RunConfig(per_device_train_batch_size=1024)
+    model = ModelConfig(model=folder_of(tmp_path))
+    cfg = grpo.Config(model=model, data=PromptConfig(data=("x",)), run=run, max_prompt_length=100)
+    s = plan.sizes_for(cfg)
+    work = plan.work_of(cfg, s, "cuda")
+    assert plan.asked_of(cfg, "cuda") == (512, 128, 100, 256) and plan.asked_of(cfg, "cpu").rows == 256
+
+    def held(gib=10.0, **rollout: Any) -> Any:
+        monkeypatch.setattr(plan, "room_here", lambda: gib * GIB)
+        return plan.engine_of(replace(cfg, rollout=replace(cfg.rollout, **rollout)), s, work, "cuda")
+
+    cache = plan.cache_bytes(s, 2, 128 * 128 + 512 * 320)
+    assert held() == held(engine="local") == (2 * s.params, cache, 4 * 512 * 64)
+    assert held(max_batch_size=64).cache == plan.cache_bytes(s, 2, 128 * 128 + 64 * 320)
+    assert held(cache_gib=0.01).cache == 0.01 * GIB and held(engine="vllm") is None
+    small = held(gib=(plan.sampling(s, work, held()) - 1e6) / GIB)
+    assert cache - 1e6 == pytest.approx(small.cache, abs=1)
+    assert held(gib=16 * s.params / GIB) is None  # auto: too small, so servers sample
+    assert plan.engine_of(replace(cfg, overlap=replace(cfg.overlap, async_prefetch=True)), s, work, "cuda") is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert plan.asked_of(replace(cfg, num_generations=64), "cuda") == (512, 16, 100, 256)  # each process its part
 
 
 def test_shards_follow_the_processes(monkeypatch, tmp_path):

@@ -305,10 +305,19 @@ def check_evaluation(data: DataConfig, run: RunConfig) -> None:
 class RolloutConfig:
     """How completions are sampled."""
 
-    engine: Literal["local", "vllm"] = "local"
-    """What samples. local: this process, in batches; vllm: servers that the run starts, or those at --vllm.url."""
-    max_batch_size: int = 256
-    """Completions that the local engine samples at once. Lower it if the key-value cache does not fit."""
+    engine: Literal["auto", "local", "vllm"] = "auto"
+    (
+        "What samples. local: this process, with the weights that it trains; vllm: servers that the run starts, or "
+        "those at --vllm.url. auto: vllm if a setting needs servers or, on a GPU, local does not fit beside training; "
+        "else local. config.yaml records which."
+    )
+    max_batch_size: int | None = None
+    (
+        "local: rows that are decoded at once. Further completions wait, and each takes the place of a row that has "
+        "ended. None: 512 on a GPU, or as many as the key-value cache has room for, and 256 on a CPU."
+    )
+    cache_gib: float | None = None
+    """local, on a GPU: most GiB of the key-value cache. None: what is free, at most what the largest batch needs."""
     eval_temperature: float = 0.0
     """Temperature of evaluation. 0: greedy. Training always samples from the full distribution."""
     eval_top_p: float = 1.0
@@ -317,20 +326,24 @@ class RolloutConfig:
     """Top-k of evaluation, if eval_temperature is above 0. 0: all tokens."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"1 or more": "max_batch_size"}, "rollout.")
+        check_numbers(self, {"1 or more": "max_batch_size", "above 0": "cache_gib"}, "rollout.")
         if self.eval_temperature == 0:
             why = "on greedy evaluation; set --rollout.eval-temperature"
             refuse_idle(self, why, ("eval_top_p", "eval_top_k"), "rollout.")
 
 
-def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig) -> None:
-    """Refuse server settings without servers. Every Config with these blocks calls this."""
-    if rollout.engine == "vllm":
-        why = "with rollout.engine=vllm; use --vllm.max-in-flight"
-        refuse_idle(rollout, why, ("max_batch_size",), "rollout.")
-        return
-    for prefix, block in (("vllm.", vllm), ("sync.", sync)):
-        refuse_idle(block, "with rollout.engine=local; set --rollout.engine vllm", prefix=prefix)
+def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig, asked: str | None = None) -> None:
+    """Refuse server settings without servers, and those of the local engine with servers.
+
+    `asked`: the setting by which engine=auto takes servers. Every Config with these blocks calls this.
+    """
+    if rollout.engine == "local":
+        for prefix, block in (("vllm.", vllm), ("sync.", sync)):
+            refuse_idle(block, "with rollout.engine=local; set --rollout.engine vllm", prefix=prefix)
+    elif rollout.engine == "vllm" or asked is not None:
+        servers = "rollout.engine=vllm" if rollout.engine == "vllm" else f"vLLM servers, which {asked} needs"
+        refuse_idle(rollout, f"with {servers}; use --vllm.max-in-flight", ("max_batch_size",), "rollout.")
+        refuse_idle(rollout, f"with {servers}; use --vllm.gpu-memory-utilization", ("cache_gib",), "rollout.")
 
 
 @dataclass(frozen=True, kw_only=True)

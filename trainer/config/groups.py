@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from data.command.flags import default_of
 from data.formats.template_settings import JsonObject
 from data.hints import suggest
 from data.user_code import find_record
@@ -177,7 +178,6 @@ def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig
             ("async_prefetch", overlap.async_prefetch),
             ("vllm_sync_interval", overlap.vllm_sync_interval > 1),
             ("vllm_lora_sync", overlap.vllm_lora_sync),
-            ("streaming_partial_batch", overlap.streaming_partial_batch),
         ):
             if value:
                 raise ValueError(
@@ -195,6 +195,23 @@ def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig
             f"max_staleness={overlap.max_staleness}: servers keep their weights for vllm_sync_interval="
             f"{overlap.vllm_sync_interval} steps, so samples are up to {overlap.vllm_sync_interval - 1} steps old"
         )
+
+
+def servers_asked(cfg: Any) -> str | None:
+    """The first setting that only vLLM servers can fulfil, as name=value; None if there is none.
+
+    `cfg` is the Config of a method that samples; with rollout.engine=auto such a setting decides for vllm.
+    """
+    for prefix, block in (("vllm.", cfg.vllm), ("sync.", cfg.sync)):
+        for setting in fields(block):
+            value = getattr(block, setting.name)
+            if value != default_of(setting):
+                return f"{prefix}{setting.name}={' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    for name in ("async_prefetch", "vllm_sync_interval", "vllm_lora_sync"):
+        if (value := getattr(cfg.overlap, name)) != getattr(AsyncConfig, name):
+            return f"{name}={value}"
+    gym = getattr(cfg, "nemo_gym", None)  # EBFT has none
+    return "nemo_gym.multi_turn=True" if gym is not None and gym.multi_turn else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +257,7 @@ class GroupConfig:
         """What the blocks cannot see alone, for a Config that samples with the engine."""
         self.check_temperature()
         check_numbers(self, {"1 or more": "max_completion_length num_iterations"})
-        check_engine(self.rollout, self.vllm, self.sync)
+        check_engine(self.rollout, self.vllm, self.sync, servers_asked(self))
         check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
         check_policy_options(
             self.policy_loss, self.correction, num_iterations=self.num_iterations, kl_in_reward=kl_in_reward

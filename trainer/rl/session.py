@@ -63,6 +63,7 @@ from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, clip_and_step
 from trainer.policy.sharding import parallelize
 from trainer.rl import setup
+from trainer.rl.engine_choice import settle_engine
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
 from trainer.rl.groups import GroupBatch, Groups, Unrewarded, per_completion, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
@@ -141,6 +142,9 @@ class Session:
         given = trained(self) if trained else {}
         self._trained = {name: one if isinstance(one, tuple) else (one, cfg.optim) for name, one in given.items()}
         self.trained = {name: module.to(self.policy.device) for name, (module, _) in self._trained.items()}
+        self.unseen = 0 if self.setup is None else self.setup.unseen
+        rows, modules = self.prompts + self.held_out, self.trained.values()
+        self.cfg = run.cfg = settle_engine(cfg, self.policy, rows, modules, unseen=self.unseen)
 
     def _make_plan(self, extra_state: Mapping[str, Any]) -> None:
         """How many steps there are, the optimizer, and which prompts come when."""
@@ -180,8 +184,7 @@ class Session:
         """Make the run folder, start the engine, restore a checkpoint, evaluate before the first step."""
         cfg, run, overlap = self.cfg, self.run, self.overlap
         run.begin(self.total_steps, f"{run.method} {cfg.model.model}")
-        unseen = 0 if self.setup is None else self.setup.unseen
-        engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, unseen=unseen)
+        engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, unseen=self.unseen)
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
         self.engine = self.rank0.engine
         for name, handler in getattr(self.rewards, "handlers", {}).items():

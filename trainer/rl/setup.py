@@ -32,6 +32,7 @@ from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
 from trainer.config.blocks import RolloutConfig
+from trainer.config.checks import refuse_idle
 from trainer.parallel.comm import context_size, data_size, is_main, next_command, rank0_alone, send_command, world_size
 from trainer.parallel.ranks import local_world_size
 from trainer.policy.logps import Policy
@@ -157,13 +158,15 @@ def prompt_options(cfg: Any, policy: Policy) -> dict[str, Any]:
 
 
 def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
-    """Refuse what would keep a server from starting or answering, before there is a run folder."""
+    """Refuse what has no effect here or would keep a server from starting or answering, before there is a folder."""
     if cfg.prompts_per_step < data_size():
         those = "processes" if context_size() == 1 else f"times {context_size()} processes that share one"
         raise ValueError(
             f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step has {cfg.prompts_per_step} "
             f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, until each gets a group"
         )
+    if cfg.rollout.engine == "local" and policy.device.type == "cpu":
+        refuse_idle(cfg.rollout, "on a CPU, whose cache grows as needed; leave it out", ("cache_gib",), "rollout.")
     if cfg.rollout.engine == "vllm":
         if world_size() > 1:
             check_places(cfg, policy)
@@ -231,7 +234,10 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     `unseen` is how many tokens besides a prompt and its completion a sequence may get.
     """
     local = LocalEngine(
-        policy.model, policy.tokenizer, max_batch_size=cfg.rollout.max_batch_size, autocast_dtype=policy.autocast_dtype
+        policy.model,
+        policy.tokenizer,
+        max_batch_size=cfg.rollout.max_batch_size or 256,
+        autocast_dtype=policy.autocast_dtype,
     )
     if cfg.rollout.engine == "local":
         return local

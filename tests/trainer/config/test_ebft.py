@@ -106,7 +106,10 @@ STRUCTURED: dict[str, tuple[dict[str, Any], str]] = {
         {"rollout": RolloutConfig(eval_temperature=0.5)},
         "rollout.eval_temperature=0.5: has no effect here, held-out groups are sampled as those of training are",
     ),
-    "servers for local": ({"vllm": VllmConfig(replicas=2)}, "vllm.replicas=2: "),
+    "servers for local": (
+        {"rollout": RolloutConfig(engine="local"), "vllm": VllmConfig(replicas=2)},
+        "vllm.replicas=2: has no effect with rollout.engine=local",
+    ),
     "evaluation of nothing": ({"run": RunConfig(eval_steps=2)}, "eval_steps=2: has no effect without held-out rows"),
 }  # fmt: skip
 
@@ -124,6 +127,7 @@ OF_STRUCTURED: list[tuple[dict[str, Any], str]] = [
     ({"format": FormatOptions(field_chosen="best")}, "format.field_chosen=best"),
     ({"rollout": RolloutConfig(engine="vllm")}, "rollout.engine=vllm"),
     ({"rollout": RolloutConfig(max_batch_size=8)}, "rollout.max_batch_size=8"),
+    ({"rollout": RolloutConfig(cache_gib=8.0)}, "rollout.cache_gib=8.0"),
     ({"vllm": VllmConfig(url=("http://here",))}, "vllm.url=http://here"),
     ({"sync": SyncConfig(bucket_mb=7)}, "sync.bucket_mb=7"),
     ({"policy_loss": PolicyLossConfig(beta=0.1)}, "beta=0.1"),

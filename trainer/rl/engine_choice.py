@@ -1,0 +1,136 @@
+"""What `--rollout.engine auto` stands for: servers if a setting needs them or the GPU is too small, else local.
+
+    cfg = settle_engine(cfg, policy, prompts)      # rollout.engine is local or vllm from here on, and in config.yaml
+
+Decided once, by rank 0, when the models are loaded and before there is a run folder; --resume reads the decision from
+config.yaml. `choose` is a function of settings and sizes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from data.types import Prompt
+from rollout.servers.command import check_build, find_python
+from trainer.config.checks import refuse_idle
+from trainer.config.groups import servers_asked
+from trainer.parallel.comm import from_main, is_main, on_main
+from trainer.parallel.dtensor import local
+from trainer.parallel.watch import log
+from trainer.policy.logps import Policy, causal_lm
+
+GIB = 1 << 30
+SPARE = 2 * GIB  # set aside for workspaces, CUDA graphs and gaps in the allocator, as in trainer/plan.py
+PAGE = 64  # places of a page of the cache
+
+
+class Memory(NamedTuple):
+    """Bytes that sampling in this process takes at least, and those that this process can have."""
+
+    training: float  # weights and their casts, gradients, optimizer state, frozen models
+    copy: float  # of the weights, in the dtype of matrix products
+    cache: float  # keys and values of one group
+    room: float
+
+    @property
+    def fits(self) -> bool:
+        return self.training + self.copy + self.cache <= self.room
+
+    def __str__(self) -> str:
+        training, copy, cache, room = (size / GIB for size in self)
+        return (
+            f"{training + copy + cache:.2f} of {room:.2f} GiB (training {training:.2f}, a copy of the weights "
+            f"{copy:.2f}, the cache of one group {cache:.2f})"
+        )
+
+
+class Choice(NamedTuple):
+    engine: Literal["local", "vllm"]
+    line: str  # for the log; empty where there was nothing to choose
+
+
+def settle_engine(
+    cfg: Any, policy: Policy, prompts: Sequence[Prompt], modules: Iterable[nn.Module] = (), *, unseen: int = 0
+) -> Any:
+    """`cfg` with the engine that auto stands for. `modules`: those trained besides the policy; `unseen`: tokens that a
+    sequence may get besides its prompt and completion."""
+    if cfg.rollout.engine != "auto":
+        return cfg
+
+    def decide() -> list[str]:
+        memory = None
+        if policy.device.type == "cuda":
+            longest = max(len(prompt.ids) for prompt in prompts) + unseen
+            memory = measure(cfg, policy, [policy.model, *modules], longest)
+        return list(choose(cfg, memory, lambda: check_build(find_python(cfg.vllm), "cuda")))
+
+    choice = Choice(*from_main(on_main(decide), "engine"))
+    if choice.line and is_main():
+        log(choice.line)
+    return replace(cfg, rollout=replace(cfg.rollout, engine=choice.engine))
+
+
+def choose(cfg: Any, memory: Memory | None, check_vllm: Callable[[], Any]) -> Choice:
+    """`memory` is None on a CPU; `check_vllm` raises a ValueError if there is no vLLM that can start here."""
+    if asked := servers_asked(cfg):
+        return Choice("vllm", f"rollout.engine=auto: vllm, needed by {asked}")
+    if memory is None:
+        return Choice("local", "")
+    if memory.fits:
+        return Choice("local", f"rollout.engine=auto: local, it takes at least {memory}")
+    short = f"sampling in this process takes at least {memory}"
+    why = f"with vLLM servers, which auto chooses because {short}; leave it out, or set --rollout.engine local"
+    refuse_idle(cfg.rollout, why, ("max_batch_size", "cache_gib"), "rollout.")
+    try:
+        check_vllm()
+    except ValueError as error:
+        raise ValueError(f"rollout.engine=auto: {short}, and servers cannot start: {error}") from None
+    return Choice("vllm", f"rollout.engine=auto: vllm, {short}")
+
+
+def measure(cfg: Any, policy: Policy, trained: Iterable[nn.Module], prompt_length: int) -> Memory:
+    """What this GPU holds, and what training and sampling will add to it."""
+    free, reserved = torch.cuda.mem_get_info(policy.device)[0], torch.cuda.memory_reserved(policy.device)
+    held = torch.cuda.memory_allocated(policy.device)
+    copy, cache = engine_bytes(cfg, policy, prompt_length)
+    cast = 0 if policy.is_sharded else policy.compute_dtype.itemsize
+    added = sum(to_come(module, cfg.optim.optim, cast) for module in trained)
+    return Memory(training=held + added, copy=copy, cache=cache, room=free + reserved - SPARE)
+
+
+def to_come(module: nn.Module, optim: str, cast: int) -> int:
+    """Bytes of gradients, AdamW's moments and autocast's casts of matrices on the GPU, of which there are none yet.
+
+    `cast` is bytes of a number in matrix products; 0: FSDP casts a block at a time.
+    """
+    total = 0
+    for shard in (local(p) for p in module.parameters() if p.requires_grad):
+        if shard.device.type != "cpu":  # else it is offloaded
+            size = shard.element_size()
+            moments = 2 if optim == "adamw_8bit" else 2 * size
+            total += shard.numel() * (size + moments + (cast if size > cast and shard.ndim > 1 else 0))
+    return total
+
+
+def engine_bytes(cfg: Any, policy: Policy, prompt_length: int) -> tuple[int, int]:
+    """(copy of the weights with adapters merged in, keys and values of one group), on every rank."""
+    size, model = policy.compute_dtype.itemsize, causal_lm(policy.model)
+    copy = size * sum(p.numel() for p in model.parameters() if not (policy.is_lora and p.requires_grad))
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:  # recurrent layers only: no cache that grows
+        return copy, 0
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    width = head_dim * (getattr(text, "num_key_value_heads", None) or heads)
+    tokens = pages(prompt_length) + cfg.num_generations * pages(cfg.max_completion_length + 1)
+    return copy, 2 * text.num_hidden_layers * width * size * tokens
+
+
+def pages(num_tokens: int) -> int:
+    """Tokens of whole pages."""
+    return -(-num_tokens // PAGE) * PAGE

@@ -71,7 +71,7 @@ class Forward(Protocol):
     softcap: float | None
 
     def refresh(self) -> bool:
-        """Take over the trainer's current weights; returns whether they lie where they did, as a graph needs them to."""
+        """Take over the trainer's current weights; returns whether they lie where they did, as graphs need."""
 
     def decode(
         self,

@@ -14,7 +14,7 @@ Token ids, log-probs and masks travel as tensors, the rest of a completion as JS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -192,6 +192,13 @@ class AllRanksEngine(AllRanksScores):
         self.local.version = self.version
         return generate_part(self.policy, self.local, requests, sampling)
 
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
+        """All at once: ranks send their parts when all of them are done."""
+        yield list(enumerate(self.generate(requests, sampling)))
+
+    def sleep(self) -> None:
+        """Every rank's own engine sleeps after its part."""
+
 
 def generate_part(
     policy: Policy, local: LocalEngine, requests: Sequence[Request], sampling: Sampling
@@ -200,7 +207,9 @@ def generate_part(
     world, rank = comm.world_size(), comm.rank()
     first, stop = (len(requests) * part // world for part in (rank, rank + 1))
     with gathered_weights(policy):
+        local.load(local.version)  # what it holds of the weights and of earlier requests may be old
         made = local.generate(requests[first:stop], sampling) if stop > first else []
+        local.sleep()
     rest, tensors = to_tensors(made)
     all_rest = comm.of_all(rest, "completions")
     parts = [comm.all_gather(x, "tokens of completions", everyone=True) for x in tensors]

@@ -123,7 +123,7 @@ class RolloutSetup:
             return OpenEnvSource(engine, sampling, self.episode)
         if self.episode is not None:
             return EpisodeSource(engine, sampling, self.episode)
-        return EngineSource(engine, sampling)
+        return EngineSource(engine, sampling, streams=sampling.for_training and self.cfg.overlap.streaming_partial_batch)
 
     def close(self) -> None:
         if self.gym is not None:
@@ -236,11 +236,16 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     local = LocalEngine(
         policy.model,
         policy.tokenizer,
-        max_batch_size=cfg.rollout.max_batch_size or 256,
+        max_batch_size=cfg.rollout.max_batch_size,
         autocast_dtype=policy.autocast_dtype,
+        cache_gib=cfg.rollout.cache_gib,
+        log=run.note,
     )
     if cfg.rollout.engine == "local":
-        return local
+        if policy.device.type == "cuda" and not policy.is_sharded:
+            local.prepare(max(len(prompt.ids) for prompt in prompts), cfg.max_completion_length + unseen)
+            local.sleep()
+        return run.keep(local)
     if not is_main():
         next_command()  # servers take minutes to start, and the next collective has a limit
         return local

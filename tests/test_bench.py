@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench import common, ebft, linear_logprob, peers, rollout, table, train_step
+from bench import common, ebft, linear_logprob, peers, rollout, smollm2, table, train_step
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
 from tests.entry import ROOT
 
@@ -231,6 +231,31 @@ def test_rollout_names_what_it_cannot_read():
         rollout.main(engine="local", cases=("1x2x3x4",), lengths=("full", "full"))
     with pytest.raises(ValueError, match="shape=gpt9: not known here; there is tiny, smollm2-135m, qwen3-0.6b"):
         rollout.main(engine="local", shape="gpt9")
+
+
+def test_smollm2_clock_stands_still_during_evaluations(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(smollm2, "commit", lambda: "test")
+    monkeypatch.setattr(smollm2.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(smollm2.time, "time", lambda: now[0] + 1000)
+    out = tmp_path / "rows.jsonl"
+    job = smollm2.Job("ours", 3, smollm2.Settings(), str(tmp_path), "vllm", begun=1070.0, out=str(out))
+    clock = smollm2.Clock(job)
+
+    def evaluate(accuracy: float):
+        now[0] += 5
+        return accuracy, "more"
+
+    for step, accuracy in ((0, 0.25), (10, 0.5), (20, 0.75)):
+        assert clock.point(step, lambda accuracy=accuracy: evaluate(accuracy)) == "more"
+        now[0] += 20
+        clock.tokens += 1000
+    rows = smollm2.read(out)
+    assert [row["train_s"] for row in rows] == [0, 20, 40] and [row["wall_s"] for row in rows] == [35, 55, 75]
+    assert [row["accuracy"] for row in rows] == [0.25, 0.5, 0.75] and rows[-1]["tokens"] == 2000
+    assert smollm2.lines_of([*rows, *rows[:2]]) == {("ours", 3): rows[:2]}, "a run made again replaces the earlier one"
+    (said,) = smollm2.summary(rows).splitlines()
+    assert said.startswith("ours, seed 3: 0.25 -> 0.75 in 20 steps, 40 s of training (50 completion tokens/s)")
 
 
 def test_ebft_rewards_alike_in_both_ways():

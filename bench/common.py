@@ -12,8 +12,10 @@ import os
 import platform
 import random
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -191,6 +193,27 @@ def peak_memory(call: Callable[[], object]) -> float | None:
     torch.cuda.synchronize()
     own = sum(x.untyped_storage().nbytes() for x in made.values()) if isinstance(made, Mapping) else 0
     return max(0, torch.cuda.max_memory_allocated() - before - own) / GIB
+
+
+@contextmanager
+def watched() -> Iterator[list[float]]:
+    """GiB in use on the whole GPU by whoever, looked at ten times a second: torch keeps what it once took, and asking
+    the driver more often could slow down what is measured. Without a GPU it stays [0.0]."""
+    used = [0.0]
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.1):
+            free, total = torch.cuda.mem_get_info()
+            used.append((total - free) / GIB)
+
+    thread = threading.Thread(target=look, daemon=True)
+    if torch.cuda.is_available():
+        thread.start()
+    try:
+        yield used
+    finally:
+        over.set()
 
 
 def make_row(

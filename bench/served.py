@@ -7,74 +7,110 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench.common import QWEN3_0_6B, QWEN3_1_7B
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.config.blocks import LoraConfig
 from trainer.parallel.comm import pick_device
+from trainer.plan import FIELDS, KNOWN, known_config
 from trainer.policy.adapters import add_adapter
 from trainer.policy.attention import choose_attention
 from trainer.policy.load import BUILTIN
 from trainer.policy.logps import Policy
 from trainer.policy.weights import PolicyWeights
 
-SHAPES = {
-    "tiny": {
-        "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "intermediate_size": 256, "vocab_size": 275, "tie_word_embeddings": True, "max_position_embeddings": 512,
-    },
-    "qwen3-0.6b": QWEN3_0_6B,
-    "qwen3-1.7b": QWEN3_1_7B,
-}  # fmt: skip
+# Shapes beside those of trainer.plan: model type and the values of its FIELDS, then the context.
+OWN = {
+    "tiny": ("qwen3", 128, 256, 3, 4, 2, 32, 275, True, 512),
+    "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 64, 49152, True, 8192),
+}
 CONTEXT = 2048  # tokens; the tiny model has 512
 
 
 @contextlib.contextmanager
-def serving(
-    shape: str, *, vllm: VllmConfig, sync: SyncConfig, lora_rank: int, max_model_len: int = CONTEXT
-) -> Iterator[tuple[Policy, VllmEngine]]:
+def serving(shape: str, *, vllm: VllmConfig, sync: SyncConfig, lora_rank: int) -> Iterator[tuple[Policy, VllmEngine]]:
     """The policy, held in float32 and computed in bfloat16 on a GPU, and its server, both gone at the end."""
-    device = pick_device()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with scratch() as folder:
+        policy = random_policy(shape, folder, lora_rank=lora_rank)
+        with server_of(policy, folder, vllm=vllm, sync=sync, lora_rank=lora_rank) as engine:
+            yield policy, engine
+
+
+@contextlib.contextmanager
+def server_of(
+    policy: Policy,
+    folder: Path,
+    *,
+    vllm: VllmConfig,
+    sync: SyncConfig,
+    lora_rank: int = 0,
+    max_model_len: int = CONTEXT,
+) -> Iterator[VllmEngine]:
+    """A server of the model in folder/model, and what talks to it."""
+    dtype = policy.compute_dtype
+    engine = VllmEngine(
+        vllm,
+        sync,
+        model=str(folder / "model"),
+        source=PolicyWeights(policy, dtype),
+        local=LocalEngine(policy.model, policy.tokenizer, autocast_dtype=policy.autocast_dtype),
+        device=policy.device,
+        dtype=str(dtype).removeprefix("torch."),
+        lora_rank=lora_rank,
+        log_dir=folder / "logs",
+        max_model_len=min(max_model_len, policy.model.config.max_position_embeddings),
+    )
+    with contextlib.closing(engine):
+        yield engine
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="strop-bench-"))
     try:
-        policy = random_policy(shape, folder, device, dtype, lora_rank)
-        engine = VllmEngine(
-            vllm,
-            sync,
-            model=str(folder / "model"),
-            source=PolicyWeights(policy, dtype),
-            local=LocalEngine(policy.model, policy.tokenizer, autocast_dtype=policy.autocast_dtype),
-            device=device,
-            dtype=str(dtype).removeprefix("torch."),
-            lora_rank=lora_rank,
-            log_dir=folder / "logs",
-            max_model_len=min(max_model_len, SHAPES[shape]["max_position_embeddings"]),
-        )
-        with contextlib.closing(engine):
-            yield policy, engine
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def random_policy(shape: str, folder: Path, device: torch.device, dtype: torch.dtype, lora_rank: int) -> Policy:
-    """Random weights, the same in the policy and in folder/model, with the tokenizer of the built-in model."""
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+def shape_config(shape: str) -> Any:
+    """The transformers config of a shape of trainer.plan or of ours."""
+    from transformers import AutoConfig
 
-    config = Qwen3Config(**SHAPES[shape], attn_implementation="sdpa")
+    if shape in OWN:
+        kind, *values = OWN[shape]
+        return AutoConfig.for_model(kind, **dict(zip((*FIELDS, "max_position_embeddings"), values, strict=True)))
+    if shape not in KNOWN:
+        raise ValueError(f"shape={shape}: not known here; there is {', '.join([*OWN, *KNOWN])}")
+    config = known_config(shape)
+    config.max_position_embeddings = 40960
+    return config
+
+
+def random_policy(shape: str, folder: Path | None, *, lora_rank: int = 0, held: torch.dtype = torch.float32) -> Policy:
+    """Random weights with the tokenizer of the built-in model; the same in folder/model, for a server, if given.
+
+    Products are in bfloat16 on a GPU. Weights are rounded to that first, so that `held` changes no product.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = pick_device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(dtype)
-    model.save_pretrained(folder / "model")
+        model = AutoModelForCausalLM.from_config(shape_config(shape), dtype=dtype, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN["builtin:tiny"])
-    tokenizer.save_pretrained(folder / "model")
+    source = str(folder / "model") if folder else shape
+    if folder:
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
     choose_attention(model, "auto", device)
-    policy = Policy(model=model, tokenizer=tokenizer, source=str(folder / "model"), device=device, compute_dtype=dtype)
-    policy.model = add_adapter(model, LoraConfig(r=lora_rank)).to(device) if lora_rank else model.float()
+    policy = Policy(model=model, tokenizer=tokenizer, source=source, device=device, compute_dtype=dtype)
+    policy.model = add_adapter(model, LoraConfig(r=lora_rank)).to(device) if lora_rank else model.to(held)
     return policy
 
 

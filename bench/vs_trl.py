@@ -2,7 +2,12 @@
 
     python -m bench.vs_trl dpo [--shape qwen3-1.7b] [--lora 0] [--out rows.jsonl]
     python -m bench.vs_trl dpo --shape llama-3.1-8b --lora 16
-    python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # a vLLM server of ours; TRL has vLLM in its own process
+    python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # TRL has vLLM in its own process
+    python -m bench.vs_trl grpo --prompts 64 --completion 256 --trl-accumulation 8
+    python -m bench.vs_trl grpo --lora 16 --ways TRL "ours, compile, local"
+
+In grpo, ways named `local` sample in the trainer's process, the others on a vLLM server of ours. TRL and the local ways
+have the GPU to themselves; the server starts after them, or beside TRL's engine if there is no local way.
 
 Weights are random, prompts have 256 tokens, responses of pairs are log-normal (median 200, at most 767), completions
 have 512. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), data loading and logging included;
@@ -11,9 +16,9 @@ and the last one where its rows were sampled during the step before. The rate is
 counts real tokens, prompt and response, once for each sequence; ratios are of seconds per token.
 
 Ways differ by what they hold: TRL is given bfloat16 weights, its leanest setting, ours are float32 as by default or
-bfloat16 with random rounding (--trained-dtype). GiB is the most that tensors took; of ours in grpo it is all that was
-in use on the GPU, the server and both CUDA contexts included, since TRL's engine lies in its own process. `planned` is
-what trainer/plan.py says of the largest step.
+bfloat16 with random rounding (--trained-dtype). GiB in dpo is the most that tensors took; in grpo it is all that was in
+use on the GPU, engines, servers and CUDA contexts included, looked at in the same way for both. `planned` is what
+trainer/plan.py says of the largest step. Parts of a step (rollout_s, reward_s, train_s, ...) are medians.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import json
 import os
 import random
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -56,6 +62,7 @@ OURS = {
     "ours, compile": ["--gradient-checkpointing", "--compile"],
     "ours, compile, no checkpointing": ["--compile"],
 }
+SHOW_S = 10  # seconds between the lines of a run that are shown
 RESULT = "measured: "  # begins a line of the process that measures
 TRL = {"TRL": True, "TRL, no checkpointing": False}
 # dpo: the loss of the first step, where policy and reference are one, against log 2. grpo: mean distance of the
@@ -107,38 +114,48 @@ def dpo(
 def grpo(
     out: Path | None = None,
     shape: str = "qwen3-0.6b",
+    lora: int = 0,
     ways: tuple[str, ...] = (),
     prompts: int = 8,
     group: int = 8,
     completion: int = 512,
     steps: int = 12,
     share: float = 0.3,
+    trl_accumulation: int = 1,
+    more: str = "",
 ) -> None:
     """Sampling, rewards, one update, weights to the engine; a new policy samples each step.
 
     Args:
         out: File to append the rows to.
         shape: One of trainer.plan's, or tiny.
-        ways: Which to run, by name; empty: all that make sense.
+        lora: Rank of adapters; 0 trains all weights. Only with local ways.
+        ways: Which to run, by name; empty: TRL and the local ways.
         prompts: Prompts of a step.
         group: Completions of a prompt.
         completion: Tokens of a completion.
         steps: Steps of each run, the first few untimed.
         share: Of the GPU's memory that TRL's engine takes; 0.3 is its default. Ours has room for the keys and values
             of all completions of a step.
+        trl_accumulation: Parts that TRL trains a step's completions in, where all at once do not fit; it samples them
+            together in any case.
+        more: Further flags of ours, as one string.
     """
     require_commit()
+    rows = prompts * group
+    if rows % trl_accumulation:
+        raise ValueError(f"trl_accumulation={trl_accumulation}: must divide the {rows} completions of a step")
     with scratch() as folder:
         config = make_model(shape, folder / "model")
         make_prompts(folder / "rows.jsonl", prompts * steps)
-        flags = ["--method", "grpo", "--data", str(folder / "rows.jsonl"), "--rollout.engine", "vllm"]
-        flags += ["--per-device-train-batch-size", str(prompts * group), "--num-generations", str(group)]
+        flags = ["--method", "grpo", "--data", str(folder / "rows.jsonl"), *shlex.split(more)]
+        flags += ["--per-device-train-batch-size", str(rows), "--num-generations", str(group)]
         flags += ["--max-completion-length", str(completion), "--reward-funcs", "bench.vs_trl.reward"]
         flags += ["--max-tokens-per-micro-batch", "65536"]
-        job = {"method": "grpo", "rows": prompts * group, "group": group, "completion": completion, "steps": steps}
-        pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * LONGEST * job["rows"]
-        job |= {"share": share, "lora": 0, "pool_bytes": pool_bytes}
-        size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion}
+        job = {"method": "grpo", "rows": rows, "group": group, "completion": completion, "steps": steps}
+        pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * LONGEST * rows
+        job |= {"share": share, "lora": lora, "pool_bytes": pool_bytes, "accumulation": trl_accumulation}
+        size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion} | ({"lora": lora} if lora else {})
         size |= {"layers": config.num_hidden_layers, "D": config.hidden_size}
         measure("grpo", folder, ways, flags, job, size, out)
 
@@ -150,28 +167,45 @@ def measure(
     """Every way in turn, and a row as soon as one has ended."""
     chosen = list(ways or ways_of(method, job["lora"]))
     for way in chosen:
-        if way not in TRL and way.removesuffix(ASYNC).removesuffix(AWAKE) not in OURS:
-            raise ValueError(f"ways={way}: not known here; there is {', '.join([*TRL, *OURS])}")
+        if way not in TRL and base_of(way) not in OURS:
+            raise ValueError(f"ways={way}: not known here; there is {', '.join([*TRL, *OURS])}, and {LOCAL[2:]} added")
     theirs = [way for way in chosen if way in TRL]
     mine = [way for way in chosen if way not in TRL]
+    local = [way for way in mine if way.endswith(LOCAL)]
+    served = [way for way in mine if way not in local] if method == "grpo" else []
+    if served and job["lora"]:
+        raise ValueError(
+            f"ways={served[0]}: with lora={job['lora']} only local ways are measured; add {LOCAL[2:]} to it"
+        )
     flags = [*flags, "--model", str(folder / "model"), "--max-steps", str(job["steps"]), "--save-steps", "0"]
-    flags += ["--lora.r", str(job["lora"])] if job["lora"] else []
+    flags += ["--lora.r", str(job["lora"]), "--lora.alpha", str(2 * job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
     rates: dict[str, float] = {}  # of TRL's ways
     missing = list(chosen)
-    with serving(folder, job) if method == "grpo" and mine else no_servers() as urls:
-        # The server starts while TRL's engine does, and idles while TRL is timed.
-        trl = {way: job | {"way": "trl", "checkpointing": TRL[way], "after": urls} for way in theirs}
-        for way, made in run(trl):
+
+    def take(jobs: dict[str, dict[str, Any]]) -> None:
+        for way, made in run(jobs):
             missing.remove(way)
             row = row_of(method, way, made, rates, size)
-            rates[way] = row.rate
+            if way in TRL:
+                rates[way] = row.rate
             emit([row], out)
-        wait_for(urls)
-        ours = {way: [*flags, *flags_of(way, urls), "--output-dir", str(folder / "run")] for way in mine}
-        for way, made in run({way: job | {"way": "ours", "flags": [*line, OVERWRITE]} for way, line in ours.items()}):
-            missing.remove(way)
-            emit([row_of(method, way, made, rates, size)], out)
+
+    def ours(names: list[str], urls: list[str]) -> dict[str, dict[str, Any]]:
+        output = ["--output-dir", str(folder / "run"), OVERWRITE]
+        return {way: job | {"way": "ours", "flags": [*flags, *flags_of(method, way, urls), *output]} for way in names}
+
+    trl = {way: job | {"way": "trl", "checkpointing": TRL[way], "after": []} for way in theirs}
+    if local or not served:
+        take(trl)
+        trl = {}
+        take(ours([way for way in mine if way not in served], []))
+    if served:
+        with serving(folder, job) as urls:
+            # The server starts while TRL's engine does, and idles while TRL is timed.
+            take({way: each | {"after": urls} for way, each in trl.items()})
+            wait_for(urls)
+            take(ours(served, urls))
     if missing:
         raise SystemExit(f"not measured: {', '.join(missing)}")
 
@@ -192,20 +226,31 @@ def row_of(method: str, way: str, made: Measured, trl: dict[str, float], size: d
 
 
 OVERWRITE = "--overwrite-output-dir"
-AWAKE, ASYNC = ", server awake", ", async"
+AWAKE, ASYNC, LOCAL = ", server awake", ", async", ", local"
 
 
 def ways_of(method: str, lora: int) -> list[str]:
     if method == "grpo":
-        quick = f"ours, bf16, compile{AWAKE}"
-        return ["TRL", "ours, bf16", "ours, bf16, no checkpointing", "ours, bf16, compile", quick, f"{quick}{ASYNC}"]
+        return [
+            "TRL",
+            *(f"{way}{LOCAL}" for way in (("ours, compile",) if lora else ("ours, bf16", "ours, bf16, compile"))),
+        ]
     if lora:
         return ["TRL", "TRL, no checkpointing", "ours", "ours, no checkpointing", "ours, compile"]
     return ["TRL", "TRL, no checkpointing", *(way for way in OURS if "bf16" in way or "compile" not in way)]
 
 
-def flags_of(way: str, urls: list[str]) -> list[str]:
-    flags = list(OURS[way.removesuffix(ASYNC).removesuffix(AWAKE)])
+def base_of(way: str) -> str:
+    """Its name in OURS."""
+    for suffix in (LOCAL, ASYNC, AWAKE):
+        way = way.removesuffix(suffix)
+    return way
+
+
+def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
+    flags = list(OURS[base_of(way)])
+    if method == "grpo":
+        flags += ["--rollout.engine", "local" if way.endswith(LOCAL) else "vllm"]
     if urls:
         flags += ["--vllm.url", *urls]
         flags += ["--vllm.colocate", str(AWAKE not in way)] if torch.cuda.is_available() else []
@@ -219,6 +264,8 @@ def run(jobs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Measured]]:
         return
     left = list(jobs)
     lines: list[str] = []
+    started = shown = time.monotonic()
+    print(f"running: {', '.join(jobs)}", flush=True)
     command = [sys.executable, "-m", "bench.vs_trl_run", json.dumps(jobs)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         for line in child.stdout or ():
@@ -227,13 +274,11 @@ def run(jobs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Measured]]:
                 way, made = json.loads(line.removeprefix(RESULT))
                 left.remove(way)
                 yield way, Measured(**made)
+            elif time.monotonic() - shown > SHOW_S and line.strip():
+                shown = time.monotonic()
+                print(f"{shown - started:.0f} s: {line.strip()[:110]}", flush=True)
     if child.returncode:
         print(f"ended with {child.returncode} before {', '.join(left)}:", "".join(lines[-40:]), sep="\n", flush=True)
-
-
-@contextmanager
-def no_servers() -> Iterator[list[str]]:
-    yield []
 
 
 @contextmanager

@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import json
 import math
+import statistics
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 
+from bench.common import watched
 from bench.vs_trl import RESULT, Measured, reward, wait_for
 from trainer.metrics.metrics import read_jsonl
 
@@ -38,9 +39,13 @@ def run_ours(job: dict[str, Any]) -> Measured:
     tokens = [step_tokens(job, a, b) for a, b in pairwise(records)]
     last = records[-1]
     names = ("rollout_s", "reward_s", "train_s", "sync_s", "wait_s")
-    parts = {name: last[f"time/{name}"] for name in names if f"time/{name}" in last}
     # A run that samples ahead has nothing left to sample in its last step: the steps before it are what they are.
     timed = slice(job["warmup"] - 1, -1 if "--async-prefetch" in job["flags"] else None)
+    parts = {
+        name: statistics.median(record[f"time/{name}"] for record in records[1:][timed])
+        for name in names
+        if f"time/{name}" in last
+    }
     made = Measured(seconds[timed], tokens[timed], last["mem/peak_gib"], 0.0, parts)
     if job["method"] == "grpo":
         return replace(made, error=last["policy/behaviour_gap"])
@@ -88,7 +93,9 @@ def run_trl(job: dict[str, Any]) -> Measured:
                 shown.append(dict(logs))
 
     options = {
-        "output_dir": str(folder / "trl"), "per_device_train_batch_size": job["rows"], "max_steps": job["steps"],
+        "output_dir": str(folder / "trl"), "max_steps": job["steps"],
+        "per_device_train_batch_size": job["rows"] // job.get("accumulation", 1),
+        "gradient_accumulation_steps": job.get("accumulation", 1),
         "gradient_checkpointing": job["checkpointing"], "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "bf16": on_cuda, "use_cpu": not on_cuda, "include_num_input_tokens_seen": "no",
     }  # fmt: skip
@@ -111,7 +118,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
         from trl import GRPOConfig, GRPOTrainer
 
         options |= {
-            "num_generations": job["group"], "max_completion_length": job["completion"], "use_vllm": True,
+            "num_generations": job["group"], "max_completion_length": job["completion"], "use_vllm": on_cuda,
             "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"], "vllm_max_model_length": 1024,
         }  # fmt: skip
         trainer = GRPOTrainer(args=GRPOConfig(**options), reward_funcs=[reward], **shared)
@@ -123,44 +130,32 @@ def run_trl(job: dict[str, Any]) -> Measured:
     timed = slice(job["warmup"] - 1, None)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
     if job["method"] == "grpo":
-        error = shown[-1]["sampling/sampling_logp_difference/mean"]
+        error = shown[-1].get("sampling/sampling_logp_difference/mean", 0.0)  # without vLLM it samples by itself
     else:
         error = first_loss_error(shown[0]["loss"])
     return Measured(seconds[timed], tokens[timed], peak, error, {})
 
 
-@contextmanager
-def watched() -> Iterator[list[float]]:
-    """GiB in use on the whole GPU, looked at four times a second: torch keeps what it once took, and asking the driver
-    more often could slow down what is measured."""
-    used = [0.0]
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.25):
-            free, total = torch.cuda.mem_get_info()
-            used.append((total - free) / 2**30)
-
-    thread = threading.Thread(target=look, daemon=True)
-    if torch.cuda.is_available():
-        thread.start()
-    try:
-        yield used
-    finally:
-        over.set()
-
-
 def main(jobs: dict[str, dict[str, Any]]) -> None:
+    failed = []
     for way, job in jobs.items():
         if torch.cuda.is_available():
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        with watched() as used:
-            made = run_ours(job) if job["way"] == "ours" else run_trl(job)
-        if job["method"] == "grpo" and job["way"] == "ours":
+        torch._dynamo.reset()  # it gives up after some graphs of a function, those of other ways counted
+        try:
+            with watched() as used:
+                made = run_ours(job) if job["way"] == "ours" else run_trl(job)
+        except (Exception, SystemExit):  # out of memory, say: the next way may fit
+            traceback.print_exc(file=sys.stdout)
+            failed.append(way)
+            continue
+        if job["method"] == "grpo":  # engines and servers are not torch's alone
             made = replace(made, peak_gib=max(used))
         print(f"{RESULT}{json.dumps([way, asdict(made)])}", flush=True)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import tyro
 
 from bench.common import Row, Timing, emit, make_row, require_commit
-from bench.served import SHAPES, change, free_gib, serving
+from bench.served import change, free_gib, serving, shape_config
 from rollout.engines.vllm import VllmEngine
 from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.choose import make_sync
@@ -105,7 +105,8 @@ def measure_sleep(shape: str, policy: Policy, engine: VllmEngine) -> Row:
 
 def sizes(shape: str, policy: Policy) -> dict[str, int]:
     num_parameters = sum(p.numel() for p in policy.model.parameters())
-    return {"D": SHAPES[shape]["hidden_size"], "layers": SHAPES[shape]["num_hidden_layers"], "params": num_parameters}
+    config = shape_config(shape)
+    return {"D": config.hidden_size, "layers": config.num_hidden_layers, "params": num_parameters}
 
 
 def source_dtype(policy: Policy) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench import common, ebft, linear_logprob, peers, table, train_step
+from bench import common, ebft, linear_logprob, peers, rollout, smollm2, table, train_step
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
 from tests.entry import ROOT
 
@@ -201,6 +201,61 @@ def test_ebft_step_draws_scores_and_trains_alike_in_both_ways():
         parts = [r.extra[f"{part}_s"] for part in ("generate", "features", "train")]
         assert min(parts) > 0 and 0.1 < 1000 * sum(parts) / r.ms_p50 < 10
     assert shared.ratio_to["step-major, dense"] == pytest.approx(shared.ms_p50 / step_major.ms_p50)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_rollout_writes_a_row_for_each_case(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    rollout.main(out, engine="local", cases=("2x3x5x7", "1x2x4x3"), rounds=1)
+    first, second = read_rows([out])
+    assert first.shape == {"prompts": 2, "G": 3, "P": 5, "R": 7, "layers": 3, "D": 128} and second.shape["R"] == 3
+    assert first.rate == pytest.approx(2 * 3 * 7 * 1000 / first.ms_p50)
+    assert 0 <= first.errors["logp_gap"] <= first.errors["logp_gap_max"] < 1e-5
+    assert "start_s" in first.extra and "start_s" not in second.extra
+    assert "local, 2x3x5x7 full" in capsys.readouterr().out
+
+
+def test_rollout_limits_are_log_normal_and_the_same_in_every_run():
+    case = rollout.Case.of("256x8x2x1024")
+    work = rollout.make_work(case, "lognormal", 100)
+    assert work.limits == rollout.make_work(case, "lognormal", 100).limits and max(work.limits) == 1024
+    assert sorted(work.limits)[1024] == pytest.approx(256, rel=0.1) and len(work.requests) == 2048
+    assert rollout.make_work(case, "full", 100).tokens == 2048 * 1024
+    assert len({tuple(r.prompt_ids) for r in work.requests[:8]}) == 1 and len({r.seed for r in work.requests}) == 2048
+
+
+def test_rollout_names_what_it_cannot_read():
+    with pytest.raises(ValueError, match="cases=64x8x256: not four numbers"):
+        rollout.main(engine="local", cases=("64x8x256",))
+    with pytest.raises(ValueError, match="lengths=full full: 2 for 1 cases"):
+        rollout.main(engine="local", cases=("1x2x3x4",), lengths=("full", "full"))
+    with pytest.raises(ValueError, match="shape=gpt9: not known here; there is tiny, smollm2-135m, qwen3-0.6b"):
+        rollout.main(engine="local", shape="gpt9")
+
+
+def test_smollm2_clock_stands_still_during_evaluations(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(smollm2, "commit", lambda: "test")
+    monkeypatch.setattr(smollm2.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(smollm2.time, "time", lambda: now[0] + 1000)
+    out = tmp_path / "rows.jsonl"
+    job = smollm2.Job("ours", 3, smollm2.Settings(), str(tmp_path), "vllm", begun=1070.0, out=str(out))
+    clock = smollm2.Clock(job)
+
+    def evaluate(accuracy: float):
+        now[0] += 5
+        return accuracy, "more"
+
+    for step, accuracy in ((0, 0.25), (10, 0.5), (20, 0.75)):
+        assert clock.point(step, lambda accuracy=accuracy: evaluate(accuracy)) == "more"
+        now[0] += 20
+        clock.tokens += 1000
+    rows = smollm2.read(out)
+    assert [row["train_s"] for row in rows] == [0, 20, 40] and [row["wall_s"] for row in rows] == [35, 55, 75]
+    assert [row["accuracy"] for row in rows] == [0.25, 0.5, 0.75] and rows[-1]["tokens"] == 2000
+    assert smollm2.lines_of([*rows, *rows[:2]]) == {("ours", 3): rows[:2]}, "a run made again replaces the earlier one"
+    (said,) = smollm2.summary(rows).splitlines()
+    assert said.startswith("ours, seed 3: 0.25 -> 0.75 in 20 steps, 40 s of training (50 completion tokens/s)")
 
 
 def test_ebft_rewards_alike_in_both_ways():

@@ -4,11 +4,13 @@
     STROP_RUNS_ON=cpu pytest tests/test_gpu_runs.py      # the same commands on any machine: are the flags right?
 
 Runs are made in this process, one after the other, and each once: tests share them. Their twins on the CPU are made at
-the same time by another process, which sees no GPU; without a GPU a run is its own twin.
+the same time by another process, which sees no GPU; without a GPU a run is its own twin. Methods that sample do it with
+the in-process engine. Tools and rollout functions run beside them, and 300 steps with memory and parity of each.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -23,12 +25,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters as dynamo_counters
 
 from rollout.rewards.models import OutcomeReward, ProcessReward
 from rollout.servers.model_folder import BUILTIN
 from tests.entry import environment, metrics
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.metrics.metrics import Timer
 from trainer.parallel.comm import pick_device
 from trainer.policy.load import load_policy
 from trainer.run.checkpoint import find_problem
@@ -45,7 +49,8 @@ def rows_of(task: str, split: str, batch: int, options: str = "") -> tuple[str, 
 
 
 PAIRS = rows_of("addition", "train", 8)
-GROUPS = rows_of("addition", "train", 32)
+LOCAL = ("--rollout.engine", "local")
+GROUPS = (*rows_of("addition", "train", 32), *LOCAL)
 METHODS = {
     "sft": ("--method", "sft", *rows_of("addition", "sft", 8)),
     **{name: ("--method", name, *PAIRS) for name in ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")},
@@ -71,6 +76,33 @@ VARIANTS = {
     "precomputed-lora": ("--lora.r", "4", "--ref", "precomputed"),
 }
 TWINS = ("full", "lora")  # also run on the CPU
+GAPS = {"full": 1e-3, "bfloat16": 0.1, "lora": 0.1}  # most of policy/behaviour_gap: the engine against the trainer
+
+LOOKUP = ("--method", "grpo", *LOCAL, "--per-device-train-batch-size", "32", "--max-completion-length", "48",
+          "--data", "task:lookup:split=train,size=64", "--eval-data", "task:lookup:split=eval,size=8")  # fmt: skip
+TOOLS = (
+    "--tools",
+    "lookup",
+    "--tool-format",
+    "pythonic",
+    "--max-turns",
+    "3",
+    "--reward-funcs",
+    "exact_match",
+    "length",
+)
+FUNCTION = """
+from rollout.episodes.turns import Transcript, turn_seed
+
+
+async def two_turns(client, prompt, seed):
+    transcript = Transcript(prompt.ids)
+    for turn in range(2):
+        if turn:
+            transcript.insert([20, 21, 22])
+        transcript.add(made := await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=5 + seed % 9))
+    return transcript.completion("stop", text=made.text, columns={"env_reward": seed % 3, "num_turns": 2})
+"""
 
 # What says nothing about the numbers of a step; a policy that still is its own reference wins pairs by rounding alone.
 CLOCKS = ("time/", "perf/", "mem/", "health/")
@@ -253,3 +285,101 @@ def test_resumed_after_the_first_step_it_does_the_second_again(runs, method, tmp
     assert after[:2] == before[:2]
     alike(after[2], before[2], limit=1e-3, leave_out=("eval/",))
     check_final(run, method)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory) -> Path:
+    """A model that calls its tool."""
+    run = tmp_path_factory.mktemp("caller") / "run"
+    recipe = Path(__file__).parents[1] / "trainer" / "recipes" / "sft_tools.yaml"
+    data = "task:lookup:split=sft,size=19200,sloppy=0"
+    assert main(["--config", str(recipe), "--data", data, "--logging-steps", "100", "--output-dir", str(run)]) == 0
+    return run
+
+
+@pytest.mark.parametrize("variant", GAPS)
+def test_tools_between_turns(caller, variant, tmp_path):
+    words = [
+        *LOOKUP,
+        *TOOLS,
+        *COMMON,
+        *VARIANTS[variant],
+        "--model",
+        str(caller),
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    assert main(words) == 0
+    rows = check_whole(tmp_path / "run", "grpo")
+    for row in rows[1:]:
+        assert row["rollout/tool_calls"] > 0.5 and row["rollout/num_turns"] > 1.2
+        assert row["policy/behaviour_gap"] < GAPS[variant]
+
+
+@pytest.mark.parametrize("variant", GAPS)
+def test_a_rollout_function_of_two_turns(variant, tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    words = [*LOOKUP, "--model", "builtin:tiny", "--rollout-func", f"{tmp_path}/mine.py:two_turns"]
+    words += ["--reward-funcs", "env", *COMMON, *VARIANTS[variant], "--output-dir", str(tmp_path / "run")]
+    assert main(words) == 0
+    for row in check_whole(tmp_path / "run", "grpo")[1:]:
+        assert row["rollout/num_turns"] == 2 and row["policy/behaviour_gap"] < GAPS[variant]
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[tuple[int, int]]:
+    """After each step: bytes that torch has allocated on the GPU, and graphs that dynamo has made so far."""
+    seen: list[tuple[int, int]] = []
+    plain = Timer.metrics
+
+    def look(self: Timer, num_tokens: int) -> dict[str, float]:
+        gc.collect()
+        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        seen.append((held, dynamo_counters["stats"]["unique_graphs"]))
+        return plain(self, num_tokens)
+
+    monkeypatch.setattr(Timer, "metrics", look)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", GAPS)
+def test_300_steps_hold_no_more_memory_and_stay_on_policy(steps, variant, tmp_path):
+    """Prompts of one to three digits and completions of any length; the engine is held to the trainer in each step."""
+    count = 30 if ON_CPU else 300
+    words = [
+        "--method",
+        "grpo",
+        *LOCAL,
+        "--data",
+        "task:addition:split=train,size=512",
+        "--max-completion-length",
+        "40",
+    ]
+    words += ["--per-device-train-batch-size", "64", "--temperature", "1.3", "--max-steps", str(count)]
+    words += ["--eval-steps", "100", "--eval-data", "task:addition:split=eval,size=64", "--save-steps", "0"]
+    assert main([*words, "--logging-steps", "50", *VARIANTS[variant], "--output-dir", str(tmp_path / "run")]) == 0
+    rows = [row for row in metrics(tmp_path / "run") if row["step"] > 0]
+    assert len(rows) == len(steps) == count
+    assert len({row["rollout/len_max"] for row in rows}) > 2, "lengths must change"
+    trained = [row for row in rows if "policy/behaviour_gap" in row]  # a step without signal trains on nothing
+    assert len(trained) > 0.8 * count
+    apart = {row["step"]: gap for row in trained if not (gap := row["policy/behaviour_gap"]) < GAPS[variant]}
+    assert not apart, apart
+    held = [memory for memory, _ in steps]
+    early = max(held[: count // 6])
+    assert max(held[count // 6 :]) <= early + (4 << 20), [memory >> 20 for memory in held]
+    assert rows[-1]["mem/peak_gib"] <= rows[count // 6]["mem/peak_gib"] * 1.05 + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["bfloat16", "lora"])
+def test_nothing_is_compiled_after_the_second_step(steps, variant, tmp_path):
+    torch._dynamo.reset()
+    words = [*METHODS["grpo"], *VARIANTS[variant], "--compile", "--max-steps", "8", "--save-steps", "0"]
+    words += ["--max-completion-length", "24", "--temperature", "1.3"]
+    assert main([*words, "--output-dir", str(tmp_path / "run")]) == 0
+    torch._dynamo.reset()
+    graphs = [made for _, made in steps]
+    assert len(graphs) == 8 and graphs[0] > 0, graphs
+    assert graphs[-1] == graphs[1], f"graphs after each step: {graphs}"

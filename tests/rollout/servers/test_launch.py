@@ -563,6 +563,50 @@ def test_waiting_for_a_server_ends_when_it_is_stopped(sleeper):
     assert time.monotonic() - begin < 10
 
 
+# garbage collection ------------------------------------------------------------------------------------------------
+
+
+GARBAGE = """
+import asyncio, gc, weakref
+import strop_gc, strop_generate, strop_worker
+
+class Cycle:
+    def __init__(self): self.itself = self
+
+def garbage(): return weakref.ref(Cycle())
+
+asked = []
+async def app(scope, receive, send): asked.append(scope["path"])
+
+middleware = strop_generate.Generate(app)
+def request(path): asyncio.run(middleware({"type": "http", "path": path, "method": "POST"}, None, None))
+
+before = gc.get_threshold()
+left = garbage()
+request("/resume")
+assert left() is not None and gc.get_threshold() == before
+request("/pause")  # the first pause: what was loaded is frozen, the rest is collected
+assert left() is None and gc.get_freeze_count() > 1000 and gc.isenabled()
+frozen = gc.get_freeze_count()
+left = [garbage() for _ in range(5000)]  # the default would collect after 700
+assert all(one() is not None for one in left)
+request("/sleep")
+assert not any(one() is not None for one in left) and asked == ["/resume", "/pause", "/sleep"]
+assert gc.get_freeze_count() <= frozen, "frozen once"
+left = garbage()
+assert strop_worker.Worker().strop_mark("run:1")["freed"] >= 1 and left() is None
+left = [garbage() for _ in range(3 * strop_gc.YOUNG)]  # never paused
+assert sum(one() is not None for one in left) <= strop_gc.YOUNG + 1000
+print("fine")
+"""
+
+
+def test_garbage_is_collected_at_pauses_and_bounded_without_them():
+    env = {**os.environ, "PYTHONPATH": str(WORKER)}
+    done = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout == "fine\n", done.stderr
+
+
 # the token -------------------------------------------------------------------------------------------------------
 
 

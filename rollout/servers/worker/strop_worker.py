@@ -148,8 +148,10 @@ def leave(worker: Any) -> None:
 
 def free_memory(device: Any) -> None:
     """Free the memory of buffers and temporary layers: a server has little to spare besides its cache."""
+    import strop_gc
     import torch
 
+    strop_gc.calm()  # some may be held by cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -12,6 +12,7 @@ from rollout.engine import Request, Sampling
 from rollout.engines.local import StopCheck
 from rollout.servers.client import GENERATE, LEAN, RefusedError, ServerError, VllmServer
 from rollout.servers.pool import Pool
+from rollout.servers.worker.strop_scheduler import TOKENS
 from tests.rollout.vllm.scripted import proxies, rewrite
 
 VOCAB = 275
@@ -338,6 +339,25 @@ def test_an_interrupted_greedy_run_equals_an_unbroken_one(untied_server):
     interrupted = [one for one in broken if one.resumes]
     assert len(interrupted) == pool.counts["resumed_samples"] > 0
     assert any(len(one.versions) > 1 for one in interrupted)
+
+
+def test_tokens_leave_the_engine_in_groups_and_garbage_is_collected_at_a_pause(untied_server):
+    async def work(server):
+        sampling = Sampling(temperature=0.0, max_tokens=240)
+        task = asyncio.ensure_future(server.generate([5, 6, 7], sampling, seed=1, max_tokens=240))
+        await some_tokens(server, task)
+        await server.pause()
+        segment = await task
+        (info,) = await server.rpc("strop_info", timeout=30)
+        (marked,) = await server.rpc("strop_mark", timeout=30, tag=info["tag"])
+        await server.resume()
+        return segment, marked
+
+    segment, marked = with_server(untied_server, work)
+    assert segment.finish == "abort" and len(segment.ids) >= TOKENS and len(segment.ids) % TOKENS in (0, 1)
+    assert len(segment.logps) == len(segment.ids)
+    assert marked["freed"] >= 0
+    assert b"strop_scheduler.scheduler" in untied_server.log_path.read_bytes()
 
 
 def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_server):

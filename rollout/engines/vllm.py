@@ -28,7 +28,7 @@ from rollout.engine import LOOK_S, Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.engines.probe import Probe, score_rows
 from rollout.engines.stop import StopCheck
-from rollout.engines.weights import Weights
+from rollout.engines.weights import Room, Weights
 from rollout.servers.client import RefusedError, ServerError, VllmServer
 from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
@@ -38,7 +38,7 @@ from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.servers.pool import Member, Pool
 from rollout.servers.token import find_token
 from rollout.sync.base import WeightSource
-from rollout.sync.choose import make_sync, pick_backend
+from rollout.sync.choose import make_sync, pick_backend, wants_adapters
 from rollout.sync.lora import LoraSync
 
 CLOSE_S = 30.0
@@ -72,6 +72,10 @@ class VllmEngine:
         self.cfg, self.sync_cfg, self.local, self.device, self.log = cfg, sync, local, device, log
         self.colocate = shares_gpu(cfg, device)
         self.version = -1  # nothing loaded yet
+        self._first_sampled: int | None = (
+            None  # version of the first completions: a step is trained before the next one
+        )
+        self._room = Room(device, log)
         self._probe = Probe(local, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
         self._keys = itertools.count()
@@ -80,6 +84,7 @@ class VllmEngine:
         self.launched: list[Launched] = []  # the servers that we started; empty: given by address
         self.loop = Loop()
         self.pool = self.weights = self._watch = None
+        lora_rank = lora_rank if wants_adapters(sync.backend, self.colocate) else 0
         try:
             for replica in range(0 if cfg.url else cfg.replicas):
                 self.launched.append(launch(
@@ -129,6 +134,8 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
         """Start and return; the completions continue across loads. Cancelling the future cancels them."""
         assert self.version >= 0 and not self.weights.asleep, "load() comes before submit()"
+        if self._first_sampled is None:
+            self._first_sampled = self.version
         return self.loop.start(self._complete_all(list(requests), sampling))
 
     async def complete(self, request: Request, sampling: Sampling) -> Completion:
@@ -200,9 +207,21 @@ class VllmEngine:
         return compared
 
     def sleep(self) -> None:
-        """With colocate: the servers release their memory to the trainer. Call load before the next generate."""
-        if self.colocate:
+        """With colocate: the servers release their memory to the trainer, unless a step that was trained has shown that
+        both fit. Call load before the next generate.
+        """
+        if self.colocate and not self._can_stay():
             self.weights.sleep(self._ready())
+
+    def _can_stay(self) -> bool:
+        """Only servers on this process's GPU alone: how much room the trainer's other GPUs have is not known here."""
+        has_trained = self._first_sampled is not None and self.version > self._first_sampled
+        here = {uuid_of(self.device)}
+        return (
+            has_trained
+            and all(set(member.server.info.device_uuids) == here for member in self.pool.members)
+            and self._room.is_enough()
+        )
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the syncs since the last call, and of the servers."""

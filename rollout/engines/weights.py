@@ -21,6 +21,8 @@ MAX_PUSHES = 3  # of one version, each without the servers that failed before
 RETRY_S = 60.0  # how long to retry when only the connection fails (a proxy that restarts, a 503)
 PAUSE_S = (0.5, 8.0)  # first and longest pause between attempts
 LOOK_S = 0.5
+MARGIN = 0.1  # of a shared GPU's memory that must stay free beside a server that does not sleep
+GB = 1e9
 
 
 class Weights:
@@ -124,6 +126,33 @@ class Weights:
                 failed[member] = error
                 self.loop.run(self.pool.fail(member, str(error)))
         return failed
+
+
+class Room:
+    """Whether a server on the trainer's GPU can stay awake while the trainer works: do both fit?
+
+    Asked while the server is awake, after the trainer's first step: then what other processes hold of the GPU, and the
+    most that the trainer has ever held, are known and not guessed. A later step that needs more changes the answer.
+    """
+
+    def __init__(self, device: torch.device, log: Callable[[str], None]) -> None:
+        self.device, self.log = device, log
+        self.peak = 0  # bytes that the trainer's allocator held at most
+        self.fits: bool | None = None  # the last answer
+
+    def is_enough(self) -> bool:
+        self.peak = max(self.peak, torch.cuda.max_memory_reserved(self.device))
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)
+        fits = self.peak + others <= (1 - MARGIN) * total
+        if fits != self.fits:
+            self.fits = fits
+            what = "stays awake" if fits else "sleeps"
+            self.log(
+                f"vLLM: the server {what} while the trainer works: training needs {self.peak / GB:.1f} GB, the server "
+                f"and others hold {others / GB:.1f} GB, and {(1 - MARGIN) * total / GB:.1f} GB are to be shared"
+            )
+        return fits
 
 
 def describe_failures(failed: dict[Member, Exception]) -> tuple[str, bool]:

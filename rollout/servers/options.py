@@ -27,7 +27,7 @@ class VllmConfig:
     devices: tuple[int, ...] = ()
     """GPUs of the servers, replica after replica; none: those after the trainer's, or the trainer's with colocate."""
     colocate: bool | None = None
-    """Share the trainer's GPU: the server sleeps while the trainer works. None: yes when there is just one GPU."""
+    """Share the trainer's GPU: the server sleeps while the trainer works, unless both fit. None: yes with one GPU."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory (of main memory on a CPU) for the server; None: 0.9, 0.35 with colocate, 0.2 on a CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -36,8 +36,8 @@ class VllmConfig:
     """Longest prompt and completion together; None: the model's."""
     enforce_eager: bool = False
     """No CUDA graphs: starts faster, generates slower. Always on for a CPU server."""
-    max_in_flight: int = 256
-    """Requests at a time per server; the rest wait here."""
+    max_in_flight: int = 512
+    """Requests at a time per server; the rest wait here. vLLM has CUDA graphs for batches up to 512."""
     seeded: bool = True
     """Give every completion its own seed, so that a run can be repeated."""
     timeout: float = 240.0

@@ -22,6 +22,16 @@ USED_BY = {
 }
 
 
+# Whether `auto` sends a LoRA policy to servers on the trainer's own GPU as merged weights by ipc. An adapter is the
+# smaller transfer, but the server computes it beside every product, at every token.
+MERGE_ON_SHARED_GPU = False
+
+
+def wants_adapters(name: str, is_shared: bool) -> bool:
+    """Whether servers should be started with room for adapters; `is_shared`: on the trainer's GPU."""
+    return name == "lora" or (name == "auto" and not (MERGE_ON_SHARED_GPU and is_shared))
+
+
 def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uuid: str | None) -> str:
     """--sync.backend with auto resolved; ValueError for a backend that these servers cannot use.
 
@@ -31,7 +41,8 @@ def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uui
     shared = [device_uuid is not None and device_uuid in place for place in places]
     mixed = any(bool(place) != (device_uuid is not None) for place in places)
     if name == "auto":
-        if is_lora and all(server.info.lora for server in servers):
+        is_shared = bool(shared) and all(shared)
+        if is_lora and wants_adapters(name, is_shared) and all(server.info.lora for server in servers):
             return "lora"
         name = _full_backend(shared, mixed)
     if name == "lora":

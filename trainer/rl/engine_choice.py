@@ -65,7 +65,7 @@ def settle_engine(
     def decide() -> list[str]:
         memory = None
         if policy.device.type == "cuda":
-            longest = max(len(prompt.ids) for prompt in prompts) + unseen
+            longest = max((len(prompt.ids) for prompt in prompts), default=0) + unseen
             memory = measure(cfg, policy, [policy.model, *modules], longest)
         return list(choose(cfg, memory, lambda: check_build(find_python(cfg.vllm), "cuda")))
 

@@ -111,6 +111,36 @@ def test_bytes_to_come_and_of_the_engine():
     assert engine_bytes(parse(), policy, 100) == (2 * 32, 0)
 
 
+def test_what_is_free_on_the_gpu_decides(monkeypatch, capsys):
+    text = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=32, num_hidden_layers=3)
+    model = nn.Linear(1024, 1024, bias=False, device="meta")
+    model.config = SimpleNamespace(get_text_config=lambda: text)
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    policy = SimpleNamespace(model=model, compute_dtype=dtype, is_lora=False, is_sharded=False, device=device)
+    held, needed = 5 << 20, (5 + 14 + 2) << 20  # gradients, moments, casts; a copy
+    cache = 2 * 3 * 16 * 2 * (64 + 8 * 320)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * held)
+    monkeypatch.setattr(engine_choice, "find_python", lambda vllm: "python")
+    monkeypatch.setattr(engine_choice, "check_build", lambda python, device: None)
+    for spare, engine in ((0, "local"), (-1, "vllm")):
+        free = needed + cache + engine_choice.SPARE - 2 * held + spare
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10 * free))
+        cfg = settle_engine(parse(), policy, [SimpleNamespace(ids=[1] * 40)], unseen=20)
+        assert cfg.rollout.engine == engine
+        assert f"rollout.engine=auto: {engine}, " in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_small_model_is_sampled_in_process_on_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--method", "grpo", *RUN, "--rollout.cache-gib", "1", "--output-dir", "run"]) == 0
+    assert "rollout.engine=auto: local, it takes at least " in capsys.readouterr().err
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["rollout"]["engine"] == "local"
+    assert main(["--resume", "run", "--max-steps", "2"]) == 0
+    assert "rollout.engine" not in capsys.readouterr().err
+
+
 def test_a_run_writes_the_decision_and_its_resume_keeps_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--method", "grpo", *RUN, "--output-dir", "run"]) == 0

@@ -123,7 +123,8 @@ class RolloutSetup:
             return OpenEnvSource(engine, sampling, self.episode)
         if self.episode is not None:
             return EpisodeSource(engine, sampling, self.episode)
-        return EngineSource(engine, sampling, streams=sampling.for_training and self.cfg.overlap.streaming_partial_batch)
+        streams = sampling.for_training and self.cfg.overlap.streaming_partial_batch
+        return EngineSource(engine, sampling, streams=streams)
 
     def close(self) -> None:
         if self.gym is not None:

@@ -4,8 +4,8 @@ The rows of a group have their prompt in common. It lies in the cache once, and 
 than once per row: at 512 rows in groups of 8 it would otherwise be most of the memory traffic. Two kernels:
 - `_prefix`, one program per tile of rows and key head: attends over the prefix for all rows of the tile at once, and
   writes maximum, sum and accumulator of the softmax for each row. With few rows the prefix is split over programs.
-- `_own`, one program per row and key head: starts from what `_prefix` left, attends over the row's own tokens, and
-  writes the output.
+- `_own`, one program per row and key head: attends over the row's own tokens, adds what `_prefix` left, and writes the
+  output.
 
 Grids depend on shapes alone and lengths are read on the device, so a step can be captured in a CUDA graph.
 `decode_attention` takes the kernels on CUDA, `decode_attention_reference` elsewhere.
@@ -160,15 +160,16 @@ if triton is not None:
 
     @triton.jit
     def _attend(
-        query, keys, values, pages, start, first, low, length, top, total, acc, key_place, value_place, scale2,
+        query, keys, values, page, start, first, low, length, top, total, acc, key_place, value_place, scale2,
         K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
         """One block of keys, which lies in one page; exponents are in units of log2.
 
+        The page is looked up one block ahead, or else the loads of keys would wait for it.
         Tokens from `first` (LINES,) on are visible to each line, those from `low` on to any.
         """
         token = start + tl.arange(0, BLOCK)
-        place = tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK)
+        place = page.to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK)
         column = tl.arange(0, K)[None, :]
         seen = ((token >= low) & (token < length))[:, None]  # other places may hold NaN
         visible = (token[None, :] >= first[:, None]) & (token < length)[None, :]
@@ -183,6 +184,14 @@ if triton is not None:
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
         return new_top, total, acc
+
+    @triton.jit
+    def _merged(top, total, acc, other_top, other_total, other_acc):
+        """The softmax over two sets of keys from those over each."""
+        new_top = tl.maximum(top, other_top)
+        shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
+        acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
+        return new_top, total * shrink + other_total * other_shrink, acc
 
     @triton.jit(do_not_specialize=["num_rows", "pages", "window"])
     def _prefix(
@@ -222,12 +231,16 @@ if triton is not None:
         pages_of_row = table + leader.to(tl.int64) * pages
         keys += kv_head.to(tl.int64) * key_head
         values += kv_head.to(tl.int64) * value_head
-        for block in range(begin, tl.minimum(begin + each, blocks)):
+        end = tl.minimum(begin + each, blocks)
+        page = tl.load(pages_of_row + begin * BLOCK // PAGE, mask=begin < end, other=0)
+        for block in range(begin, end):
             start = block * BLOCK
+            next_page = tl.load(pages_of_row + (start + BLOCK) // PAGE, mask=block + 1 < end, other=0)
             top, total, acc = _attend(
-                queries, keys, values, pages_of_row, start, first, low, length, top, total, acc, key_place,
+                queries, keys, values, page, start, first, low, length, top, total, acc, key_place,
                 value_place, scale2, K, PAGE, BLOCK, UPCAST,
             )  # fmt: skip
+            page = next_page
         at += split.to(tl.int64) * num_rows * (tl.num_programs(1) // PARTS * GROUP)
         tl.store(top_out + at, top, mask=used)
         tl.store(total_out + at, total, mask=used)
@@ -254,25 +267,31 @@ if triton is not None:
         total = tl.zeros((LINES,), tl.float32)
         acc = tl.zeros((LINES, K), tl.float32)
         has_prefix = line < tl.where(before > 0, GROUP, 0)  # otherwise _prefix has written nothing
-        for split in tl.static_range(SPLITS):
+        prefix_top = tl.load(top_in + at, mask=has_prefix, other=NOTHING)
+        prefix_total = tl.load(total_in + at, mask=has_prefix, other=0.0)
+        prefix_acc = tl.load(acc_in + at[:, None] * K + column, mask=has_prefix[:, None], other=0.0)
+        for split in tl.static_range(1, SPLITS):
             part = at + tl.full((), split, tl.int64) * num_rows * num_heads
-            part_top = tl.load(top_in + part, mask=has_prefix, other=NOTHING)
-            new_top = tl.maximum(top, part_top)
-            shrink, factor = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-            total = total * shrink + tl.load(total_in + part, mask=has_prefix, other=0.0) * factor
-            part_acc = tl.load(acc_in + part[:, None] * K + column, mask=has_prefix[:, None], other=0.0)
-            acc = acc * shrink[:, None] + part_acc * factor[:, None]
-            top = new_top
+            prefix_top, prefix_total, prefix_acc = _merged(
+                prefix_top, prefix_total, prefix_acc, tl.load(top_in + part, mask=has_prefix, other=NOTHING),
+                tl.load(total_in + part, mask=has_prefix, other=0.0),
+                tl.load(acc_in + part[:, None] * K + column, mask=has_prefix[:, None], other=0.0),
+            )  # fmt: skip
         low = tl.maximum(length - window, 0)
         first = low + 0 * line
         pages_of_row = table + row.to(tl.int64) * pages + tl.cdiv(before, PAGE)
         keys += kv_head.to(tl.int64) * key_head
         values += kv_head.to(tl.int64) * value_head
-        for block in range(low // BLOCK, tl.cdiv(length, BLOCK)):
+        begin, end = low // BLOCK, tl.cdiv(length, BLOCK)
+        page = tl.load(pages_of_row + begin * BLOCK // PAGE, mask=begin < end, other=0)
+        for block in range(begin, end):
             start = block * BLOCK
+            next_page = tl.load(pages_of_row + (start + BLOCK) // PAGE, mask=block + 1 < end, other=0)
             top, total, acc = _attend(
-                queries, keys, values, pages_of_row, start, first, low, length, top, total, acc, key_place,
+                queries, keys, values, page, start, first, low, length, top, total, acc, key_place,
                 value_place, scale2, K, PAGE, BLOCK, UPCAST,
             )  # fmt: skip
+            page = next_page
+        top, total, acc = _merged(top, total, acc, prefix_top, prefix_total, prefix_acc)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # padding has no tokens
         tl.store(out + at[:, None] * K + column, acc.to(out.dtype.element_ty), mask=used[:, None])

@@ -1,0 +1,244 @@
+"""The kernels of a decode step on a GPU at real sizes: values, and capture in a CUDA graph with other lengths later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import decode_block
+from kernels.decode_attention import decode_attention, decode_attention_reference
+from kernels.draw import draw, draw_reference
+from tests.kernels.decode_problems import Problem, error, make_problem
+from tests.kernels.test_decode_block import LIMITS, make_heads
+from tests.kernels.test_draw import check, check_chi_square, check_company, check_special_rows, inputs
+
+pytestmark = pytest.mark.gpu
+ATTENTION_LIMITS = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
+QWEN = (16, 8, 128)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """float32 references without TF32."""
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(was)
+
+
+def grouped(num_groups: int, size: int, prefix: int, own: int, seed: int = 0) -> list[tuple[int, list[int]]]:
+    """Uneven lengths up to these; every seventh group has no prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, own + 1, (num_groups, size), generator=generator).tolist()
+    prefixes = torch.randint(prefix // 2, prefix + 1, (num_groups,), generator=generator).tolist()
+    return [(0 if g % 7 == 6 else prefixes[g], lengths[g]) for g in range(num_groups)]
+
+
+def exact_attention(problem: Problem, window: int | None) -> Tensor:  # (B, H, K) float64
+    wide = (x.double() for x in problem[:3])
+    return decode_attention_reference(*wide, problem.rows, **problem.options, window=window)
+
+
+SHAPES = {
+    "512 rows": (grouped(64, 8, 256, 256), QWEN),
+    "64 rows": (grouped(8, 8, 256, 512), QWEN),
+    "one long group": ([(4000, [1, 100, 2000])], QWEN),
+    "one row, long": ([(6000, [700])], (32, 8, 128)),
+    "7 query heads": (grouped(9, 5, 300, 100), (14, 2, 64)),
+    "3 query heads": (grouped(9, 8, 300, 100), (9, 3, 64)),
+    "12 query heads": (grouped(3, 17, 300, 100), (12, 1, 128)),
+    "large heads": (grouped(5, 8, 300, 100), (8, 1, 256)),
+    "small heads": (grouped(5, 8, 300, 100), (4, 4, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", ATTENTION_LIMITS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_is_exact(name, dtype):
+    groups, heads = SHAPES[name]
+    problem = make_problem(groups, heads=heads, page=64, dtype=dtype).to("cuda")
+    for window in (None, 128):
+        got = decode_attention(*problem[:4], **problem.options, window=window)
+        off = error(got, exact_attention(problem, window))
+        print(f"{name} {dtype} window {window}: {off:.1e}")
+        assert off < ATTENTION_LIMITS[dtype]
+
+
+@pytest.mark.parametrize("page", [16, 48, 128])
+def test_attention_with_other_pages(page):
+    problem = make_problem(grouped(9, 8, 300, 100), heads=QWEN, page=page, dtype=torch.bfloat16).to("cuda")
+    got = decode_attention(*problem[:4], **problem.options)
+    assert error(got, exact_attention(problem, None)) < ATTENTION_LIMITS[torch.bfloat16]
+
+
+def test_attention_far_into_a_large_cache():
+    """Places times strides beyond 2**31."""
+    places, head_dim = 1 << 21, 128
+    problem = make_problem([(200, [70, 5])], heads=(16, 8, head_dim), page=64, dtype=torch.bfloat16).to("cuda")
+    want = decode_attention(*problem[:4], **problem.options)
+    shift = places - problem.keys.shape[1]
+    keys, values = torch.empty(2, 8, places, head_dim, dtype=torch.bfloat16, device="cuda")
+    keys[:, shift:], values[:, shift:] = problem.keys, problem.values
+    rows = problem.rows._replace(table=problem.rows.table + shift // 64)
+    assert keys.numel() >= 2**31 and shift % 64 == 0
+    assert torch.equal(decode_attention(problem.query, keys, values, rows, **problem.options), want)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "heads"), [(512, QWEN), (1, (14, 2, 64)), (77, (9, 3, 64)), (5, (8, 1, 256))])
+def test_rotate_append_is_exact(num_tokens, heads, dtype, norm):
+    case = make_heads(num_tokens, heads, norm=norm, dtype=dtype).to("cuda")
+    got, want = case.run(decode_block.rotate_append), case.run(decode_block.rotate_append_reference)
+    for name, x in want.items():
+        assert error(got[name], x) < (1e-6 if dtype == torch.float32 else 1e-3), name  # the same roundings
+    assert torch.equal(got["values"], want["values"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "width"), [(512, 1024), (3, 37), (64, 8192), (1, 2880)])
+def test_norm_and_activation_are_exact(num_tokens, width, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    stream, weight = (torch.randn(n, width, generator=generator, device="cuda") for n in (num_tokens, 1))
+    gate_up = torch.randn(num_tokens, 2 * width, generator=generator, device="cuda").to(dtype)
+    for delta in (gate_up[:, :width], None):
+        ours, theirs = stream.clone(), stream.clone()
+        got = decode_block.add_rms_norm(ours, delta, weight[0], 1e-6, dtype)
+        want = decode_block.add_rms_norm_reference(theirs, delta, weight[0], 1e-6, dtype)
+        assert torch.equal(ours, theirs) and error(got, want) < min(LIMITS[dtype], 1e-3)
+    assert error(decode_block.silu_mul(gate_up), decode_block.silu_mul_reference(gate_up)) < min(LIMITS[dtype], 1e-3)
+
+
+# ---- draws ----
+
+
+def draw_on_gpu(*arguments: Tensor, **options) -> tuple[Tensor, Tensor]:
+    ids, logps = draw(*(x.cuda() for x in arguments), **options)
+    return ids.cpu(), logps.cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"scale": 1.5, "softcap": 5.0}], ids=str)
+def test_draws_by_inverse_cdf(dtype, options):
+    for vocab in (7, 4096, 9001):
+        check(draw_on_gpu, *inputs(12, vocab, dtype), **options)
+
+
+def test_draws_follow_the_distribution():
+    check_chi_square(draw_on_gpu, 200_000)
+
+
+def test_draws_with_ties_and_what_is_not_a_number():
+    check_special_rows(draw_on_gpu)
+
+
+def test_a_row_draws_the_same_in_any_batch():
+    check_company(draw_on_gpu, 9001)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_are_those_of_the_reference(dtype):
+    """50,000 of each dtype from a large vocabulary; a difference is a draw within rounding of a boundary."""
+    num_rows, vocab, times = 500, 151_936, 100
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = (3 * torch.randn(num_rows, vocab, generator=generator, device="cuda")).to(dtype)
+    seeds = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator, device="cuda")
+    temperature = 0.5 + torch.rand(num_rows, generator=generator, device="cuda")
+    same = 0
+    for n in range(times):
+        number = torch.full((num_rows,), n, dtype=torch.int32, device="cuda")
+        ids, logps = draw(logits, seeds, number, temperature)
+        want, want_logps = draw_reference(logits, seeds, number, temperature)
+        equal = ids == want
+        same += int(equal.sum())
+        assert (logps - want_logps)[equal].abs().max() < 2e-5
+    print(f"{dtype}: {same} of {num_rows * times} ids equal")
+    assert same >= 0.999 * num_rows * times
+
+
+# ---- CUDA graphs ----
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+@pytest.mark.parametrize("dtype", ATTENTION_LIMITS)
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_captured_attention_reads_new_lengths(dtype, window):
+    """Everything of the rows changes in place: tables, lengths, tiles."""
+    problems = []
+    for seed in range(3):
+        groups = grouped(16, 8, 200, 150, seed)
+        groups[0] = (200, [150] * 8)  # tables of one width
+        problems.append(make_problem(groups, heads=QWEN, page=64, dtype=dtype, seed=seed).to("cuda"))
+    places = max(p.keys.shape[1] for p in problems)
+    widest = max(p.rows.table.shape[1] for p in problems)
+
+    def padded(problem: Problem) -> Problem:
+        keys, values = (torch.nn.functional.pad(x, (0, 0, 0, places - x.shape[1])).contiguous() for x in problem[1:3])
+        table = torch.nn.functional.pad(problem.rows.table, (0, widest - problem.rows.table.shape[1])).contiguous()
+        return problem._replace(keys=keys, values=values, rows=problem.rows._replace(table=table))
+
+    first, *others = (padded(p) for p in problems)
+    held = first._replace(
+        query=first.query.clone(), keys=first.keys.clone(), values=first.values.clone(),
+        rows=type(first.rows)(*(x.clone() for x in first.rows)),
+    )  # fmt: skip
+    out = torch.empty_like(held.query)
+
+    def step() -> None:
+        out.copy_(decode_attention(*held[:4], **held.options, window=window))
+
+    graph = captured(step)
+    for problem in (*others, first):
+        for target, source in zip((*held[:3], *held.rows), (*problem[:3], *problem.rows), strict=True):
+            target.copy_(source)
+        graph.replay()
+        assert torch.equal(out, decode_attention(*problem[:4], **problem.options, window=window))
+        assert error(out, exact_attention(problem, window)) < ATTENTION_LIMITS[dtype]
+
+
+def test_a_captured_block_and_draw_read_new_values():
+    case = make_heads(64, QWEN, dtype=torch.bfloat16).to("cuda")
+    arguments = [x.cuda() for x in inputs(64, 9001)]
+    stream = torch.randn(64, 1024, device="cuda")
+    weight = torch.rand(1024, device="cuda")
+    made: dict[str, Tensor] = {}
+
+    def step() -> None:
+        made["query"] = decode_block.rotate_append(*case[:7], **case.options)
+        made["ids"], made["logps"] = draw(*arguments)
+        made["normal"] = decode_block.add_rms_norm(stream, case.qkv[:, :1024], weight, 1e-6, torch.bfloat16)
+        made["silu"] = decode_block.silu_mul(case.qkv)
+
+    graph = captured(step)
+    replayed = dict(made)
+    for seed in (1, 2):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        case.qkv.normal_(generator=generator)
+        case.position.random_(50, generator=generator)
+        case.place.copy_(torch.randperm(128, generator=generator, device="cuda")[:64])
+        for target, source in zip(arguments, inputs(64, 9001, seed=seed), strict=True):
+            target.copy_(source)
+        caches = case.keys.clone(), case.values.clone()
+        before = stream.clone()
+        graph.replay()
+        got = {name: x.clone() for name, x in replayed.items()}
+        after = case.keys.clone(), case.values.clone(), stream.clone()
+        for target, source in zip((case.keys, case.values, stream), (*caches, before), strict=True):
+            target.copy_(source)
+        step()
+        assert all(torch.equal(got[name], made[name]) for name in made)
+        assert all(torch.equal(a, b) for a, b in zip(after, (case.keys, case.values, stream), strict=True))

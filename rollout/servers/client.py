@@ -33,6 +33,7 @@ from rollout import engine
 from rollout.engine import Sampling
 from rollout.servers.command import BASE, OLDEST, TOKEN
 from rollout.servers.lease import LEASE, RENEW_LIMIT_S, SESSION, Owner, refusal
+from rollout.servers.options import LOOPBACK
 
 CONTROL_S = 60.0  # pause, resume and the like, which wait for at most one step of the engine
 ADAPTER_S = 120.0
@@ -52,7 +53,7 @@ NO_LOGP = -9999.0  # vLLM's value for a log-prob that is missing or not a number
 LOWEST_TEMPERATURE = 0.01  # vLLM raises temperatures between 0 and this to it
 FINISHES = ("stop", "length", "abort")
 
-KEEP_S = 2.0  # reuse idle connections this long; uvicorn closes them after 5 s
+KEEP_S = 2.0  # reuse idle connections this long; uvicorn closes them after 5 s, our own servers later
 CONNECT_S = 10.0
 STREAM_LIMIT = 2**20
 BODY_LIMIT = 2**30  # larger than any reply; a length beyond it is garbage
@@ -140,7 +141,10 @@ class VllmServer:
                 )
         if GENERATE not in routes:
             raise RefusedError(f"vllm.url={self.url}: does not take token ids; start it with --enable-scale-out")
-        self.lean = (await self._send("GET", LEAN, b"", timeout=CONTROL_S))[0] == 200
+        status, reply = await self._send("GET", LEAN, b"", timeout=CONTROL_S)
+        self.lean = status == 200
+        if self.lean and self._http.host in LOOPBACK:  # between machines, something may drop idle connections silently
+            self._http.keep_s = max(KEEP_S, read_keep_alive(reply) / 2)
         extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
         workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
         workers_info = await self.rpc("strop_info", timeout=CONTROL_S) if extension else []
@@ -527,6 +531,14 @@ def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:
     return logps
 
 
+def read_keep_alive(reply: bytes) -> float:
+    """For how long our own route's server keeps idle connections; 0 if it does not say."""
+    try:
+        return float(json.loads(reply)["keep_alive"])
+    except (KeyError, TypeError, ValueError):
+        return 0.0
+
+
 def known_routes(version: str) -> tuple[str, ...]:
     """Routes to expect of a server that does not list them."""
     return (GENERATE, *ROUTES) + (() if version.startswith("0.24.") else (MARK,))
@@ -598,6 +610,7 @@ class HttpClient:
         if token:
             self.head += f"Authorization: Bearer {token}\r\n"
         self.head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        self.keep_s = KEEP_S
         self.idle: deque[tuple[float, Connection]] = deque()  # oldest first
 
     async def send(
@@ -645,14 +658,14 @@ class HttpClient:
         """The most recently used connection, if it is fresh and still open."""
         while self.idle:
             since, (reader, writer) = self.idle.pop()
-            if time.monotonic() - since < KEEP_S and not reader.at_eof() and not writer.is_closing():
+            if time.monotonic() - since < self.keep_s and not reader.at_eof() and not writer.is_closing():
                 return reader, writer
             writer.close()
         return None
 
     def _keep(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         now = time.monotonic()
-        while self.idle and now - self.idle[0][0] >= KEEP_S:
+        while self.idle and now - self.idle[0][0] >= self.keep_s:
             self.idle.popleft()[1][1].close()
         self.idle.append((now, (reader, writer)))
 

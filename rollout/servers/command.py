@@ -29,6 +29,7 @@ BASE = "base"  # --served-model-name: the model without an adapter
 # On it, samples with seeds are drawn in one kernel; the old runner draws them one after the other, in Python.
 V2_MODELS = ("Qwen2ForCausalLM",)
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 
 # Trainer variables that would break a server: torchrun's rank and rendezvous (with its OMP_NUM_THREADS=1), a CUDA
 # allocator setting that sleep mode refuses, Triton's interpreter, an API key that only some routes check.
@@ -239,6 +240,7 @@ def _server_env(
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if Path(model).is_dir() and not trust_remote_code:
         env.setdefault("HF_HUB_OFFLINE", "1")  # else it is looked up on the hub, which hangs without a network
+    env.setdefault(KEEP_ALIVE, "120")  # seconds; with its 5, every batch would open all its connections anew
     env.setdefault("VLLM_HOST_IP", "127.0.0.1")  # for its own processes; else it guesses a public address
     if device == "cuda":
         env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # that of 0.24 compiles at the first request

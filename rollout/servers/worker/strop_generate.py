@@ -4,7 +4,8 @@
 
     POST /strop/generate  {"model", "token_ids", "sampling_params", "cache_salt"}    like vLLM's /inference/v1/generate
     -> {"choices": [{"token_ids": [9, 8], "logps": [-0.1, -1.2], "finish_reason": "stop", "weight_versions": null}]}
-    GET /strop/generate -> 200, so that a client can see that the route exists
+    GET /strop/generate -> 200 {"keep_alive": 120.0}, so that a client can see that the route exists, and for how many
+                           seconds the server keeps idle connections
 
 vLLM's own route builds two validated objects per token for its log-prob, in the one process that all replies go
 through: a batch of completions that end together waits longer for that than for the engine's last steps. Here log-probs
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ from strop_token import Receive, Send, read, reply
 
 PATH = "/strop/generate"
 PAUSES = ("/pause", "/sleep")
+KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"  # vLLM's, with its default below
 
 
 class Generate:
@@ -47,7 +50,7 @@ class Generate:
                 calm()
             return
         if scope["method"] == "GET":
-            await reply(send, 200, {"route": PATH})
+            await reply(send, 200, {"route": PATH, "keep_alive": float(os.environ.get(KEEP_ALIVE, "5"))})
             return
         body = await read(receive)
         if body is None:

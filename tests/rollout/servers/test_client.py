@@ -18,6 +18,7 @@ from rollout.servers import client as http_client
 from rollout.servers import pool as vllm_watch
 from rollout.servers.client import (
     GENERATE,
+    LEAN,
     MARK,
     ROUTES,
     HttpClient,
@@ -333,6 +334,22 @@ def test_connect_looks_the_route_for_token_ids_up_and_sends_it_nothing():
             plain = Scripted(**{"/version": {"version": version}, "/openapi.json": PLAIN})
             await plain.connect()
             assert not plain.info.marks_tokens
+
+    asyncio.run(work())
+
+
+def test_idle_connections_are_kept_as_long_as_a_server_of_ours_keeps_them():
+    async def kept(url, answer):
+        server = Scripted(**{LEAN: answer})
+        server._http.host = url
+        await server.connect()
+        return server._http.keep_s
+
+    async def work():
+        assert await kept("127.0.0.1", {"keep_alive": 120.0}) == 60.0
+        assert await kept("10.0.0.1", {"keep_alive": 120.0}) == 2.0  # a network between may forget connections
+        assert await kept("127.0.0.1", {"route": LEAN}) == 2.0  # an older server of ours
+        assert await kept("127.0.0.1", None) == 2.0  # a plain vLLM
 
     asyncio.run(work())
 

@@ -250,8 +250,9 @@ def run_vllm(bench: Bench, works: Sequence[Work], folder: Path, vllm: VllmConfig
                 groups.setdefault(limit, []).append(i)
             if len(groups) == 1:
                 return engine.generate(work.requests, Sampling(max_tokens=work.limits[0], for_training=True))
+            plain = [Request(prompt_ids=request.prompt_ids, seed=request.seed) for request in work.requests]
             futures = {
-                limit: engine.submit([work.requests[i] for i in rows], Sampling(max_tokens=limit, for_training=True))
+                limit: engine.submit([plain[i] for i in rows], Sampling(max_tokens=limit, for_training=True))
                 for limit, rows in groups.items()
             }  # all in flight together, whatever their limits
             wait(futures.values())

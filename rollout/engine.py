@@ -208,8 +208,8 @@ class EngineSource:
             whole = [n for n in {group_of[number] for number, _ in ended} if len(made[n]) == len(groups[n])]
             for number in sorted(whole):
                 futures[number].set_result([made[number][place] for place in sorted(made[number])])
-            if whole:
-                yield
+            if whole and not all(future.done() for future in futures):
+                yield  # not after the last one: the engine must leave its own state, no_grad for one, behind
 
 
 def finished(completions: list[Completion]) -> Future[list[Completion]]:

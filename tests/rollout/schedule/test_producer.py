@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 
 from data.loader import Loader
 from data.types import Prompt
@@ -403,3 +404,27 @@ def test_submit_of_the_local_engine_has_its_result_at_once(engine):
     future = engine.submit([request], Sampling(max_tokens=3))
     assert future.done() and future.result() == engine.generate([request], Sampling(max_tokens=3))
     assert finished([]).result() == [] and engine.tend() is None
+
+
+def test_in_process_groups_arrive_while_others_are_still_sampled(engine):
+    sampling = Sampling(max_tokens=40, for_training=True, stop_ids=tuple(range(0, 258, 3)))
+    source, planner, twin = EngineSource(engine, sampling, streams=True), make_planner(), make_planner()
+    producer = Producer(source, planner)
+    for step in range(2):
+        engine.load(step)
+        producer.begin(step)
+        arrived, still_sampling = [], []
+        for group in producer.arrived():
+            arrived.append(group)
+            still_sampling.append(source._sampling is not None)
+        assert still_sampling[0], "the first group arrives before the last token is sampled"
+        assert torch.is_grad_enabled() and engine.model.training, "nothing of the sampling is left behind"
+        plain = engine.generate([request for group in twin.next_batch() for request in twin.requests(group)], sampling)
+        arrived.sort(key=lambda group: group.number)
+        assert [completion for group in arrived for completion in group.completions] == plain
+        producer.done()
+    engine.load(2)
+    producer.begin(2)
+    next(producer.arrived())
+    producer.close()
+    assert torch.is_grad_enabled() and engine.model.training, "nor when it is stopped in between"

@@ -61,10 +61,8 @@ def padded(problem: Problem) -> Problem:
     """Two padding rows more: no tokens, no tile."""
     query = torch.cat([problem.query, problem.query[:2]])
     table, prefix_len, own_len, tiles = problem.rows
-    rows = module.Rows(
-        torch.cat([table, table[:2]]), *(torch.cat([x, x.new_zeros(2)]) for x in (prefix_len, own_len)),
-        torch.cat([tiles, tiles.new_full((2, module.TILE_ROWS), -1)]),
-    )  # fmt: skip
+    more = ((table, -1), (prefix_len, 0), (own_len, 0), (tiles, -1))
+    rows = module.Rows(*(torch.cat([x, torch.full_like(x[:2], fill)]) for x, fill in more))
     return problem._replace(query=query, rows=rows)
 
 
@@ -78,6 +76,9 @@ def check_padding(run) -> None:
 
 def test_reference_gives_zeros_for_padding():
     check_padding(decode_attention_reference)
+    problem = padded(make_problem(GROUPS[:2]))
+    rows = module.Rows(*(x[-2:] for x in problem.rows))
+    assert (decode_attention_reference(problem.query[-2:], *problem[1:3], rows, **problem.options) == 0).all()
 
 
 def test_head_sizes_of_the_kernels():

@@ -152,8 +152,12 @@ def decode_attention_kernel(
 
 
 def _splits(programs: int, pages: int) -> int:
-    """Parts of the prefix that are attended to in parallel, so that few rows with a long prompt use the whole GPU."""
-    return min(MOST_SPLITS, pages, max(1, PROGRAMS // programs))
+    """Parts of the prefix that are attended to in parallel, so that few rows with a long prompt use the whole GPU.
+
+    A power of two, because the kernels are compiled for each.
+    """
+    most = min(MOST_SPLITS, pages, PROGRAMS // programs)
+    return 1 << max(0, most.bit_length() - 1)
 
 
 if triton is not None:

@@ -137,5 +137,5 @@ def test_kernel_gives_zeros_for_padding():
 
 
 def test_few_rows_split_the_prefix_and_many_do_not():
-    assert SPLITS(programs=8, pages=100) == 16 and SPLITS(programs=8, pages=3) == 3
-    assert SPLITS(programs=64, pages=8) == 4 and SPLITS(programs=512, pages=8) == 1
+    assert SPLITS(programs=8, pages=100) == 16 and SPLITS(programs=8, pages=3) == 2
+    assert SPLITS(programs=64, pages=8) == 4 and SPLITS(programs=512, pages=8) == SPLITS(programs=1, pages=1) == 1

@@ -88,7 +88,7 @@ def decode_attention_reference(
     prefix_pages = -(-prefix_len // page)
     table = rows.table
     if not table.is_cuda:  # only the pages in use; on a GPU this would be a host sync
-        table = table[:, : int((prefix_pages - (-own_len // page)).max())]
+        table = table[:, : max(1, int((prefix_pages - (-own_len // page)).max()))]
     slot = torch.arange(table.shape[1] * page, device=table.device)  # (T,)
     own = slot - prefix_pages * page  # (B, T) number of the own token; negative in the prefix
     position = torch.where(own < 0, slot, prefix_len + own)
@@ -96,14 +96,15 @@ def decode_attention_reference(
     if window is not None:
         visible = visible & (position >= prefix_len + own_len - window)
     place = table.long().repeat_interleave(page, dim=1) * page + slot % page
-    place = torch.where(visible, place, 0)
-    # A place that is not visible may hold anything; its weight of 0 times NaN would be NaN.
-    hidden = ~visible[:, None, :, None]
-    key, value = (x[:, place].transpose(0, 1).masked_fill(hidden, 0.0).to(wide) for x in (keys, values))
-    grouped = query.to(wide).reshape(num_rows, keys.shape[0], -1, head_dim)  # (B, H_kv, H / H_kv, K)
-    scores = (grouped @ key.transpose(2, 3) * scale).masked_fill(~visible[:, None, None], -torch.inf)
-    weights = scores.softmax(dim=-1).masked_fill(~visible.any(dim=1)[:, None, None, None], 0.0)
-    return (weights @ value).reshape(num_rows, num_heads, head_dim).to(query.dtype)
+    # A place that is not visible may hold NaN, which a weight of 0 does not remove: read the row's last token instead.
+    last = place.gather(1, (prefix_pages * page + own_len - 1).clamp(min=0)).clamp(min=0)
+    place = torch.where(visible, place, last)
+    key, value = (x.index_select(1, place.flatten()).to(wide) for x in (keys, values))
+    shape = (keys.shape[0], num_rows, place.shape[1], head_dim)
+    grouped = query.to(wide).reshape(num_rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # (H_kv, B, H / H_kv, K)
+    scores = (grouped @ key.view(shape).transpose(2, 3) * scale).masked_fill(~visible.unsqueeze(1), -torch.inf)
+    out = (scores.softmax(dim=-1) @ value.view(shape)).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+    return out.masked_fill(~visible.any(dim=1)[:, None, None], 0.0).to(query.dtype)
 
 
 def decode_attention_kernel(
@@ -151,8 +152,12 @@ def decode_attention_kernel(
 
 
 def _splits(programs: int, pages: int) -> int:
-    """Parts of the prefix that are attended to in parallel, so that few rows with a long prompt use the whole GPU."""
-    return min(MOST_SPLITS, pages, max(1, PROGRAMS // programs))
+    """Parts of the prefix that are attended to in parallel, so that few rows with a long prompt use the whole GPU.
+
+    A power of two, because the kernels are compiled for each.
+    """
+    most = min(MOST_SPLITS, pages, PROGRAMS // programs)
+    return 1 << max(0, most.bit_length() - 1)
 
 
 if triton is not None:

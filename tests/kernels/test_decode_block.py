@@ -1,11 +1,10 @@
-"""The small operations of a block: references against loops in float64 and transformers, kernels in the interpreter.
+"""The small operations of a block: references against loops in float64 and against transformers.
 
-On a GPU: test_decode_gpu.py.
+The kernels run in test_decode_interpreted.py, and on a GPU in test_decode_gpu.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any, NamedTuple
 
@@ -15,9 +14,7 @@ from torch import Tensor
 
 from kernels import decode_block
 from tests.kernels.decode_problems import error
-from tests.kernels.interpreter import interpreted
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter rounds towards zero
 
 
@@ -174,42 +171,3 @@ def test_roundings_are_those_of_transformers_under_autocast():
     weight = case.options["q_weight"]
     got = decode_block.add_rms_norm(stream, case.qkv[:, :16], weight, case.options["eps"], torch.bfloat16)
     assert torch.equal(got, want.detach())
-
-
-# ---- the kernels ----
-
-CASES = [  # heads, dtype of the projections, of the cache
-    ((6, 2, 16), torch.float32, torch.float32),
-    ((7, 1, 10), torch.float32, torch.bfloat16),  # heads of a program that do not divide; a size that is no power of 2
-    ((4, 4, 32), torch.bfloat16, torch.bfloat16),
-]
-
-
-@needs_triton
-@interpreted
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize(("heads", "dtype", "cache_dtype"), CASES, ids=str)
-def test_kernel_rotates_and_appends(heads, dtype, cache_dtype, norm):
-    case = make_heads(5, heads, norm=norm, dtype=dtype, cache_dtype=cache_dtype)
-    check_heads(decode_block.rotate_append_kernel, case)
-    want = case.run(decode_block.rotate_append_reference)
-    for name, got in case.run(decode_block.rotate_append_kernel).items():
-        assert error(got, want[name]) < LIMITS[cache_dtype], name
-
-
-@needs_triton
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_norm_and_activation(dtype):
-    for num_tokens, width in ((1, 16), (3, 37), (2, 1500)):
-        check_norm(decode_block.add_rms_norm_kernel, num_tokens, width, dtype)
-        check_silu(decode_block.silu_mul_kernel, num_tokens, width, dtype)
-
-
-@needs_triton
-@interpreted
-def test_kernels_take_no_tokens():
-    case = make_heads(0, (4, 2, 16))
-    assert case.run(decode_block.rotate_append_kernel)["query"].shape == (0, 4, 16)
-    assert decode_block.add_rms_norm_kernel(draw(0, 8), None, draw(8), 1e-6, torch.bfloat16).shape == (0, 8)
-    assert decode_block.silu_mul_kernel(draw(0, 8)).shape == (0, 4)

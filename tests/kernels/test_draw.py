@@ -1,11 +1,10 @@
-"""Drawing tokens: the hash as today's, the reference against a loop in float64, and the kernels in the interpreter.
+"""Drawing tokens: the hash as today's, and the reference against a loop in float64.
 
-On a GPU: test_decode_gpu.py.
+The kernels run in test_decode_interpreted.py, and on a GPU in test_decode_gpu.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels import draw as module
-from kernels.draw import draw_kernel, draw_reference, uniform
-from tests.kernels.interpreter import interpreted
+from kernels.draw import draw_reference, uniform
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 123456789, -987654321987654321]
 
 
@@ -153,56 +150,3 @@ def test_reference_with_ties_and_what_is_not_a_number():
 
 def test_reference_draws_the_same_in_any_batch():
     check_company(draw_reference, 37)
-
-
-# ---- the kernels, in chunks of 16 ----
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 16)
-
-
-@needs_triton
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"scale": 1.5, "softcap": 5.0}], ids=str)
-def test_kernel_draws_by_inverse_cdf(small_chunks, dtype, options):
-    """37 and 7 are not multiples of the chunk, 64 is."""
-    for vocab, rows in ((37, 8), (64, 3), (7, 3)):
-        check(draw_kernel, *inputs(rows, vocab, dtype), **options)
-
-
-@needs_triton
-@interpreted
-def test_kernel_hashes_as_the_reference_does(monkeypatch):
-    """Among 4,096 ids of equal probability the id shows the first twelve bits of the hash."""
-    seeds = torch.tensor(SEEDS)
-    number = torch.tensor([0, 1, 2, 77, 511, 2**20, 2**31 - 2], dtype=torch.int32)
-    monkeypatch.setattr(module, "CHUNK", 1024)
-    ids, _ = draw_kernel(torch.zeros(len(SEEDS), 4096), seeds, number, torch.ones(len(SEEDS)))
-    assert ids.tolist() == (uniform(seeds, number) * 4096).long().tolist()
-
-
-@needs_triton
-@interpreted
-def test_kernel_with_ties_and_what_is_not_a_number(small_chunks):
-    check_special_rows(draw_kernel, copies=3)
-
-
-@needs_triton
-@interpreted
-def test_kernel_draws_the_same_in_any_batch(small_chunks):
-    check_company(draw_kernel, 37)
-
-
-@needs_triton
-@interpreted
-def test_kernel_with_whole_chunks():
-    check(draw_kernel, *inputs(2, module.CHUNK + 5))
-
-
-@needs_triton
-@interpreted
-def test_kernel_takes_no_rows():
-    assert [len(x) for x in draw_kernel(*(x[:0] for x in inputs(2, 37)))] == [0, 0]

@@ -1,0 +1,153 @@
+"""One decode step: attention over a paged cache with shared prompts, and the draw of the next token.
+
+    python -m bench.decode_attention [--out rows.jsonl] [--only attention draw] [--seconds 3]
+
+Heads and vocabulary of Qwen3-0.6B in bfloat16 on a GPU; small ones in float32 elsewhere, where the plain-torch twins
+run. The peer of attention is torch's over the keys and values of each row, gathered beforehand: a cache that holds the
+prompt once per row. `read_gb` is what a call must read, a prompt once for the rows of a tile; `gb_per_s` divides it by
+the time. The peer of the draw is log_softmax and multinomial. Rates count rows: one token each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import tyro
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.common import QWEN3_0_6B, Row, alternate, emit, make_row, relative_error, require_commit
+from kernels.decode_attention import TILE_ROWS, Rows, decode_attention, decode_attention_reference
+from kernels.draw import draw
+
+Section = Literal["attention", "draw"]
+PAGE = 64
+
+
+class Sizes(NamedTuple):
+    heads: tuple[int, int, int]  # H, H_kv, K
+    steps: tuple[tuple[int, int, int, int], ...]  # rows, rows of a group, tokens of its prompt, own tokens of each row
+    draws: tuple[int, ...]  # rows
+    vocab: int
+    dtype: torch.dtype
+
+
+SIZES = {
+    "cpu": Sizes((4, 2, 32), ((16, 8, 128, 64),), (16,), 1000, torch.float32),
+    "cuda": Sizes(
+        (QWEN3_0_6B["num_attention_heads"], QWEN3_0_6B["num_key_value_heads"], QWEN3_0_6B["head_dim"]),
+        ((64, 8, 256, 256), (512, 8, 256, 128), (512, 8, 256, 256)), (64, 512), QWEN3_0_6B["vocab_size"],
+        torch.bfloat16,
+    ),
+}  # fmt: skip
+
+
+def lay_out(num_rows: int, group: int, prefix: int, own: int, device: torch.device) -> tuple[Rows, int]:
+    """Rows of whole groups with pages in random order, and the number of pages."""
+    prefix_pages, own_pages, groups = -(-prefix // PAGE), -(-own // PAGE), num_rows // group
+    total = groups * prefix_pages + num_rows * own_pages
+    page = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    shared, mine = page.split([groups * prefix_pages, num_rows * own_pages])
+    shared = shared.view(groups, prefix_pages).repeat_interleave(group, dim=0)
+    table = torch.cat([shared, mine.view(num_rows, own_pages)], dim=1)
+    tiles = torch.full((num_rows, TILE_ROWS), -1, dtype=torch.int32)
+    tiles[: num_rows // TILE_ROWS] = torch.arange(num_rows, dtype=torch.int32).view(-1, TILE_ROWS)
+    lengths = (torch.full((num_rows,), n, dtype=torch.int32) for n in (prefix, own))
+    return Rows(*(x.to(device).contiguous() for x in (table, *lengths, tiles))), total
+
+
+def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
+    made = []
+    num_heads, key_heads, head_dim = sizes.heads
+    for num_rows, group, prefix, own in sizes.steps:
+        rows, pages = lay_out(num_rows, group, prefix, own, device)
+        generator = torch.Generator(device).manual_seed(0)
+        shapes = ((num_rows, num_heads, head_dim), *[(key_heads, pages * PAGE, head_dim)] * 2)
+        query, keys, values = (
+            torch.randn(s, generator=generator, device=device, dtype=sizes.dtype) for s in shapes
+        )  # fmt: skip
+        options = {"page": PAGE, "scale": head_dim**-0.5}
+        exact = decode_attention_reference(query.double(), keys.double(), values.double(), rows, **options)
+        gathered = [gather(x, rows, prefix, own) for x in (keys, values)]
+        calls: dict[str, Callable[[], Tensor]] = {
+            "ours": partial(decode_attention, query, keys, values, rows, **options),
+            "sdpa, gathered before": partial(sdpa, query, *gathered, head_dim**-0.5),
+        }
+        size = 2 * key_heads * head_dim * query.element_size()  # bytes of one token, keys and values
+        read = size * (num_rows // TILE_ROWS * prefix + num_rows * own)
+        timings = alternate(calls, seconds=seconds)
+        made += [
+            make_row(
+                "decode_attention", name, timing,
+                shape={"B": num_rows, "G": group, "P": prefix, "own": own, "H": num_heads, "H_kv": key_heads,
+                       "K": head_dim},
+                dtype=str(sizes.dtype).removeprefix("torch."), work=num_rows, unit="rows",
+                errors={"out": relative_error(calls[name](), exact)}, against=timings,
+                extra={"read_gb": read / 1e9, "gb_per_s": read / 1e6 / timing.p50},
+            )
+            for name, timing in timings.items()
+        ]  # fmt: skip
+    return made
+
+
+def gather(cache: Tensor, rows: Rows, prefix: int, own: int) -> Tensor:  # (B, H_kv, P + own, K)
+    """The prefix and own tokens of each row, one after the other."""
+    steps = torch.arange(PAGE, device=cache.device)
+    place = (rows.table.long()[:, :, None] * PAGE + steps).flatten(1)  # (B, slots)
+    behind = -(-prefix // PAGE) * PAGE
+    place = torch.cat([place[:, :prefix], place[:, behind : behind + own]], dim=1)
+    return cache[:, place].transpose(0, 1).contiguous()
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # (B, H, K)
+    return scaled_dot_product_attention(query.unsqueeze(2), key, value, scale=scale, enable_gqa=True).squeeze(2)
+
+
+def draws(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
+    made = []
+    for num_rows in sizes.draws:
+        generator = torch.Generator(device).manual_seed(0)
+        logits = torch.randn(num_rows, sizes.vocab, generator=generator, device=device).mul_(3).to(sizes.dtype)
+        seeds = torch.arange(num_rows, device=device)
+        number = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        temperature = torch.ones(num_rows, device=device)
+        calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+            "ours": partial(draw, logits, seeds, number, temperature),
+            "log_softmax, multinomial": partial(multinomial, logits),
+        }
+        exact = torch.log_softmax(logits.double(), dim=-1)
+        timings = alternate(calls, seconds=seconds)
+        for name, timing in timings.items():
+            ids, logps = calls[name]()
+            made.append(make_row(
+                "draw", name, timing, shape={"B": num_rows, "V": sizes.vocab},
+                dtype=str(sizes.dtype).removeprefix("torch."), work=num_rows, unit="rows",
+                errors={"logp": relative_error(logps, exact.gather(1, ids[:, None])[:, 0])}, against=timings,
+                extra={"gb_per_s": logits.numel() * logits.element_size() / 1e6 / timing.p50},
+            ))  # fmt: skip
+    return made
+
+
+def multinomial(logits: Tensor) -> tuple[Tensor, Tensor]:
+    logps = torch.log_softmax(logits.float(), dim=-1)
+    ids = torch.multinomial(logps.exp(), 1)
+    return ids[:, 0], logps.gather(1, ids)[:, 0]
+
+
+SECTIONS: dict[Section, Callable[[Sizes, torch.device, float], list[Row]]] = {"attention": attention, "draw": draws}
+
+
+def main(out: Path | None = None, only: tuple[Section, ...] = tuple(SECTIONS), seconds: float = 3.0) -> None:
+    """Print a table per section; append every row as JSON to `out`."""
+    require_commit()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for section in only:
+        emit(SECTIONS[section](SIZES[device.type], device, seconds), out)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

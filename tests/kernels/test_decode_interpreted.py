@@ -1,0 +1,166 @@
+"""The kernels of a decode step under Triton's interpreter: small odd sizes on a CPU, against loops in float64.
+
+Pages of 16 and few tokens, because the interpreter is slow; places that no row sees hold NaN, and so does memory that
+was never written. One file, because each runs in a subprocess of its own. On a GPU: test_decode_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from kernels import decode_attention, decode_block, draw
+from kernels.decode_attention import decode_attention_kernel
+from kernels.draw import draw_kernel, uniform
+from tests.kernels.decode_problems import error, make_problem
+from tests.kernels.interpreter import interpreted
+from tests.kernels.test_decode_attention import GROUPS, check_padding, compare
+from tests.kernels.test_decode_block import LIMITS, check_heads, check_norm, check_silu, make_heads
+from tests.kernels.test_decode_block import draw as numbers
+from tests.kernels.test_draw import SEEDS, check, check_company, check_special_rows, inputs
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def nan_in_unwritten_memory():
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(was)
+
+
+@pytest.fixture(autouse=True)
+def few_splits(monkeypatch):
+    """The interpreter runs one program after the other."""
+    monkeypatch.setattr(decode_attention, "_splits", lambda programs, pages: 2)
+
+
+# ---- attention ----
+
+HEADS = [(2, 2, 16), (4, 2, 32), (3, 1, 16), (8, 2, 16), (7, 1, 64), (8, 1, 16), (12, 1, 16)]
+
+
+@interpreted
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention_with_any_number_of_query_heads_per_key_head(heads):
+    compare(decode_attention_kernel, make_problem([(37, [1, 20]), (0, [3])], heads=heads), 1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("window", [None, 1, 7, 30])
+def test_attention_with_a_window(window):
+    compare(decode_attention_kernel, make_problem(GROUPS[:3], heads=(2, 1, 16)), 1e-6, window)
+
+
+@interpreted
+@pytest.mark.parametrize(("page", "dtype", "limit"), [(48, torch.float32, 1e-6), (64, torch.bfloat16, 5e-3)])
+def test_attention_with_longer_pages(page, dtype, limit):
+    """Pages of 48 are read in blocks of 16."""
+    compare(decode_attention_kernel, make_problem([(70, [1, 65]), (0, [50])], page=page, dtype=dtype), limit)
+
+
+@interpreted
+def test_attention_with_holes_in_tiles_and_strided_inputs():
+    problem = make_problem(GROUPS, holes=True, heads=(2, 1, 16))
+    keys = problem.keys.transpose(0, 1).contiguous().transpose(0, 1)
+    query = problem.query.transpose(0, 1).contiguous().transpose(0, 1)
+    compare(decode_attention_kernel, problem._replace(keys=keys, query=query), 1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attention_with_the_prefix_split_over_programs(splits, monkeypatch):
+    monkeypatch.setattr(decode_attention, "_splits", lambda programs, pages: splits)
+    compare(decode_attention_kernel, make_problem([(100, [4, 2]), (20, [1])]), 1e-6)
+    compare(decode_attention_kernel, make_problem([(100, [4, 40])]), 1e-6, window=41)
+
+
+@interpreted
+def test_attention_gives_zeros_for_padding():
+    check_padding(decode_attention_kernel)
+
+
+# ---- the operations of a block ----
+
+CASES = [  # heads, dtype of the projections, of the cache
+    ((6, 2, 16), torch.float32, torch.float32),
+    ((7, 1, 10), torch.float32, torch.bfloat16),  # heads of a program that do not divide; a size that is no power of 2
+    ((4, 4, 32), torch.bfloat16, torch.bfloat16),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("heads", "dtype", "cache_dtype"), CASES, ids=str)
+def test_rotates_and_appends(heads, dtype, cache_dtype, norm):
+    case = make_heads(5, heads, norm=norm, dtype=dtype, cache_dtype=cache_dtype)
+    check_heads(decode_block.rotate_append_kernel, case)
+    want = case.run(decode_block.rotate_append_reference)
+    for name, got in case.run(decode_block.rotate_append_kernel).items():
+        assert error(got, want[name]) < LIMITS[cache_dtype], name
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_norm_and_activation(dtype):
+    for num_tokens, width in ((1, 16), (3, 37), (2, 1500)):
+        check_norm(decode_block.add_rms_norm_kernel, num_tokens, width, dtype)
+        check_silu(decode_block.silu_mul_kernel, num_tokens, width, dtype)
+
+
+@interpreted
+def test_block_take_no_tokens():
+    case = make_heads(0, (4, 2, 16))
+    assert case.run(decode_block.rotate_append_kernel)["query"].shape == (0, 4, 16)
+    assert decode_block.add_rms_norm_kernel(numbers(0, 8), None, numbers(8), 1e-6, torch.bfloat16).shape == (0, 8)
+    assert decode_block.silu_mul_kernel(numbers(0, 8)).shape == (0, 4)
+
+
+# ---- draws, in chunks of 16 ----
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(draw, "CHUNK", 16)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"scale": 1.5, "softcap": 5.0}], ids=str)
+def test_draw_by_inverse_cdf(small_chunks, dtype, options):
+    """37 and 7 are not multiples of the chunk, 64 is."""
+    for vocab, rows in ((37, 8), (64, 3), (7, 3)):
+        check(draw_kernel, *inputs(rows, vocab, dtype), **options)
+
+
+@interpreted
+def test_draw_hashes_as_the_reference_does(monkeypatch):
+    """Among 4,096 ids of equal probability the id shows the first twelve bits of the hash."""
+    seeds = torch.tensor(SEEDS)
+    number = torch.tensor([0, 1, 2, 77, 511, 2**20, 2**31 - 2], dtype=torch.int32)
+    monkeypatch.setattr(draw, "CHUNK", 1024)
+    ids, _ = draw_kernel(torch.zeros(len(SEEDS), 4096), seeds, number, torch.ones(len(SEEDS)))
+    assert ids.tolist() == (uniform(seeds, number) * 4096).long().tolist()
+
+
+@interpreted
+def test_draw_with_ties_and_what_is_not_a_number(small_chunks):
+    check_special_rows(draw_kernel, copies=3)
+
+
+@interpreted
+def test_draw_the_same_in_any_batch(small_chunks):
+    check_company(draw_kernel, 37)
+
+
+@interpreted
+def test_draw_with_whole_chunks():
+    check(draw_kernel, *inputs(2, draw.CHUNK + 5))
+
+
+@interpreted
+def test_draw_takes_no_rows():
+    assert [len(x) for x in draw_kernel(*(x[:0] for x in inputs(2, 37)))] == [0, 0]

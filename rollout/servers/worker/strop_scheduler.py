@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 TOKENS = 16
 MERGED = ("request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason")  # fields that merge() handles
@@ -39,6 +39,13 @@ def scheduler(vllm_config: Any, **options: Any) -> Any:
     return made
 
 
+class Kept(NamedTuple):
+    """Outputs of a request that are not sent yet. Requests take turns, so that every step sends about the same."""
+
+    turn: int
+    outputs: list[Any]
+
+
 class Grouped:
     """Mixin for a vLLM scheduler that groups what update_from_output returns."""
 
@@ -47,10 +54,12 @@ class Grouped:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.strop_kept: dict[str, list[Any]] = {}  # outputs that are not sent yet, by request
+        self.strop_kept: dict[str, Kept] = {}  # by request
+        self.strop_steps = 0
 
     def update_from_output(self, *args: Any, **options: Any) -> dict[int, Any]:
         made = super().update_from_output(*args, **options)
+        self.strop_steps += 1
         for client, batch in list(made.items()):
             batch.outputs = [sent for output in batch.outputs for sent in self.strop_group(output)]
             if not batch.outputs and batch.finished_requests is None and batch.scheduler_stats is None:
@@ -65,17 +74,19 @@ class Grouped:
         kept = self.strop_kept.get(name)
         if is_plain and not is_last:
             if kept is None and self.strop_may_wait(name):
-                kept = self.strop_kept[name] = []
-            if kept is not None and len(kept) < TOKENS - 1:
-                kept.append(output)
+                kept = self.strop_kept[name] = Kept(turn=len(self.strop_kept), outputs=[])
+            if kept is not None and len(kept.outputs) < TOKENS - 1 and (self.strop_steps + kept.turn) % TOKENS:
+                kept.outputs.append(output)
                 return []
-        if not kept:
+        if kept is None:
             return [output]
+        before = kept.outputs[:]
+        kept.outputs.clear()
         if is_last:
             del self.strop_kept[name]
-        else:
-            self.strop_kept[name] = []
-        return [merge([*kept, output])] if is_plain else [merge(kept), output]
+        if not before:
+            return [output]
+        return [merge([*before, output])] if is_plain else [merge(before), output]
 
     def strop_may_wait(self, name: str) -> bool:
         request = self.requests.get(name)

@@ -147,6 +147,16 @@ def test_what_somebody_waits_for_is_sent_at_once(make):
     assert sent(scheduler, Output("plain", [5], finish="stop", logps=False)) == [("plain", [4, 5])]
 
 
+def test_requests_that_start_together_are_not_all_sent_in_the_same_step(make):
+    names = "abcdefgh"
+    scheduler = make(**dict.fromkeys(names, (FINAL, [])))
+    steps = [sent(scheduler, *(Output(name, [step]) for name in names)) for step in range(8)]
+    assert [len(step) for step in steps] == [2] * 8
+    for name in names:
+        tokens = [token for step in steps for other, ids in step if other == name for token in ids]
+        assert tokens == list(range(len(tokens))) and len(tokens) >= 4, "in order, and at most 4 behind"
+
+
 def test_what_is_kept_of_aborted_requests_is_dropped(make):
     scheduler = make(a=(FINAL, []), b=(FINAL, []))
     sent(scheduler, Output("a", [1]), Output("b", [2]))

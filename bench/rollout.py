@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import inspect
 import random
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -194,7 +195,7 @@ class Bench:
         for name, timing in timings.items():
             extra = {"ms_a_token": timing.p50 / max(work.limits)}
             if started is not None:
-                extra["start_s"] = first_answer - started - timings[next(iter(timings))].p50 / 1000
+                extra["start_s"] = max(0.0, first_answer - started - timings[next(iter(timings))].p50 / 1000)
             rate = 1000 * work.tokens / timing.p50
             if work.lengths == "full":
                 self.full_rates.setdefault(name, rate)
@@ -289,4 +290,7 @@ def logp_gap(score: Callable[..., list[list[float]]], completions: Sequence[Comp
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    try:
+        tyro.cli(main)
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -5,8 +5,9 @@
 
 A case is prompts x group x prompt tokens x completion tokens. With `full` lengths every completion is as long as that;
 with `lognormal` each has a limit of its own (median 256, sigma 0.8, at most the case's). Weights are random. `both` is
-one process: first the in-process engine alone on the GPU, then a vLLM server, so that ratios are of one run. Requests
-to vLLM carry a seed each, or (`unseeded`) leave the random numbers to the server, in turns against the same server.
+one process: first the in-process engine alone on the GPU, then a vLLM server, so that ratios are of one run (uneven
+lengths only in process: they take minutes through a server). Requests to vLLM carry a seed each; with --unseeded they
+also leave the random numbers to the server, in turns.
 
 The error is the gap between the engine's log-probs and the trainer's own of the same tokens, over 8 completions. GiB is
 what was in use on the whole GPU, the trainer's weights included. `start_s` is the time from making the engine to its
@@ -18,6 +19,7 @@ from __future__ import annotations
 import gc
 import inspect
 import random
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -98,6 +100,7 @@ def main(
     completion: int | None = None,
     rounds: int = 3,
     held: Literal["float32", "bfloat16"] | None = None,
+    unseeded: bool = False,
     max_batch_size: int | None = None,
     cache_gib: float | None = None,
     vllm: VllmConfig = VllmConfig(max_in_flight=1024),  # noqa: B008  frozen
@@ -116,6 +119,7 @@ def main(
         completion: Tokens of a completion.
         rounds: Timed calls of each case, after one that warms up.
         held: Dtype of the trainer's weights; by default float32, from 7B parameters on bfloat16.
+        unseeded: Ask vLLM without seeds, too.
         max_batch_size: Of the local engine; its own default if left out.
         cache_gib: Of the local engine; its own default if left out.
         vllm: The server.
@@ -142,7 +146,9 @@ def main(
         bench = Bench(policy, rounds, out)
         ways = {
             "local": lambda: run_local(bench, works, max_batch_size=max_batch_size, cache_gib=cache_gib),
-            "vllm": lambda: run_vllm(bench, works, folder, vllm),
+            "vllm": lambda: run_vllm(
+                bench, [w for w in works if engine == "vllm" or w.lengths == "full"], folder, vllm, unseeded=unseeded
+            ),
         }
         failed = []
         for name in ways if engine == "both" else [engine]:
@@ -189,7 +195,7 @@ class Bench:
         for name, timing in timings.items():
             extra = {"ms_a_token": timing.p50 / max(work.limits)}
             if started is not None:
-                extra["start_s"] = first_answer - started - timings[next(iter(timings))].p50 / 1000
+                extra["start_s"] = max(0.0, first_answer - started - timings[next(iter(timings))].p50 / 1000)
             rate = 1000 * work.tokens / timing.p50
             if work.lengths == "full":
                 self.full_rates.setdefault(name, rate)
@@ -237,7 +243,9 @@ def run_local(bench: Bench, works: Sequence[Work], **options: Any) -> None:
         engine.close()
 
 
-def run_vllm(bench: Bench, works: Sequence[Work], folder: Path, vllm: VllmConfig) -> None:
+def run_vllm(bench: Bench, works: Sequence[Work], folder: Path, vllm: VllmConfig, *, unseeded: bool) -> None:
+    if not works:
+        return
     started: float | None = time.perf_counter()
     longest = max(work.case.prompt + work.case.completion for work in works)
     with server_of(bench.policy, folder, vllm=vllm, sync=SyncConfig(), max_model_len=max(2048, longest)) as engine:
@@ -262,7 +270,7 @@ def run_vllm(bench: Bench, works: Sequence[Work], folder: Path, vllm: VllmConfig
         for work in works:
             calls = {
                 f"vllm, {name}": lambda work=work, seeded=name == "seeded": generate(work, seeded=seeded)
-                for name in ("seeded", "unseeded")
+                for name in ("seeded", *(["unseeded"] if unseeded else []))
             }
             bench.measure(work, calls, engine.local.score, started)
             started = None
@@ -282,4 +290,7 @@ def logp_gap(score: Callable[..., list[list[float]]], completions: Sequence[Comp
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    try:
+        tyro.cli(main)
+    except ValueError as error:
+        sys.exit(f"error: {error}")

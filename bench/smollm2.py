@@ -230,8 +230,8 @@ def run(
     out: Path | None = None,
     sides: tuple[Literal["ours", "TRL"], ...] = SIDES,
     seeds: tuple[int, ...] = (0, 1),
-    sft_steps: int = 4,
-    sft_learning_rate: float = 2e-5,
+    sft_steps: int = 8,
+    sft_learning_rate: float = 3e-5,
     trl_engine: Literal["vllm", "transformers"] | None = None,
     folder: Path | None = None,
     settings: Settings = Settings(),  # noqa: B008  frozen

@@ -289,10 +289,10 @@ def test_resumed_after_the_first_step_it_does_the_second_again(runs, method, tmp
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory) -> Path:
-    """A model that calls its tool."""
+    """A model that calls its tool in about 7 of 10 rows, and gives up in the others."""
     run = tmp_path_factory.mktemp("caller") / "run"
     recipe = Path(__file__).parents[1] / "trainer" / "recipes" / "sft_tools.yaml"
-    data = "task:lookup:split=sft,size=19200,sloppy=0"
+    data = "task:lookup:split=sft,size=12800,sloppy=0.3"
     assert main(["--config", str(recipe), "--data", data, "--logging-steps", "100", "--output-dir", str(run)]) == 0
     return run
 
@@ -312,7 +312,7 @@ def test_tools_between_turns(caller, variant, tmp_path):
     assert main(words) == 0
     rows = check_whole(tmp_path / "run", "grpo")
     for row in rows[1:]:
-        assert row["rollout/tool_calls"] > 0.5 and row["rollout/num_turns"] > 1.2
+        assert row["rollout/tool_calls"] > 0.3 and row["rollout/num_turns"] > 1.2
         assert row["policy/behaviour_gap"] < GAPS[variant]
 
 

@@ -31,11 +31,14 @@ HAS_LIMITS = "max_tokens" in {field.name for field in fields(Request)}
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """No TF32, whatever a test before has left."""
+    """No TF32, whatever a test before has left; and nothing is left on the GPU for the next one."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def build(

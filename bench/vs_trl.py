@@ -266,7 +266,7 @@ def run(jobs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Measured]]:
     lines: list[str] = []
     started = shown = time.monotonic()
     print(f"running: {', '.join(jobs)}", flush=True)
-    command = [sys.executable, "-m", "bench.vs_trl_run", json.dumps(jobs)]
+    command = [sys.executable, "-m", "bench.runs.vs_trl_run", json.dumps(jobs)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         for line in child.stdout or ():
             lines.append(line)

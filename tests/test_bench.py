@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench import common, ebft, linear_logprob, peers, rollout, smollm2, table, train_step
+from bench import common, ebft, linear_logprob, peers, rollout, table, train_step
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
+from bench.runs import smollm2
 from tests.entry import ROOT
 
 RESULTS = sorted((ROOT / "bench" / "results").rglob("*.jsonl"))

@@ -1,7 +1,7 @@
 """GRPO on SmolLM2-135M-Instruct as a user sees it, ours beside TRL: held-out accuracy over wall-clock time.
 
-    python -m bench.smollm2 run --model MODEL_FOLDER --out rows.jsonl   # two seeds of both, one after the other
-    python -m bench.smollm2 plot FIGURE.svg rows.jsonl                  # the figure, and a summary in words
+    python -m bench.runs.smollm2 run --model MODEL_FOLDER --out rows.jsonl   # two seeds of both, one after the other
+    python -m bench.runs.smollm2 plot FIGURE.svg rows.jsonl                  # the figure, and a summary in words
 
 The task is bench/tagged_arithmetic.py: one-digit sums, differences and products with the answer in tags. A few SFT
 steps show the format; both sides start from the result, saved in bfloat16. Then both train with the same settings: the
@@ -264,7 +264,7 @@ def run(
         for seed in seeds:
             for side in sides:
                 job = Job(side, seed, settings, str(work), engine, time.time(), str(out.resolve()) if out else None)
-                command = [sys.executable, "-m", "bench.smollm2", "one", json.dumps(asdict(job))]
+                command = [sys.executable, "-m", "bench.runs.smollm2", "one", json.dumps(asdict(job))]
                 if subprocess.run(command, cwd=work, env=environment()).returncode:
                     failed.append(f"{side}, seed {seed}")
     if out and out.is_file():

@@ -230,7 +230,7 @@ def run(
     out: Path | None = None,
     sides: tuple[Literal["ours", "TRL"], ...] = SIDES,
     seeds: tuple[int, ...] = (0, 1),
-    sft_steps: int = 8,
+    sft_steps: int = 5,
     sft_learning_rate: float = 3e-5,
     trl_engine: Literal["vllm", "transformers"] | None = None,
     folder: Path | None = None,

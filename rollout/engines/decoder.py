@@ -164,13 +164,8 @@ class Decoder:
     def _graph(self, count: int, top: Top) -> torch.cuda.CUDAGraph:
         if (count, top) not in self.graphs:
             self._idle(0, count)
-            # Kernels and libraries must have been loaded before the capture.
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.tick.zero_()
-                self._step(count, top)
-            torch.cuda.current_stream().wait_stream(side)
+            self.tick.zero_()
+            self._step(count, top)  # kernels must have been compiled and libraries loaded before the capture
             graph = torch.cuda.CUDAGraph()
             # thread_local: another thread may be copying a checkpoint off the device.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

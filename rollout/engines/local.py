@@ -109,12 +109,13 @@ class LocalEngine:
         """Samples now: the future has its result already."""
         return finished(self.generate(requests, sampling))
 
-    def prepare(self, prompt_length: int, max_tokens: int) -> None:
-        """Before training: find out how this model runs, and refuse a length that would not fit."""
+    def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
+        """Before training: find out how this model runs, refuse lengths that do not fit, make the cache large enough."""
         if self._make is None and not self._grows:
             self._choose()
         if not self._grows:
-            self._ready([Job([0] * prompt_length, 0, max_tokens)])
+            longest = [[number] * prompt_length for number in range(prompts)]
+            self._ready([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
 
     def forget(self) -> None:
         """No conversation continues: their pages are free."""
@@ -154,7 +155,7 @@ class LocalEngine:
         self.residence.training_begins(self._held_bytes)
 
     def metrics(self) -> dict[str, float]:
-        if self.kind == "cpu" or self._scheduler is None:
+        if self._scheduler is None or not self._scheduler.num_evicted:
             return {}
         evicted, self._scheduler.num_evicted = self._scheduler.num_evicted, 0
         return {"rollout/evicted_rows": float(evicted)}
@@ -258,7 +259,8 @@ class LocalEngine:
         have = 0 if self._scheduler is None else self._scheduler.decoder.cache.num_pages
         if have < most:
             self._scheduler = None  # before the new one is made: there may be no room for both
-            num_pages = min(most, max(have, self._page_budget()))
+            # Somewhat larger, so that batches which grow little by little do not make a new cache each time.
+            num_pages = min(most + most // 4 if have else most, max(have, self._page_budget()))
             if num_pages < least:
                 self._refuse(least, num_pages)
             decoder = Decoder(

@@ -244,8 +244,12 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     )
     if cfg.rollout.engine == "local":
         if policy.device.type == "cuda" and not policy.is_sharded:
-            local.prepare(max(len(prompt.ids) for prompt in prompts), cfg.max_completion_length + unseen)
-            local.sleep()
+            local.prepare(
+                prompt_length=max(len(prompt.ids) for prompt in prompts),
+                max_tokens=cfg.max_completion_length + unseen,
+                prompts=cfg.prompts_per_step,
+                group=cfg.num_generations,
+            )
         return run.keep(local)
     if not is_main():
         next_command()  # servers take minutes to start, and the next collective has a limit

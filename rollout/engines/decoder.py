@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kernels.decode_attention import TILE_ROWS, Rows
+from kernels.decode_state import advance, locate
 from kernels.draw import draw
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
@@ -176,20 +177,10 @@ class Decoder:
     def _step(self, count: int, top: Top) -> None:
         """One token for each of the first `count` rows."""
         state = RowState(*(tensor[:count] for tensor in self.state))
-        own = state.own_len - 1
-        page_at = (state.prefix_len + self.page - 1) // self.page + own // self.page
-        place = state.table.gather(1, page_at[:, None].long())[:, 0].long() * self.page + own % self.page
+        position, place = locate(state.table, state.prefix_len, state.own_len, page=self.page)
         rows = Rows(state.table, state.prefix_len, state.own_len, state.tiles)
-        logits = self.forward.decode(state.token, state.prefix_len + own, place, rows, self.cache)
+        logits = self.forward.decode(state.token, position, place, rows, self.cache)
         options = {"scale": self.forward.scale, "softcap": self.forward.softcap, **top._asdict()}
         ids, logps = draw(logits, state.seed, state.drawn, state.temperature, **options)
-        live = state.left > 0
-        self.ids[:, :count].index_copy_(0, self.tick, torch.where(live, ids, -1)[None])
-        self.logps[:, :count].index_copy_(0, self.tick, logps[None])
-        self.tick += 1
-        stopped = (ids[:, None] == self.stop_ids).any(dim=1)
-        state.left.copy_(torch.where(stopped, 0, state.left - live.int()).clamp(min=0))
-        goes_on = live & (state.left > 0)
-        state.token.copy_(torch.where(goes_on, ids, state.token))
-        state.own_len.add_(goes_on)
-        state.drawn.add_(goes_on)
+        changed = {"token": state.token, "own_len": state.own_len, "drawn": state.drawn, "left": state.left}
+        advance(ids, logps, self.stop_ids, self.tick, self.ids, self.logps, **changed)

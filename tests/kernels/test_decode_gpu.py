@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kernels import decode_block
 from kernels.decode_attention import decode_attention, decode_attention_reference
+from kernels.decode_state import advance, advance_reference, locate, locate_reference
 from kernels.draw import draw, draw_reference
 from tests.kernels.decode_problems import Problem, error, make_problem
 from tests.kernels.test_decode_block import LIMITS, make_heads
+from tests.kernels.test_decode_state import CASES, assert_same, check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import check, check_chi_square, check_company, check_special_rows, inputs
 
 pytestmark = pytest.mark.gpu
@@ -159,6 +161,23 @@ def test_draws_are_those_of_the_reference(dtype):
     assert same >= 0.999 * num_rows * times
 
 
+# ---- the state of rows ----
+
+STATE_ROWS = [1, 2, 48, 64, 512, 1500, 2048, 3000]
+
+
+@pytest.mark.parametrize("page", [16, 48, 64])
+def test_rows_are_located(page):
+    for num_rows in STATE_ROWS:
+        check_locate(locate, num_rows, page, "cuda")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_advance(case):
+    for num_rows in (64, 512, 3000):
+        check_advance(advance, num_rows, case, "cuda", room=100)
+
+
 # ---- CUDA graphs ----
 
 
@@ -242,3 +261,51 @@ def test_a_captured_block_and_draw_read_new_values():
         step()
         assert all(torch.equal(got[name], made[name]) for name in made)
         assert all(torch.equal(a, b) for a, b in zip(after, (case.keys, case.values, stream), strict=True))
+
+
+@pytest.mark.parametrize("num_rows", STATE_ROWS)
+def test_a_captured_state_advances_as_the_reference(num_rows):
+    """Five replays from one upload, with other ids in each, and again from another upload."""
+    page = 64
+    held = make_state(num_rows, page, room=5).clone("cuda")
+    ids, logps = (x.cuda() for x in make_drawn(num_rows, seed=0))
+    made: list[Tensor] = []
+
+    def step() -> None:
+        made[:] = held.locate(locate, page)
+        held.advance(advance, ids, logps)
+
+    graph = captured(step)
+    for seed in (1, 2):
+        want = make_state(num_rows, page, room=5, seed=seed)
+        held.copy_(want)
+        for replay in range(5):
+            drawn = make_drawn(num_rows, seed=10 * seed + replay)
+            ids.copy_(drawn[0])
+            logps.copy_(drawn[1])
+            graph.replay()
+            located = want.locate(locate_reference, page)
+            assert all(torch.equal(got.cpu(), x) for got, x in zip(made, located, strict=True))
+            want.advance(advance_reference, *drawn)
+            assert_same(held, want)
+        assert held.tick.tolist() == [6]
+
+
+def test_a_captured_state_can_be_replayed_without_a_look():
+    """5,000 steps of all rows in a row: a tick that some warp read too late would write to another line."""
+    num_rows, steps = 2048, 5000
+    held = make_state(num_rows, 64, "all live").clone("cuda")
+    out_ids = torch.full((steps, num_rows), -5, device="cuda")
+    out_logps = torch.full((steps, num_rows), -5.0, device="cuda")
+    held = held._replace(out_ids=out_ids, out_logps=out_logps)
+    ids, logps = (x.cuda() for x in make_drawn(num_rows, seed=0))
+    graph = captured(lambda: held.advance(advance, ids, logps))
+    out_ids.fill_(-5)
+    out_logps.fill_(-5.0)
+    held.tick.zero_()
+    held.left.fill_(steps + 1)
+    before = held.own_len.clone()
+    for _ in range(steps):
+        graph.replay()
+    assert held.tick.tolist() == [steps] and (held.left == 1).all() and (held.own_len - before == steps).all()
+    assert (out_ids == ids).all() and (out_logps == logps).all()

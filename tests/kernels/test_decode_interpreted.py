@@ -11,14 +11,17 @@ import importlib.util
 import pytest
 import torch
 
-from kernels import decode_attention, decode_block, draw
+from kernels import decode_attention, decode_block, decode_state, draw
 from kernels.decode_attention import decode_attention_kernel
+from kernels.decode_state import advance_kernel, locate_kernel
 from kernels.draw import draw_kernel, uniform
 from tests.kernels.decode_problems import error, make_problem
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_decode_attention import GROUPS, check_padding, compare
 from tests.kernels.test_decode_block import LIMITS, check_heads, check_norm, check_silu, make_heads
 from tests.kernels.test_decode_block import draw as numbers
+from tests.kernels.test_decode_state import CASES as STATE_CASES
+from tests.kernels.test_decode_state import check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import SEEDS, check, check_company, check_special_rows, inputs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -164,3 +167,42 @@ def test_draw_with_whole_chunks():
 @interpreted
 def test_draw_takes_no_rows():
     assert [len(x) for x in draw_kernel(*(x[:0] for x in inputs(2, 37)))] == [0, 0]
+
+
+# ---- the state of rows, in blocks of 16 ----
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(decode_state, "LOCATE_ROWS", 16)
+    monkeypatch.setattr(decode_state, "ADVANCE_ROWS", 16)
+
+
+@interpreted
+@pytest.mark.parametrize("page", [1, 16, 48])
+def test_state_locates(small_blocks, page):
+    for num_rows in (1, 16, 37):
+        check_locate(locate_kernel, num_rows, page)
+
+
+@interpreted
+@pytest.mark.parametrize("case", STATE_CASES)
+def test_state_advances(small_blocks, case):
+    """20 and 37 rows end within a block, 32 with one."""
+    for num_rows, room in ((20, 3), (32, 0), (37, 11)):
+        check_advance(advance_kernel, num_rows, case, room=room)
+
+
+@interpreted
+def test_state_with_whole_blocks():
+    check_locate(locate_kernel, decode_state.LOCATE_ROWS + 5, 16)
+    check_advance(advance_kernel, decode_state.ADVANCE_ROWS + 5, "mixed")
+
+
+@interpreted
+def test_state_of_no_rows():
+    """The tick still counts."""
+    state = make_state(0, 16)
+    assert [len(x) for x in state.locate(locate_kernel, 16)] == [0, 0]
+    state.advance(advance_kernel, *make_drawn(0, seed=0))
+    assert state.tick.tolist() == [2] and (state.out_ids == -5).all()

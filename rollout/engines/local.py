@@ -110,7 +110,7 @@ class LocalEngine:
         return finished(self.generate(requests, sampling))
 
     def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
-        """Before training: find out how this model runs, refuse lengths that do not fit, make the cache large enough."""
+        """Before training: find out how this model runs, refuse lengths that do not fit, and make the cache."""
         if self._make is None and not self._grows:
             self._choose()
         if not self._grows:

@@ -436,11 +436,11 @@ def fits_in_process(s: Sizes, work: Work, group: Asked, room: float) -> bool:
 
 
 def beside_engine(s: Sizes, work: Work, held: Held | None, room: float) -> float:
-    """Peak bytes of training: the copy of the weights stays, and so does the cache where it fits beside training."""
+    """Peak bytes of training: what the engine holds stays where it fits beside training, else it is freed."""
     top = peak(s, work)
     if held is None or not held.copy:
         return top
-    return top + sum(held) if top + sum(held) <= room else top + held.copy
+    return top + sum(held) if top + sum(held) <= room else top
 
 
 def flops_per_token(s: Sizes, work: Work) -> int:
@@ -648,7 +648,8 @@ def out_of_memory(error: BaseException, cfg: Any) -> str:
         s = sizes_for(cfg)
         work = work_of(cfg, s)
         if engine := engine_of(cfg, s, work):
-            parts = at_peak(s, work) | {"copy of the weights to sample from": engine.copy, "cache": engine.cache}
+            engines = {"to sample: copy of the weights": engine.copy, "cache": engine.cache}
+            parts = at_peak(s, work) | engines
         else:
             parts = at_peak(s, work)
         held = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
@@ -709,8 +710,6 @@ def advice(s: Sizes, work: Work, cfg: Any) -> list[Advice]:
         if engine.copy:
             bound, remark = engine.cache / 2 / GIB, " while completions are made: fewer rows at once"
             found.append(Advice(f"--rollout.cache-gib {bound:.2g}", engine.cache / 2, remark))
-            remark = ", in a new run: servers have their own copy of the weights, and sleep during training"
-            found.append(Advice("--rollout.engine vllm", engine.copy, remark))
     if torch.cuda.is_available() and hasattr(cfg, "vllm") and cfg.rollout.engine == "vllm" and not cfg.vllm.url:
         total, share = torch.cuda.mem_get_info()[1], cfg.vllm.gpu_memory_utilization or 0.35
         lower = round(max(0.1, share - 0.1), 2)
@@ -996,8 +995,6 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
 
     row("GiB on each GPU", works)
     parts = [at_peak(s, work) for work in works.values()]
-    copies = [sampler.held.copy if sampler.held else 0.0 for sampler in samplers]
-    parts = [sizes | {"engine's copy of the weights": copy} for sizes, copy in zip(parts, copies, strict=True)]
     for part in parts[0]:
         if any(sizes[part] for sizes in parts):
             name = "passing buffers beside them" if part == "buffers" else part
@@ -1011,10 +1008,9 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
         row(f"while sampling{found.pop() if len(found) == 1 else ''}", [x.sampling for x in samplers], ".2f")
     fits = [gib <= sampler.room and sampler.can_sample for gib, sampler in zip(peaks, samplers, strict=True)]
     row("fits", ["yes" if ok else "no" for ok in fits])
-    rest = [sampler.room - copy / GIB for sampler, copy in zip(samplers, copies, strict=True)]
     best = [
-        largest(s, work, gib) if sampler.can_sample else 0
-        for work, gib, sampler in zip(works.values(), rest, samplers, strict=True)
+        largest(s, work, sampler.room) if sampler.can_sample else 0
+        for work, sampler in zip(works.values(), samplers, strict=True)
     ]
     row("largest max-tokens-per-micro-batch", [f"{tokens:,}" if tokens else "none" for tokens in best])
     flops = cfg.gpus * cfg.mfu * (card.bf16 if cfg.dtype == "bfloat16" else card.fp32) * 1e12
@@ -1024,7 +1020,7 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
 
 
 def explain_engine(cfg: PlanConfig, s: Sizes, works: dict[str, Work], samplers: dict[str, Sampler]) -> Iterator[str]:
-    """What the local engine holds in the first column that has it, and whether its cache stays during training."""
+    """What the local engine holds in the first column that has it, and whether that stays during training."""
     ours = {name: sampler for name, sampler in samplers.items() if sampler.held is not None and sampler.can_sample}
     if not ours:
         return
@@ -1038,7 +1034,7 @@ def explain_engine(cfg: PlanConfig, s: Sizes, works: dict[str, Work], samplers: 
     stay = {name for name, sampler in ours.items() if peak(s, works[name]) + sum(sampler.held) <= sampler.room * GIB}
     for verb, names in (("stays", stay), ("is freed", ours.keys() - stay)):
         if names:
-            yield f"Its cache {verb} while training: {', '.join(name for name in ours if name in names)}."
+            yield f"That {verb} while training: {', '.join(name for name in ours if name in names)}."
 
 
 def explain(cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, bool]) -> Iterator[str]:

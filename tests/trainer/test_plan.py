@@ -349,7 +349,7 @@ def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
     assert float(sampling) == pytest.approx(held + 0.35 * CARDS["h200"].gib, abs=0.01)
     assert main(["--model", "builtin:tiny", "--method", "grpo", "--gpu", "4090"]) == 0
     text = capsys.readouterr().out
-    assert "while sampling, local cache" in text and "Its cache stays while training: replicate" in text
+    assert "while sampling, local cache" in text and "That stays while training: replicate" in text
     assert next(x for x in text.splitlines() if x.startswith("engine  ")).split() == ["engine", "local", "local"]
     assert plan.pick_card(PlanConfig(shape="qwen3-8b", gpu="a100")) == ("a100-80", CARDS["a100-80"])
 
@@ -362,17 +362,16 @@ def test_command_says_which_engine_auto_takes_and_what_it_holds(capsys):
 
     rows, text = table_of("--shape", "qwen3-8b", "--gpus", "4", "--gpu", "a100")
     assert rows["engine"] == ["vllm", "vllm", "local", "local"] and rows["while sampling"]
-    assert rows["engine's copy of the weights"] == ["0.00", "0.00", "15.26", "15.26"]
     assert rows["fits"] == ["no", "no", "no", "yes"]
     assert "The engine of fsdp holds 44.80 GiB: a copy of the weights 15.26, a cache for 512 rows at once" in text
-    assert "Its cache is freed while training: fsdp, fsdp + gc." in text
+    assert "That is freed while training: fsdp, fsdp + gc." in text
     rows, text = table_of("--shape", "llama-3.1-8b", "--gpu", "h200")  # no room for a token beside a copy
     assert rows["engine"] == ["vllm", "vllm"] and "engine of" not in text
     bounded = ("--shape", "qwen3-0.6b", "--lora.r", "16", "--gpu", "4090", "--rollout.cache-gib", "4")
     rows, text = table_of(*bounded)
     assert "a cache for 88 rows at once 4.00" in text and rows["engine"] == ["local", "local"]
     rows, _ = table_of(*bounded[:-2], "--rollout.engine", "vllm")
-    assert rows["engine"] == ["vllm", "vllm"] and "engine's copy of the weights" not in rows
+    assert rows["engine"] == ["vllm", "vllm"]
     main(["--shape", "qwen3-0.6b", "--method", "sft"])
     assert "engine" not in capsys.readouterr().out
 
@@ -508,8 +507,8 @@ def test_engine_on_a_gpu_holds_a_copy_pages_and_logits(monkeypatch, sizes):
     sampling = plan.sampling(s, work, held)
     assert sampling == sum(kept_there.values()) - kept_there["gradients"] + sum(held)
     room = peak(s, work) + sum(held)
-    assert plan.beside_engine(s, work, held, room) == room  # the cache stays, or else only the copy
-    assert plan.beside_engine(s, work, held, room - 1) == peak(s, work) + held.copy
+    assert plan.beside_engine(s, work, held, room) == room  # it stays where it fits
+    assert plan.beside_engine(s, work, held, room - 1) == peak(s, work)
     assert plan.beside_engine(s, work, None, room) == peak(s, work)
     assert plan.room_for_cache(s, work, asked, sampling) == held.cache and plan.room_for_cache(s, work, asked, 0) == 0
     group = asked._replace(rows=8, prompts=1)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kernels.linear_logprob import BLOCK_ELEMENTS, linear_logprob_loss
+from rollout.engines import local
 from tests.entry import metrics
 from trainer import plan
 from trainer.__main__ import main as train
@@ -311,7 +312,8 @@ def test_numbers_copied_from_elsewhere_are_still_those():
     assert BLOCK_ELEMENTS == plan.TORCH_BLOCK
     assert RunConfig.max_tokens_per_micro_batch == PlanConfig.max_tokens_per_micro_batch
     assert OptimConfig.optim == PlanConfig.optim
-    assert (engine_choice.PAGE, engine_choice.SPARE) == (plan.PAGE, plan.RESERVE * GIB)
+    assert (local.PAGE["cuda"], engine_choice.SPARE) == (plan.PAGE, plan.RESERVE * GIB)
+    assert local.ROWS == plan.ROWS
     for name in ("engine", "max_batch_size", "cache_gib"):
         assert getattr(RolloutConfig, name) == getattr(plan.Rollout, name)
     for name in ("num_generations", "max_completion_length"):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from data.types import Prompt
+from rollout.engines.local import PAGE
 from rollout.servers.command import check_build, find_python
 from trainer.config.checks import refuse_idle
 from trainer.config.groups import servers_asked
@@ -26,7 +27,6 @@ from trainer.policy.logps import Policy, causal_lm
 
 GIB = 1 << 30
 SPARE = 2 * GIB  # set aside for workspaces, CUDA graphs and gaps in the allocator, as in trainer/plan.py
-PAGE = 64  # places of a page of the cache
 
 
 class Memory(NamedTuple):
@@ -133,4 +133,4 @@ def engine_bytes(cfg: Any, policy: Policy, prompt_length: int) -> tuple[int, int
 
 def pages(num_tokens: int) -> int:
     """Tokens of whole pages."""
-    return -(-num_tokens // PAGE) * PAGE
+    return -(-num_tokens // PAGE["cuda"]) * PAGE["cuda"]

@@ -235,3 +235,49 @@ def test_tiles_hold_rows_of_one_prefix():
     assert tiles.shape == (len(rows), TILE_ROWS)
     listed = [[row for row in tile if row >= 0] for tile in tiles.tolist()]
     assert [tile for tile in listed if tile] == [list(range(8)), [8, 9, 11], [10], [12, 13]]
+
+
+SMALL = dict(vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3)  # fmt: skip
+GPT2 = dict(vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                            "original_max_position_embeddings": 32}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("Qwen2", SMALL, "blocks"),
+        ("Mistral", SMALL | {"sliding_window": 9}, "blocks"),
+        ("Llama", SMALL | YARN, "blocks"),
+        ("Qwen3Moe", SMALL | EXPERTS, "own forward"),
+        ("Gemma", SMALL, "own forward"),
+        ("Olmo2", {key: value for key, value in SMALL.items() if key != "head_dim"}, "own forward"),
+        ("GPT2", GPT2, "own forward"),
+        ("Gemma2", SMALL | {"attn_implementation": "eager"}, "growing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_architectures(tokenizer, name, settings, expected):
+    """Each samples from its own distribution, by the fastest way that its structure allows."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    engine = LocalEngine(model, tokenizer, max_batch_size=4, log=lambda line: None)
+    made = engine.generate(requests_for(2), Sampling(max_tokens=40, stop_ids=(3, 90)))
+    for completion in made:
+        ids = torch.tensor([completion.prompt_ids + completion.ids])
+        with torch.no_grad():
+            logps = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
+        chosen = logps[len(completion.prompt_ids) - 1 :].gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        assert completion.logps == pytest.approx(chosen.tolist(), abs=1e-4)
+    assert engine._grows == (expected == "growing")
+    assert (block_obstacle(model) is None) == (expected == "blocks")
+    if expected == "blocks":
+        merged = LocalEngine(model, tokenizer, max_batch_size=4)
+        merged._ways = lambda: [lambda: BlockForward(model, torch.float32, longest=128)]
+        same(merged.generate(requests_for(2), Sampling(max_tokens=40, stop_ids=(3, 90))), made)
+        assert type(merged._forward) is BlockForward

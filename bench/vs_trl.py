@@ -195,15 +195,11 @@ def measure(
         output = ["--output-dir", str(folder / "run"), OVERWRITE]
         return {way: job | {"way": "ours", "flags": [*flags, *flags_of(method, way, urls), *output]} for way in names}
 
-    trl = {way: job | {"way": "trl", "checkpointing": TRL[way], "after": []} for way in theirs}
-    if local or not served:
-        take(trl)
-        trl = {}
-        take(ours([way for way in mine if way not in served], []))
+    # TRL has the GPU to itself: a server of ours beside it would count as its memory.
+    take({way: job | {"way": "trl", "checkpointing": TRL[way]} for way in theirs})
+    take(ours([way for way in mine if way not in served], []))
     if served:
         with serving(folder, job) as urls:
-            # The server starts while TRL's engine does, and idles while TRL is timed.
-            take({way: each | {"after": urls} for way, each in trl.items()})
             wait_for(urls)
             take(ours(served, urls))
     if missing:

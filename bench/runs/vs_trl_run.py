@@ -18,7 +18,7 @@ import torch
 import torch._dynamo
 
 from bench.common import watched
-from bench.vs_trl import RESULT, Measured, reward, wait_for
+from bench.vs_trl import RESULT, Measured, reward
 from trainer.metrics.metrics import read_jsonl
 
 PROMPT_TOKENS = 256
@@ -122,7 +122,6 @@ def run_trl(job: dict[str, Any]) -> Measured:
             "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"], "vllm_max_model_length": 1024,
         }  # fmt: skip
         trainer = GRPOTrainer(args=GRPOConfig(**options), reward_funcs=[reward], **shared)
-    wait_for(job["after"])
     trainer.train()
     seconds = [b - a for a, b in pairwise(ends)]
     tokens = [b - a for a, b in pairwise(counts)]

@@ -5,8 +5,9 @@
     ...
     residence.training_ended()             # measures; from now on residence.keeps says whether they may stay
 
-The first training step runs without them. If its measured peak leaves room for them, they stay from then on; if the
-peak grows into that room later, they are freed again while the model trains, and captured again after it.
+The first two training steps run without them: the first one makes the optimizer's moments at its end, so only the second
+has everything at once. If its measured peak leaves room for them, they stay from then on; if the peak grows into that
+room later, they are freed again while the model trains, and made again after it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Residence:
         self.device, self.log = device, log
         self.keeps = False
         self._held = -1  # bytes of the engine when training began; -1: training has not begun
+        self._trained = 0  # times that training has ended
 
     def training_begins(self, held: int) -> None:
         self._held = held
@@ -57,7 +59,10 @@ class Residence:
         if self._held < 0:
             return
         held, self._held = self._held, -1
-        self.judge(peak=restart_peak(), held=held, total=available(self.device))
+        peak, self._trained = restart_peak(), self._trained + 1
+        if self._trained < 2:
+            return
+        self.judge(peak=peak, held=held, total=available(self.device))
 
     def judge(self, *, peak: int, held: int, total: int) -> None:
         """`peak` of training, with what the engine kept; `held`: what it has when it samples."""
@@ -65,6 +70,6 @@ class Residence:
         keeps = alone + held <= FULL * total
         if keeps != self.keeps:
             numbers = f"training takes {alone / GIB:.1f} GiB at its peak, of {total / GIB:.1f} GiB"
-            what = "stays while training" if keeps else "is freed while training"
-            self.log(f"rollout: the engine's {held / GIB:.1f} GiB of cache, graphs and weights {what}; {numbers}")
+            what = "stay while training" if keeps else "are freed while training"
+            self.log(f"rollout: the engine's {held / GIB:.1f} GiB (cache, graphs, weights) {what}; {numbers}")
         self.keeps = keeps

@@ -65,6 +65,7 @@ class VllmEngine:
         log_dir: Path,
         max_model_len: int | None = None,  # most tokens of prompt and completion that will be asked for
         trust_remote_code: bool = False,
+        samples_ahead: bool = False,  # weights come while completions are in flight
         vocab_size: int | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
@@ -72,9 +73,7 @@ class VllmEngine:
         self.cfg, self.sync_cfg, self.local, self.device, self.log = cfg, sync, local, device, log
         self.colocate = shares_gpu(cfg, device)
         self.version = -1  # nothing loaded yet
-        self._first_sampled: int | None = (
-            None  # version of the first completions: a step is trained before the next one
-        )
+        self._first_sampled: int | None = None  # version of the first completions
         self._room = Room(device, log)
         self._probe = Probe(local, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
@@ -90,7 +89,8 @@ class VllmEngine:
                 self.launched.append(launch(
                     cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
                     dtype=dtype, colocate=self.colocate, first_gpu=0 if self.colocate else own_gpus,
-                    max_model_len=max_model_len, trust_remote_code=trust_remote_code, log=log,
+                    max_model_len=max_model_len, trust_remote_code=trust_remote_code,
+                    grouped=not samples_ahead, log=log,
                 ))  # fmt: skip
             wait_ready(self.launched, cfg.startup_timeout, log)
             places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
@@ -215,7 +215,8 @@ class VllmEngine:
 
     def _can_stay(self) -> bool:
         """Only servers on this process's GPU alone: how much room the trainer's other GPUs have is not known here."""
-        has_trained = self._first_sampled is not None and self.version > self._first_sampled
+        # The first optimizer step makes the moments, so only the second step has everything at once.
+        has_trained = self._first_sampled is not None and self.version >= self._first_sampled + 2
         here = {uuid_of(self.device)}
         return (
             has_trained

@@ -131,7 +131,7 @@ class Weights:
 class Room:
     """Whether a server on the trainer's GPU can stay awake while the trainer works: do both fit?
 
-    Asked while the server is awake, after the trainer's first step: then what other processes hold of the GPU, and the
+    Asked while the server is awake, after the trainer's second step: then what other processes hold of the GPU, and the
     most that the trainer has ever held, are known and not guessed. A later step that needs more changes the answer.
     """
 

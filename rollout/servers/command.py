@@ -60,8 +60,8 @@ def find_python(cfg: VllmConfig) -> str:
             continue
         for thing, needs in found.missing:
             raise ValueError(
-                f"{found.name} {found.version}: has no {thing}, which {needs}; install {found.name} {OLDEST} or newer "
-                f"for {python}, or name another interpreter with --vllm.python"
+                f"{found.name} {found.version}: has no {thing}, which {needs}; install {found.name} {OLDEST} or 0.32, "
+                f"which are tested, for {python}, or name another interpreter with --vllm.python"
             )
         return python
     if cfg.python:
@@ -117,8 +117,10 @@ def serve_command(
     colocate: bool = False,
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
+    grouped: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
-    """argv and the complete environment of one server. `gpus`: entries for CUDA_VISIBLE_DEVICES."""
+    """argv and the complete environment of one server. `gpus`: entries for CUDA_VISIBLE_DEVICES. `grouped`: no weights
+    will come while it generates (worker/strop_scheduler.py)."""
     python = find_python(cfg)
     check_build(python, device)
     if dtype == "auto":
@@ -138,7 +140,8 @@ def serve_command(
     # Newer versions tell a sleeping server from a paused one, but only in their metrics.
     if not cfg.log_stats and not (colocate and "marks_tokens" in found.has):
         argv += ["--disable-log-stats"]
-    if "grouping" in found.has and not any(word.startswith("--scheduler") for word in extra):
+    own = any(word.startswith(("--scheduler-cls", "--scheduler_cls")) for word in extra)
+    if grouped and cfg.tensor_parallel_size == 1 and "grouping" in found.has and not own:
         argv += ["--scheduler-cls", "strop_scheduler.scheduler"]
     length = cfg.max_model_len if cfg.max_model_len is not None else max_model_len
     if length is not None:

@@ -236,6 +236,7 @@ def launch(
     colocate: bool = False,
     first_gpu: int = 0,
     trust_remote_code: bool = False,
+    grouped: bool = False,
 ) -> Launched:
     """Start one server and return at once; wait_ready waits for it.
 
@@ -260,6 +261,7 @@ def launch(
         colocate=colocate,
         max_model_len=max_model_len,
         trust_remote_code=trust_remote_code,
+        grouped=grouped,
     )
     on = f" on GPU {','.join(gpus)}" if gpus else ""
     log(f"vLLM server {replica}: starting{on} at {server.url}" + (f", log in {log_path}" if log_path else ""))

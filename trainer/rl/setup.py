@@ -271,6 +271,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         log_dir=run.dir / "logs",
         max_model_len=min(longest, policy.context_length or longest),
         trust_remote_code=cfg.model.trust_remote_code,
+        samples_ahead=cfg.overlap.async_prefetch,
         vocab_size=policy.model.config.get_text_config().vocab_size,
         log=run.note,
     )

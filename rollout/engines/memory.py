@@ -5,9 +5,9 @@
     ...
     residence.training_ended()             # measures; from now on residence.keeps says whether they may stay
 
-The first two training steps run without them: the first one makes the optimizer's moments at its end, so only the second
-has everything at once. If its measured peak leaves room for them, they stay from then on; if the peak grows into that
-room later, they are freed again while the model trains, and made again after it.
+The first two training steps run without them: the first one makes the optimizer's moments at its end, so only the
+second has everything at once. If its measured peak leaves room for them, they stay from then on; if the peak grows into
+that room later, they are freed again while the model trains, and made again after it.
 """
 
 from __future__ import annotations

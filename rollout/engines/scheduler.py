@@ -164,21 +164,20 @@ class Scheduler:
         while waiting and len(active) < self.decoder.max_rows:
             job = waiting[0]
             self._continue_conversation(job)
-            prefix = job.prefix or self.prefixes.get(tuple(job.prompt_ids[:-1]))
-            new_prefix = 0 if prefix else self.pages_for(len(job.prompt_ids) - 1)
+            prefix = self.prefixes.get(tuple(job.prompt_ids[:-1]))
+            if job.prefix is None and prefix is not None:
+                self._use(job, prefix)  # now, so that making room does not drop it
+            new_prefix = 0 if job.prefix else self.pages_for(len(job.prompt_ids) - 1)
             own = job.num_own if job.prefix else 1 + len(job.ids)
             new_own = self.pages_for(own) - len(job.pages)
             reserve = len(active)  # each row may need a page before the next look
             if not self._make_free(new_prefix + new_own + reserve) and active:
+                self._release(job)
                 break
-            # Dropping what nobody uses may have dropped this prompt.
-            prefix = job.prefix or self.prefixes.get(tuple(job.prompt_ids[:-1]))
             waiting.popleft()
-            if prefix is None:
-                prefix = self._new_prefix(job.prompt_ids[:-1], fills)
             if job.prefix is None:
-                job.prefix, job.own_first = prefix, job.prompt_ids[len(prefix.ids) :]
-                prefix.num_users += 1
+                self._use(job, self._new_prefix(job.prompt_ids[:-1], fills))
+            prefix = job.prefix
             job.pages += self._take(self.pages_for(job.num_own) - len(job.pages))
             todo = job.own[job.num_cached : -1]  # the last one is run by the first step
             if todo:
@@ -188,6 +187,10 @@ class Scheduler:
         if fills:
             self._prefill_ahead(waiting, fills)
             self.decoder.prefill(fills)
+
+    def _use(self, job: Job, prefix: Prefix) -> None:
+        job.prefix, job.own_first = prefix, job.prompt_ids[len(prefix.ids) :]
+        prefix.num_users += 1
 
     def _new_prefix(self, ids: Sequence[int], fills: list[Fill]) -> Prefix:
         prefix = Prefix(tuple(ids), self._take(self.pages_for(len(ids))))

@@ -1,0 +1,84 @@
+"""Random requests, turns and interrupts over few pages, with a toy model that is a hash of what it reads."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rollout.engine import Sampling
+from rollout.engines.local import pages_for
+from rollout.engines.scheduler import Job, Scheduler
+
+
+class ToyDecoder:
+    """A place of its cache holds a token; the next token is a hash of seed, number and all tokens of the row."""
+
+    def __init__(self, num_pages: int, page: int, max_rows: int) -> None:
+        self.cache, self.page, self.max_rows = SimpleNamespace(num_pages=num_pages), page, max_rows
+        self.tokens = np.full(num_pages * page, -1)
+
+    def prefill(self, fills) -> None:
+        for fill in fills:
+            assert len(fill.places) == fill.start + len(fill.ids) == len(set(fill.places.tolist())), "a place per token"
+            self.tokens[fill.places[fill.start :]] = fill.ids
+
+    def run(self, rows, stop_ids, top, steps):
+        ids = np.full((steps, len(rows.token)), -1)
+        for row, (before, own, token, seed, number, left) in enumerate(zip(*rows[1:7], strict=True)):
+            pages, split = rows.table[row].astype(np.int64), -(-before // self.page) * self.page
+            for step in range(min(steps, left)):
+                at = np.r_[np.arange(before), split + np.arange(own + step)]
+                assert pages[at // self.page].all(), "no token of a row is on the scratch page"
+                places = pages[at // self.page] * self.page + at % self.page
+                self.tokens[places[-1]] = token
+                ids[step, row] = token = drawn(self.tokens[places].tolist(), seed, number + step)
+                if token in stop_ids:
+                    break
+        return ids, np.zeros(ids.shape, np.float32)
+
+
+def drawn(tokens: list[int], seed: int, number: int) -> int:
+    return hash((*tokens, int(seed), int(number))) % 50
+
+
+def end(ids: list[int], before: int) -> int | None:
+    """A stop id, or a "string" of two ids below 10."""
+    ends = (n + 1 for n in range(before, len(ids)) if ids[n] == 3 or (n and max(ids[n - 1 : n + 1]) < 10))
+    return next(ends, None)
+
+
+@pytest.mark.parametrize("look", [1, 3, 16])
+def test_random_requests_over_few_pages(look):
+    for case in range(60):
+        rng, scheduler = random.Random(1000 * look + case), None
+        page, rows, spare = rng.choice([2, 4, 16]), rng.choice([1, 2, 3, 8]), rng.choice([0, 0, 1, 4])
+        heads = [rng.choices(range(50), k=rng.choice([1, 2, 5, 17, 40])) for _ in range(3)]
+        turns = [(rng.choice([None, key, key]), rng.choice(heads)) for key in range(rng.randint(1, 12))]
+        for _ in range(3):
+            asked = turns * rng.choice([1, 2])  # two branches of each conversation
+            jobs = [Job(ids, rng.randrange(99), rng.choice([1, 7, 40]), key) for key, ids in asked]
+            least, _ = pages_for(jobs, page=page, rows=rows)
+            if scheduler is None or scheduler.decoder.cache.num_pages < least:
+                scheduler = Scheduler(ToyDecoder(least + spare, page, rows), look=look)
+            done, run = [], scheduler.run(jobs, Sampling(), SimpleNamespace(stop_ids={3}, end=end))
+            for ended in run:
+                done += ended
+                if rng.random() < 0.05:
+                    break
+            run.close()
+            for job in done:
+                made: list[int] = []
+                while len(made) < job.limit and end(made, 0) is None:
+                    made.append(drawn(job.prompt_ids + made, job.seed, len(made)))
+                assert job.ids == made
+            parts = [*scheduler.held.values(), *scheduler.prefixes.values()]
+            pages = sorted(scheduler.free + [number for part in parts for number in part.pages])
+            assert pages == list(range(1, scheduler.decoder.cache.num_pages)), "every page is free or held once"
+            said = [(job.conversation, job.prompt_ids + job.ids) for job in done] or turns
+            turns = [(key, ids[: rng.choice([None, None, -1, 9])] + rng.choice([[], [5, 6]])) for key, ids in said[:20]]
+            turns = [(key, ids or [1]) for key, ids in turns]
+        scheduler.forget()
+        assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1

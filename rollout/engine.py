@@ -224,9 +224,11 @@ def run_groups(
 ) -> list[list[Completion]]:
     """Start and wait, calling tend() about twice a second. The first group that fails cancels the others."""
     futures = source.start(groups)
+    advance = getattr(source, "advance", lambda: False)
     try:
         while True:
-            wait(futures, LOOK_S, FIRST_EXCEPTION)
+            if not advance():
+                wait(futures, LOOK_S, FIRST_EXCEPTION)
             done = [future.result() for future in futures if future.done()]  # raises what a group has raised
             if len(done) == len(futures):
                 return done

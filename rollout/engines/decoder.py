@@ -1,8 +1,8 @@
 """Decode steps over fixed tensors: on a GPU one CUDA graph for each batch size, on a CPU a plain call.
 
-    decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512)
+    decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512, max_pages=16, captures=True)
     decoder.prefill([Fill(ids, start=0, places=places)])             # keys and values of prompts
-    ids, logps = decoder.run(rows, stop, steps=32)                   # (32, B) each; -1 where a row had ended before
+    ids, logps = decoder.run(rows, stop_ids, Top(), steps=32)        # (32, B) each; -1 where a row had ended before
 
 All that a step reads and writes lies in tensors that stay where they are, so that a graph, captured once, can be
 replayed with other values in them. The host writes the state of all rows (RowState), replays a number of steps, and
@@ -23,7 +23,7 @@ from kernels.decode_state import advance, locate
 from kernels.draw import draw
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 STOP_IDS = 16  # room for stop ids in a captured step; more make it larger
 PREFILL_TOKENS = 2**15  # tokens of one prefill pass, padding included
 
@@ -57,19 +57,33 @@ class Top(NamedTuple):
     top_p: float = 1.0
 
 
+def bucket_of(num_rows: int) -> int:
+    """Rows of the graph that runs so many."""
+    return next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 512) * 512)
+
+
 class Decoder:
     """Holds the cache and the state of rows on the device; knows nothing of requests."""
 
-    def __init__(self, forward: Forward, *, num_pages: int, page: int, max_rows: int, captures: bool) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        num_pages: int,
+        page: int,
+        max_rows: int,
+        max_pages: int,  # of one row; more are taken, but graphs are captured again
+        captures: bool,
+    ) -> None:
         self.forward, self.page, self.max_rows, self.captures = forward, page, max_rows, captures
         self.device = forward.shape.device
         self.cache = Cache(forward.shape, num_pages, page)
         self.graphs: dict[tuple[int, Top], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if captures else None
-        self._make_state(max_pages=8, num_stop=STOP_IDS, steps=32)
+        self._make_state(max_pages=max_pages, num_stop=STOP_IDS, steps=32)
 
     def _make_state(self, *, max_pages: int, num_stop: int, steps: int) -> None:
         self.graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
         rows, device = self.max_rows, self.device
         dtypes = {"prefix_len": torch.int32, "own_len": torch.int32, "token": torch.int64, "seed": torch.int64,
                   "drawn": torch.int32, "left": torch.int32, "temperature": torch.float32}  # fmt: skip
@@ -122,8 +136,7 @@ class Decoder:
     ) -> tuple[np.ndarray, np.ndarray]:  # (steps, B) int64 ids, -1 after a row's end; (steps, B) float32 log-probs
         """Sample up to `steps` tokens of each row; the first numbers of the state are these rows'."""
         num_rows = len(rows.token)
-        count = num_rows if not self.captures else next((b for b in BUCKETS if b >= num_rows), num_rows)
-        count = min(count, self.max_rows)
+        count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
         self._make_room(rows.table.shape[1], len(stop_ids), steps)
         graph = self._graph(count, top) if self.captures else None
         self._write(rows, stop_ids, count)

@@ -67,8 +67,12 @@ class PrefillBatch(NamedTuple):
 
 class Forward(Protocol):
     shape: Shape
+    in_place: bool  # the weights are the trainer's own
     scale: float  # of the logits, before the cap
     softcap: float | None
+
+    def cover(self, length: int) -> bool:
+        """Be ready for sequences of this length; returns whether everything lies where it did."""
 
     def refresh(self) -> bool:
         """Take over the trainer's current weights; returns whether they lie where they did, as graphs need."""
@@ -135,6 +139,9 @@ def attend_prefill(
         if window is not None:
             mask = mask & (at > batch.position[:, :, None] - window)
         mask = mask.unsqueeze(1)
+    if mask is not None and query.is_cuda:
+        # With a mask and fewer key heads torch would compute all scores at once, in float32.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     out = F.scaled_dot_product_attention(
         query.to(key.dtype), key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
     )
@@ -154,16 +161,19 @@ class TransformersForward:
         self, lm: Any, dtype: torch.dtype, *, autocast_dtype: torch.dtype | None = None, copied: bool = False
     ) -> None:
         self.source, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
-        self.lm = empty_copy(lm, dtype) if copied else lm
+        self.lm, self.in_place = empty_copy(lm, dtype) if copied else lm, not copied
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
         self.autocast_dtype = None if copied else autocast_dtype
         self._places: list[int] = []
         self._compiled = [m for m in self.lm.modules() if getattr(m, "_compiled_call_impl", None) is not None]
         _register()
 
+    def cover(self, length: int) -> bool:
+        return True  # the model computes its positions itself
+
     @torch.no_grad()
     def refresh(self) -> bool:
-        if self.lm is self.source:
+        if self.in_place:
             before, self._places = self._places, [parameter.data_ptr() for parameter in self.lm.parameters()]
             return before == self._places
         for name, held in self.lm.named_parameters():
@@ -266,6 +276,9 @@ def _register() -> None:
 # Llama-like models: fewer and larger operations.
 
 
+BLOCK_MODELS = ("llama", "qwen2", "qwen3", "mistral", "seed_oss", "cwm")  # config.model_type
+
+
 class Block(NamedTuple):
     """Weights of a block, in the dtype of the products; norms are float32."""
 
@@ -288,18 +301,16 @@ class BlockForward:
     residual stream is float32, as in training under autocast.
     """
 
-    def __init__(self, lm: Any, dtype: torch.dtype, longest: int) -> None:
+    in_place = False
+
+    def __init__(self, lm: Any, dtype: torch.dtype) -> None:
         assert block_obstacle(lm) is None, block_obstacle(lm)
         self.lm, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
         config = lm.config.get_text_config()
         self.scale, self.softcap = logit_options(config)
         self.num_heads, self.eps = config.num_attention_heads, config.rms_norm_eps
         self.attention_scale = lm.base_model.layers[0].self_attn.scaling
-        device = self.shape.device
-        at = torch.arange(longest, device=device)[None]
-        cos, sin = lm.base_model.rotary_emb(torch.zeros(1, dtype=torch.float32, device=device), at)
-        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # (longest, K) float32
-        self.longest = longest
+        self.cos = self.sin = torch.empty(0)  # (longest, K) float32, of the positions covered so far
         self._copies: list[tuple[Tensor, nn.Module, str]] = []  # (where, of which module, which tensor)
         base = lm.base_model
         self.embedding = self._hold((base.embed_tokens, "weight"))
@@ -307,6 +318,15 @@ class BlockForward:
         self.head = self.embedding if tied else self._hold((lm.get_output_embeddings(), "weight"))
         self.norm = self._hold((base.norm, "weight"), dtype=torch.float32)
         self.blocks = [self._block(layer) for layer in base.layers]
+
+    def cover(self, length: int) -> bool:
+        if length <= len(self.cos):
+            return True
+        device = self.shape.device
+        at = torch.arange(1 << (length - 1).bit_length(), device=device)[None]
+        cos, sin = self.lm.base_model.rotary_emb(torch.zeros(1, dtype=torch.float32, device=device), at)
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        return False
 
     def _block(self, layer: Any) -> Block:
         attention, mlp = layer.self_attn, layer.mlp
@@ -424,8 +444,10 @@ def merged(module: nn.Module) -> Tensor:
 
 
 def block_obstacle(lm: Any) -> str | None:
-    """Why BlockForward cannot run this model; None if its structure fits. Log-probs are compared besides."""
+    """Why BlockForward cannot run this model; None if it can. Log-probs are compared besides, of short prompts only."""
     base, config = lm.base_model, lm.config.get_text_config()
+    if config.model_type not in BLOCK_MODELS:  # others have the same parts and combine them in other ways
+        return f"models of the type {config.model_type} are not known to have Llama's blocks"
     if {name for name, _ in base.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return "its parts are not an embedding, blocks, a norm and rotary positions"
     if getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
@@ -470,5 +492,21 @@ def mergeable(module: nn.Module) -> bool:
         return False
     if not hasattr(module, "base_layer"):
         return True
-    variants = getattr(module, "lora_variant", {})
-    return hasattr(module, "lora_A") and not any(name in variants for name in module.active_adapters)
+    return all(is_plain_lora(module, name) for name in module.active_adapters)
+
+
+def is_plain_lora(module: nn.Module, adapter: str) -> bool:
+    """W + scaling B A, without a bias, magnitudes (DoRA) or an embedding; or this adapter has no part here."""
+    if adapter not in getattr(module, "lora_A", {}):
+        return adapter not in getattr(module, "lora_embedding_A", {})
+    has_variant = adapter in getattr(module, "lora_variant", {})
+    return not has_variant and getattr(module.lora_B[adapter], "bias", None) is None
+
+
+def adapters_obstacle(lm: Any) -> str | None:
+    """Why the adapters of a model cannot be merged into a copy of its weights; None if they can, or there are none."""
+    for name, module in lm.named_modules():
+        adapters = getattr(module, "active_adapters", ()) if hasattr(module, "base_layer") else ()
+        if not all(is_plain_lora(module, adapter) for adapter in adapters):
+            return f"the adapter of {name} is not a plain product of two matrices"
+    return None

@@ -26,7 +26,14 @@ import torch
 from kernels.draw import signed_64
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
 from rollout.engines.decoder import Decoder
-from rollout.engines.forward import BlockForward, Forward, TransformersForward, block_obstacle, paged_obstacle
+from rollout.engines.forward import (
+    BlockForward,
+    Forward,
+    TransformersForward,
+    adapters_obstacle,
+    block_obstacle,
+    paged_obstacle,
+)
 from rollout.engines.growing import sample_growing
 from rollout.engines.memory import FULL, GIB, Residence, available
 from rollout.engines.scheduler import Job, Scheduler
@@ -75,6 +82,7 @@ class LocalEngine:
         self._scheduler: Scheduler | None = None
         self._loaded: int | None = None  # version of the weights that the forward has
         self._held_bytes = 0  # cache, graphs and copy of the weights
+        self._is_full = False  # the cache is as large as memory allows
 
     # Sampling.
 
@@ -86,7 +94,9 @@ class LocalEngine:
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
         """The same completions as they end, each with the number of its request."""
         check_sampling(sampling)
-        limits = [request.max_tokens or sampling.max_tokens for request in requests]
+        limits = [sampling.max_tokens if request.max_tokens is None else request.max_tokens for request in requests]
+        if min(limits, default=1) < 1:
+            raise ValueError(f"max_tokens={min(limits)} (request {limits.index(min(limits))}): must be 1 or more")
         self._check_requests([request.prompt_ids for request in requests], limits)
         if not requests:
             return
@@ -99,11 +109,20 @@ class LocalEngine:
             self._choose()
         # Longest first: the others fill up the rows beside them. Equal prompts are neighbours, and share a tile.
         jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
-        with evaluating(self.model, self.autocast_dtype if self._grows else None):
-            for ended in (
-                self._grow(jobs, sampling, stop) if self._grows else self._ready(jobs).run(jobs, sampling, stop)
-            ):
+        run = self._grow(jobs, sampling, stop) if self._grows else self._run(jobs, sampling, stop)
+        try:
+            while True:
+                # Not around the yield: whoever gets the completions has gradients and training mode as before.
+                with evaluating(self.model, self.autocast_dtype if self._grows else None):
+                    ended = next(run, None)
+                if ended is None:
+                    return
                 yield self._completions(ended, stop)
+        finally:
+            run.close()
+
+    def _run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
+        yield from self._ready(jobs).run(jobs, sampling, stop)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
         """Samples now: the future has its result already."""
@@ -198,7 +217,8 @@ class LocalEngine:
 
     def _choose(self) -> None:
         """The first way to run this model whose log-probs are the trainer's."""
-        obstacle = paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
+        obstacle, skipped = paged_obstacle(self.lm, needs_kernels=self.kind == "cuda"), None
+        name = type(self.lm).__name__
         for make in [] if obstacle else self._ways():
             try:
                 self._make, self._forward = make, make()
@@ -206,12 +226,14 @@ class LocalEngine:
             except torch.OutOfMemoryError:
                 raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                obstacle = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                obstacle = f"its code fails with a paged cache ({type(error).__name__}: {' '.join(str(error).split())})"
             if obstacle is None:
+                if skipped:
+                    self.log(f"rollout: {name} is sampled by its own forward, which is slower, because {skipped}")
                 return
             self._release()
+            skipped = obstacle
         self._make, self._grows = None, True
-        name = type(self.lm).__name__
         self.log(f"rollout: {name} is sampled with a growing cache, which is slower, because {obstacle}")
 
     def _ways(self) -> list[Callable[[], Forward]]:
@@ -219,18 +241,21 @@ class LocalEngine:
         if self.kind == "cpu":
             return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype)]
         in_place = lm is self.model and all(p.dtype == dtype for p in lm.parameters())
-        ways: list[Callable[[], Forward]] = [lambda: TransformersForward(lm, dtype, copied=not in_place)]
+        copied = not in_place and adapters_obstacle(lm) is None
+        options = {"autocast_dtype": self.autocast_dtype, "copied": copied}
+        ways: list[Callable[[], Forward]] = [lambda: TransformersForward(lm, dtype, **options)]
         copy_bytes = sum(p.numel() for p in lm.parameters()) * dtype.itemsize
         is_tight = available(self.device) - torch.cuda.memory_allocated(self.device) < 2 * copy_bytes
         if block_obstacle(lm) is None and not (in_place and is_tight):
-            context = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 2**16
-            ways.insert(0, lambda: BlockForward(lm, dtype, longest=context))
+            ways.insert(0, lambda: BlockForward(lm, dtype))
         return ways
 
     def _parity(self) -> str | None:
         """Sample a little and compare with the trainer's own log-probs; returns what is wrong, or None."""
         vocab = self.lm.config.get_text_config().vocab_size
-        prompts = [[(step * i + 1) % vocab for i in range(length)] for step, length in ((7, 20), (7, 20), (5, 3))]
+        longest = min(20, (getattr(self.lm.config.get_text_config(), "max_position_embeddings", None) or 26) - 6)
+        shapes = ((7, longest), (7, longest), (5, 3))
+        prompts = [[(step * i + 1) % vocab for i in range(length)] for step, length in shapes]
         jobs = [Job(prompt, seed, 6) for seed, prompt in enumerate(prompts)]
         sampling = Sampling(max_tokens=6)
         with evaluating(self.model, None):
@@ -250,22 +275,27 @@ class LocalEngine:
         if self._forward is None:
             self._forward = self._make()
             self._loaded = None
+        # Each on its own line: both must run, and either may have moved what graphs point at.
+        stays = self._forward.cover(max(len(job.prompt_ids) + job.limit for job in jobs))
+        if self._loaded != self.version or self._forward.in_place:
+            stays &= self._forward.refresh()
+        if not stays and self._scheduler is not None:
+            self._scheduler.decoder.graphs.clear()
         if self._loaded != self.version:
-            if not self._forward.refresh() and self._scheduler is not None:
-                self._scheduler.decoder.graphs.clear()
             self._loaded = self.version
             self.forget()
         least, most = pages_for(jobs, page=PAGE[self.kind], rows=self.max_batch_size)
         have = 0 if self._scheduler is None else self._scheduler.decoder.cache.num_pages
-        if have < most:
+        if have < least or (have < most and not self._is_full):
             self._scheduler = None  # before the new one is made: there may be no room for both
             # Somewhat larger, so that batches which grow little by little do not make a new cache each time.
             num_pages = min(most + most // 4 if have else most, max(have, self._page_budget()))
+            self._is_full = num_pages < most
             if num_pages < least:
                 self._refuse(least, num_pages)
             decoder = Decoder(
                 self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=self.max_batch_size,
-                captures=self.kind == "cuda",
+                max_pages=least, captures=self.kind == "cuda",
             )  # fmt: skip
             self._scheduler = Scheduler(decoder, look=LOOK[self.kind])
         return self._scheduler
@@ -297,7 +327,8 @@ class LocalEngine:
         if on_gpu:
             torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device) if on_gpu else 0
-        self._scheduler = self._forward = None
+        self._scheduler = self._forward = self._loaded = None
+        self._is_full = False
         if not on_gpu:
             return 0
         torch.cuda.empty_cache()

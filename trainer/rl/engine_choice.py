@@ -89,7 +89,9 @@ def choose(cfg: Any, memory: Memory | None, check_vllm: Callable[[], Any]) -> Ch
     try:
         check_vllm()
     except ValueError as error:
-        raise ValueError(f"rollout.engine=auto: {short}, and servers cannot start: {error}") from None
+        raise ValueError(
+            f"rollout.engine=auto: {short}, and servers cannot start: {error}; --rollout.engine local tries anyway"
+        ) from None
     return Choice("vllm", f"rollout.engine=auto: vllm, {short}")
 
 

@@ -47,6 +47,8 @@ class Rank0Rollout:
         on_all = comm.world_size() > 1 and comm.is_main() and in_process
         self.engine: Engine = AllRanksEngine(policy, engine) if on_all else engine
         self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
+        if in_process:
+            self.handlers |= {"load": lambda version: engine.load(int(version)), "sleep": engine.sleep}
         if in_process:  # with servers, rank 0 has another engine here, and is sent no commands
             self.handlers |= CommandHandlers(policy, engine).handlers
 
@@ -196,8 +198,18 @@ class AllRanksEngine(AllRanksScores):
         """All at once: ranks send their parts when all of them are done."""
         yield list(enumerate(self.generate(requests, sampling)))
 
+    def load(self, version: int) -> None:
+        self.version = version
+        comm.send_command(f"load {version}")
+        self.local.load(version)
+
     def sleep(self) -> None:
-        """Every rank's own engine sleeps after its part."""
+        comm.send_command("sleep")
+        self.local.sleep()
+
+    def metrics(self) -> dict[str, float]:
+        """Of rank 0's part."""
+        return self.local.metrics()
 
 
 def generate_part(
@@ -207,9 +219,7 @@ def generate_part(
     world, rank = comm.world_size(), comm.rank()
     first, stop = (len(requests) * part // world for part in (rank, rank + 1))
     with gathered_weights(policy):
-        local.load(local.version)  # what it holds of the weights and of earlier requests may be old
         made = local.generate(requests[first:stop], sampling) if stop > first else []
-        local.sleep()
     rest, tensors = to_tensors(made)
     all_rest = comm.of_all(rest, "completions")
     parts = [comm.all_gather(x, "tokens of completions", everyone=True) for x in tensors]

@@ -9,7 +9,7 @@ import torch
 
 from rollout.engine import Request, Sampling
 from rollout.engines import local as local_engine
-from rollout.engines.forward import BlockForward, block_obstacle
+from rollout.engines.forward import BlockForward, TransformersForward, adapters_obstacle, block_obstacle
 from rollout.engines.local import LocalEngine, pages_for
 from rollout.engines.scheduler import TILE_ROWS, Job, Prefix, tiles_of
 
@@ -136,12 +136,23 @@ def test_conversations_that_wait_are_dropped_when_pages_are_short(make_model, to
     model, sampling = make_model(), Sampling(max_tokens=20)
     engine = LocalEngine(model, tokenizer)
     first = engine.generate([Request(prompt_ids=[i] * 20, seed=i, conversation=i) for i in range(6)], sampling)
-    monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: 0)
+    engine._is_full = True  # no larger cache
+    scheduler = engine._scheduler
     many = [Request(prompt_ids=[9, i], seed=i) for i in range(60)]
     same(engine.generate(many, sampling), alone(model, tokenizer, many, sampling))
     second = [Request(prompt_ids=c.prompt_ids + c.ids + [5], seed=9, conversation=i) for i, c in enumerate(first)]
     plain = [Request(prompt_ids=r.prompt_ids, seed=r.seed) for r in second]
     same(engine.generate(second, sampling), alone(model, tokenizer, plain, sampling))
+    assert engine._scheduler is scheduler
+
+
+def test_a_cache_that_memory_bounds_is_kept_from_call_to_call(make_model, tokenizer, monkeypatch):
+    monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: 14)
+    engine = LocalEngine(make_model(), tokenizer)
+    for call in range(3):
+        engine.generate([Request(prompt_ids=[i] * 20, seed=i) for i in range(9)], Sampling(max_tokens=20))
+        assert call == 0 or engine._scheduler is before
+        before = engine._scheduler
 
 
 def test_new_weights_drop_what_is_cached(make_model, tokenizer):
@@ -190,7 +201,7 @@ def test_the_merged_blocks_compute_what_the_model_does(make_model, tokenizer, mo
     expected = LocalEngine(model, tokenizer).generate(requests, sampling)
     assert block_obstacle(model) is None
     engine = LocalEngine(model, tokenizer, max_batch_size=4)
-    ways = [lambda: BlockForward(model, torch.float32, longest=128)]
+    ways = [lambda: BlockForward(model, torch.float32)]
     monkeypatch.setattr(LocalEngine, "_ways", lambda self: ways)
     same(engine.generate(requests, sampling), expected)
     assert type(engine._forward) is BlockForward
@@ -202,7 +213,7 @@ def test_the_merged_blocks_take_adapters_and_new_weights(make_model, tokenizer, 
     model = get_peft_model(make_model("qwen3"), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     sampling, requests = Sampling(max_tokens=12), requests_for(2)
     plain, merged = LocalEngine(model, tokenizer), LocalEngine(model, tokenizer)
-    merged._ways = lambda: [lambda: BlockForward(model.get_base_model(), torch.float32, longest=128)]
+    merged._ways = lambda: [lambda: BlockForward(model.get_base_model(), torch.float32)]
     for version in range(3):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -211,6 +222,61 @@ def test_the_merged_blocks_take_adapters_and_new_weights(make_model, tokenizer, 
         merged.load(version)
         same(merged.generate(requests, sampling), plain.generate(requests, sampling))
     assert type(merged._forward) is BlockForward
+
+
+def test_a_way_that_fails_leaves_the_next_one_with_current_weights(make_model, tokenizer, monkeypatch):
+    model, sampling, requests = make_model("qwen3"), Sampling(max_tokens=8), requests_for(2)
+    expected = LocalEngine(model, tokenizer).generate(requests, sampling)
+    lines: list[str] = []
+    engine = LocalEngine(model, tokenizer, log=lines.append)
+    engine._ways = lambda: [
+        lambda: Wrong(model, torch.float32),
+        lambda: TransformersForward(model, torch.float32, copied=True),
+    ]
+    same(engine.generate(requests, sampling), expected)
+    assert type(engine._forward) is TransformersForward and not engine._forward.in_place
+    assert len(lines) == 1 and "is sampled by its own forward, which is slower, because its log-probs" in lines[0]
+
+
+class Wrong(BlockForward):
+    """Blocks of another model."""
+
+    def refresh(self) -> bool:
+        super().refresh()
+        self.head.mul_(2.0)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_plain"),
+    [
+        ({"target_modules": ["q_proj", "down_proj"]}, True),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, False),
+        ({"target_modules": ["q_proj"], "use_dora": True}, False),
+    ],
+)  # fmt: skip
+def test_only_plain_adapters_are_merged_into_a_copy(make_model, settings, is_plain):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_model("qwen3"), LoraConfig(r=4, task_type="CAUSAL_LM", **settings)).get_base_model()
+    assert (adapters_obstacle(model) is None) == is_plain
+    assert (block_obstacle(model) is None) == is_plain
+
+
+def test_completions_come_with_gradients_and_training_mode_as_before(make_model, tokenizer):
+    model = make_model().train()
+    parts = LocalEngine(model, tokenizer).stream(requests_for(2), Sampling(max_tokens=40))
+    for _ in parts:
+        assert torch.is_grad_enabled() and model.training
+
+
+def test_a_limit_below_one_is_refused(make_model, tokenizer):
+    for limit in (0, -1):
+        with pytest.raises(ValueError, match=f"max_tokens={limit} \\(request 1\\): must be 1 or more"):
+            LocalEngine(make_model(), tokenizer).generate(
+                [Request(prompt_ids=[1], seed=0), Request(prompt_ids=[1], seed=0, max_tokens=limit)], Sampling()
+            )
 
 
 def test_what_the_paged_cache_cannot_hold_is_sampled_with_a_growing_one(make_model, tokenizer, monkeypatch):
@@ -278,6 +344,6 @@ def test_architectures(tokenizer, name, settings, expected):
     assert (block_obstacle(model) is None) == (expected == "blocks")
     if expected == "blocks":
         merged = LocalEngine(model, tokenizer, max_batch_size=4)
-        merged._ways = lambda: [lambda: BlockForward(model, torch.float32, longest=128)]
+        merged._ways = lambda: [lambda: BlockForward(model, torch.float32)]
         same(merged.generate(requests_for(2), Sampling(max_tokens=40, stop_ids=(3, 90))), made)
         assert type(merged._forward) is BlockForward

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.decode_attention import Rows, decode_attention, supports
+from kernels.decode_attention import Rows, decode_attention, seen_by, supports
 from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
 
 NAME = "strop_paged"  # our name among transformers' attention implementations
@@ -190,10 +190,15 @@ class TransformersForward:
         rows: Rows,
         cache: Cache,
     ) -> Tensor:  # (B, V)
+        seen = {}
+        if not token.is_cuda:
+            seen = {window: seen_by(rows, page=cache.page, window=window) for window in set(self.windows)}
+
         def attend(layer: int, query: Tensor, scale: float) -> Tensor:  # (B, 1, H, K)
+            window = self.windows[layer]
             out = decode_attention(
                 query[:, :, 0], cache.keys[layer], cache.values[layer], rows,
-                page=cache.page, scale=scale, window=self.windows[layer],
+                page=cache.page, scale=scale, window=window, seen=seen.get(window),
             )  # fmt: skip
             return out.unsqueeze(1)
 

@@ -125,7 +125,7 @@ def _servers(
         shared = {"devices": (0,), "gpu_memory_utilization": 0.1} if device == "cuda" else {}
         # With vLLM's metrics; the tied one is without.
         cfg = VllmConfig(max_model_len=LENGTH, dtype="float32", log_stats=True, **shared)
-        launched = launch(cfg, model=str(model_folders["untied"]), log_dir=logs, device=device)
+        launched = launch(cfg, model=str(model_folders["untied"]), log_dir=logs, device=device, grouped=True)
         wait_ready([launched], cfg.startup_timeout)
         wait_for(lambda: "now start the trainer" in tied_log.read_text() or serve.poll() is not None, START_S)
         assert serve.poll() is None, tied_log.read_text()[-3000:]

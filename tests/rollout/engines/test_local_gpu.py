@@ -23,6 +23,8 @@ from trainer.policy.adapters import add_adapter
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral")  # mistral with a sliding window shorter than the rows
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+# On the CPU one kind is enough here: test_scheduler.py has the others.
+PLACED = [("mistral", "cpu"), *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in KINDS)]
 LIMITS = {"float32": 1e-4, "bfloat16": 0.02}  # mean distance of a log-prob from that of a plain forward pass
 PLACES = 256  # of the models' context
 WINDOW = 24
@@ -96,8 +98,7 @@ def next_logps(model: Any, ids: list[int]) -> torch.Tensor:  # (V,) float64
     return torch.log_softmax(model.eval()(torch.tensor([ids], device=device)).logits[0, -1].double(), dim=-1).cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "device"), PLACED)
 def test_float32_log_probs_are_those_of_a_forward_pass(tokenizer, kind, device):
     engine = LocalEngine(build(kind, device), tokenizer)
     engine.load(0)
@@ -119,8 +120,7 @@ def test_bfloat16_log_probs_are_about_those_of_a_forward_pass(tokenizer, kind, h
     assert mean_gap(engine, completions) < LIMITS["bfloat16"]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "device"), PLACED)
 def test_float32_completions_do_not_depend_on_the_batch_size(tokenizer, kind, device):
     model = build(kind, device)
     requests = requests_of(prompts_of(50 if device == "cuda" else 10, 40), copies=4)
@@ -152,8 +152,7 @@ def test_bfloat16_completions_first_differ_at_a_boundary(tokenizer, kind):
             assert between < 2 * largest, f"token {at}: {between:.3g} of the distribution lies between the two"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "device"), PLACED)
 def test_float32_greedy_is_that_of_transformers(tokenizer, kind, device):
     model = build(kind, device)
     engine = LocalEngine(model, tokenizer)

@@ -381,7 +381,8 @@ def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_ser
     assert second["sampling_params"]["max_tokens"] == 200 - count
     assert (first["cache_salt"], second["cache_salt"]) == ("v1", "v2")
     expected = logps_by_transformers(untied_server.model_folder, request.prompt_ids, sampled.ids, 1.5)
-    assert largest_gap(sampled.logps, expected) <= 1e-4
+    # Three times the usual limit: the second part begins with a prefill, which rounds in another way.
+    assert largest_gap(sampled.logps, expected) <= 3e-4
 
 
 @pytest.mark.parametrize("decodes", [True, False])

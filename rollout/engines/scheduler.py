@@ -121,12 +121,13 @@ class Scheduler:
         return -(-tokens // self.decoder.page)
 
     def _take(self, count: int) -> list[int]:
+        assert count <= len(self.free), f"{count} pages are needed, and {len(self.free)} are free"
         taken, self.free = self.free[len(self.free) - count :], self.free[: len(self.free) - count]
         return taken
 
-    def _drop_prefixes(self, keep: Iterable[tuple[int, ...]] = ()) -> None:
+    def _drop_prefixes(self) -> None:
         for ids, prefix in list(self.prefixes.items()):
-            if prefix.num_users == 0 and ids not in keep:
+            if prefix.num_users == 0:
                 self.free += prefix.pages
                 del self.prefixes[ids]
 

@@ -7,14 +7,13 @@ import os
 import signal
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from rollout.engine import Request, Sampling
 from rollout.servers.client import LEAN, ServerError, VllmServer
 from rollout.servers.pool import Pool
-from tests.rollout.vllm.conftest import processes_of
+from tests.rollout.vllm.conftest import command_of, processes_of
 from tests.rollout.vllm.scripted import Proxy, proxies, rewrite
 
 REQUESTS = [Request(prompt_ids=[5, 6, 7 + i % 5], seed=i) for i in range(8)]
@@ -67,7 +66,7 @@ def expected(untied_server):
 
 def engine_pids(fixture):
     """The processes that compute; /health is answered by another one."""
-    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(fixture)}
+    names = {pid: b" ".join(command_of(pid)) for pid in processes_of(fixture)}
     found = [pid for pid, name in names.items() if b"EngineCore" in name]
     assert found, names
     return found

@@ -14,7 +14,7 @@ from rollout.servers.command import WORKER, device_of
 from rollout.servers.launch import group_members, launch, wait_ready
 from rollout.servers.options import VllmConfig
 from rollout.servers.token import find_token
-from tests.rollout.vllm.conftest import children, processes_of, start_serve, wait_for
+from tests.rollout.vllm.conftest import children, command_of, processes_of, start_serve, wait_for
 
 ROUTES = [
     ("GET", "/health"), ("GET", "/strop/generate"), ("POST", "/strop/generate"), ("GET", "/strop/lease"),
@@ -68,7 +68,7 @@ def test_the_token_of_serve_is_in_a_private_file_where_its_user_finds_it(tied_se
 
 def test_the_token_is_not_on_the_command_line_and_the_path_holds_our_worker_folder_alone(tied_server):
     for pid in processes_of(tied_server):
-        assert tied_server.token not in Path(f"/proc/{pid}/cmdline").read_text()
+        assert tied_server.token.encode() not in b" ".join(command_of(pid))
     environ = Path(f"/proc/{tied_server.group}/environ").read_text()
     env = dict(entry.split("=", 1) for entry in environ.split("\0") if entry)
     assert env["PYTHONPATH"] == str(WORKER) and env["STROP_VLLM_TOKEN"] == tied_server.token

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout.servers.command import TOKEN
 from tests.entry import environment, metrics, processes_with
-from tests.rollout.vllm.conftest import wait_for
+from tests.rollout.vllm.conftest import command_of, wait_for
 from trainer.__main__ import main
 
 GRPO = ("--method", "grpo", "--rollout.engine", "vllm", "--eval-steps", 0)
@@ -41,7 +41,7 @@ def api_servers(run_dir: Path) -> list[int]:
     """The servers that a run started, without their guards and engines."""
     found = []
     for pid in processes_with(f"STROP_TEST_RUN={run_dir}"):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        command = command_of(pid)
         if b"vllm.entrypoints.openai.api_server" in command and b"-m" in command[:3]:
             found.append(pid)
     return found

@@ -123,10 +123,16 @@ def check_damaged_falls_back(run: Path, whole: Path, capfd: pytest.CaptureFixtur
     check_equal(run, whole)
 
 
-# Steps on a rollout -> a checkpoint after the fourth step is one between rollouts.
+# A checkpoint after the fourth step is one between rollouts, of whatever number of steps.
 FLAGS = {
+    "moving reference": [
+        "--beta", 0.1, "--sync-ref-model", "--ref-model-sync-steps", 3, "--minibatches-per-rollout", 2,
+    ],
+    "moving reference, kl in reward": [
+        "--method", "rloo", "--sync-ref-model", "--ref-model-sync-steps", 3, "--ref-model-mixup-alpha", 0.5,
+    ],
     "mini-batches": ["--minibatches-per-rollout", 2, "--num-iterations", 2, "--scale-rewards", "batch"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FLAGS)

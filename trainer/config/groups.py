@@ -23,6 +23,7 @@ from trainer.config.blocks import (
     Flat,
     LoraConfig,
     ModelConfig,
+    MovingReferenceConfig,
     OptimConfig,
     ParallelConfig,
     RolloutConfig,
@@ -229,6 +230,7 @@ class GroupConfig:
     policy_loss: Flat[PolicyLossConfig] = field(default_factory=PolicyLossConfig)
     correction: Flat[CorrectionConfig] = field(default_factory=CorrectionConfig)
     overlap: Flat[AsyncConfig] = field(default_factory=AsyncConfig)
+    moving: Flat[MovingReferenceConfig] = field(default_factory=MovingReferenceConfig)
 
     num_generations: int = 8
     """Completions sampled per prompt; they form one group."""
@@ -243,11 +245,30 @@ class GroupConfig:
     share_prompt: bool = True
     """Compute a prompt once for its group; the gradient is the same. Without packing each completion is in full."""
     num_iterations: int = 1
-    """Optimizer steps taken on each batch of completions."""
+    """Optimizer steps taken on each completion."""
+    minibatches_per_rollout: int = 1
+    (
+        "Optimizer steps that the completions of one rollout are divided over: it samples so many times as many "
+        "prompts, and each step trains on its part of their groups, num_iterations times."
+    )
 
     @property
     def prompts_per_step(self) -> int:
         return self.run.sequences_per_step // self.num_generations
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        return self.prompts_per_step * self.minibatches_per_rollout
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps."""
+        return self.minibatches_per_rollout * self.num_iterations
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is loaded; a method with another use for one overrides this."""
+        return self.policy_loss.beta > 0
 
     def check_temperature(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -256,12 +277,22 @@ class GroupConfig:
     def check_groups(self, *, kl_in_reward: bool = False) -> None:
         """What the blocks cannot see alone, for a Config that samples with the engine."""
         self.check_temperature()
-        check_numbers(self, {"1 or more": "max_completion_length num_iterations"})
+        check_numbers(self, {"1 or more": "max_completion_length num_iterations minibatches_per_rollout"})
         check_engine(self.rollout, self.vllm, self.sync, servers_asked(self))
         check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
         check_policy_options(
-            self.policy_loss, self.correction, num_iterations=self.num_iterations, kl_in_reward=kl_in_reward
+            self.policy_loss,
+            self.correction,
+            num_iterations=self.num_iterations,
+            minibatches=self.minibatches_per_rollout,
+            kl_in_reward=kl_in_reward,
         )
+        if self.moving.sync_ref_model and not self.has_reference:
+            raise ValueError("sync_ref_model=True: there is no reference to move with beta=0; set --beta too")
+        if self.moving.sync_ref_model and self.lora.r > 0:
+            raise ValueError(
+                "sync_ref_model=True: with LoRA the reference is the base itself, which cannot move; leave it out"
+            )
         if "" in self.stop:
             raise ValueError("stop='': an empty stop string would end every completion; remove it")
         if self.run.sequences_per_step % self.num_generations:

@@ -32,7 +32,7 @@ from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import parallelize
 from trainer.rl.session import Session
-from trainer.rl.step import backward, prepare
+from trainer.rl.step import backward
 from trainer.run.run import open_run
 
 
@@ -46,7 +46,6 @@ def train(cfg: Config) -> None:
         return train_strided(cfg)
     with Session(
         cfg,
-        with_reference=has_reference(cfg),
         frozen=lambda s: {"features": feature_network(cfg, s.policy)},
         prompts=lambda s, specs: targets_of(cfg, s.policy, s.frozen["features"], specs),
         source=lambda s, sampling: target_source(cfg, s),
@@ -63,20 +62,17 @@ def train(cfg: Config) -> None:
             advantage = s.advantage(batch)  # (B,)
             # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
             weighted = advantage * cfg.features.rl_coef
-            rollout = prepare(cfg, s.policy, batch.completions, weighted, old_logps=s.old_logps(batch))
+            rollout = s.prepare(batch, weighted)
             s.keep_samples(batch, advantage)
-            for part in s.updates(rollout):
+            for part in s.updates(*rollout):
                 sums = backward(cfg, s.policy, part)
-                num_target = structured.add_target(cfg, s.policy, [group.prompt for group in batch.groups], sums)
+                prompts = [group.prompt for group in batch.parts[part.number].groups]
+                num_target = structured.add_target(cfg, s.policy, prompts, sums)
                 s.optimizer_step(sums, part, extra_tokens=num_target)
                 s.log(sums, part, feature_metrics)
                 s.refresh_ahead()
             s.finish_rollout()
         s.finish()
-
-
-def has_reference(cfg: Config) -> bool:
-    return cfg.features.feature_model is None or cfg.policy_loss.beta > 0
 
 
 def feature_network(cfg: Config, policy: Policy) -> FeatureNetwork:
@@ -91,7 +87,7 @@ def target_source(cfg: Config, s: Session) -> Source:
 
 def train_strided(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=has_reference(cfg))
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.has_reference)
         policy = parallelize(cfg.parallel, policy)
         network = feature_network(cfg, policy)
         size = cfg.run.sequences_per_step

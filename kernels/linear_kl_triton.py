@@ -10,6 +10,7 @@ Notation as in linear_kl.py. One program per token walks its row of both logits:
 so it reads 4 bytes of each logit two or three times. d loss / d y of a row is written over the start of the student's
 row, in the dtype of the products: bfloat16 values take half the place of the fp32 logits, and a block of them only
 covers logits that the whole program has already read, which the barrier makes sure of.
+Shapes: N = tokens of a chunk, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -148,17 +149,18 @@ def _divergence(
 
 
 def step(
-    y: Tensor,  # (n, V) fp32 hidden @ weight.T of the student; overwritten
+    y: Tensor,  # (N, V) fp32 hidden @ weight.T of the student; overwritten
     head: Any,
-    teacher_y: Tensor,  # (n, V) fp32
+    teacher_y: Tensor,  # (N, V) fp32
     teacher_head: Any,
     beta: float,
     temperature: float,
-    divergence: Tensor,  # (n,) output
-    token_weight: Tensor,  # (n,)
+    divergence: Tensor,  # (N,) output
+    token_weight: Tensor,  # (N,)
     dtype: torch.dtype,
     with_gradient: bool,
-) -> Tensor | None:  # (n, V) d loss / d y in `dtype`, in the memory of y
+) -> Tensor | None:  # (N, V) d loss / d y in `dtype`, in the memory of y
+    """Divergences and gradients of the tokens of a chunk."""
     num_tokens, vocab = y.shape
     out = y
     if with_gradient:  # row n begins where row n of y does

@@ -310,7 +310,7 @@ def test_wrong_arguments_are_named():
         ({"impl": "cuda"}, "impl=cuda: must be auto, torch or triton"),
         ({"impl": "triton"}, "impl=triton: device cpu: Triton runs on CUDA"),
         ({"teacher_head": short}, r"teacher_head.weight: 30 ids for 37 of the student; .*pass .first\(V\)"),
-        ({"teacher_hidden": case.teacher_hidden[:2]}, "teacher_hidden: 2 tokens, the student has 3"),
+        ({"teacher_hidden": case.teacher_hidden[:2]}, "teacher_hidden: 2 tokens for 3 of the student"),
         ({"hidden": case.hidden[:, :3]}, r"hidden \(3, 3\), head.weight \(37, 16\): expected"),
         ({"hidden": case.hidden.half()}, "hidden: is float16"),
         ({"head": case.head._replace(bias=case.head.bias[:3])}, r"head.bias \(3,\): expected \(37,\)"),

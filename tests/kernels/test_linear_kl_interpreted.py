@@ -93,7 +93,7 @@ def test_ids_masked_in_one_head():
 @pytest.mark.parametrize("dtype", PATHS)
 def test_chunks_do_not_change_the_result(monkeypatch, dtype):
     path = PATHS[dtype]
-    case = make(11, 40, path=path)
+    case = make(7, 40, path=path)
     whole = run(case, path, beta=0.3)
     monkeypatch.setattr(fast, "CHUNK", 4)
     got = run(case, path, beta=0.3)

@@ -287,9 +287,8 @@ def _check(
             if value is not None and not value > 0:
                 raise ValueError(f"{name}head.{key}={value}: must be above 0")
     if len(hidden) != len(teacher_hidden):
-        raise ValueError(
-            f"teacher_hidden: {len(teacher_hidden)} tokens for {len(hidden)} of the student; pass the same tokens of both"
-        )
+        counts = f"{len(teacher_hidden)} tokens for {len(hidden)} of the student"
+        raise ValueError(f"teacher_hidden: {counts}; pass the same tokens of both")
     vocab, other = head.weight.shape[0], teacher_head.weight.shape[0]
     if vocab != other:
         raise ValueError(

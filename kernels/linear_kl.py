@@ -150,8 +150,8 @@ class _Pass:
         if num_chunks:  # split evenly, in multiples of 32 where there are many
             even = -(-self.num_tokens // num_chunks)
             chunk = min(chunk, even if even < 256 else -(-even // 32) * 32)
-        # The rows of a buffer begin at multiples of 32 bytes: an odd vocabulary would slow down the products.
-        size = min(chunk, self.num_tokens), -(-self.vocab // 8) * 8
+        # The rows of a buffer begin at multiples of 64 bytes: an odd vocabulary would slow down the products.
+        size = min(chunk, self.num_tokens), -(-self.vocab // 16) * 16
         y, teacher_y = (
             torch.empty(size, dtype=self.dtype, device=self.divergence.device)[:, : self.vocab] for _ in range(2)
         )

@@ -235,22 +235,22 @@ def _step(
     """What linear_kl_triton.step does, in plain torch."""
     log_q, slope = _log_probs(y, head, temperature)
     log_p, _ = _log_probs(teacher_y, teacher_head, temperature)
-    q, p = log_q.exp(), log_p.exp()
+    q, p = log_q.exp(), log_p.exp()  # below, not where q > 0: NaN must stay NaN
     u = torch.where((log_q == -math.inf) & (log_p == -math.inf), 0.0, log_p - log_q)
     if beta == 0:
-        divergence.copy_(torch.where(p > 0, p * u, 0.0).sum(dim=1))
+        divergence.copy_(torch.where(p == 0, 0.0, p * u).sum(dim=1))
         dz = q - p
     elif beta == 1:
-        divergence.copy_(torch.where(q > 0, -q * u, 0.0).sum(dim=1))
-        dz = torch.where(q > 0, q * (-u - divergence.unsqueeze(1)), 0.0)
+        divergence.copy_(torch.where(q == 0, 0.0, -q * u).sum(dim=1))
+        dz = torch.where(q == 0, 0.0, q * (-u - divergence.unsqueeze(1)))
     else:
         share = torch.where(u > 0, u.new_full((), 1 - beta), u.new_full((), beta))  # of the smaller in m
         smaller = torch.log1p(share * torch.expm1(-u.abs()))
         q_over_m, p_over_m = -(smaller + u.clamp(min=0)), u.clamp(max=0) - smaller  # logs
-        kl_q = torch.where(q > 0, q * q_over_m, 0.0).sum(dim=1)
-        kl_p = torch.where(p > 0, p * p_over_m, 0.0).sum(dim=1)
+        kl_q = torch.where(q == 0, 0.0, q * q_over_m).sum(dim=1)
+        kl_p = torch.where(p == 0, 0.0, p * p_over_m).sum(dim=1)
         divergence.copy_(beta * kl_p + (1 - beta) * kl_q)
-        dz = torch.where(q > 0, (1 - beta) * q * (q_over_m - kl_q.unsqueeze(1)), 0.0)
+        dz = torch.where(q == 0, 0.0, (1 - beta) * q * (q_over_m - kl_q.unsqueeze(1)))
     if not with_gradient:
         return None
     factor = (token_weight * (head.scale / temperature)).unsqueeze(1)

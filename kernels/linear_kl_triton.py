@@ -118,8 +118,9 @@ def _divergence(
             q_over_m, p_over_m = _log_ratios(z, teacher_z, lse, teacher_lse, beta)
             q = tl.exp(z - lse)
             p = tl.exp(teacher_z - teacher_lse)
-            of_q += tl.where(q > 0, q * q_over_m, 0.0)
-            of_p += tl.where(p > 0, p * p_over_m, 0.0)
+            # Not where q > 0: NaN must stay NaN.
+            of_q += tl.where(q == 0, 0.0, q * q_over_m)
+            of_p += tl.where(p == 0, 0.0, p * p_over_m)
         kl = tl.sum(of_q, 0)
         tl.store(divergence + token, beta * tl.sum(of_p, 0) + (1.0 - beta) * kl)
     if GRAD:
@@ -138,10 +139,10 @@ def _divergence(
                 dz = q - tl.exp(teacher_z - teacher_lse)
             elif MODE == REVERSE:
                 log_ratio = (z - teacher_z) + (teacher_lse - lse)
-                dz = tl.where(q > 0, q * (log_ratio - kl), 0.0)
+                dz = tl.where(q == 0, 0.0, q * (log_ratio - kl))
             else:
                 q_over_m, _ = _log_ratios(z, teacher_z, lse, teacher_lse, beta)
-                dz = tl.where(q > 0, (1.0 - beta) * q * (q_over_m - kl), 0.0)
+                dz = tl.where(q == 0, 0.0, (1.0 - beta) * q * (q_over_m - kl))
             if SOFTCAP:
                 dz *= 1.0 - t * t
             dz = tl.where(coef == 0.0, 0.0, dz * coef)

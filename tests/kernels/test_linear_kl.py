@@ -201,6 +201,17 @@ def test_ids_masked_in_one_head():
                 assert beta in (0, 1) or (got["divergence"] <= math.log(2)).all()
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_what_is_no_number_is_not_hidden(beta):
+    case = make(7, 40, path=TORCH_32)
+    for name in ("hidden", "teacher_hidden"):
+        bad = getattr(case, name).clone()
+        bad[0, 2] = math.nan
+        got = run(case._replace(**{name: bad}), TORCH_32, beta=beta)
+        assert got["divergence"][0].isnan() and got["loss"].isnan() and got["divergence"][1:].isfinite().all()
+        assert name == "teacher_hidden" or got["hidden"][0].isnan().all()
+
+
 # ---- chunks, what gets a gradient, autograd ----
 
 

@@ -156,6 +156,15 @@ def test_ids_without_probability(beta):
             assert torch.autograd.grad(divergence.sum(), q)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_logit_that_is_no_number_is_not_hidden(beta):
+    bad = wide(STUDENT)
+    bad[0, 2] = math.nan
+    for pair in ((bad, wide(TEACHER)), (wide(TEACHER), bad)):
+        divergence = generalized_jsd(*pair, beta=beta)
+        assert divergence[0].isnan() and divergence[1].isfinite()
+
+
 def test_jsd_names_what_it_cannot_take():
     for options, message in (({"beta": -0.1}, "beta=-0.1"), ({"beta": 0.5, "temperature": 0.0}, "temperature=0.0")):
         with pytest.raises(ValueError, match=message):

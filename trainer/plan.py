@@ -79,7 +79,7 @@ METHODS = {
     **dict.fromkeys(("cpo", "simpo", "orpo"), Method("any loss", sequences=2)),
     "rm": Method("none", sequences=2),
     "prm": Method("none"),
-    **dict.fromkeys(("grpo", "gdpo", "rloo"), Method("one pass", "with beta", samples=True)),
+    **dict.fromkeys(("grpo", "gdpo", "rloo", "opd"), Method("one pass", "with beta", samples=True)),
     "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
 }
 ANY = Method("any loss")  # a method outside the repository
@@ -546,7 +546,8 @@ def has_reference(cfg: Any) -> bool:
     if wants == "always":
         is_free = getattr(cfg, "reference_free", False)
         return not is_free and cfg.reference.ref != "precomputed" and cfg.reference.ref_model is None
-    return wants == "with beta" and beta > 0
+    is_own_teacher = hasattr(cfg, "distill") and cfg.distill.teacher == "self"
+    return wants == "with beta" and (beta > 0 or is_own_teacher)
 
 
 def frozen(cfg: Any) -> Iterator[str]:
@@ -555,6 +556,8 @@ def frozen(cfg: Any) -> Iterator[str]:
         yield cfg.reference.ref_model
     if hasattr(cfg, "features") and cfg.features.feature_model is not None:
         yield cfg.features.feature_model
+    if hasattr(cfg, "distill") and cfg.distill.teacher not in (None, "self"):
+        yield cfg.distill.teacher
 
 
 def micro_batch(cfg: Any) -> tuple[int, bool]:

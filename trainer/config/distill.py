@@ -9,7 +9,7 @@ from trainer.config.checks import check_numbers, refuse_idle
 from trainer.config.policy import PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
 
-LOSS = "losses.distill.sampled_reverse_kl"  # its advantage is the teacher's log-prob, less the student's
+LOSS = "losses.distill.reverse_kl"  # its advantage is the teacher's log-prob, less the student's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class OpdConfig(SamplingConfig):
     def _check_whole_distribution(self) -> None:
         why = "with jsd_beta, whose loss has neither samples to weigh nor ratios; leave it out"
         default, kept = _policy_loss(), ("mask_truncated_completions",)
-        for name in (field.name for field in fields(default) if field.name not in kept):
+        for name in (one.name for one in fields(default) if one.name not in kept):
             if (value := getattr(self.policy_loss, name)) != getattr(default, name):
                 raise ValueError(f"{name}={value}: has no effect {why}")
         refuse_idle(self.correction, why)

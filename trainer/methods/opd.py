@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data.packing import Item, empty_batch
 from data.types import Prompt
-from kernels.linear_kl import linear_kl_loss
+from kernels.linear_kl import Head, linear_kl_loss
 from rollout.engine import Completion, EngineSource
 from rollout.rewards.table import RewardTable
 from trainer.config.distill import OpdConfig
@@ -42,14 +42,16 @@ class Config(OpdConfig):
 
 def train(cfg: Config) -> None:
     fraction = cfg.distill.student_data_fraction
-    mixes = fraction < 1
+    given = {
+        "prompts": lambda s, specs: rows_of(cfg, s.policy, specs),
+        "source": lambda s, sampling: MixedSource(EngineSource(s.engine, sampling), fraction=fraction),
+    }
     with Session(
         cfg,
         with_reference=cfg.distill.teacher == "self" or cfg.policy_loss.beta > 0,
         frozen=lambda s: {"teacher": s.run.keep(open_teacher(cfg, s.policy))},
         rewards=None if cfg.reward.reward_funcs else lambda s: NoRewards(),
-        prompts=(lambda s, specs: rows_of(cfg, s.policy, specs)) if mixes else None,
-        source=(lambda s, sampling: MixedSource(EngineSource(s.engine, sampling), fraction=fraction)) if mixes else None,
+        **(given if fraction < 1 else {}),
     ) as s:
         teacher = s.frozen["teacher"]
         while s.step < s.total_steps:
@@ -61,7 +63,7 @@ def train(cfg: Config) -> None:
                 advantage = torch.zeros(len(batch.completions))  # the whole distribution needs none
                 items = teacher.items(batch.groups)
             rollout = prepare(cfg, s.policy, batch.completions, advantage)
-            s.keep_samples(batch, advantage)
+            s.keep_samples(batch, shown(advantage, batch))
             for part in s.updates(rollout):
                 if cfg.distill.jsd_beta is None:
                     sums = backward(cfg, s.policy, part)
@@ -90,6 +92,14 @@ def token_advantage(
     return [[logp + coef * x for logp, x in zip(*both, strict=True)] for both in zip(teacher, rows, strict=True)]
 
 
+def shown(advantage: Tensor | list[list[float]], batch: GroupBatch) -> Tensor | list[list[float]]:
+    """For samples.jsonl: less the engine's log-probs, which are the student's."""
+    if isinstance(advantage, Tensor):
+        return advantage
+    pairs = zip(advantage, batch.completions, strict=True)
+    return [[x - logp for x, logp in zip(own, c.logps, strict=True)] for own, c in pairs]
+
+
 def backward_jsd(cfg: Config, policy: Policy, teacher: Teacher, batch: StepBatch, items: Sequence[Item]) -> MetricSums:
     """Gradients of the divergence between the whole distributions, averaged over all trained tokens of the step.
 
@@ -99,15 +109,17 @@ def backward_jsd(cfg: Config, policy: Policy, teacher: Teacher, batch: StepBatch
     nothing = torch.zeros_like(count)
     for mb in batch.micro_batches or [empty_batch(policy.row_multiple).to(policy.device)]:
         theirs = teacher.hidden([items[row] for row in mb.rows])  # first: it may be a pass of the same sharded model
-        ours, head, their_head = predictor_states(policy, lm, mb), head_of(lm), teacher.head()
-        size = min(len(head["weight"]), len(their_head["weight"]))  # rows beyond the tokenizer may differ in number
-        total, divergence = linear_kl_loss(
-            ours, head["weight"][:size], theirs, their_head["weight"][:size], beta=cfg.distill.jsd_beta,
-            temperature=cfg.temperature,
+        head, their_head = Head(**head_of(lm)), teacher.head()
+        vocab = min(len(head.weight), len(their_head.weight))  # rows beyond the tokenizer may differ in number
+        out = linear_kl_loss(
+            predictor_states(policy, lm, mb), head.first(vocab), theirs, their_head.first(vocab),
+            beta=cfg.distill.jsd_beta, temperature=cfg.temperature,
         )  # fmt: skip
-        (total / count).backward()
-        sums.add({"distill/jsd": (divergence.sum(), len(divergence)), "loss/total": (total.detach() / count, nothing)})
-    sums.add({"loss/total": (nothing, batch.local["num_tokens"] / count)})
+        total = out.loss / count
+        total.backward()
+        sums.add({"policy/jsd": (out.divergence.sum(), len(mb.target)), "loss/total": (total.detach(), nothing)})
+    share = torch.where(batch.total["num_tokens"] > 0, batch.local["num_tokens"] / count, 1.0)
+    sums.add({"loss/total": (nothing, share)})  # adds up to 1 over ranks
     return sums
 
 

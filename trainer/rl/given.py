@@ -1,8 +1,8 @@
 """Given completions beside sampled ones: a part of the prompts of each step is not sampled (--student-data-fraction).
 
-    prompts = rows_of(cfg, policy, cfg.data.data)                        # TargetPrompts: each has its completion
-    source = MixedSource(EngineSource(engine, sampling), fraction=0.5)
-    futures = source.start(groups)                                       # half of the groups are given
+prompts = rows_of(cfg, policy, cfg.data.data)                        # TargetPrompts: each has its completion
+source = MixedSource(EngineSource(engine, sampling), fraction=0.5)
+futures = source.start(groups)                                       # half of the groups are given
 """
 
 from __future__ import annotations

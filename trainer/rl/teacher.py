@@ -1,7 +1,7 @@
 """The teacher of distillation: another model that scores the student's tokens, in this process or on a server.
 
     teacher = open_teacher(cfg, policy)          # refuses another vocabulary
-    teacher.read_prompts(prompts)                # the prompts it sees, where they are not the student's (teacher_prompt)
+    teacher.read_prompts(prompts)                # those it sees, if not the student's (teacher_prompt)
     logps = teacher.logps(batch.groups)          # for each completion a log-prob for each of its ids
     hidden = teacher.hidden(items)               # (N, Dt) last states before each trained token; in this process only
 
@@ -28,6 +28,7 @@ from data.chat import clean_messages, render_prompt
 from data.packing import Batch, Item, make_batches
 from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
+from kernels.linear_kl import Head
 from rollout.engine import Completion, Group
 from rollout.servers.client import ConnectError, HttpClient, error_text, read_scores
 from rollout.servers.loop import Loop, together
@@ -145,8 +146,8 @@ class TeacherPrompts:
         longest = self.cfg.max_completion_length
         if self.context_length is not None and len(ids) + longest > self.context_length:
             raise ValueError(
-                f"{self.label}: its prompt of {len(ids)} tokens for {prompt.source} and max_completion_length={longest} "
-                f"do not fit the teacher's context of {self.context_length}; shorten either"
+                f"{self.label}: {len(ids)} tokens for {prompt.source} and max_completion_length={longest} do not fit "
+                f"the teacher's context of {self.context_length}; shorten either"
             )
         return ids
 
@@ -162,7 +163,7 @@ class Teacher(TeacherPrompts):
         """For each completion a log-prob for each id, 0 where the id is not the student's own."""
 
         def of_batch(batch: Batch) -> Tensor:
-            return reference_logps(self.policy, batch, temperature=self.cfg.temperature).float().cpu()
+            return reference_logps(self.policy, batch, temperature=self.cfg.temperature).cpu()
 
         items = self.items(groups)
         found = []
@@ -185,9 +186,9 @@ class Teacher(TeacherPrompts):
         return torch.cat([none, *self._passes(items, of_batch)])
 
     @torch.no_grad()
-    def head(self) -> dict[str, Any]:
+    def head(self) -> Head:
         with as_reference(self.policy) as model:
-            return head_of(causal_lm(model))
+            return Head(**head_of(causal_lm(model)))
 
     def _passes(self, items: Sequence[Item], of_batch: Callable[[Batch], Tensor]) -> list[Tensor]:
         """What of_batch says of the trained tokens of each item. All ranks call this together."""
@@ -229,7 +230,9 @@ class TeacherServer(TeacherPrompts):
         try:
             return read_scores(reply["choices"][0], ids)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"teacher_url={self.url}: its reply has no log-probs of the tokens sent ({error})") from None
+            raise ValueError(
+                f"teacher_url={self.url}: its reply has no log-probs of the tokens sent ({error})"
+            ) from None
 
     async def _served(self) -> tuple[str, int | None]:
         """Name and context of the model it serves."""
@@ -273,7 +276,9 @@ class TeacherServer(TeacherPrompts):
                 if status == 404 and may_lack:
                     return None
                 if status == 401:
-                    raise ValueError(f"teacher_url={self.url}: needs another token; set STROP_VLLM_TOKEN to its API key")
+                    raise ValueError(
+                        f"teacher_url={self.url}: needs another token; set STROP_VLLM_TOKEN to its API key"
+                    )
                 if 400 <= status < 500:
                     raise ValueError(f"teacher_url={self.url}: refuses {path} ({status}: {error_text(reply)})")
                 if status == 200:

@@ -1,4 +1,4 @@
-"""Rebuild builtin:tiny_teacher, the teacher of the distillation demo: an adapter of builtin:tiny, made by the GRPO demo.
+"""Rebuild builtin:tiny_teacher, the teacher of the distillation demo: an adapter of the tiny model, made by GRPO.
 
 python -m trainer.tiny.build_teacher
 """

@@ -52,7 +52,7 @@ class TokenLogps(NamedTuple):
 LossFn = Callable[[TokenLogps, Tensor], tuple[Tensor, Any]]
 
 
-def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep `function` out of the graph of a compiled model: it has chunk loops, host syncs and Triton launches.
 
     Decorating with torch.compiler.disable would import Dynamo, two seconds that most runs do not need.
@@ -67,7 +67,7 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@_eager
+@eager
 def linear_logprob(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
@@ -90,7 +90,7 @@ def linear_logprob(
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy}
     kept = _kept_tokens(target, weight.shape[0], ignore_index)
     states, targets = (hidden, target) if kept is None else (hidden[kept], target[kept])
-    with torch.autocast(hidden.device.type, enabled=False), _current_device(hidden):
+    with torch.autocast(hidden.device.type, enabled=False), current_device(hidden):
         if torch.is_grad_enabled() and _any_requires_grad(hidden, weight, bias):
             logp, entropies = _Logprob.apply(states, weight, bias, targets, head, options)
         else:
@@ -103,7 +103,7 @@ def linear_logprob(
     return TokenLogps(zeros.index_copy(0, kept, logp), entropies)
 
 
-@_eager
+@eager
 def linear_logprob_loss(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
@@ -131,7 +131,7 @@ def linear_logprob_loss(
     kept = _kept_tokens(target, weight.shape[0], ignore_index)
     states, targets = (hidden, target) if kept is None else (hidden[kept], target[kept])
     extra: list[Any] = []
-    with torch.autocast(hidden.device.type, enabled=False), _current_device(hidden):
+    with torch.autocast(hidden.device.type, enabled=False), current_device(hidden):
         if torch.is_grad_enabled() and _any_requires_grad(hidden, weight, bias):
             return _LogprobLoss.apply(states, weight, bias, targets, head, options, loss_fn, kept, extra), extra
         logp, entropies = head(states, weight, bias, targets, **options).score()[:2]
@@ -376,7 +376,7 @@ class _Logprob(torch.autograd.Function):
             return (slope * grad_logp.unsqueeze(1)).to(hidden.dtype), None, None, None, None, None
         if grad_logp is None:
             grad_logp = torch.zeros_like(grad_entropy)
-        with torch.autocast(hidden.device.type, enabled=False), _current_device(hidden):
+        with torch.autocast(hidden.device.type, enabled=False), current_device(hidden):
             return _Logprob.recompute(ctx, saved, grad_logp, grad_entropy)
 
     @staticmethod
@@ -427,15 +427,21 @@ class _LogprobLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("linear_logprob_loss: backward() has already run; call linear_logprob_loss again")
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so they can be used only once
-        return *(_scale_(x, grad_loss) for x in gradients), None, None, None, None, None, None
+        return *(scale_gradient(x, grad_loss) for x in gradients), None, None, None, None, None, None
 
 
-def _current_device(x: Tensor) -> Any:
+def current_device(
+    x: Tensor,  # (...)
+) -> Any:
     """Make the device of x current: Triton launches there, not on the device of its arguments."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+def scale_gradient(
+    gradient: Tensor | None,  # (...) contiguous
+    factor: Tensor,  # ()
+) -> Tensor | None:
+    """gradient *= factor."""
     if gradient is None:
         return None
     if gradient.is_cuda and gradient.dtype != torch.float64:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kernels.linear_kl import Head
 
 
 def linear_logprob(
@@ -33,6 +39,29 @@ def linear_log_collision(
 ) -> Tensor:  # (N,)
     """Log of the sum of squared probabilities."""
     return _logits(hidden, weight, bias, scale, softcap, temperature).softmax(dim=-1).square().sum(dim=-1).log()
+
+
+def linear_kl(
+    hidden: Tensor,  # (N, D) of the student
+    head: Head,
+    teacher_hidden: Tensor,  # (N, E)
+    teacher_head: Head,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+) -> Tensor:  # (N,)
+    """beta KL(p || m) + (1 - beta) KL(q || m) of student q and teacher p, m = beta p + (1 - beta) q.
+
+    Beta 0 is KL(p || q), and beta 1 is KL(q || p).
+    """
+    q = _logits(hidden, *head, temperature).log_softmax(dim=-1)  # (N, V) log-probs
+    p = _logits(teacher_hidden, *teacher_head, temperature).log_softmax(dim=-1)
+    if beta == 0:
+        return (p.exp() * (p - q)).sum(dim=-1)
+    if beta == 1:
+        return (q.exp() * (q - p)).sum(dim=-1)
+    m = torch.logaddexp(p + math.log(beta), q + math.log(1 - beta))
+    return (beta * p.exp() * (p - m) + (1 - beta) * q.exp() * (q - m)).sum(dim=-1)
 
 
 def _logits(

@@ -1,0 +1,305 @@
+"""Divergence between the distributions of two heads, from their hidden states, without storing (N, V) of either.
+
+    y_nv = scale * (sum_d h_nd w_vd + b_v)
+    z_nv = softcap * tanh(y_nv / softcap) / temperature        (no softcap: y / temperature)
+
+for student and teacher, each with its own head; q and p are the softmaxes of the two z. The divergence of a token is
+the generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649), as in losses/distill.py:
+
+    m = beta p + (1 - beta) q
+    D = beta KL(p || m) + (1 - beta) KL(q || m)                dD/dz_v = (1 - beta) q_v (log(q_v / m_v) - KL(q || m))
+    D = KL(p || q)  at beta = 0                                dD/dz_v = q_v - p_v
+    D = KL(q || p)  at beta = 1                                dD/dz_v = q_v (log(q_v / p_v) - KL(q || p))
+
+where z is the student's; the teacher gets no gradient.
+
+    out = linear_kl_loss(hidden, Head(**head_of(lm)), teacher_hidden, Head(**head_of(teacher)), beta=0.5)
+    out.loss.backward()                          # loss = sum_n token_weight_n D_n
+    out.divergence                               # (N,) each D_n, without gradient
+
+A chunk of tokens at a time: two products give both logits, one kernel turns the student's logits into d loss / d y in
+place, and two more products add its part to d hidden and d weight. All of that happens in the forward pass, so the
+backward only scales: 4 products, 3 if the student's head is frozen, 2 without gradients.
+
+Numerics: products in the input dtype with fp32 results, everything on logits in fp32 (fp64 for fp64 inputs), d y
+rounded to the input dtype for its two products, dw accumulated in fp32. Ratios are taken of
+
+    u = log p - log q,   log(q / m) = -log(1 - beta + beta e^u)
+
+with the larger of p and q factored out, so nothing overflows, and u = 0 gives a divergence and a gradient of exactly 0.
+A logit of -inf (a bias that masks an id) is a probability of 0. D is infinite only where it is so by definition.
+Memory: the logits of one chunk twice in fp32, plus dw in fp32.
+Paths: `triton` on CUDA (linear_kl_triton.py), `torch` anywhere. Gather a DTensor head first.
+Shapes: N = packed tokens, D = width of the student, E = width of the teacher, V = vocabulary, n = tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.linear_logprob import Impl, current_device, eager, scale_gradient
+
+BLOCK_ELEMENTS = 1 << 25  # logits of each side at a time on the torch path: 128 MiB in fp32
+CHUNK = 2048  # tokens at a time on the Triton path: 1.16 GiB of fp32 logits for each side if V = 151,936
+
+
+class Head(NamedTuple):
+    """An output layer, with the fields that trainer/policy/logps.py's head_of has."""
+
+    weight: Tensor  # (V, D)
+    bias: Tensor | None = None  # (V,)
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def first(self, vocab: int) -> Head:
+        """The head of the first `vocab` ids. Two models with one tokenizer may pad their heads differently."""
+        return self._replace(weight=self.weight[:vocab], bias=None if self.bias is None else self.bias[:vocab])
+
+
+class Divergence(NamedTuple):
+    loss: Tensor  # () sum of token_weight * divergence, with gradient
+    divergence: Tensor  # (N,) fp32 in nats, without gradient
+
+
+@eager
+def linear_kl_loss(
+    hidden: Tensor,  # (N, D) of the student
+    head: Head,
+    teacher_hidden: Tensor,  # (N, E)
+    teacher_head: Head,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+    token_weight: Tensor | None = None,  # (N,) no gradient; None: 1. A token of weight 0 adds nothing to the gradients
+    impl: Impl = "auto",
+) -> Divergence:
+    """Sum over tokens of weight times divergence, with gradients to the student's hidden states, weight and bias.
+
+    Both heads must have the same ids in the same rows: with V rows here and more there, pass head.first(V). backward()
+    may be called once.
+    """
+    use_triton = _check(hidden, head, teacher_hidden, teacher_head, beta, temperature, token_weight, impl)
+    weight = None if token_weight is None else token_weight.detach()
+    problem = _Problem(teacher_hidden.detach(), teacher_head, beta, temperature, weight, use_triton)
+    leaves = (hidden, head.weight, head.bias)
+    with torch.autocast(hidden.device.type, enabled=False), current_device(hidden):
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
+            return Divergence(*_LinearKL.apply(*leaves, head.scale, head.softcap, problem))
+        done = _Pass(hidden.detach(), head, problem, needs=(False, False, False))
+        return Divergence(done.loss, done.divergence)
+
+
+class _Problem(NamedTuple):
+    """What a call has besides the student."""
+
+    teacher_hidden: Tensor  # (N, E)
+    teacher_head: Head
+    beta: float
+    temperature: float
+    token_weight: Tensor | None  # (N,)
+    use_triton: bool
+
+
+class _LinearKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, scale, softcap, problem):
+        done = _Pass(hidden, Head(weight, bias, scale, softcap), problem, needs=ctx.needs_input_grad[:3])
+        ctx.gradients = (done.grad_hidden, done.grad_weight, done.grad_bias)
+        ctx.mark_non_differentiable(done.divergence)
+        return done.loss, done.divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _):
+        if ctx.gradients is None:
+            raise RuntimeError("linear_kl_loss: backward() has already run; call linear_kl_loss again")
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so they can be used only once
+        return *(scale_gradient(x, grad_loss) for x in gradients), None, None, None
+
+
+class _Pass:
+    """One pass over the tokens; its fields are the results."""
+
+    def __init__(self, hidden: Tensor, head: Head, problem: _Problem, *, needs: tuple[bool, ...]) -> None:
+        self.problem, self.student = problem, _Side(hidden, head)
+        self.teacher = _Side(problem.teacher_hidden, problem.teacher_head)
+        num_tokens, device = hidden.shape[0], hidden.device
+        self.dtype = torch.promote_types(self.student.dtype, self.teacher.dtype)  # of logits and divergences
+        self.divergence = torch.zeros(num_tokens, dtype=self.dtype, device=device)
+        weight = problem.token_weight
+        weight = torch.ones_like(self.divergence) if weight is None else weight.to(device, self.dtype).contiguous()
+        self.token_weight = weight
+        self.grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None
+        self.grad_weight = self.grad_bias = None
+        vocab = head.weight.shape[0]
+        chunk = CHUNK if problem.use_triton else max(1, BLOCK_ELEMENTS // vocab)
+        num_chunks = -(-num_tokens // chunk)
+        if num_chunks:  # split evenly, in multiples of 32 where there are many
+            even = -(-num_tokens // num_chunks)
+            chunk = min(chunk, even if even < 256 else -(-even // 32) * 32)
+        # The rows of a buffer begin at multiples of 32 bytes: an odd vocabulary would slow down the products.
+        columns = -(-vocab // 8) * 8
+        rows = min(chunk, num_tokens)
+        buffers = [torch.empty(rows, columns, dtype=self.dtype, device=device)[:, :vocab] for _ in range(2)]
+        for start in range(0, num_tokens, chunk):
+            part = slice(start, min(start + chunk, num_tokens))
+            rows = part.stop - start
+            dy = self._chunk(part, buffers[0][:rows], buffers[1][:rows], with_gradient=any(needs))
+            if dy is None:
+                continue
+            if needs[0]:
+                torch.mm(dy, self.student.weight, out=self.grad_hidden[part])
+            if needs[1] and num_chunks == 1 and head.weight.dtype == dy.dtype:
+                self.grad_weight = dy.T @ self.student.hidden[part]
+            elif needs[1]:
+                self.grad_weight = _add_product(self.grad_weight, dy.T, self.student.hidden[part], self.student.dtype)
+            if needs[2]:
+                more = dy.sum(dim=0, dtype=self.student.dtype)
+                self.grad_bias = more if self.grad_bias is None else self.grad_bias.add_(more)
+        del buffers
+        for name, needed, like in (("grad_weight", needs[1], head.weight), ("grad_bias", needs[2], head.bias)):
+            if needed:
+                made = getattr(self, name)
+                setattr(self, name, torch.zeros_like(like) if made is None else made.to(like.dtype))
+        # Left out, not multiplied: a token of weight 0 may have an infinite divergence.
+        parts = torch.where(self.token_weight == 0, 0.0, self.divergence * self.token_weight)
+        self.loss = parts.sum()
+
+    def _chunk(self, part: slice, y: Tensor, teacher_y: Tensor, *, with_gradient: bool) -> Tensor | None:
+        """Divergences of some tokens, and d loss / d y in the dtype of the student's products."""
+        self.student.product(part, y)
+        self.teacher.product(part, teacher_y)
+        options = self.problem.beta, self.problem.temperature
+        divergence, token_weight = self.divergence[part], self.token_weight[part]
+        sides = y, self.student.head, teacher_y, self.teacher.head
+        if not self.problem.use_triton:
+            return _step(*sides, *options, divergence, token_weight, self.student.hidden.dtype, with_gradient)
+        from kernels.linear_kl_triton import step
+
+        return step(*sides, *options, divergence, token_weight, self.student.hidden.dtype, with_gradient)
+
+
+class _Side:
+    """Hidden states and head of one model, and its part of the logits: y without scale and bias."""
+
+    def __init__(self, hidden: Tensor, head: Head) -> None:
+        self.hidden, self.head = hidden, head
+        self.weight = head.weight.detach().to(hidden.dtype)
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+
+    def product(self, part: slice, out: Tensor) -> None:
+        a, b = self.hidden[part], self.weight.T
+        if a.dtype == out.dtype:
+            torch.mm(a, b, out=out)
+        elif a.is_cuda and (a.dtype, out.dtype) == (torch.bfloat16, torch.float32):
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        else:
+            out.copy_(a.to(out.dtype) @ b.to(out.dtype))
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:  # (M, K) @ (K, N)
+    if a.dtype == dtype:
+        return a @ b if total is None else total.addmm_(a, b)
+    if not a.is_cuda:
+        return _add_product(total, a.to(dtype), b.to(dtype), dtype)
+    if total is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
+
+def _step(
+    y: Tensor,  # (n, V) fp32 or wider
+    head: Head,
+    teacher_y: Tensor,  # (n, V)
+    teacher_head: Head,
+    beta: float,
+    temperature: float,
+    divergence: Tensor,  # (n,) output
+    token_weight: Tensor,  # (n,)
+    dtype: torch.dtype,
+    with_gradient: bool,
+) -> Tensor | None:  # (n, V) d loss / d y in `dtype`
+    """What linear_kl_triton.step does, in plain torch."""
+    log_q, slope = _log_probs(y, head, temperature)
+    log_p, _ = _log_probs(teacher_y, teacher_head, temperature)
+    q, p = log_q.exp(), log_p.exp()
+    u = torch.where((log_q == -math.inf) & (log_p == -math.inf), 0.0, log_p - log_q)
+    if beta == 0:
+        divergence.copy_(torch.where(p > 0, p * u, 0.0).sum(dim=1))
+        dz = q - p
+    elif beta == 1:
+        divergence.copy_(torch.where(q > 0, -q * u, 0.0).sum(dim=1))
+        dz = torch.where(q > 0, q * (-u - divergence.unsqueeze(1)), 0.0)
+    else:
+        share = torch.where(u > 0, u.new_full((), 1 - beta), u.new_full((), beta))  # of the smaller in m
+        smaller = torch.log1p(share * torch.expm1(-u.abs()))
+        q_over_m, p_over_m = -(smaller + u.clamp(min=0)), u.clamp(max=0) - smaller  # logs
+        kl_q = torch.where(q > 0, q * q_over_m, 0.0).sum(dim=1)
+        kl_p = torch.where(p > 0, p * p_over_m, 0.0).sum(dim=1)
+        divergence.copy_(beta * kl_p + (1 - beta) * kl_q)
+        dz = torch.where(q > 0, (1 - beta) * q * (q_over_m - kl_q.unsqueeze(1)), 0.0)
+    if not with_gradient:
+        return None
+    factor = (token_weight * (head.scale / temperature)).unsqueeze(1)
+    dy = dz * factor if slope is None else dz * factor * slope
+    return torch.where(factor == 0, 0.0, dy).to(dtype)
+
+
+def _log_probs(y: Tensor, head: Head, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """(n, V) log-probs, and the derivative of the softcap if there is one."""
+    y = (y if head.bias is None else y + head.bias.detach().to(y.dtype)) * head.scale
+    if head.softcap is None:
+        return (y / temperature).log_softmax(dim=1), None
+    t = torch.tanh(y / head.softcap)
+    return (head.softcap * t / temperature).log_softmax(dim=1), 1 - t.square()
+
+
+def _check(
+    hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, beta: float, temperature: float,
+    token_weight: Tensor | None, impl: str,
+) -> bool:  # fmt: skip
+    """Check all arguments, then say whether the Triton kernel does the work."""
+    for name, states, own in (("", hidden, head), ("teacher_", teacher_hidden, teacher_head)):
+        weight = own.weight
+        if states.ndim != 2 or weight.ndim != 2 or states.shape[1] != weight.shape[1]:
+            shapes = f"{name}hidden {tuple(states.shape)}, {name}head.weight {tuple(weight.shape)}"
+            raise ValueError(f"{shapes}: expected (N, D) and (V, D)")
+        if own.bias is not None and own.bias.shape != weight.shape[:1]:
+            raise ValueError(f"{name}head.bias {tuple(own.bias.shape)}: expected ({weight.shape[0]},), one per id")
+        if any(hasattr(x, "full_tensor") for x in (states, weight, own.bias)):
+            raise ValueError(f"{name}head: is a DTensor; gather it once with .full_tensor() and pass the result")
+        if states.dtype == torch.float16:
+            raise ValueError(f"{name}hidden: is float16, in which small probabilities are 0; use bfloat16")
+        for key, value in (("scale", own.scale), ("softcap", own.softcap)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}head.{key}={value}: must be above 0")
+    if len(hidden) != len(teacher_hidden):
+        raise ValueError(
+            f"teacher_hidden: {len(teacher_hidden)} tokens for {len(hidden)} of the student; pass the same"
+        )
+    vocab, other = head.weight.shape[0], teacher_head.weight.shape[0]
+    if vocab != other:
+        raise ValueError(
+            f"teacher_head.weight: {other} ids for {vocab} of the student; if only padding differs, pass .first(V)"
+        )
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta={beta}: must be from 0 (forward KL) to 1 (reverse KL)")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: must be above 0")
+    if token_weight is not None and token_weight.shape != hidden.shape[:1]:
+        raise ValueError(f"token_weight {tuple(token_weight.shape)}: expected ({len(hidden)},), one per token")
+    if impl not in ("auto", "torch", "triton"):
+        raise ValueError(f"impl={impl}: must be auto, torch or triton")
+    if impl == "torch" or (impl == "auto" and not hidden.is_cuda):
+        return False
+    from kernels import linear_kl_triton
+
+    reason = linear_kl_triton.obstacle(hidden, teacher_hidden)
+    if reason is not None and impl == "triton":
+        raise ValueError(f"impl=triton: {reason}; use impl=torch")
+    return reason is None

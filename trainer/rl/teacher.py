@@ -212,9 +212,13 @@ class TeacherServer(TeacherPrompts):
         self._http = HttpClient(self.url, find_token(self.url))
         self._loop = Loop("teacher")
         self._gate = asyncio.Semaphore(AT_ONCE)
-        self.model, length = self._loop.run(self._served())
-        super().__init__(cfg, policy, length)
-        self._loop.run(self._check_tokens(cfg.model.model))
+        try:
+            self.model, length = self._loop.run(self._served())
+            super().__init__(cfg, policy, length)
+            self._loop.run(self._check_tokens(cfg.model.model))
+        except BaseException:
+            self.close()
+            raise
 
     def logps(self, groups: Sequence[Group]) -> list[list[float]]:
         """For each completion a log-prob for each id."""

@@ -20,7 +20,7 @@ from losses.distill import generalized_jsd
 from rollout.engine import Completion, Group, Request, Sampling, finished
 from tests.entry import ROOT, metrics, repeatable
 from tests.test_resume import copy_as_if_killed
-from trainer import cli
+from trainer import cli, plan
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.methods import opd
@@ -230,6 +230,20 @@ def test_another_vocabulary_is_refused_with_a_token_and_both_sizes(tmp_path):
         open_teacher(cfg, tiny_policy())
     with pytest.raises(ValueError, match="teacher=./nowhere: no such folder"):
         open_teacher(parse(teacher=("--teacher", "./nowhere")), tiny_policy())
+
+
+def test_the_planner_counts_the_teacher():
+    tiny = plan.sizes_for(parse()).params
+    work = plan.work_of(parse(), plan.sizes_for(parse()), "cuda")
+    assert (work.others, work.has_reference) == (2 * tiny, False)
+    own = parse("--teacher-prompt", "os.path.basename", teacher=("--teacher", "self"))
+    assert plan.has_reference(own) and not list(plan.frozen(own))
+    assert not list(plan.frozen(parse(teacher=SERVER)))
+    planned = plan.PlanConfig(model="builtin:tiny", method="opd", teacher="builtin:tiny_teacher")
+    assert planned.others == 2 * tiny and not planned.has_reference
+    assert plan.PlanConfig(shape="qwen3-0.6b", method="opd", teacher="self").has_reference
+    with pytest.raises(ValueError, match="teacher=t: has no effect with method=sft"):
+        plan.PlanConfig(shape="qwen3-0.6b", teacher="t")
 
 
 # gradients -------------------------------------------------------------------------------------------------------

@@ -103,9 +103,18 @@ class TeacherPrompts:
         self._ids: list[list[int]] = []  # by row
 
     def read_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """All of them before the run begins, so that a function that fails does so at once."""
+        """All of them before the run begins: what fails on one of them does so at once."""
         if self.function is not None:
             self._ids = [self._of_row(prompt) for prompt in prompts]
+        longest, context = self.cfg.max_completion_length, self.context_length
+        for row, prompt in enumerate(prompts if context is not None else ()):
+            size = len(prompt.ids if self.function is None else self._ids[row])
+            if size + longest > context:
+                raise ValueError(
+                    f"{prompt.source}: the teacher's prompt of {size} tokens and max_completion_length={longest} do "
+                    f"not fit its context of {context}; shorten either, or leave long prompts out with "
+                    "--max-prompt-length"
+                )
 
     def of(self, row: int, completion: Completion) -> list[int]:
         return completion.prompt_ids if self.function is None else self._ids[row]
@@ -143,12 +152,6 @@ class TeacherPrompts:
             ids = render_prompt(self.tokenizer, made, self.cfg.model.system_prompt, settings)
         except ValueError as error:
             raise ValueError(f"{self.label}: what it returned for {prompt.source} is no prompt: {error}") from None
-        longest = self.cfg.max_completion_length
-        if self.context_length is not None and len(ids) + longest > self.context_length:
-            raise ValueError(
-                f"{self.label}: {len(ids)} tokens for {prompt.source} and max_completion_length={longest} do not fit "
-                f"the teacher's context of {self.context_length}; shorten either"
-            )
         return ids
 
 
@@ -157,7 +160,7 @@ class Teacher(TeacherPrompts):
 
     def __init__(self, cfg: Any, student: Policy, policy: Policy) -> None:
         super().__init__(cfg, student, policy.context_length)
-        self.policy, self.student = policy, student
+        self.policy = policy
 
     def logps(self, groups: Sequence[Group]) -> list[list[float]]:
         """For each completion a log-prob for each id, 0 where the id is not the student's own."""
@@ -214,7 +217,7 @@ class TeacherServer(TeacherPrompts):
         self._gate = asyncio.Semaphore(AT_ONCE)
         try:
             self.model, length = self._loop.run(self._served())
-            super().__init__(cfg, policy, length)
+            super().__init__(cfg, policy, length and length - 1)  # it must sample one token, too
             self._loop.run(self._check_tokens(cfg.model.model))
         except BaseException:
             self.close()

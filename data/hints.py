@@ -77,8 +77,9 @@ METHODS = {
     "gspo": "it is a setting of grpo: --method grpo --importance-sampling-level sequence",
     **dict.fromkeys(("bco", "sppo", "apo", "exo", "nca", "aot", "discopop"),
                     "it is a loss of dpo: --method dpo --loss-type NAME, as --help lists them"),
+    **dict.fromkeys(("gkd", "gold", "minillm", "distill", "distillation"), "did you mean opd?"),
     "rpo": "it is a setting of dpo: --method dpo --rpo-alpha 1",
-    **dict.fromkeys(("online_dpo", "xpo", "nash_md", "gkd", "distill"),
+    **dict.fromkeys(("online_dpo", "xpo", "nash_md"),
                     "it is not built in; docs/extending.md shows how to write a method"),
 }  # fmt: skip
 # What the columns of a row are for, the first that fits: (columns it has, columns it has not, methods)

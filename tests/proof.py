@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests import proof_async, proof_ebft, proof_ranks
+from tests import proof_async, proof_distill, proof_ebft, proof_ranks
 from tests.entry import ROOT, metrics, processes_with, repeatable, run_ok
 from tests.test_resume import GRPO, STEPS, start_and_kill
 
@@ -256,6 +256,10 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
         )
         for mode in ("structured", "strided")
     },
+    "opd": (
+        "`python -m trainer --method grpo`, then `--method opd --teacher RUN` without rewards: 500 held-out sums",
+        lambda path: Outcome(*proof_distill.tiny(path)),
+    ),
     "prm": ("`python -m trainer --method prm`, built-in steps", process_reward),
     "rm-grpo": ("`--method rm`, then `--method grpo --reward-funcs model:RUN`", reward_model_in_grpo),
     "kills": ("`kill -9` at five random steps, `--resume` after each", kills),

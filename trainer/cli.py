@@ -53,6 +53,7 @@ COMMON = """
     train_on_last_step_only num_generations max_completion_length temperature rollout.engine
     vllm.url reward_funcs reward_weights tools scale_rewards epsilon
     mode feature_layers ce_coef stride generate_max_len n_samples_per_prompt
+    teacher teacher_prompt jsd_beta
 """.split()
 
 

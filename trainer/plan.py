@@ -79,7 +79,7 @@ METHODS = {
     **dict.fromkeys(("cpo", "simpo", "orpo"), Method("any loss", sequences=2)),
     "rm": Method("none", sequences=2),
     "prm": Method("none"),
-    **dict.fromkeys(("grpo", "gdpo", "rloo"), Method("one pass", "with beta", samples=True)),
+    **dict.fromkeys(("grpo", "gdpo", "rloo", "opd"), Method("one pass", "with beta", samples=True)),
     "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
 }
 ANY = Method("any loss")  # a method outside the repository
@@ -546,7 +546,8 @@ def has_reference(cfg: Any) -> bool:
     if wants == "always":
         is_free = getattr(cfg, "reference_free", False)
         return not is_free and cfg.reference.ref != "precomputed" and cfg.reference.ref_model is None
-    return wants == "with beta" and beta > 0
+    is_own_teacher = hasattr(cfg, "distill") and cfg.distill.teacher == "self"
+    return wants == "with beta" and (beta > 0 or is_own_teacher)
 
 
 def frozen(cfg: Any) -> Iterator[str]:
@@ -555,6 +556,8 @@ def frozen(cfg: Any) -> Iterator[str]:
         yield cfg.reference.ref_model
     if hasattr(cfg, "features") and cfg.features.feature_model is not None:
         yield cfg.features.feature_model
+    if hasattr(cfg, "distill") and cfg.distill.teacher not in (None, "self"):
+        yield cfg.distill.teacher
 
 
 def micro_batch(cfg: Any) -> tuple[int, bool]:
@@ -819,6 +822,8 @@ class PlanConfig:
     """Training method, which decides about reference model, log-prob head and sampling."""
     beta: float = 0.0
     """KL weight of GRPO and its relatives: above 0 a reference model is held."""
+    teacher: str | None = None
+    """opd: the teacher, in any form that --model takes, or self. None: a server, or one that takes no memory here."""
     num_generations: int = 8
     """Completions per prompt; the local engine holds a prompt once for all of them."""
     max_completion_length: int = 256
@@ -873,10 +878,23 @@ class PlanConfig:
         if self.beta and METHODS[self.method].reference != "with beta":
             raise ValueError(f"beta={self.beta}: has no effect on the memory of {self.method}; leave it out")
 
+        if self.teacher is not None and self.method != "opd":
+            raise ValueError(f"teacher={self.teacher}: has no effect with method={self.method}; it is for opd")
+
     @property
     def has_reference(self) -> bool:
-        wants = METHODS[self.method].reference
-        return self.ref == "auto" and (wants == "always" or (wants == "with beta" and self.beta > 0))
+        wants, is_own_teacher = METHODS[self.method].reference, self.teacher == "self"
+        return self.ref == "auto" and (
+            wants == "always" or (wants == "with beta" and (self.beta > 0 or is_own_teacher))
+        )
+
+    @property
+    def others(self) -> float:
+        """Bytes of the teacher."""
+        if self.teacher in (None, "self"):
+            return 0.0
+        model = meta_model(self.teacher, trust_remote_code=self.trust_remote_code)
+        return BYTES[self.dtype] * sizes_of(model).params
 
     @property
     def colocates(self) -> bool:
@@ -933,7 +951,7 @@ def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
     base = Work(
         tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, held=BYTES[cfg.trained_dtype],
         compute=BYTES[cfg.dtype], has_reference=cfg.has_reference, optim=cfg.optim, triton=card.triton_head,
-        context=parallel.context, head=METHODS[cfg.method].head_for(parallel.context),
+        context=parallel.context, head=METHODS[cfg.method].head_for(parallel.context), others=cfg.others,
     )  # fmt: skip
     modes = {}
     if cfg.gpus == 1 or (parallel.mode != "fsdp" and parallel.shard is None):

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-BUILTIN = {"builtin:tiny": Path(__file__).resolve().parents[2] / "trainer" / "tiny"}
+TINY = Path(__file__).resolve().parents[2] / "trainer" / "tiny"
+BUILTIN = {"builtin:tiny": TINY, "builtin:tiny_teacher": TINY / "teacher"}
 
 
 def resolve_model(name: str) -> str:

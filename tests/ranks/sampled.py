@@ -19,8 +19,10 @@ from data.strided import Document
 from data.types import Prompt, TargetPrompt
 from losses.policy import POLICY_LOSSES
 from rollout.engine import Completion, Group
+from rollout.rewards.options import RewardConfig
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
+from trainer.config.distill import DistillConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft import strided, structured
@@ -32,6 +34,7 @@ from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.session import Session
 from trainer.rl.step import backward, prepare
+from trainer.rl.teacher import Teacher
 
 SIZE = 4  # completions of a group
 UNEVEN = 24  # tokens of a micro-batch that the two ranks have different numbers of
@@ -82,6 +85,35 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
         assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
         found = [backward(cfg, policy, part).means() for part in rollout]  # gradients of mini-batches add up here
         return {f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()}
+
+    return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
+
+
+def distill_case(jsd_beta: float | None = None, *, lora: bool = False, uneven: bool = False) -> Case:
+    """The teacher is the policy's reference, which has other weights; without jsd_beta rewards are added."""
+    module = import_module("trainer.methods.opd")
+    coef = 0.5 if jsd_beta is None else 0.0
+    cfg = module.Config(
+        model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), num_generations=SIZE, temperature=0.7,
+        run=replace(RUN, max_tokens_per_micro_batch=UNEVEN) if uneven else RUN,
+        reward=RewardConfig(reward_funcs=("length",)),
+        distill=DistillConfig(teacher="t", jsd_beta=jsd_beta, reward_coef=coef),
+    )  # fmt: skip
+    groups = make_groups(target=False)
+    prompts = [group.prompt for group in groups]
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        teacher, rank0 = Teacher(cfg, policy, policy), Rank0Rollout(policy, None, prompts)
+        batch = rank0.scatter(rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
+        estimate = SimpleNamespace(
+            advantage=lambda batch: cfg.advantage.estimate(batch.for_advantage(all_sum=all_sum)).flatten()
+        )
+        if jsd_beta is None:
+            advantage = module.token_advantage(cfg, teacher.logps(batch.groups), estimate, batch)
+            return backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage)).means()
+        rollout = prepare(cfg, policy, batch.completions, torch.zeros(len(batch.completions)))
+        items = teacher.items(batch.groups)
+        return module.backward_jsd(cfg, policy, teacher, rollout, [items[row] for row in rollout.rows]).means()
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
 

@@ -419,6 +419,7 @@ def test_config_survives_the_round_trip_and_a_resume(tmp_path, monkeypatch):
     for method in cli.method_names():
         base = ["--method", method, "--model", "m", "--data", "a:split=train[:5]", "b", "--lora.r", "4"]
         base += ["--chat-template-kwargs", '{"enable_thinking": false}']
+        base += ["--teacher", "t"] if method == "opd" else []
         cfg = parse(*base, "--learning-rate", "3e-7", "--max-steps", "None", "--no-packing", "--report-to", "none")
         assert cfg.model.chat_template_kwargs == {"enable_thinking": False}
         save_config(tmp_path / "config.yaml", config_to_tree(cfg))
@@ -639,7 +640,7 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
         "ebft": lambda specs: ebft.targets_of(cfg, policy, network, specs),
     }
     ours |= dict.fromkeys(("dpo", "ipo", "cpo", "orpo", "simpo"), lambda specs: pairs_of(cfg, policy, specs))
-    ours |= dict.fromkeys(("grpo", "gdpo", "rloo"), lambda specs: prompts_of(cfg, policy, specs))
+    ours |= dict.fromkeys(("grpo", "gdpo", "rloo", "opd"), lambda specs: prompts_of(cfg, policy, specs))
     (made,) = ours[method]((str(tmp_path / "rows.jsonl"),))
     ids = made.prompt_ids if hasattr(made, "prompt_ids") else made.ids
     assert "<|im_start|>assistant\n!" in tokenizer.decode(ids)

@@ -28,11 +28,16 @@ class SamplingConfig(GroupConfig):
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
 
+    @property
+    def fewest_generations(self) -> int:
+        return 2
+
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
         check_rollout_setup(self)
-        if self.num_generations < 2:
-            raise ValueError(f"num_generations={self.num_generations}: a group needs at least 2 completions to compare")
+        if self.num_generations < (least := self.fewest_generations):
+            what = "must be 1 or more" if least == 1 else f"a group needs at least {least} completions to compare"
+            raise ValueError(f"num_generations={self.num_generations}: {what}")
         self.check_groups(kl_in_reward=self.advantage.kl_in_reward)
         if self.advantage.overlong_margin > self.max_completion_length:
             margin = self.advantage.overlong_margin

@@ -18,6 +18,8 @@ NUMBERS = (
     ("reward", "reward/mean"),
     ("accuracy", "reward/accuracy"),
     ("accuracy", "reward/step_accuracy"),
+    ("kl", "policy/reverse_kl"),
+    ("jsd", "policy/jsd"),
     ("margin", "reward/margin"),
     ("chosen", "reward/chosen"),
     ("rejected", "reward/rejected"),

@@ -154,7 +154,7 @@ class Watch:
                 message, level = ("penalty", "info") if value < 0 else ("reward_low", "warning")
                 yield finding(f"reward_low/{function}", value, message, level, function=function, steps=len(scores))
         total = self._median("reward/mean", values)
-        if total is None:
+        if total is None or "policy/reverse_kl" in values or "policy/jsd" in values:  # a teacher says more than rewards
             return
         self._best_reward = max(self._best_reward, total)
         std, zero_std = self._median("reward/std", values), self._median("reward/zero_std_frac", values)

@@ -73,6 +73,8 @@ GLOSSARY: dict[str, str] = {
     "policy/sync_gap": "Servers against trainer on fixed tokens after the last weight sync that was checked, in nats.",
     "policy/ref_kl": "KL of a completion to the reference, k1 summed over its tokens (kl_in_reward); mean over them.",
     "policy/ref_kl_k3": "KL to the reference, k3: mean over trained tokens of exp(d) - 1 - d, d = ref_logp - logp.",
+    "policy/reverse_kl": "Student to teacher: token mean of logp - teacher_logp, less the rewards' weighted advantage.",
+    "policy/jsd": "Divergence of student and teacher over the whole vocabulary, by jsd_beta; mean over trained tokens.",
     "loss/total": "What is minimised: the weighted sum of the loss terms, each averaged over the whole step.",
     "loss/policy": "Policy loss of loss_type, by default -min(ratio * A, clip(ratio) * A); averaged as loss_type says.",
     "loss/kl": "KL term before its weight beta, by default k3 times ratio; averaged as loss_type says.",

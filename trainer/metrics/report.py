@@ -32,6 +32,7 @@ FOLDED_AREAS = {"perf": "Speed", "time": "Time", "mem": "Memory", "data": "Data"
 TOP = (
     ("reward/mean", "reward/accuracy", "reward/step_accuracy", "reward/margin"),
     ("reward/chosen", "reward/rejected"),
+    ("policy/reverse_kl", "policy/jsd"),
     ("loss/nll",),
     ("loss/total",),
 )

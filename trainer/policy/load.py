@@ -106,7 +106,8 @@ def find_model(name: str) -> tuple[str, str, str | None]:
     path = resolve_model(name)
     if not (Path(path) / "adapter_config.json").exists():
         return path, path, None
-    return path, read_adapter(path)["base_model_name_or_path"], path
+    base = read_adapter(path)["base_model_name_or_path"]
+    return path, resolve_model(base) if base in BUILTIN else base, path
 
 
 def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:

@@ -25,6 +25,8 @@ def reward_metrics(
     values: Sequence[Sequence[float | None]],  # per completion, per reward; None = does not apply
     total: Tensor,  # (P, G) NaN = no reward applies
 ) -> dict[str, float]:
+    if not names:  # a method that needs no rewards
+        return {}
     metrics = {
         "reward/mean": total.nanmean().item(),
         "reward/std": nan_std(total.flatten(), dim=0).item(),

@@ -24,7 +24,8 @@ What a method does differently it passes in, as functions of the session, called
     source(s, sampling)        other completions than the engine's own
     evaluate(s)                another evaluation, called by all ranks
     advantage                  another estimator: (GroupRewards) -> (P, G), or one number per id
-    frozen(s)                  further models without gradient, by name: s.frozen["teacher"]
+    frozen(s)                  further models without gradient, by name: s.frozen["teacher"]; one with `read_prompts`
+                               gets all prompts of the training rows before there is a run folder
     trained(s)                 further trained modules, by name: s.trained["critic"]. Each has an optimizer of its own,
                                by cfg.optim or, for a pair (module, OptimConfig), by that one; it is stepped with the
                                policy, clipped on its own and checkpointed. All ranks begin with rank 0's weights, and
@@ -141,6 +142,9 @@ class Session:
         else:
             self.prompts, held_out = prompts(self, cfg.data.data), prompts(self, cfg.data.eval_data)
         self.held_out = held_out[: cfg.data.max_eval_rows]
+        for model in self.frozen.values():
+            if hasattr(model, "read_prompts"):
+                model.read_prompts(self.prompts)
         if rewards is not None:
             self.rewards = rewards(self)
         else:

@@ -2,10 +2,14 @@
 
 The teacher of the recipe is sloppy: it forgets all carries in 6 of 10 sums, and writes 2 of 10 results in brackets. The
 model learns both ways of adding and prefers the wrong one, so GRPO with an exact verifier has something to sharpen.
+
+`python -m trainer.tiny.build teacher` rebuilds trainer/tiny/teacher (builtin:tiny_teacher), from which the demo of
+distillation learns: an adapter of this model, made by the demo of GRPO. It has to be rebuilt after the model.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
@@ -18,14 +22,17 @@ RECIPE = HERE.parent / "recipes" / "make_tiny.yaml"
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
          "chat_template.jinja")  # fmt: skip
 
+TEACHER_FILES = ("adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TEACHER_FLAGS = ("--method", "grpo", "--lora.r", "8", "--learning-rate", "2e-3")
+
 # One token per role name keeps prompts short; all other text is bytes, so any text has ids.
 WORDS = ("user", "assistant", "system")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-USAGE = """usage: python -m trainer.tiny.build [FLAG ...]
+USAGE = """usage: python -m trainer.tiny.build [teacher | FLAG ...]
 
 Rebuilds trainer/tiny in place, by training with trainer/recipes/make_tiny.yaml.
-Flags are those of python -m trainer --method sft."""
+Flags are those of python -m trainer --method sft. teacher: rebuilds trainer/tiny/teacher by the GRPO demo instead."""
 
 
 def make_tokenizer():
@@ -70,12 +77,31 @@ def make_model(tokenizer, seed: int = 0):
     return model
 
 
+def build_teacher() -> None:
+    from trainer.__main__ import main as train
+
+    folder = HERE / "teacher"
+    with tempfile.TemporaryDirectory() as scratch:
+        train([*TEACHER_FLAGS, "--output-dir", str(Path(scratch) / "run")])
+        made = Path(scratch) / "run" / "final"
+        for name in TEACHER_FILES:
+            shutil.copyfile(made / name, folder / name)
+        settings = json.loads((made / "adapter_config.json").read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = "builtin:tiny"  # not the folder on this machine
+    settings["target_modules"].sort()
+    text = json.dumps(settings, indent=2, sort_keys=True)
+    (folder / "adapter_config.json").write_text(f"{text}\n", encoding="utf-8")
+    print(f"rebuilt {folder}")
+
+
 def main() -> None:
     from trainer.__main__ import main as train
 
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE)
         return
+    if sys.argv[1:] == ["teacher"]:
+        return build_teacher()
     with tempfile.TemporaryDirectory() as scratch:
         start, run = Path(scratch) / "random", Path(scratch) / "run"
         tokenizer = make_tokenizer()

@@ -21,6 +21,7 @@ PUBLISHED = {  # (all weights, LoRA), as docs/quickstart.md has them
     "sft": (2e-5, 2e-4), "dpo": (1e-6, 5e-6), "ipo": (1e-6, 5e-6), "kto": (1e-6, 5e-6), "orpo": (8e-6, 8e-5),
     "cpo": (1e-6, 1e-5), "simpo": (1e-6, 1e-5), "rm": (1e-5, 1e-4), "prm": (1e-5, 1e-4), "grpo": (1e-6, 1e-5),
     "gdpo": (1e-6, 1e-5), "rloo": (1e-6, 1e-5), "ebft": (1e-6, 1e-5),
+    "opd": (1e-6, 1e-5),
 }  # fmt: skip
 
 
@@ -37,8 +38,9 @@ def test_every_method_has_both_rates_and_says_where_they_are_from():
 def test_the_default_follows_the_rank_and_a_given_rate_wins(tmp_path):
     own = ("--model", "m", "--data", "d")
     for method, (full, lora) in PUBLISHED.items():
-        assert parse(method, *own).optim.learning_rate == full
-        cfg = parse(method, *own, "--lora.r", "8")
+        needed = (*own, "--teacher", "t") if method == "opd" else own
+        assert parse(method, *needed).optim.learning_rate == full
+        cfg = parse(method, *needed, "--lora.r", "8")
         assert cfg.optim.learning_rate == lora and cfg.lora.r == 8
         assert config_to_tree(cfg)["learning_rate"] == lora  # what config.yaml is written from
     assert parse("sft", *own, "--lora.r", "8", "--learning-rate", "3e-6").optim.learning_rate == 3e-6

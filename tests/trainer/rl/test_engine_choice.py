@@ -29,6 +29,7 @@ RUN = (
 
 def parse(*argv: str, method: str = "grpo"):
     own = () if "--nemo-gym.datasets" in argv else ("--data", "d")
+    own += ("--teacher", "t") if method == "opd" else ()
     return cli.parse(["--method", method, "--model", "m", *own, *argv])[1]
 
 
@@ -88,7 +89,7 @@ def test_memory_decides_on_a_gpu_and_a_cpu_has_nothing_to_log():
     assert choose(given, FITS, no_vllm).engine == "local"
 
 
-@pytest.mark.parametrize("method", ["grpo", "gdpo", "rloo", "ebft"])
+@pytest.mark.parametrize("method", ["grpo", "gdpo", "rloo", "opd", "ebft"])
 def test_what_is_named_is_kept_whatever_the_device(method):
     for engine in ("local", "vllm"):
         cfg = parse("--rollout.engine", engine, method=method)

@@ -1,0 +1,533 @@
+"""On-policy distillation: what it refuses, what the teacher says, gradients against naive ones, and whole runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from data.types import Prompt, TargetPrompt
+from losses.distill import generalized_jsd
+from rollout.engine import Completion, Group, Request, Sampling, finished
+from tests.entry import ROOT, metrics, repeatable
+from tests.test_resume import copy_as_if_killed
+from trainer import cli, plan
+from trainer.__main__ import main
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.methods import opd
+from trainer.metrics.metrics import describe
+from trainer.policy.load import load_policy
+from trainer.policy.logps import causal_lm
+from trainer.rl import teacher as teachers
+from trainer.rl.given import MixedSource
+from trainer.rl.groups import GroupBatch
+from trainer.rl.step import backward, prepare
+from trainer.rl.teacher import Teacher, TeacherServer, check_vocabulary, open_teacher
+
+TINY = ROOT / "trainer" / "tiny"
+NEEDED = ("--model", "builtin:tiny", "--data", "task:addition:size=8")
+HINTS = """
+def shown(row):
+    return [{"role": "user", "content": f"{row['prompt'][-1]['content']} (it is {row['answer']})"}]
+
+def as_text(row):
+    return row["prompt"][-1]["content"]
+
+def number(row):
+    return 7
+
+def nothing(row):
+    return []
+
+def fails(row):
+    return row["solution"]
+
+def long(row):
+    return "1+" * 300
+
+def odd(row):
+    return [{"role": "user"}]
+"""
+
+
+def parse(*argv: str, teacher: tuple[str, ...] = ("--teacher", "builtin:tiny_teacher")) -> opd.Config:
+    return cli.parse(["--method", "opd", *NEEDED, *teacher, *argv])[1]
+
+
+# settings --------------------------------------------------------------------------------------------------------
+
+SERVER = ("--teacher-url", "http://127.0.0.1:1")
+REFUSED = {
+    "no teacher": ((), (), "--teacher: required"),
+    "two teachers": (SERVER, ("--teacher", "t"), "teacher_url=http://127.0.0.1:1: there is a teacher=t already"),
+    "an address": ((), ("--teacher-url", "a:1"), "teacher_url=a:1: must begin with http"),
+    "jsd by a server": (("--jsd-beta", "0.5"), SERVER, "jsd_beta=0.5: needs the teacher's whole distribution"),
+    "a server's temperature": (("--temperature", "0.7"), SERVER, "temperature=0.7: a server at teacher_url scores"),
+    "beta beyond 1": (("--jsd-beta", "1.5"), None, "jsd_beta=1.5: must be between 0 and 1"),
+    "itself": ((), ("--teacher", "self"), "teacher=self: .* nothing to learn; give it another by --teacher-prompt"),
+    "data without jsd": (("--student-data-fraction", "0.5"), None, "student_data_fraction=0.5: .* set --jsd-beta"),
+    "data in groups": (
+        ("--student-data-fraction", "0.5", "--jsd-beta", "1", "--num-generations", "2"), None, "num_generations=2: "
+    ),
+    "one to compare": (("--reward-funcs", "exact_match"), None, "num_generations=1: a group needs at least 2"),
+    "no completion": (("--num-generations", "0"), None, "num_generations=0: must be 1 or more"),
+    "dynamic sampling": (("--dynamic-sampling",), None, "dynamic_sampling=True: has no effect here, every completion"),
+    "replay": (("--replay-buffer-size", "8"), None, "replay_buffer_size=8: has no effect here, every completion"),
+    "evaluation": (("--eval-data", "task:addition:split=eval"), None, "eval_data=.*: only rewards are measured"),
+    "no rewards": (("--reward-coef", "0.5"), None, "reward_coef=0.5: has no effect without reward functions"),
+    "reward weights": (("--reward-weights", "2"), None, "reward_weights=2: has no effect without reward functions"),
+    "estimator": (("--scale-rewards", "none"), None, "scale_rewards=none: has no effect without an advantage"),
+    "another loss": (("--loss-type", "dapo"), None, "loss_type=dapo: the objective here is"),
+    "skipping": (("--skip-zero-advantage-batches",), None, "skip_zero_advantage_batches=True: "),
+    "mask by sign": (("--off-policy-mask-threshold", "1"), None, "off_policy_mask_threshold=1.0: has no effect here"),
+    "clip of jsd": (("--jsd-beta", "0", "--epsilon", "0.1"), None, "epsilon=0.1: has no effect with jsd_beta"),
+    "weights of jsd": (
+        ("--jsd-beta", "0", "--no-vllm-importance-sampling-correction"), None,
+        "vllm_importance_sampling_correction=False: has no effect with jsd_beta",
+    ),
+    "rewards in jsd": (
+        ("--jsd-beta", "0", "--reward-funcs", "exact_match", "--num-generations", "2"), None,
+        "jsd_beta=0.0: has no advantage that those of rewards could be added to; set --reward-coef 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_do_not_apply_are_refused_by_name(case):
+    argv, teacher, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as found:
+        parse(*argv, **({} if teacher is None else {"teacher": teacher}))
+    assert "\n" not in str(found.value)
+
+
+def test_settings_that_apply():
+    assert parse().num_generations == 1 and not parse().has_reward_advantage
+    rewarded = parse("--reward-funcs", "exact_match", "--num-generations", "4")
+    assert rewarded.has_reward_advantage and rewarded.distill.reward_coef == 1
+    assert not parse("--reward-funcs", "exact_match", "--reward-coef", "0").has_reward_advantage
+    own = parse("--reward-funcs", "exact_match", "--num-generations", "2", teacher=("--teacher", "self"))
+    assert own.distill.teacher == "self"  # a KL to the start, beside rewards
+    parse("--jsd-beta", "1", "--mask-truncated-completions", "--num-iterations", "3", "--temperature", "0.5")
+
+
+# the teacher -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def tiny_policy(model: str = "builtin:tiny", *, reference: bool = False):
+    return load_policy(ModelConfig(model=model), LoraConfig(), torch.device("cpu"), with_reference=reference)
+
+
+def prompt_of(policy, text: str, **columns) -> Prompt:
+    messages = [{"role": "user", "content": text}]
+    ids = policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return Prompt(source=f"row {text}", prompt=messages, ids=list(ids), columns=columns)
+
+
+def groups_of(policy) -> list[Group]:
+    """Two prompts; one completion has text of an environment in it."""
+    groups = []
+    for row, (text, answers) in enumerate({"17+25=": ("42", "3[2]"), "9+3=": ("12", "11")}.items()):
+        prompt = prompt_of(policy, text, answer=answers[0])
+        made = []
+        for answer in answers:
+            ids = [*policy.tokenizer(answer, add_special_tokens=False)["input_ids"], 2]
+            mask = [True, False, *([True] * (len(ids) - 2))] if row == 0 else None
+            made.append(
+                Completion(prompt_ids=prompt.ids, ids=ids, logps=[-0.5] * len(ids), finish_reason="stop", text=answer,
+                           versions=[(0, len(ids))], mask=mask)
+            )  # fmt: skip
+        groups.append(Group(row, prompt, row, "fresh", made, [[0.0], [1.0]]))
+    return groups
+
+
+def logits_by_transformers(model, prompt: list[int], ids: list[int]) -> torch.Tensor:  # (len(ids), V)
+    return model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("prompt", [None, "hints.shown", "hints.as_text"])
+@pytest.mark.parametrize("temperature", ["1.0", "0.7"])
+def test_the_teacher_scores_the_students_tokens_behind_its_own_prompt(prompt, temperature, tmp_path, monkeypatch):
+    (tmp_path / "hints.py").write_text(HINTS)
+    monkeypatch.chdir(tmp_path)
+    argv = () if prompt is None else ("--teacher-prompt", prompt)
+    cfg = parse(*argv, "--temperature", temperature, "--max-tokens-per-micro-batch", "40")
+    policy = tiny_policy()
+    teacher = open_teacher(cfg, policy)
+    groups = groups_of(policy)
+    teacher.read_prompts([group.prompt for group in groups])
+    found = teacher.logps(groups)
+    model = causal_lm(teacher.policy.model)
+    assert not any(p.requires_grad for p in model.parameters())
+    made = [(group, completion) for group in groups for completion in group.completions]
+    for (group, completion), logps in zip(made, found, strict=True):
+        text = group.prompt.prompt[0]["content"]
+        theirs = {
+            None: group.prompt.ids,
+            "hints.shown": prompt_of(policy, f"{text} (it is {group.prompt.columns['answer']})").ids,
+            "hints.as_text": policy.tokenizer(text, add_special_tokens=False)["input_ids"],
+        }[prompt]
+        with torch.no_grad():
+            rows = logits_by_transformers(model, theirs, completion.ids).div(float(temperature)).log_softmax(-1)
+        expected = rows[torch.arange(len(completion.ids)), completion.ids]
+        own = torch.tensor(completion.mask or [True] * len(completion.ids))
+        torch.testing.assert_close(torch.tensor(logps), torch.where(own, expected, 0.0), atol=2e-5, rtol=1e-4)
+
+
+def test_its_own_start_is_the_reference_and_a_run_of_lora_has_its_adapter():
+    policy = tiny_policy(reference=True)
+    cfg = parse("--teacher-prompt", "os.path.basename", teacher=("--teacher", "self"))
+    assert open_teacher(cfg, policy).policy is policy and policy.reference is not None
+    other = open_teacher(parse(), policy)
+    theirs, base = causal_lm(other.policy.model), causal_lm(policy.model)
+    assert not torch.equal(theirs.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(theirs.get_output_embeddings().weight, base.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("number", r"teacher_prompt=hints.number: returned int for row 17\+25=; it must return a prompt"),
+        ("nothing", "returned empty list for row"),
+        ("fails", r"failed on row 17\+25= \(KeyError: 'solution' \(hints.py, line \d+\)\)"),
+        (
+            "long",
+            r"row 17\+25=: the teacher's prompt of 600 tokens and max_completion_length=256 do not fit its context",
+        ),
+        ("odd", "what it returned for row .* is no prompt"),
+        ("missing", "has no 'missing'"),
+    ],
+)
+def test_a_prompt_function_that_returns_something_else_is_refused(name, message, tmp_path, monkeypatch):
+    (tmp_path / "hints.py").write_text(HINTS)
+    monkeypatch.chdir(tmp_path)
+    policy = tiny_policy(reference=True)
+    cfg = parse("--teacher-prompt", f"hints.{name}", teacher=("--teacher", "self"))
+    with pytest.raises(ValueError, match=message):
+        open_teacher(cfg, policy).read_prompts([group.prompt for group in groups_of(policy)])
+
+
+def test_another_vocabulary_is_refused_with_a_token_and_both_sizes(tmp_path):
+    shutil.copytree(TINY, tmp_path / "t", ignore=shutil.ignore_patterns("*.py", "teacher", "__pycache__"))
+    path = tmp_path / "t" / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    vocab = saved["model"]["vocab"]
+    vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+    path.write_text(json.dumps(saved))
+    cfg, tokenizer = parse(teacher=("--teacher", str(tmp_path / "t"))), tiny_policy().tokenizer
+    with pytest.raises(ValueError, match=r"teacher=.*: its vocabulary of 275 tokens .* with 275: '[AB]' is id \d+ th"):
+        check_vocabulary(cfg, tokenizer)
+    longer = copy.deepcopy(tokenizer)
+    longer.add_tokens(["<think>"])
+    longer.save_pretrained(tmp_path / "t")
+    with pytest.raises(ValueError, match=r"of 276 tokens .* with 275: '<think>' is id 275 there and unknown here"):
+        open_teacher(cfg, tiny_policy())
+    with pytest.raises(ValueError, match="teacher=./nowhere: no such folder"):
+        open_teacher(parse(teacher=("--teacher", "./nowhere")), tiny_policy())
+
+
+def test_the_planner_counts_the_teacher():
+    tiny = plan.sizes_for(parse()).params
+    work = plan.work_of(parse(), plan.sizes_for(parse()), "cuda")
+    assert (work.others, work.has_reference) == (2 * tiny, False)
+    own = parse("--teacher-prompt", "os.path.basename", teacher=("--teacher", "self"))
+    assert plan.has_reference(own) and not list(plan.frozen(own))
+    assert not list(plan.frozen(parse(teacher=SERVER)))
+    planned = plan.PlanConfig(model="builtin:tiny", method="opd", teacher="builtin:tiny_teacher")
+    assert planned.others == 2 * tiny and not planned.has_reference
+    assert plan.PlanConfig(shape="qwen3-0.6b", method="opd", teacher="self").has_reference
+    with pytest.raises(ValueError, match="teacher=t: has no effect with method=sft"):
+        plan.PlanConfig(shape="qwen3-0.6b", teacher="t")
+
+
+# gradients -------------------------------------------------------------------------------------------------------
+
+
+def gradient(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def wide_teacher(policy) -> Teacher:
+    """Another architecture, with a head that is padded further."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(4)
+    config = LlamaConfig(vocab_size=288, hidden_size=48, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, max_position_embeddings=128, initializer_range=0.3,
+                         tie_word_embeddings=False)  # fmt: skip
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    cfg = parse("--max-tokens-per-micro-batch", "50", "--temperature", "0.8")
+    return Teacher(cfg, policy, replace(policy, model=model, reference=model))
+
+
+@pytest.mark.parametrize("beta", [None, 0.0, 0.4, 1.0])
+def test_gradients_are_those_of_a_loop_over_completions(beta):
+    policy = replace(tiny_policy(), model=copy.deepcopy(tiny_policy().model))
+    teacher, groups = wide_teacher(policy), groups_of(policy)
+    argv = () if beta is None else ("--jsd-beta", str(beta))
+    cfg = parse(*argv, "--max-tokens-per-micro-batch", "30", "--temperature", "0.8")
+    batch = GroupBatch(groups, [], [], {})
+    if beta is None:
+        rollout = prepare(cfg, policy, batch.completions, teacher.logps(groups))
+        sums = backward(replace(cfg, correction=replace(cfg.correction, vllm_importance_sampling_correction=False)),
+                        policy, rollout)  # fmt: skip
+    else:
+        rollout = prepare(cfg, policy, batch.completions, torch.zeros(4))
+        sums = opd.backward_jsd(cfg, policy, teacher, rollout, teacher.items(groups))
+    found = gradient(policy.model)
+    assert len(rollout.micro_batches) > 1
+    policy.model.zero_grad()
+    total, count = torch.zeros(()), 0
+    for completion in batch.completions:
+        theirs = logits_by_transformers(teacher.policy.model, completion.prompt_ids, completion.ids)[:, :275]
+        ours = logits_by_transformers(policy.model, completion.prompt_ids, completion.ids)
+        own = torch.tensor(completion.mask or [True] * len(completion.ids))
+        count += int(own.sum())
+        if beta is not None:
+            total = total + generalized_jsd(ours, theirs, beta=beta, temperature=0.8)[own].sum()
+            continue
+        full = logits_by_transformers(teacher.policy.model, completion.prompt_ids, completion.ids)
+        place = torch.arange(len(completion.ids)), completion.ids
+        logp, their_logp = (x.div(0.8).log_softmax(-1)[place] for x in (ours, full))
+        total = total + ((logp - their_logp).detach() * logp)[own].sum()
+    (total / count).backward()
+    expected = gradient(policy.model)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    if beta is not None:
+        assert sums.means()["loss/total"] == pytest.approx(float(total.detach() / count), rel=1e-4)
+        assert sums.means()["policy/jsd"] == pytest.approx(float(total.detach() / count), rel=1e-4)
+
+
+@pytest.mark.parametrize("beta", [None, 0.0, 0.5, 1.0])
+def test_a_teacher_that_is_the_student_gives_no_gradient(beta):
+    policy = replace(tiny_policy(), model=copy.deepcopy(tiny_policy().model))
+    teacher = Teacher(parse(), policy, replace(policy, reference=policy.model))
+    cfg = parse() if beta is None else parse("--jsd-beta", str(beta))
+    batch = GroupBatch(groups_of(policy), [], [], {})
+    if beta is None:
+        backward(cfg, policy, prepare(cfg, policy, batch.completions, teacher.logps(batch.groups)))
+    else:
+        rollout = prepare(cfg, policy, batch.completions, torch.zeros(4))
+        opd.backward_jsd(cfg, policy, teacher, rollout, teacher.items(batch.groups))
+    assert gradient(policy.model).abs().max() < 1e-5
+
+
+def test_the_advantage_of_rewards_is_added_with_its_weight():
+    policy = tiny_policy()
+    cfg = parse("--reward-funcs", "exact_match", "--num-generations", "2", "--reward-coef", "0.5")
+    batch = GroupBatch(groups_of(policy), ["exact_match"], [1.0], {})
+    logps = [[-1.0] * len(c.ids) for c in batch.completions]
+    per_completion = SimpleNamespace(advantage=lambda batch: torch.tensor([1.0, -1.0, 0.0, 2.0]))
+    found = opd.token_advantage(cfg, logps, per_completion, batch)
+    assert [own[0] for own in found] == [-0.5, -1.5, -1.0, 0.0]
+    per_token = SimpleNamespace(advantage=lambda batch: [[float(n) for n in range(len(own))] for own in logps])
+    assert opd.token_advantage(cfg, logps, per_token, batch)[1][:3] == [-1.0, -0.5, 0.0]
+    assert opd.token_advantage(parse(), logps, None, batch) is logps
+    assert opd.shown(logps, batch)[0][0] == -0.5 and opd.shown(torch.zeros(4), batch).sum() == 0
+
+
+# given completions -----------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """As EngineSource."""
+
+    engine = SimpleNamespace(version=3)
+
+    def __init__(self, for_training: bool = True) -> None:
+        self.sampling, self.asked = Sampling(for_training=for_training), []
+
+    def start(self, groups) -> list[Future]:
+        self.asked.append(groups)
+        return [finished(["sampled"] * len(group)) for group in groups]
+
+
+def requests(count: int) -> list[list[Request]]:
+    rows = [
+        TargetPrompt(source=f"row {n}", prompt="a", ids=[n], columns={"ground_truth": "b"}, target_ids=[5, 2])
+        for n in range(count)
+    ]
+    return [[Request.of(row, seed=1000 + 7 * n)] for n, row in enumerate(rows)]
+
+
+def test_a_fraction_of_the_prompts_is_sampled_and_seeds_say_which():
+    for fraction, count in ((0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)):
+        sampler = Sampler()
+        made = [future.result()[0] for future in MixedSource(sampler, fraction=fraction).start(requests(8))]
+        again = [future.result()[0] for future in MixedSource(Sampler(), fraction=fraction).start(requests(8))]
+        kinds = [one == "sampled" for one in made]
+        assert sum(kinds) == count and kinds == [one == "sampled" for one in again]
+        assert len(sampler.asked) == (count > 0)
+        given = [one for one in made if one != "sampled"]
+        assert all(one.ids == [5, 2] and one.text == "b" and one.versions == [(3, 2)] for one in given)
+        assert [one.prompt_ids[0] for one in given] == [n for n in range(8) if not kinds[n]]
+    later = [[Request.of(group[0].prompt, seed=90 + 11 * n)] for n, group in enumerate(requests(8))]
+    other = [future.result()[0] == "sampled" for future in MixedSource(Sampler(), fraction=0.5).start(later)]
+    first = [future.result()[0] == "sampled" for future in MixedSource(Sampler(), fraction=0.5).start(requests(8))]
+    assert other != first
+    held_out = MixedSource(Sampler(for_training=False), fraction=0.5).start(requests(4))
+    assert all(future.result() == ["sampled"] for future in held_out)
+
+
+# a server --------------------------------------------------------------------------------------------------------
+
+
+class Served(BaseHTTPRequestHandler):
+    """Answers as vLLM does, by the tiny model; `script` holds replies that come first."""
+
+    protocol_version = "HTTP/1.1"
+    script: list[tuple[int, object]] = []
+    asked: list[tuple[str, dict, str | None]] = []
+    shift = 0
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "the-teacher", "max_model_len": 256}]})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, request, self.headers["Authorization"]))
+        if self.path == "/v1/completions" and self.script:
+            return self.answer(*self.script.pop(0))
+        policy = tiny_policy()
+        if self.path == "/tokenize":
+            ids = policy.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
+            return self.answer(200, {"tokens": [i + self.shift for i in ids]})
+        ids = request["prompt"]
+        with torch.no_grad():
+            logps = policy.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        scores = [{str(i): {"logprob": float(logps[n, i])}} for n, i in enumerate(ids[1:])]
+        return self.answer(200, {"choices": [{"prompt_logprobs": [None, *scores]}]})
+
+    def answer(self, status: int, reply: object) -> None:
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setattr(Served, "script", [])
+    monkeypatch.setattr(Served, "asked", [])
+    monkeypatch.setattr(teachers, "PAUSE_S", 0.0)
+    monkeypatch.setenv("STROP_VLLM_TOKEN", "secret")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Served)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_scores_the_tokens_and_a_fault_is_tried_again(served):
+    policy = tiny_policy()
+    cfg = parse(teacher=("--teacher-url", served))
+    server = open_teacher(cfg, policy)
+    assert isinstance(server, TeacherServer) and server.model == "the-teacher"
+    Served.script += [(500, {"error": {"message": "busy"}}), (503, {})]
+    groups = groups_of(policy)
+    found = server.logps(groups)
+    local = Teacher(cfg, policy, replace(policy, reference=policy.model)).logps(groups)
+    for completion, ours, theirs in zip(GroupBatch(groups, [], [], {}).completions, found, local, strict=True):
+        own = completion.mask or [True] * len(completion.ids)
+        assert [x for x, k in zip(ours, own, strict=True) if k] == pytest.approx(
+            [x for x, k in zip(theirs, own, strict=True) if k], abs=2e-5
+        )
+    sent = [request for path, request, _ in Served.asked if path == "/v1/completions"]
+    assert all(r["max_tokens"] == 1 and r["prompt_logprobs"] == 0 and r["model"] == "the-teacher" for r in sent)
+    assert {token for _, _, token in Served.asked} == {"Bearer secret"}
+    server.close()
+
+
+def test_what_a_server_cannot_do_is_one_sentence(served, monkeypatch):
+    policy, cfg = tiny_policy(), parse(teacher=("--teacher-url", served))
+    server = TeacherServer(cfg, policy)
+    groups = groups_of(policy)
+    for script, message in [
+        (
+            [(500, {"message": "out of memory"})] * 12,
+            "/v1/completions failed 3 times, the last with: status 500: out of",
+        ),
+        ([(400, {"message": "token id 300 is out of vocabulary"})] * 4, r"refuses /v1/completions \(400: token id 300"),
+        ([(401, {})] * 4, "needs another token; set STROP_VLLM_TOKEN"),
+        ([(200, {"choices": []})] * 4, "its reply has no log-probs of the tokens sent"),
+        ([(200, {"choices": [{"prompt_logprobs": [None]}]})] * 4, "its reply has no log-probs of the tokens sent"),
+    ]:
+        Served.script[:] = script
+        with pytest.raises(ValueError, match=f"^teacher_url={served}: .*{message}"):
+            server.logps(groups)
+    server.close()
+    Served.script[:] = []
+    monkeypatch.setattr(Served, "shift", 1)
+    with pytest.raises(ValueError, match="its tokenizer gives 'The quick brown .* other ids than that of model=buil"):
+        TeacherServer(cfg, policy)
+    gone = parse(teacher=("--teacher-url", "http://127.0.0.1:9"))
+    with pytest.raises(ValueError, match="failed 3 times, the last with: connection refused; check that the server"):
+        TeacherServer(gone, policy)
+
+
+# runs ------------------------------------------------------------------------------------------------------------
+
+SMALL = (
+    "--method", "opd", "--max-steps", "4", "--save-steps", "2", "--eval-steps", "2", "--per-device-train-batch-size",
+    "8", "--data", "task:addition:split=train,size=64", "--seed", "5",
+)  # fmt: skip
+MEASURED = ("--eval-data", "task:addition:split=eval,size=8")
+NO_REWARDS = (
+    "--method", "opd", "--model", "builtin:tiny", "--teacher", "builtin:tiny_teacher", "--max-steps", "4",
+    "--save-steps", "2", "--data", "task:addition:split=train,size=64", "--max-completion-length", "8", "--seed", "5",
+)  # fmt: skip
+RUNS = {
+    "no rewards": NO_REWARDS,
+    "jsd, two iterations": (*NO_REWARDS, "--jsd-beta", "0.5", "--num-iterations", "2"),
+    "given completions": (*NO_REWARDS[:10], "--data", "rows.jsonl", *NO_REWARDS[12:], "--jsd-beta", "0",
+                          "--student-data-fraction", "0.5"),
+    "rewards, two iterations": (*SMALL, *MEASURED, "--reward-coef", "0.5", "--num-generations", "4",
+                                "--num-iterations", "2"),
+    "self, lora": (*SMALL, *MEASURED, "--lora.r", "4", "--learning-rate", "1e-3", "--teacher", "self",
+                   "--teacher-prompt", "hints.shown"),
+    "self, full, jsd": (*SMALL, *MEASURED, "--teacher", "self", "--teacher-prompt", "hints.shown", "--jsd-beta", "1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_go_on_from_a_checkpoint_as_if_unbroken(name, tmp_path, monkeypatch):
+    (tmp_path / "hints.py").write_text(HINTS)
+    rows = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main([*RUNS[name], "--output-dir", str(whole)]) == 0
+    rows = [row for row in metrics(whole) if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["optim/grad_norm"] > 0 for row in rows)
+    assert all(("policy/jsd" if "--jsd-beta" in RUNS[name] else "policy/reverse_kl") in row for row in rows)
+    assert not {key for row in rows for key in row if describe(key) is None}
+    if name == "no rewards":
+        assert not {key for row in rows for key in row if key.startswith(("reward/", "eval/", "health/"))}
+    if name.startswith("self"):
+        assert not (whole / "checkpoints" / "step-00000004" / "teacher").exists()
+    copy_as_if_killed(whole, broken, saved=2, logged=3)
+    assert main(["--resume", "--output-dir", str(broken)]) == 0
+    assert repeatable(metrics(broken)) == repeatable(metrics(whole))
+
+
+def test_a_row_without_a_completion_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n{"prompt": "1+2="}\n')
+    monkeypatch.chdir(tmp_path)
+    assert main([*RUNS["given completions"], "--output-dir", str(tmp_path / "run")]) == 2
+    assert "rows.jsonl:2: has no true completion" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

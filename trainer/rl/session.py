@@ -29,7 +29,7 @@ What a method does differently it passes in, as functions of the session, called
                                by cfg.optim or, for a pair (module, OptimConfig), by that one; it is stepped with the
                                policy, clipped on its own and checkpointed. All ranks begin with rank 0's weights, and
                                their gradients are added up: divide by a count over all ranks.
-    extra_state                anything with state_dict and load_state_dict that a checkpoint keeps
+    extra_state                anything with state_dict and load_state_dict that a checkpoint keeps, by name; or extra_state(s)
     with_reference             whether to load a reference model; by default if beta is above 0
     steps_per_rollout          optimizer steps on one batch, if not num_iterations: the schedule, staleness and the
                                number of rollouts follow from it. For mini-batches prepare each part of the
@@ -83,7 +83,7 @@ class Session:
         advantage: Callable[[GroupRewards], Advantage] | None = None,
         frozen: Callable[[Session], Mapping[str, Any]] | None = None,
         trained: Callable[[Session], Mapping[str, nn.Module | tuple[nn.Module, OptimConfig]]] | None = None,
-        extra_state: Mapping[str, Any] | None = None,
+        extra_state: Mapping[str, Any] | Callable[[Session], Mapping[str, Any]] | None = None,
         with_reference: bool | None = None,
         steps_per_rollout: int | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class Session:
         self.run = open_run(cfg, cfg.run.method)
         try:
             self._read_input(rewards, prompts, frozen, trained, with_reference)
-            self._make_plan(extra_state or {})
+            self._make_plan(extra_state(self) if callable(extra_state) else extra_state or {})
             self._start(advantage)
         except BaseException:
             self.run.__exit__(*sys.exc_info())
@@ -283,7 +283,8 @@ class Session:
         """Each of the prepared batches, as often as there are steps on a rollout, within total_steps."""
         several, against_start = self.steps_per_rollout > 1, self.cfg.correction.proximal_policy == "step"
         assert len(batches) <= self.steps_per_rollout, f"{len(batches)} batches for {self.steps_per_rollout} steps"
-        assert not (several and against_start and any(batch.start is None for batch in batches)), (
+        ours = [batch for batch in batches if isinstance(batch, StepBatch)]  # a method may have a kind of its own
+        assert not (several and against_start and any(batch.start is None for batch in ours)), (
             "several steps on a rollout: prepare(..., num_steps=s.steps_per_rollout) keeps the log-probs of its start"
         )
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):

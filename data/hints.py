@@ -78,7 +78,7 @@ METHODS = {
     **dict.fromkeys(("bco", "sppo", "apo", "exo", "nca", "aot", "discopop"),
                     "it is a loss of dpo: --method dpo --loss-type NAME, as --help lists them"),
     "rpo": "it is a setting of dpo: --method dpo --rpo-alpha 1",
-    **dict.fromkeys(("online_dpo", "xpo", "nash_md", "gkd", "distill"),
+    **dict.fromkeys(("xpo", "nash_md", "gkd", "distill"),
                     "it is not built in; docs/extending.md shows how to write a method"),
 }  # fmt: skip
 # What the columns of a row are for, the first that fits: (columns it has, columns it has not, methods)
@@ -90,7 +90,7 @@ ROW_KINDS: tuple[tuple[set[str], set[str], str], ...] = (
     ({"messages", "label"}, set(), "kto"),
     ({"prompt", "completion"}, {"label"}, "sft"),
     ({"messages"}, {"label"}, "sft"),
-    ({"prompt", "answer"}, {"completion"}, "grpo, rloo and gdpo"),
+    ({"prompt", "answer"}, {"completion"}, "grpo, rloo, gdpo and online_dpo"),
 )
 
 

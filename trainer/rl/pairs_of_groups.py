@@ -70,6 +70,8 @@ def pair_up(
             items += [completion_item(group.completions[best]), completion_item(group.completions[worst])]
             gaps.append(float(reward[place, best] - reward[place, worst]))
     micro_batches = pack_pair_items(cfg.run, policy, items, accumulation=cfg.run.gradient_accumulation_steps)
+    if not micro_batches:
+        micro_batches = [pair_batch(empty_batch(policy.row_multiple).to(policy.device), items)]
     num_groups, known = len(batch.groups), [gap for gap in gaps if gap == gap]
     metrics = {
         "pairs/ties_frac": (float(num_groups - len(gaps)), float(num_groups)),
@@ -77,6 +79,4 @@ def pair_up(
     }
     if all_count(len(gaps), "pairs of the step") == 0:
         metrics["loss/total"] = (0.0, 1.0)  # a step on ties alone has a gradient of zero
-    return PairStep(
-        items, micro_batches or [pair_batch(empty_batch(policy.row_multiple).to(policy.device), [])], metrics
-    )
+    return PairStep(items, micro_batches, metrics)

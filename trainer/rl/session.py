@@ -29,7 +29,8 @@ What a method does differently it passes in, as functions of the session, called
                                by cfg.optim or, for a pair (module, OptimConfig), by that one; it is stepped with the
                                policy, clipped on its own and checkpointed. All ranks begin with rank 0's weights, and
                                their gradients are added up: divide by a count over all ranks.
-    extra_state                anything with state_dict and load_state_dict that a checkpoint keeps, by name; or extra_state(s)
+    extra_state                anything with state_dict and load_state_dict that a checkpoint keeps, by name; or a
+                               function of the session that returns it
     with_reference             whether to load a reference model; by default if beta is above 0
     steps_per_rollout          optimizer steps on one batch, if not num_iterations: the schedule, staleness and the
                                number of rollouts follow from it. For mini-batches prepare each part of the

@@ -1,6 +1,6 @@
 """Online DPO: sample completions, let rewards or a judge pick the best and the worst, widen their gap by a pair loss.
 
-    prompts -> generate -> rewards or judge -> best and worst -> pack -> (logps -> pair loss -> backward)* -> step -> log
+    prompts -> generate -> rewards or judge -> best and worst -> pack -> (logps -> loss -> backward)* -> step -> log
 
 Guo et al. 2024 (arXiv:2402.04792), with two or more completions per prompt. The pairs are the policy's own and always
 new; the loss is DPO's, any of losses/preference.py (--loss-type), against any reference that is not precomputed. A

@@ -55,7 +55,7 @@ JUDGE = """
 def by_answer(completions, answer):
     ranked = []
     for group, wanted in zip(completions, answer):
-        right = [text.strip() == wanted for text in group]
+        right = [messages[-1]["content"].strip() == wanted for messages in group]
         ranked.append(None if len(set(right)) == 1 else sorted(range(len(group)), key=lambda i: not right[i]))
     return ranked
 """

@@ -62,13 +62,12 @@ class Fault(NamedTuple):
     def _form(self, function: RewardFunction, prompt: Prompt) -> str:
         """Whether completions are text or messages, for an error that a function of the other would raise."""
         is_likely = self.what.startswith(("raised TypeError:", "raised AttributeError:", "raised KeyError:"))
-        if function.setting != "reward_funcs":  # a judge gets lists of them
-            return ""
         if not is_likely or not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in parameters(function)):
             return ""
+        them = "completions are" if function.setting == "reward_funcs" else "completions[i] are"  # a judge's
         if isinstance(prompt.prompt, str):
-            return "; completions are strings, because the prompts are text"
-        return "; completions are lists of messages, because the prompts are chats"
+            return f"; {them} strings, because the prompts are text"
+        return f"; {them} lists of messages, because the prompts are chats"
 
 
 Score = float | None | Fault

@@ -91,7 +91,11 @@ def test_verdicts():
         ([0, 3], 3, r"returned \[0, 3\] for rows:1"),
         (True, 2, "returned True for rows:1"),
         ("first", 2, "returned 'first' for rows:1"),
-        (KeyError("x"), 2, r"raised KeyError: 'x' on rows:1 \(.*test_judge.py, line .*\); fix it, or return None"),
+        (
+            KeyError("x"),
+            2,
+            r"raised KeyError: 'x' on rows:1 \(.*_judge.py, line .*\); .*; completions\[i\] are strings",
+        ),
     ],
 )
 def test_a_verdict_that_is_none_stops_and_names_the_prompt(verdict, size, sentence):

@@ -208,17 +208,17 @@ def test_a_step_of_ties_alone_has_a_gradient_of_zero(options):
 
 SMALL = (
     "--method", "online_dpo", "--per-device-train-batch-size", "16", "--max-steps", "4", "--save-steps", "2",
-    "--eval-steps", "2", "--data", "task:addition:split=train,size=64",
-    "--eval-data", "task:addition:split=eval,size=4",
+    "--data", "task:addition:split=train,size=64",
 )  # fmt: skip
+EVALUATED = ("--eval-steps", "2", "--eval-data", "task:addition:split=eval,size=4")
 JUDGES = """
 def right(prompts, completions, answer):
     assert len(prompts) == len(completions) == len(answer)
     verdicts = []
     for group, wanted in zip(completions, answer):
-        ranks = sorted(range(len(group)), key=lambda i: group[i].strip() != wanted)
-        marks = {text.strip() == wanted for text in group}
-        verdicts.append(ranks if len(marks) == 2 else None)
+        right = [messages[-1]["content"].strip() == wanted for messages in group]
+        ranks = sorted(range(len(group)), key=lambda i: not right[i])
+        verdicts.append(ranks if len(set(right)) == 2 else None)
     return verdicts
 
 
@@ -233,27 +233,28 @@ def run(folder: Path, *argv: Any) -> list[dict[str, Any]]:
 
 
 def test_a_judge_picks_the_pairs_that_the_answer_would(tmp_path, monkeypatch):
-    """Its verdict is the last column of samples.jsonl; rewards only measure. Ranking by the answer gives the run that
-    exact_match gives; a judge alone needs no reward function."""
+    """Its verdict is the last column of samples.jsonl; rewards only measure. Of two completions, ranking by the answer
+    gives the run that exact_match gives; a judge alone needs no reward function."""
     (tmp_path / "my_judge.py").write_text(JUDGES)
     monkeypatch.chdir(tmp_path)
-    by_reward = run(tmp_path / "reward", "--seed", 1)
-    judged = run(tmp_path / "judged", "--seed", 1, "--judge", "my_judge.right")
+    two = ("--seed", 1, "--num-generations", 2)
+    by_reward = run(tmp_path / "reward", *two, *EVALUATED)
+    judged = run(tmp_path / "judged", *two, *EVALUATED, "--judge", "my_judge.right")
     assert [row.get("loss/total") for row in judged] == [row.get("loss/total") for row in by_reward]
     assert judged[-1]["eval/exact_match/mean"] == by_reward[-1]["eval/exact_match/mean"]
     assert judged[1]["pairs/reward_gap"] == 1 and judged[1]["reward/mean"] == by_reward[1]["reward/mean"]
     samples = [json.loads(line) for line in (tmp_path / "judged" / "samples.jsonl").read_text().splitlines()]
     assert all(list(row["rewards"]) == ["exact_match", "judge"] for row in samples)
     assert {row["advantage"] for row in samples} <= {-1, 0, 1}
-    alone = ("--reward-funcs", "--eval-data", "--eval-steps", 0, "--max-steps", 2, "--judge", "my_judge.right")
-    rows = run(tmp_path / "alone", "--seed", 1, *alone)
+    alone = ("--reward-funcs", "--max-steps", 2, "--judge", "my_judge.right")
+    rows = run(tmp_path / "alone", *two, *alone)
     assert rows[0]["loss/total"] == by_reward[1]["loss/total"] and "eval/rows" not in rows[-1]
 
 
 def test_a_run_of_ties_alone_goes_on(tmp_path, monkeypatch):
     (tmp_path / "my_judge.py").write_text(JUDGES)
     monkeypatch.chdir(tmp_path)
-    rows = run(tmp_path / "run", "--reward-funcs", "my_judge.same", "--eval-data", "--eval-steps", 0, "--lora.r", 2)
+    rows = run(tmp_path / "run", "--reward-funcs", "my_judge.same", "--lora.r", 2)
     assert [row["pairs/ties_frac"] for row in rows] == [1.0] * 4 and all(row["optim/grad_norm"] == 0 for row in rows)
     assert all(row["loss/total"] == 0 for row in rows)
 
@@ -267,7 +268,7 @@ def test_a_run_of_ties_alone_goes_on(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_goes_on_from_a_checkpoint_as_if_unbroken(argv, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    rows = run(whole, *argv)
+    rows = run(whole, *argv, *EVALUATED)
     from tests.test_resume import copy_as_if_killed
 
     copy_as_if_killed(whole, broken, saved=2, logged=3)

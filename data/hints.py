@@ -79,7 +79,7 @@ METHODS = {
                     "it is a loss of dpo: --method dpo --loss-type NAME, as --help lists them"),
     **dict.fromkeys(("gkd", "gold", "minillm", "distill", "distillation"), "did you mean opd?"),
     "rpo": "it is a setting of dpo: --method dpo --rpo-alpha 1",
-    **dict.fromkeys(("online_dpo", "xpo", "nash_md"),
+    **dict.fromkeys(("xpo", "nash_md"),
                     "it is not built in; docs/extending.md shows how to write a method"),
 }  # fmt: skip
 # What the columns of a row are for, the first that fits: (columns it has, columns it has not, methods)
@@ -91,7 +91,7 @@ ROW_KINDS: tuple[tuple[set[str], set[str], str], ...] = (
     ({"messages", "label"}, set(), "kto"),
     ({"prompt", "completion"}, {"label"}, "sft"),
     ({"messages"}, {"label"}, "sft"),
-    ({"prompt", "answer"}, {"completion"}, "grpo, rloo and gdpo"),
+    ({"prompt", "answer"}, {"completion"}, "grpo, rloo, gdpo and online_dpo"),
 )
 
 

@@ -87,7 +87,7 @@ if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  an optimizer imports it on its first step
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from trainer.methods import dpo, ebft, grpo, kto, orpo, prm, rm, sft, simpo  # noqa: F401
+    from trainer.methods import dpo, ebft, grpo, kto, online_dpo, orpo, prm, rm, sft, simpo  # noqa: F401
 
     gc.freeze()  # a collection in a copy would write to, and so copy, every page
     request = serve()

@@ -51,6 +51,27 @@ def demo(scratch: Path, seed: int, *flags: str) -> Outcome:
     )
 
 
+JUDGE = """
+def by_answer(completions, answer):
+    ranked = []
+    for group, wanted in zip(completions, answer):
+        right = [messages[-1]["content"].strip() == wanted for messages in group]
+        ranked.append(None if len(set(right)) == 1 else sorted(range(len(group)), key=lambda i: not right[i]))
+    return ranked
+"""
+
+
+def online_dpo(scratch: Path, seed: int, *flags: str) -> Outcome:
+    """The bare demo of online DPO on two threads: from at most 0.5 to at least 0.9."""
+    (scratch / "my_judge.py").write_text(JUDGE)
+    started = time.monotonic()
+    argv = ("--method", "online_dpo", "--seed", seed, "--output-dir", scratch / "run", *flags)
+    run_ok(*argv, cwd=scratch, timeout=1800, threads=2)
+    seconds = time.monotonic() - started
+    before, after = accuracy(metrics(scratch / "run"))
+    return Outcome(f"accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s", before <= 0.5 and after >= 0.9)
+
+
 def demo_vllm(scratch: Path, *flags: str) -> Outcome:
     """The demo with completions from a real server, against the same with completions made in process."""
     started = time.monotonic()
@@ -226,6 +247,17 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     "demo-vllm-lora": (
         "the same with `--lora.r 16 --learning-rate 3e-3`, adapters by folder",
         lambda path: demo_vllm(path, "--lora.r", "16", "--learning-rate", "3e-3"),
+    ),
+    "online-dpo-0": ("`python -m trainer --method online_dpo`, seed 0", lambda path: online_dpo(path, 0)),
+    "online-dpo-1": ("the same, seed 1", lambda path: online_dpo(path, 1)),
+    "online-dpo-2": ("the same, seed 2", lambda path: online_dpo(path, 2)),
+    "online-dpo-lora": (
+        "the same with `--lora.r 16 --learning-rate 3e-3`",
+        lambda path: online_dpo(path, 0, "--lora.r", "16", "--learning-rate", "3e-3"),
+    ),
+    "online-dpo-judge": (
+        "the same with two completions per prompt and `--judge my_judge.by_answer`",
+        lambda path: online_dpo(path, 0, "--num-generations", "2", "--judge", "my_judge.by_answer"),
     ),
     "sft": ("`python -m trainer --method sft`", sft),
     "tools": ("`sft_tools.yaml`, then `grpo_tools.yaml`: 90 held-out keys at temperature 1", tools),

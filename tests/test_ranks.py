@@ -83,7 +83,7 @@ ALL = (*worker.CASES, *sampled.CASES)
 # A pass of shards costs ten times that of replicas: a case of each kind in shards, the others in replicas.
 SHARDED = (
     "sft-untied", "sft-lora", "sft-one-row", "dpo-wpo-ld-rpo", "dpo-lora", "kto", "rm", "prm", "grpo",
-    "ebft-structured-lora", "ebft-strided",
+    "online_dpo", "ebft-structured-lora", "ebft-strided",
 )  # fmt: skip
 SHARED = ("sft", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared", "grpo-lora")
 WORDS = (

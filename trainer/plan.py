@@ -80,6 +80,7 @@ METHODS = {
     "rm": Method("none", sequences=2),
     "prm": Method("none"),
     **dict.fromkeys(("grpo", "gdpo", "rloo", "opd"), Method("one pass", "with beta", samples=True)),
+    "online_dpo": Method("any loss", "always", samples=True),
     "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
 }
 ANY = Method("any loss")  # a method outside the repository

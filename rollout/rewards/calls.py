@@ -39,6 +39,7 @@ class RewardFunction:
     spec: str
     call: Callable[..., Any]
     in_process: bool = False  # must run in the trainer's process, even if there are workers
+    setting: str = "reward_funcs"  # that names it, for messages
 
 
 class Fault(NamedTuple):
@@ -56,16 +57,17 @@ class Fault(NamedTuple):
             where = f" ({rows})"
         elif len(sources) == 1:
             where = f" {'for' if self.kind == 'returned' else 'on'} {sources[0]}"
-        return f"reward_funcs={function.spec}: {self.what}{where}{self.rest}{self._form(function, prompts[0])}"
+        return f"{function.setting}={function.spec}: {self.what}{where}{self.rest}{self._form(function, prompts[0])}"
 
     def _form(self, function: RewardFunction, prompt: Prompt) -> str:
         """Whether completions are text or messages, for an error that a function of the other would raise."""
         is_likely = self.what.startswith(("raised TypeError:", "raised AttributeError:", "raised KeyError:"))
         if not is_likely or not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in parameters(function)):
             return ""
+        them = "completions are" if function.setting == "reward_funcs" else "completions[i] are"  # a judge's
         if isinstance(prompt.prompt, str):
-            return "; completions are strings, because the prompts are text"
-        return "; completions are lists of messages, because the prompts are chats"
+            return f"; {them} strings, because the prompts are text"
+        return f"; {them} lists of messages, because the prompts are chats"
 
 
 Score = float | None | Fault
@@ -187,8 +189,8 @@ def arguments(
     missing = [p.name for p in named(found) if p.default is p.empty and p.name not in (*offered, *OF_TRAINER)]
     if missing:
         raise Refused(
-            f"reward_funcs={function.spec}: asks for {missing[0]!r}, which {prompts[0].source} does not have; it can "
-            f"ask for {', '.join(offered)}"
+            f"{function.setting}={function.spec}: asks for {missing[0]!r}, which {prompts[0].source} does not have; it "
+            f"can ask for {', '.join(offered)}"
         )
     if not any(p.kind is p.VAR_KEYWORD for p in found):
         offered = {p.name: offered[p.name] for p in named(found) if p.name in offered}

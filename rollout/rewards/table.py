@@ -207,7 +207,7 @@ class Rewards:
                     continue
                 if name not in columns:
                     raise ValueError(
-                        f"reward_funcs={function.spec}: asks for {name!r}, which no row of {what} has (not "
+                        f"{function.setting}={function.spec}: asks for {name!r}, which no row of {what} has (not "
                         f"{prompts[0].source}, the first); it can ask for {', '.join((*OFFERED, *columns, *made))}"
                     )
                 without = [prompt.source for prompt in prompts if name not in prompt.columns]
@@ -304,11 +304,12 @@ class Rewards:
             else:
                 parts = [self._here(function, scoring, pending.get(place), first_logs[place])]
             logged.add(parts)
-            column, last = self._settled(function, parts, prompts, bad)
+            column, last = self.settled(function, parts, prompts, bad)
             failed = sum(isinstance(score, Fault) for part in parts for score in part.scores)
             gaps.append(Gap(column.count(None) - failed, failed, last))
             columns.append(column)
-        values = [list(row) if i not in bad else [None] * len(row) for i, row in enumerate(zip(*columns, strict=True))]
+        rows = zip(*columns, strict=True) if columns else [()] * len(prompts)  # a judge may need no function
+        values = [list(row) if i not in bad else [None] * len(row) for i, row in enumerate(rows)]
         self._failed += len(bad)
         totals = [_total(row, weights) for row in values]
         largest = max((abs(total) for total in totals if total is not None), default=0.0)
@@ -323,7 +324,7 @@ class Rewards:
             logged=logged.metrics, gaps=gaps,
         )  # fmt: skip
 
-    def _settled(
+    def settled(
         self, function: RewardFunction, parts: Sequence[Scored], prompts: list[Prompt], bad: set[int]
     ) -> tuple[list[float | None], str | None]:
         """(scores of all parts, message of the last fault). A fault stops the run, or adds its row to `bad`."""
@@ -380,6 +381,10 @@ class Rewards:
     def _run(self, function: RewardFunction, scoring: Scoring, log: CallLog, low: int, high: int) -> Any:
         of_rows = arguments(function, scoring.prompts[low:high], scoring.completions[low:high], self._columns)
         returned = function.call(**of_rows, **log.arguments(function.call, self.state_at(scoring.step)))
+        return self.awaited(returned)
+
+    def awaited(self, returned: Any) -> Any:
+        """What a function returned, once it is there."""
         return self._start(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
 
     async def _run_async(self, function: RewardFunction, scoring: Scoring, log: CallLog) -> Any:

@@ -30,6 +30,7 @@ from trainer.ebft.features import FeatureNetwork
 from trainer.offline.loop import indices_of_this_rank
 from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
+from trainer.policy.reference import Reference
 from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.session import Session
@@ -114,6 +115,25 @@ def distill_case(jsd_beta: float | None = None, *, lora: bool = False, uneven: b
         rollout = prepare(cfg, policy, batch.completions, torch.zeros(len(batch.completions)))
         items = teacher.items(batch.groups)
         return module.backward_jsd(cfg, policy, teacher, rollout, [items[row] for row in rollout.rows]).means()
+
+    return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
+
+
+def online_dpo_case(*, lora: bool = False, **options: Any) -> Case:
+    """The best of each group against its worst; one of the groups is a tie."""
+    run = replace(RUN, max_tokens_per_micro_batch=UNEVEN)
+    module = import_module("trainer.methods.online_dpo")
+    cfg = module.Config(model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run, **options)
+    groups = make_groups(target=False)
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        rank0 = Rank0Rollout(policy, None, [group.prompt for group in groups])
+        batch = rank0.scatter(rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
+        side = module.sides(batch.for_advantage(), judged=False, missing_eos_penalty=0.0).flatten()
+        (rollout,) = module.pair_up(cfg, policy, batch, side)
+        sums = module.run_pairs(cfg, policy, Reference(policy), rollout.items, rollout.pairs, train=True)
+        sums.add(rollout.metrics)
+        return sums.means()
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
 
@@ -214,6 +234,8 @@ CASES = {
     **{f"grpo-{kind}": partial(loss_case, kind) for kind in POLICY_LOSSES if kind != "bnpo"},
     "grpo-bnpo": bnpo_case,
     "grpo-bnpo-masked": lambda: bnpo_case(masked=True),
+    "online_dpo": online_dpo_case,
+    "online_dpo-aot": lambda: online_dpo_case(loss_type=("aot", "sft"), lora=True),
     "ebft-bnpo": lambda: structured_case(loss_type="bnpo", run=replace(RUN, **EACH_ALONE)),
     "ebft-structured-lora": lambda: structured_case(lora=True),
     "ebft-strided": strided_case,

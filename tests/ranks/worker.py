@@ -139,11 +139,11 @@ def dpo_case(method: str = "dpo", *, lora: bool = False, tied: bool = True, **op
     _, cfg = config(method, **options)
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
-        from trainer.offline.pairs import pack_pairs
+        from trainer.offline.pairs import pack_pairs, pair_items
 
         reference = Reference(policy)
         micro_batches = pack_pairs(cfg.run, policy, rows, accumulation=2)
-        return dpo.run_pairs(cfg, policy, reference, rows, micro_batches, train=True).means()
+        return dpo.run_pairs(cfg, policy, reference, pair_items(rows), micro_batches, train=True).means()
 
     return Case(make_pairs(), lambda: make_policy(reference=True, lora=lora, tied=tied), step)
 

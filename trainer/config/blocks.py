@@ -181,8 +181,9 @@ class OptimConfig:
     learning_rate: float = 1e-6
     (
         "Peak learning rate. The default depends on the method: 2e-5 for sft, 1e-5 for rm and prm, 8e-6 for orpo, 1e-6 "
-        "for the others; with LoRA 2e-4 for sft, 1e-4 for rm and prm, 8e-5 for orpo, 5e-6 for dpo, ipo and kto, 1e-5 "
-        "for the others (sources: trainer/config/learning_rates.py). config.yaml records the value used."
+        "for the others; with LoRA 2e-4 for sft, 1e-4 for rm and prm, 8e-5 for orpo, 5e-6 for dpo, ipo, "
+        "online_dpo and kto, 1e-5 for the others (sources: trainer/config/learning_rates.py). config.yaml records the "
+        "value used."
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or falling to zero linearly or along a cosine."""

@@ -12,7 +12,7 @@ from data.strided import StridedPlan
 from losses.ebft import layer_indices
 from trainer.config.blocks import DataConfig, Flat, check_evaluation
 from trainer.config.checks import check_numbers, refuse_idle
-from trainer.config.groups import AdvantageConfig, GroupConfig
+from trainer.config.groups import PolicyGradientConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ STRUCTURED_FIELDS = ("num_generations", "max_prompt_length", "max_completion_len
 
 
 @dataclass(frozen=True, kw_only=True)
-class EbftConfig(GroupConfig):
+class EbftConfig(PolicyGradientConfig):
     """Settings of both modes; those of the other mode are refused."""
 
     data: Flat[DataConfig]
@@ -183,8 +183,3 @@ class EbftConfig(GroupConfig):
         refuse_idle(self.rollout, why, ("eval_temperature", "eval_top_p", "eval_top_k"), "rollout.")
         why = "here, every completion gets a reward from its features; leave it out"
         refuse_idle(self.overlap, why, ("reroll_start_fraction",))
-
-    @property
-    def advantage(self) -> AdvantageConfig:
-        """Read by the code shared with GRPO; features are the only reward here."""
-        return AdvantageConfig()

@@ -1,6 +1,6 @@
 """Flags of methods that compare completions within groups: advantages, and how rollouts and training overlap.
 
-sampling.py (GRPO and its relatives) and ebft.py extend GroupConfig.
+GroupConfig has what any loss needs; sampling.py (GRPO and its relatives) and ebft.py extend PolicyGradientConfig.
 """
 
 from __future__ import annotations
@@ -217,7 +217,12 @@ def servers_asked(cfg: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig:
-    """What every method has that samples several completions of a prompt."""
+    """What every method has that samples several completions of a prompt, whatever its loss."""
+
+    # Read by the code that methods share. They are flags only where a subclass makes them fields.
+    policy_loss = PolicyLossConfig()
+    correction = CorrectionConfig()
+    advantage = AdvantageConfig()
 
     model: Flat[ModelConfig]
     run: Flat[RunConfig] = field(default_factory=RunConfig)
@@ -227,8 +232,6 @@ class GroupConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    policy_loss: Flat[PolicyLossConfig] = field(default_factory=PolicyLossConfig)
-    correction: Flat[CorrectionConfig] = field(default_factory=CorrectionConfig)
     overlap: Flat[AsyncConfig] = field(default_factory=AsyncConfig)
     moving: Flat[MovingReferenceConfig] = field(default_factory=MovingReferenceConfig)
 
@@ -242,8 +245,6 @@ class GroupConfig:
     """Sampling temperature. The log-probs in the loss are taken at the same temperature. The EBFT paper has 0.6."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, besides the model's own end tokens."""
-    share_prompt: bool = True
-    """Compute a prompt once for its group; the gradient is the same. Without packing each completion is in full."""
     num_iterations: int = 1
     """Optimizer steps taken on each completion."""
     minibatches_per_rollout: int = 1
@@ -274,25 +275,12 @@ class GroupConfig:
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
 
-    def check_groups(self, *, kl_in_reward: bool = False) -> None:
+    def check_groups(self) -> None:
         """What the blocks cannot see alone, for a Config that samples with the engine."""
         self.check_temperature()
         check_numbers(self, {"1 or more": "max_completion_length num_iterations minibatches_per_rollout"})
         check_engine(self.rollout, self.vllm, self.sync, servers_asked(self))
         check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
-        check_policy_options(
-            self.policy_loss,
-            self.correction,
-            num_iterations=self.num_iterations,
-            minibatches=self.minibatches_per_rollout,
-            kl_in_reward=kl_in_reward,
-        )
-        if self.moving.sync_ref_model and not self.has_reference:
-            raise ValueError("sync_ref_model=True: there is no reference to move with beta=0; set --beta too")
-        if self.moving.sync_ref_model and self.lora.r > 0:
-            raise ValueError(
-                "sync_ref_model=True: with LoRA the reference is the base itself, which cannot move; leave it out"
-            )
         if "" in self.stop:
             raise ValueError("stop='': an empty stop string would end every completion; remove it")
         if self.run.sequences_per_step % self.num_generations:
@@ -302,4 +290,31 @@ class GroupConfig:
                 f"num_generations={self.num_generations}: per_device_train_batch_size x gradient_accumulation_steps = "
                 f"{self.run.sequences_per_step} completions a step do not hold whole groups; use a multiple, for "
                 f"example gradient_accumulation_steps={fitting}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientConfig(GroupConfig):
+    """What every such method has whose loss is one of losses/policy.py."""
+
+    policy_loss: Flat[PolicyLossConfig] = field(default_factory=PolicyLossConfig)
+    correction: Flat[CorrectionConfig] = field(default_factory=CorrectionConfig)
+
+    share_prompt: bool = True
+    """Compute a prompt once for its group; the gradient is the same. Without packing each completion is in full."""
+
+    def check_groups(self) -> None:
+        super().check_groups()
+        check_policy_options(
+            self.policy_loss,
+            self.correction,
+            num_iterations=self.num_iterations,
+            minibatches=self.minibatches_per_rollout,
+            kl_in_reward=self.advantage.kl_in_reward,
+        )
+        if self.moving.sync_ref_model and not self.has_reference:
+            raise ValueError("sync_ref_model=True: there is no reference to move with beta=0; set --beta too")
+        if self.moving.sync_ref_model and self.lora.r > 0:
+            raise ValueError(
+                "sync_ref_model=True: with LoRA the reference is the base itself, which cannot move; leave it out"
             )

@@ -28,6 +28,7 @@ RATES: dict[str, Rates] = {
     "sft": Rates(2e-5, 2e-4, "TRL's default; LoRA: TRL's guide to PEFT, axolotl's LoRA examples"),
     "dpo": Rates(1e-6, 5e-6, "TRL's default and the paper (arXiv:2305.18290); LoRA: TRL's guide to PEFT, Zephyr QLoRA"),
     "ipo": Rates(1e-6, 5e-6, "as dpo"),
+    "online_dpo": Rates(1e-6, 5e-6, "as dpo; TRL's default for all weights is 5e-7"),
     "kto": Rates(1e-6, 5e-6, "TRL's default, which its KTO example says is like that of DPO; LoRA: as dpo"),
     "orpo": Rates(8e-6, 8e-5, "the paper (arXiv:2403.07691) and TRL's ORPO example, which has both"),
     "cpo": Rates(1e-6, 1e-5, f"TRL's default; {TEN_TIMES}"),

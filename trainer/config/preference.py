@@ -1,12 +1,13 @@
-"""Options of the DPO family (trainer/methods/{dpo,ipo}.py): names of the pair losses, and which options go together."""
+"""Options of the DPO family (trainer/methods/{dpo,ipo,online_dpo}.py): flags, and which of them go together."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from losses.preference import DIVERGENCE_LOSSES, PAIR_LOSSES
 from losses.types import options_of
-from trainer.config.blocks import ReferenceConfig
+from trainer.config.blocks import Flat, MovingReferenceConfig, ReferenceConfig
 from trainer.config.checks import check_numbers, refuse_idle
 
 PairLossType = Literal[
@@ -15,8 +16,45 @@ PairLossType = Literal[
 ]  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """The pair loss and its reference."""
+
+    reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
+    moving: Flat[MovingReferenceConfig] = field(default_factory=MovingReferenceConfig)
+
+    loss_type: tuple[PairLossType, ...] = ("sigmoid",)
+    """Pair loss; several are added with loss_weights (sigmoid bco_pair sft is MPO)."""
+    loss_weights: tuple[float, ...] = ()
+    """One weight per loss_type; none given means 1 each."""
+    beta: float = 0.1
+    """Strength of the pull to the reference; IPO's tau."""
+    label_smoothing: float = 0.0
+    """Assumed chance that a label is flipped: cDPO with sigmoid; robust and exo_pair have their own use."""
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+    """Divergence whose log-ratios are compared."""
+    f_alpha_divergence_coef: float = 0.5
+    """Alpha of alpha_divergence."""
+    discopop_tau: float = 0.05
+    """Temperature of discopop."""
+    reference_free: bool = False
+    """Compare the policy's log-probs themselves; no reference is loaded."""
+    ld_alpha: float | None = None
+    """LD-DPO: weight of tokens beyond the shorter response's length; None is off, 1 changes nothing."""
+    use_weighting: bool = False
+    """WPO: weigh each pair by how likely the policy is to write it."""
+    rpo_alpha: float | None = None
+    """RPO: add this times the negative log-likelihood of the chosen response per token; None is off."""
+
+    @property
+    def losses(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """Names and weights of the losses, RPO's term included."""
+        names, weights = self.loss_type, self.loss_weights or (1.0,) * len(self.loss_type)
+        return (names, weights) if self.rpo_alpha is None else ((*names, "sft"), (*weights, self.rpo_alpha))
+
+
 def check_pair_options(cfg: Any) -> None:
-    """Refuse contradictions and options without effect; `cfg` is the Config of trainer/methods/dpo.py or a subclass."""
+    """Refuse contradictions and options without effect; `cfg` is a Config with PairOptions."""
     names = cfg.loss_type
     used = frozenset().union(*(options_of(PAIR_LOSSES[name]) for name in names if name != "sft"))
     if not names or len(set(names)) < len(names):
@@ -54,5 +92,8 @@ def check_pair_options(cfg: Any) -> None:
     ):
         if not is_given:
             refuse_idle(cfg, f"without {needs}", names_of)
-    if {"aot", "aot_unpaired"} & set(names) and cfg.run.sequences_per_step < 2:
-        raise ValueError("per_device_train_batch_size=1: aot sorts over a step; use at least 2 pairs")
+    # Methods that sample make one pair of a prompt.
+    num_pairs = getattr(cfg, "prompts_per_step", cfg.run.sequences_per_step)
+    if {"aot", "aot_unpaired"} & set(names) and num_pairs < 2:
+        per_device = cfg.run.per_device_train_batch_size
+        raise ValueError(f"per_device_train_batch_size={per_device}: aot sorts over a step; use at least 2 pairs")

@@ -1,7 +1,7 @@
 """The flags of a method that samples completions of prompts and rewards them: GRPO and its relatives, and yours.
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SamplingConfig):
+class Config(SamplingConfig):          # RewardedConfig: without the flags of a policy loss, for a loss of your own
     my_flag: float = 0.5
 """
 
@@ -14,19 +14,18 @@ from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.rewards.options import RewardConfig
 from trainer.config.blocks import Flat, PromptConfig, check_evaluation
-from trainer.config.groups import AdvantageConfig, GroupConfig
+from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig(GroupConfig):
-    """What every method has that samples completions of prompts and rewards them."""
+class RewardedConfig(GroupConfig):
+    """What every method has that samples completions of prompts and rewards them, whatever its loss."""
 
     data: Flat[PromptConfig] = field(default_factory=PromptConfig)
     reward: Flat[RewardConfig] = field(default_factory=RewardConfig)
     tools: Flat[ToolConfig] = field(default_factory=ToolConfig)
     openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
-    advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
 
     @property
     def fewest_generations(self) -> int:
@@ -38,7 +37,17 @@ class SamplingConfig(GroupConfig):
         if self.num_generations < (least := self.fewest_generations):
             what = "must be 1 or more" if least == 1 else f"a group needs at least {least} completions to compare"
             raise ValueError(f"num_generations={self.num_generations}: {what}")
-        self.check_groups(kl_in_reward=self.advantage.kl_in_reward)
+        self.check_groups()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(RewardedConfig, PolicyGradientConfig):
+    """The same with a policy loss, and advantages from the rewards."""
+
+    advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.advantage.overlong_margin > self.max_completion_length:
             margin = self.advantage.overlong_margin
             raise ValueError(

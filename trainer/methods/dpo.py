@@ -8,9 +8,8 @@ trainer/config/preference.py checks which options go together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from data.packing import Item
 from data.types import Pair
 from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
 from losses.types import LossOut
-from trainer.config.blocks import Flat, MovingReferenceConfig, ReferenceConfig
-from trainer.config.preference import PairLossType, check_pair_options
+from trainer.config.preference import PairOptions, check_pair_options
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
 from trainer.offline.loop import Offline, rows_of_this_rank
@@ -34,44 +32,12 @@ from trainer.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PreferenceConfig):
+class Config(PairOptions, PreferenceConfig):
     """Direct preference optimisation on chosen and rejected responses, and its relatives."""
-
-    reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
-    moving: Flat[MovingReferenceConfig] = field(default_factory=MovingReferenceConfig)
-
-    loss_type: tuple[PairLossType, ...] = ("sigmoid",)
-    """Pair loss; several are added with loss_weights (sigmoid bco_pair sft is MPO)."""
-    loss_weights: tuple[float, ...] = ()
-    """One weight per loss_type; none given means 1 each."""
-    beta: float = 0.1
-    """Strength of the pull to the reference; IPO's tau."""
-    label_smoothing: float = 0.0
-    """Assumed chance that a label is flipped: cDPO with sigmoid; robust and exo_pair have their own use."""
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    """Divergence whose log-ratios are compared."""
-    f_alpha_divergence_coef: float = 0.5
-    """Alpha of alpha_divergence."""
-    discopop_tau: float = 0.05
-    """Temperature of discopop."""
-    reference_free: bool = False
-    """Compare the policy's log-probs themselves; no reference is loaded."""
-    ld_alpha: float | None = None
-    """LD-DPO: weight of tokens beyond the shorter response's length; None is off, 1 changes nothing."""
-    use_weighting: bool = False
-    """WPO: weigh each pair by how likely the policy is to write it."""
-    rpo_alpha: float | None = None
-    """RPO: add this times the negative log-likelihood of the chosen response per token; None is off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_pair_options(self)
-
-    @property
-    def losses(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """Names and weights of the losses, RPO's term included."""
-        names, weights = self.loss_type, self.loss_weights or (1.0,) * len(self.loss_type)
-        return (names, weights) if self.rpo_alpha is None else ((*names, "sft"), (*weights, self.rpo_alpha))
 
 
 def train(cfg: Config) -> None:
@@ -89,7 +55,7 @@ def train(cfg: Config) -> None:
         offline.begin(evaluate)
         for batch in offline.steps():
             micro_batches = pack_pairs(cfg.run, policy, batch, accumulation=cfg.run.gradient_accumulation_steps)
-            sums = run_pairs(cfg, policy, reference, batch, micro_batches, train=True)
+            sums = run_pairs(cfg, policy, reference, pair_items(batch), micro_batches, train=True)
             offline.take_step(sums)
             if cfg.moving.sync_ref_model:
                 moving.after_step(offline.step)
@@ -98,11 +64,16 @@ def train(cfg: Config) -> None:
 
 
 def run_pairs(
-    cfg: Config, policy: Policy, reference: Reference, pairs: list[Pair], micro_batches: list[PairBatch], *, train: bool
+    cfg: PairOptions,
+    policy: Policy,
+    reference: Reference,
+    items: list[Item],  # two for each pair
+    micro_batches: list[PairBatch],
+    *,
+    train: bool,
 ) -> MetricSums:
     """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
-    items = pair_items(pairs)
-    counts = torch.tensor([len(pairs), sum(len(pair.chosen_ids) for pair in pairs)], device=policy.device)
+    counts = torch.tensor([len(items) // 2, sum(sum(item.mask) for item in items[::2])], device=policy.device)
     num_pairs, num_tokens = all_sum(counts.float())
     names, weights = cfg.losses
     denominators = {name: num_tokens if name == "sft" else num_pairs for name in names}
@@ -122,7 +93,7 @@ def run_pairs(
 
 
 def pair_scores(
-    cfg: Config,
+    cfg: PairOptions,
     reference: Reference,
     items: list[Item],
     mb: PairBatch,
@@ -148,7 +119,7 @@ def wpo_weights(policy: Policy, mb: PairBatch, logp: Tensor) -> Tensor:  # (P,)
 
 @torch.no_grad()
 def step_targets(
-    cfg: Config, policy: Policy, reference: Reference, items: list[Item], micro_batches: list[PairBatch]
+    cfg: PairOptions, policy: Policy, reference: Reference, items: list[Item], micro_batches: list[PairBatch]
 ) -> AotTargets:
     """AOT's partners over the whole step, computed before the backward passes."""
     parts = [pair_scores(cfg, reference, items, mb, token_logps(policy, mb.batch).logp) for mb in micro_batches]
@@ -162,5 +133,6 @@ def evaluate_pairs(cfg: Config, policy: Policy, reference: Reference, pairs: lis
     """The same loss and metrics on held-out pairs, as one step over all of them."""
     if not cfg.data.eval_data:
         return {}
-    sums = run_pairs(cfg, policy, reference, pairs, pack_pairs(cfg.run, policy, pairs, accumulation=1), train=False)
+    micro_batches = pack_pairs(cfg.run, policy, pairs, accumulation=1)
+    sums = run_pairs(cfg, policy, reference, pair_items(pairs), micro_batches, train=False)
     return pair_evaluation(sums, len(pairs))

@@ -30,8 +30,8 @@ class PairBatch:
 
     batch: Batch
     pairs: Tensor  # (P,) which pairs of the step it holds
-    offset: Tensor  # (N,) position of each trained token in its response; negative in the prompt
-    lengths: Tensor  # (P, 2) tokens of the responses
+    offset: Tensor  # (N,) number of each trained token among those of its response; negative in the prompt
+    lengths: Tensor  # (P, 2) trained tokens of the responses
 
     def sums(self, values: Tensor) -> Tensor:  # (N,) -> (P, 2)
         """Sum over the tokens of each response, without prompt tokens."""
@@ -54,31 +54,33 @@ def pair_items(pairs: Sequence[Pair], *, train_prompt: bool = False) -> list[Ite
         num_prompt = len(pair.prompt_ids)
         for response, with_prompt in ((pair.chosen_ids, train_prompt), (pair.rejected_ids, False)):
             mask = [False] + [with_prompt] * (num_prompt - 1) + [True] * len(response)
-            items.append(Item(ids=[*pair.prompt_ids, *response], mask=mask))
+            items.append(Item(ids=[*pair.prompt_ids, *response], mask=mask, prompt_length=num_prompt))
     return items
 
 
 def pack_pairs(
     run: RunConfig, policy: Policy, pairs: Sequence[Pair], *, accumulation: int, train_prompt: bool = False
 ) -> list[PairBatch]:
-    """Micro-batches of complete pairs, equally many on every rank."""
-    items = pair_items(pairs, train_prompt=train_prompt)
+    return pack_pair_items(run, policy, pair_items(pairs, train_prompt=train_prompt), accumulation=accumulation)
+
+
+def pack_pair_items(run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int) -> list[PairBatch]:
+    """Micro-batches of complete pairs, equally many on every rank. `items`: two for each pair, chosen first."""
     batches = pack_items(run, policy, items, accumulation=accumulation, together=2)
-    return [pair_batch(batch, pairs) for batch in batches]
+    return [pair_batch(batch, items) for batch in batches]
 
 
-def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:
-    numbers = [row // 2 for row in batch.rows[::2]]
+def pair_batch(batch: Batch, items: Sequence[Item]) -> PairBatch:
     device = batch.input_ids.device
     integers = {"dtype": torch.int64, "device": device}  # also if there is no pair
-    num_prompt = torch.tensor([len(pairs[row // 2].prompt_ids) for row in batch.rows], **integers)  # (2P,)
-    lengths = [[len(pairs[n].chosen_ids), len(pairs[n].rejected_ids)] for n in numbers]
-    position = batch.position_ids.flatten()[batch.index] + 1  # (N,) batch.index is that of the token before
+    of_prompt = torch.tensor([sum(items[row].mask[: items[row].prompt_length]) for row in batch.rows], **integers)
+    trained = torch.bincount(batch.slot, minlength=len(batch.rows))  # (2P,), the prompt included if it is trained
+    first = trained.cumsum(0) - trained  # (2P,) trained tokens come in the order of rows
     return PairBatch(
         batch=batch,
-        pairs=torch.tensor(numbers, **integers),
-        offset=position - num_prompt[batch.slot],
-        lengths=torch.tensor(lengths, **integers).view(-1, 2),
+        pairs=torch.tensor([row // 2 for row in batch.rows[::2]], **integers),
+        offset=torch.arange(len(batch.slot), device=device) - (first + of_prompt)[batch.slot],
+        lengths=(trained - of_prompt).view(-1, 2),
     )
 
 

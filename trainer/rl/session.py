@@ -30,7 +30,7 @@ What a method does differently it passes in, as functions of the session, called
                                by cfg.optim or, for a pair (module, OptimConfig), by that one; it is stepped with the
                                policy, clipped on its own and checkpointed. All ranks begin with rank 0's weights, and
                                their gradients are added up: divide by a count over all ranks.
-    extra_state                anything with state_dict and load_state_dict that a checkpoint keeps
+    extra_state                anything with state_dict and load_state_dict that a checkpoint keeps, by name
     with_reference             whether to load a reference model; by default cfg.has_reference: if beta is above 0
     steps_per_rollout          optimizer steps on one batch, if not minibatches_per_rollout x num_iterations: the
                                schedule, staleness and the number of rollouts follow from it. For mini-batches of its
@@ -334,7 +334,8 @@ class Session:
             )
         several, against_start = self.steps_per_rollout > 1, self.cfg.correction.proximal_policy == "step"
         assert len(batches) <= self.steps_per_rollout, f"{len(batches)} batches for {self.steps_per_rollout} steps"
-        assert not (several and against_start and any(batch.start is None for batch in batches)), (
+        ours = [batch for batch in batches if isinstance(batch, StepBatch)]  # a method may have a kind of its own
+        assert not (several and against_start and any(batch.start is None for batch in ours)), (
             "several steps on a rollout: prepare(..., num_steps=s.steps_per_rollout) keeps the log-probs of its start"
         )
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):

@@ -141,12 +141,8 @@ def pack_completions(
     run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool
 ) -> list[Batch]:
     """Micro-batches of prompts and completions; only completions are trained. A group may share one prompt."""
-    items = [
-        Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids)), len(c.prompt_ids))
-        for c in completions
-    ]
     batches = make_batches(
-        items,
+        [completion_item(c) for c in completions],
         accumulation=run.gradient_accumulation_steps,
         max_tokens=run.max_tokens_per_micro_batch,
         packing=run.packing,
@@ -154,6 +150,12 @@ def pack_completions(
         multiple=policy.row_multiple,
     )
     return to_device_and_pad(policy, batches)
+
+
+def completion_item(c: Completion) -> Item:
+    """Prompt and completion; what the model sampled is trained."""
+    mask = [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids))
+    return Item([*c.prompt_ids, *c.ids], mask, len(c.prompt_ids))
 
 
 def _per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequence[Sequence[float]]) -> Tensor:  # (N,)

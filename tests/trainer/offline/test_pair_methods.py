@@ -35,7 +35,7 @@ from trainer.config.preference import PairLossType
 from trainer.methods import cpo, dpo, ipo, kto, orpo, simpo
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.labelled import mismatched_items, pack_labelled
-from trainer.offline.pairs import pack_pairs
+from trainer.offline.pairs import pack_pairs, pair_items
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference
 
@@ -147,7 +147,7 @@ def step(
             sums = cpo.run_pairs(cfg, policy, micro_batches, train=True)
         else:
             reference = Reference(None if cfg.reference_free else policy)
-            sums = dpo.run_pairs(cfg, policy, reference, pairs, micro_batches, train=True)
+            sums = dpo.run_pairs(cfg, policy, reference, pair_items(pairs), micro_batches, train=True)
     return gradient(policy.model), sums.means(), len(micro_batches)
 
 

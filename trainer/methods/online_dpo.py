@@ -1,0 +1,108 @@
+"""Online DPO: sample completions, let rewards or a judge pick the best and the worst, widen their gap by a pair loss.
+
+    prompts -> generate -> rewards or judge -> best and worst -> pack -> (logps -> loss -> backward)* -> step -> log
+
+Guo et al. 2024 (arXiv:2402.04792), with two or more completions per prompt. The pairs are the policy's own and always
+new; the loss is DPO's, any of losses/preference.py (--loss-type), against any reference that is not precomputed. A
+prompt whose completions are all equally good has no pair: it is counted as a tie and leaves the loss.
+
+The loss has no ratio to what sampled, so pairs from earlier weights (several steps on a rollout, --async-prefetch,
+replay) need no correction. They are scored at temperature 1, like pairs of a file, whatever --temperature sampled them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rollout.rewards.judge import open_judged
+from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.preference import PairOptions, check_pair_options
+from trainer.config.sampling import RewardedConfig
+from trainer.methods.dpo import run_pairs
+from trainer.policy.reference import Reference, build_reference, wants_copy
+from trainer.rl.pairs_of_groups import pair_up, sides
+from trainer.rl.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PairOptions, RewardedConfig):
+    """Online direct preference optimisation: the best completion of each prompt against the worst."""
+
+    num_generations: int = 4
+    """Completions sampled per prompt, 2 or more; the best and the worst of them are trained on."""
+    temperature: float = 1.0
+    """Sampling temperature. The loss takes log-probs at temperature 1, as for pairs of a file."""
+    judge: str | None = None
+    (
+        "Your function that compares the completions of a prompt, my_module.fn or FILE.py:fn; it picks the pairs. "
+        "Reward functions, if named, then only measure."
+    )
+    missing_eos_penalty: float = 0.0
+    """Subtract this from the reward of a completion that was cut off at max_completion_length. 0: nothing."""
+
+    @property
+    def has_reference(self) -> bool:
+        return not self.reference_free and wants_copy(self.reference, self.lora)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pair_options(self)
+        check_numbers(self, {"0 or above": "missing_eos_penalty"})
+        if self.reference.ref == "precomputed":
+            raise ValueError(
+                "ref=precomputed: completions are new in every step, so nothing can be computed before; use copy, or "
+                "adapter_off with LoRA"
+            )
+        refuse_idle(self.overlap, "here, a pair loss has no ratio to clip; leave it out", ("replay_recompute_logps",))
+        if self.judge is not None:
+            refuse_idle(self, "with a judge, which sees where completions end; leave it out", ("missing_eos_penalty",))
+            why = "with a judge, whose best completion is never without reward; leave it out"
+            refuse_idle(self.overlap, why, ("reroll_start_fraction",))
+        if self.judge is not None and not self.reward.reward_funcs:
+            given = ("reward_weights", "reward_num_workers")
+            refuse_idle(self.reward, "with a judge alone; name --reward-funcs, or leave it out", given)
+            if self.data.eval_data:
+                raise ValueError(
+                    f"eval_data={' '.join(self.data.eval_data)}: a judge compares completions and cannot score the "
+                    "one that an evaluation samples; name --reward-funcs to measure, or leave it out"
+                )
+
+
+def train(cfg: Config) -> None:
+    with Session(
+        cfg,
+        rewards=partial(judged_rewards, cfg) if cfg.judge else None,
+        advantage=partial(sides, judged=cfg.judge is not None, missing_eos_penalty=cfg.missing_eos_penalty),
+        frozen=partial(load_reference, cfg),
+    ) as s:
+        while s.step < s.total_steps:
+            s.sync_weights()
+            batch = s.sample()  # whole groups with rewards, and the judge's verdict if there is one
+            side = s.advantage(batch)  # (B,) 1: the best of its group, -1: the worst, 0: neither, or a tie
+            rollout = pair_up(cfg, s.policy, batch, side)
+            s.keep_samples(batch, side)
+            for part in s.updates(*rollout):  # each mini-batch, num_iterations times
+                sums = run_pairs(cfg, s.policy, s.frozen["reference"], part.items, part.pairs, train=True)
+                sums.add(part.metrics)
+                s.optimizer_step(sums, part)
+                s.log(sums, part)
+                s.refresh_ahead()
+            s.finish_rollout()
+        s.finish()
+
+
+def load_reference(cfg: Config, s: Session) -> Mapping[str, Reference]:
+    if cfg.reference_free:
+        return {"reference": Reference(None)}
+    return {"reference": build_reference(cfg.reference, cfg.model, cfg.run, s.policy, [], cfg.parallel)}
+
+
+def judged_rewards(cfg: Config, s: Session) -> Any:
+    trusted = cfg.model.trust_remote_code
+    rewards = open_judged(cfg.reward, cfg.judge, cfg.num_generations, s.run.note, trust_remote_code=trusted)
+    for name, rows in (("data", s.prompts), ("eval_data", s.held_out)):
+        rewards.check_columns(rows, name, s.setup.columns)
+    return s.run.keep(rewards)

@@ -8,7 +8,7 @@ class Config(SamplingConfig):
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
@@ -21,6 +21,8 @@ from trainer.config.groups import AdvantageConfig, GroupConfig
 class SamplingConfig(GroupConfig):
     """What every method has that samples completions of prompts and rewards them."""
 
+    least_generations: ClassVar[int] = 2  # 1 for a method that compares nothing within a group
+
     data: Flat[PromptConfig] = field(default_factory=PromptConfig)
     reward: Flat[RewardConfig] = field(default_factory=RewardConfig)
     tools: Flat[ToolConfig] = field(default_factory=ToolConfig)
@@ -31,8 +33,10 @@ class SamplingConfig(GroupConfig):
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
         check_rollout_setup(self)
-        if self.num_generations < 2:
-            raise ValueError(f"num_generations={self.num_generations}: a group needs at least 2 completions to compare")
+        if self.num_generations < self.least_generations:
+            compares = self.least_generations > 1
+            why = "a group needs at least 2 completions to compare" if compares else "must be 1 or more"
+            raise ValueError(f"num_generations={self.num_generations}: {why}")
         self.check_groups(kl_in_reward=self.advantage.kl_in_reward)
         if self.advantage.overlong_margin > self.max_completion_length:
             margin = self.advantage.overlong_margin

@@ -596,10 +596,10 @@ def engine_of(cfg: Any, s: Sizes, work: Work, device: str | None = None) -> Held
 
 
 def asked_of(cfg: Any, device: str) -> Asked | None:
-    """Completions of a step on one device, without unbounded prompts; None for a method that has none."""
+    """Completions of a rollout on one device, without unbounded prompts; None for a method that has none."""
     if not hasattr(cfg, "rollout") or longest(cfg) is None:
         return None
-    num = -(-cfg.run.sequences_per_step // world_size())
+    num = -(-cfg.run.sequences_per_step // world_size()) * cfg.minibatches_per_rollout
     rows = min(cfg.rollout.max_batch_size or ROWS[device], num)
     return Asked(rows, -(-num // cfg.num_generations), cfg.max_prompt_length or 0, cfg.max_completion_length)
 

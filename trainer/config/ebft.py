@@ -120,7 +120,8 @@ class StridedConfig:
 STRUCTURED_BLOCKS = {"format": "format.", "rollout": "rollout.", "vllm": "vllm.", "sync": "sync.", "policy_loss": "",
                      "correction": "", "overlap": ""}  # fmt: skip
 STRUCTURED_FIELDS = ("num_generations", "max_prompt_length", "max_completion_length", "adaptive_max_tokens",
-                     "gt_length_multiplier", "stop", "share_prompt", "num_iterations")  # fmt: skip
+                     "gt_length_multiplier", "stop", "share_prompt", "num_iterations",
+                     "minibatches_per_rollout")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

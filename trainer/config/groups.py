@@ -243,11 +243,25 @@ class GroupConfig:
     share_prompt: bool = True
     """Compute a prompt once for its group; the gradient is the same. Without packing each completion is in full."""
     num_iterations: int = 1
-    """Optimizer steps taken on each batch of completions."""
+    """Optimizer steps taken on each completion."""
+    minibatches_per_rollout: int = 1
+    (
+        "Optimizer steps that the completions of one rollout are divided over: it samples so many times as many "
+        "prompts, and each step trains on its part of their groups, num_iterations times."
+    )
 
     @property
     def prompts_per_step(self) -> int:
         return self.run.sequences_per_step // self.num_generations
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        return self.prompts_per_step * self.minibatches_per_rollout
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps."""
+        return self.minibatches_per_rollout * self.num_iterations
 
     def check_temperature(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -256,11 +270,15 @@ class GroupConfig:
     def check_groups(self, *, kl_in_reward: bool = False) -> None:
         """What the blocks cannot see alone, for a Config that samples with the engine."""
         self.check_temperature()
-        check_numbers(self, {"1 or more": "max_completion_length num_iterations"})
+        check_numbers(self, {"1 or more": "max_completion_length num_iterations minibatches_per_rollout"})
         check_engine(self.rollout, self.vllm, self.sync, servers_asked(self))
         check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
         check_policy_options(
-            self.policy_loss, self.correction, num_iterations=self.num_iterations, kl_in_reward=kl_in_reward
+            self.policy_loss,
+            self.correction,
+            num_iterations=self.num_iterations,
+            minibatches=self.minibatches_per_rollout,
+            kl_in_reward=kl_in_reward,
         )
         if "" in self.stop:
             raise ValueError("stop='': an empty stop string would end every completion; remove it")

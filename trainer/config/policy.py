@@ -190,7 +190,12 @@ class CorrectionConfig:
 
 
 def check_policy_options(
-    loss: PolicyLossConfig, correction: CorrectionConfig, *, num_iterations: int, kl_in_reward: bool = False
+    loss: PolicyLossConfig,
+    correction: CorrectionConfig,
+    *,
+    num_iterations: int,
+    minibatches: int = 1,
+    kl_in_reward: bool = False,
 ) -> None:
     """What neither block can see alone. Every Config with both calls this."""
     if kl_in_reward and loss.beta == 0:
@@ -198,11 +203,12 @@ def check_policy_options(
     if kl_in_reward:
         why = "with kl_in_reward=True, the loss has no KL term then; leave it out"
         refuse_idle(loss, why, ("kl_estimator", "use_bias_correction_kl"))
-    if loss.loss.ratio == "none" and num_iterations > 1:
-        raise ValueError(
-            f"num_iterations={num_iterations}: loss_type={loss.loss_type} has no ratio, so only the first step on a "
-            "batch is right; use 1, or loss_type=dapo"
-        )
+    for name, value in (("num_iterations", num_iterations), ("minibatches_per_rollout", minibatches)):
+        if loss.loss.ratio == "none" and value > 1:
+            raise ValueError(
+                f"{name}={value}: loss_type={loss.loss_type} has no ratio, so only the first step on a batch is "
+                "right; use 1, or loss_type=dapo"
+            )
     if loss.loss.ratio == "none" and correction.proximal_policy == "behaviour":
         raise ValueError(f"proximal_policy=behaviour: loss_type={loss.loss_type} has no ratio to take; leave it out")
 

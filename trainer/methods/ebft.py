@@ -32,7 +32,7 @@ from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import parallelize
 from trainer.rl.session import Session
-from trainer.rl.step import backward, prepare
+from trainer.rl.step import backward
 from trainer.run.run import open_run
 
 
@@ -63,11 +63,12 @@ def train(cfg: Config) -> None:
             advantage = s.advantage(batch)  # (B,)
             # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
             weighted = advantage * cfg.features.rl_coef
-            rollout = prepare(cfg, s.policy, batch.completions, weighted, old_logps=s.old_logps(batch))
+            rollout = s.prepare(batch, weighted)
             s.keep_samples(batch, advantage)
-            for part in s.updates(rollout):
+            for part in s.updates(*rollout):
                 sums = backward(cfg, s.policy, part)
-                num_target = structured.add_target(cfg, s.policy, [group.prompt for group in batch.groups], sums)
+                prompts = [group.prompt for group in batch.parts[part.number].groups]
+                num_target = structured.add_target(cfg, s.policy, prompts, sums)
                 s.optimizer_step(sums, part, extra_tokens=num_target)
                 s.log(sums, part, feature_metrics)
                 s.refresh_ahead()

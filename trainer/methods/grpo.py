@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from trainer.config.sampling import SamplingConfig
 from trainer.rl.session import Session
-from trainer.rl.step import backward, prepare
+from trainer.rl.step import backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ def train(cfg: Config) -> None:
             s.sync_weights()  # to the engine, if due
             batch = s.sample()  # rank 0 generates and rewards; whole groups, different ones on every rank
             advantage = s.advantage(batch)  # (B,) by --advantage-estimator, or a number for each id
-            rollout = prepare(cfg, s.policy, batch.completions, advantage, old_logps=s.old_logps(batch))
+            rollout = s.prepare(batch, advantage)  # one StepBatch for each mini-batch, see trainer/rl/step.py
             s.keep_samples(batch, advantage)
-            for part in s.updates(rollout):  # num_iterations optimizer steps
+            for part in s.updates(*rollout):  # optimizer steps: each mini-batch once, then again (num_iterations)
                 sums = backward(cfg, s.policy, part)  # the loss is cfg.policy_loss.loss, by --loss-type
                 s.optimizer_step(sums, part)
                 s.log(sums, part)

@@ -10,6 +10,7 @@ The same estimator judges which groups teach nothing, for dynamic sampling and r
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +36,7 @@ from trainer.rl.step import pack_completions, score
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """What one step trains on: P groups of G completions, and how they were obtained."""
+    """What a rollout is trained on: P groups of G completions, and how they were obtained."""
 
     groups: list[Group]
     names: list[str]  # of the rewards
@@ -43,6 +44,18 @@ class GroupBatch:
     metrics: dict[str, float]  # of sampling, replay and rewards
     sampled: GroupBatch | None = None  # all that was sampled for it, before anything was replaced
     reward_s: float = 0.0  # seconds in reward functions
+    part_sizes: tuple[int, ...] = ()  # groups of each mini-batch, one after the other; none: they are all one
+
+    @property
+    def parts(self) -> list[GroupBatch]:
+        """Mini-batches (--minibatches-per-rollout): the groups of each optimizer step."""
+        sizes = self.part_sizes or (len(self.groups),)
+        assert sum(sizes) == len(self.groups), f"{len(self.groups)} groups in mini-batches of {sizes}"
+        ends = itertools.accumulate(sizes)
+        return [
+            replace(self, groups=self.groups[end - size : end], part_sizes=())
+            for size, end in zip(sizes, ends, strict=True)
+        ]
 
     @property
     def prompts(self) -> list[Prompt]:  # one for each completion

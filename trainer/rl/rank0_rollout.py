@@ -66,19 +66,22 @@ class Rank0Rollout:
             self.handlers[name](*words)
         return None
 
-    def scatter(self, batch: GroupBatch | None) -> GroupBatch:
-        """Deal rank 0's groups to all ranks, about as many tokens to each. `batch.sampled` stays whole on rank 0."""
-        if comm.world_size() == 1:
-            assert batch is not None
-            return batch
-        header, tensors = None, None
+    def scatter(self, batch: GroupBatch | None, num_parts: int = 1) -> GroupBatch:
+        """Deal rank 0's groups to mini-batches, and those of each to ranks. `batch.sampled` stays whole on rank 0."""
+        dealt = None
         if batch is not None:
             sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in batch.groups]
+            dealt = deal(sizes, num_parts, comm.data_size())
+        if comm.world_size() == 1:
+            assert batch is not None
+            return taken(batch, dealt[0])
+        header, tensors = None, None
+        if batch is not None:
             rest, tensors = to_tensors([c for group in batch.groups for c in group.completions])
             header = {
                 "groups": [[g.number, g.row, g.kind, g.values, g.replayed, len(g.completions)] for g in batch.groups],
                 "completions": rest,
-                "dealt": comm.shares(sizes, comm.data_size()),
+                "dealt": dealt,
                 "names": batch.names,
                 "weights": batch.weights,
             }
@@ -86,8 +89,9 @@ class Rank0Rollout:
         tensors = comm.tensors_from_main(tensors, "tokens of the step")
         own = header["dealt"][comm.data_rank()]
         if batch is not None:
-            return replace(batch, groups=[batch.groups[place] for place in own])
-        return GroupBatch(self._groups(header, tensors, own), header["names"], header["weights"], {})
+            return taken(batch, own)
+        groups = self._groups(header, tensors, list(chain.from_iterable(own)))
+        return GroupBatch(groups, header["names"], header["weights"], {}, part_sizes=tuple(map(len, own)))
 
     def _groups(self, header: dict[str, Any], tensors: list[Tensor], own: Sequence[int]) -> list[Group]:
         wanted = [place in own for place, group in enumerate(header["groups"]) for _ in range(group[-1])]
@@ -103,6 +107,25 @@ class Rank0Rollout:
         self.local.version = version
         requests = [Request(prompt_ids=ids, seed=seed, max_tokens=limit) for ids, seed, limit in requests]
         generate_part(self.policy, self.local, requests, _sampling(sampling))
+
+
+def deal(sizes: Sequence[int], num_parts: int, num_ranks: int) -> list[list[list[int]]]:
+    """For each rank, for each mini-batch: places of its groups, which have so many tokens.
+
+    Mini-batches take groups in turn, so that those at the end of a batch (re-rolled prompts) are not all in the last
+    one; within each, ranks get about as many tokens.
+    """
+    dealt: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for part in range(num_parts):
+        places = range(part, len(sizes), num_parts)
+        for own, chosen in zip(dealt, comm.shares([sizes[place] for place in places], num_ranks), strict=True):
+            own.append([places[i] for i in chosen])
+    return dealt
+
+
+def taken(batch: GroupBatch, own: Sequence[Sequence[int]]) -> GroupBatch:
+    groups = [batch.groups[place] for part in own for place in part]
+    return replace(batch, groups=groups, part_sizes=tuple(map(len, own)))
 
 
 # Completions as tensors.

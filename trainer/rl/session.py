@@ -5,9 +5,9 @@
             s.sync_weights()                      # if due, or the engine sleeps
             batch = s.sample()                    # rank 0 generates, rewards, replaces; whole groups to each rank
             advantage = s.advantage(batch)        # by the estimator that sample() judged groups with
-            rollout = prepare(cfg, s.policy, batch.completions, advantage, old_logps=s.old_logps(batch))
+            rollout = s.prepare(batch, advantage) # packs each mini-batch; passes without gradient, where needed
             s.keep_samples(batch, advantage)      # some rows for samples.jsonl
-            for part in s.updates(rollout):       # s.step counts optimizer steps
+            for part in s.updates(*rollout):      # s.step counts optimizer steps
                 sums = backward(cfg, s.policy, part)
                 s.optimizer_step(sums, part)      # clip, check for non-finite numbers, step, schedule
                 s.log(sums, part)                 # one line per optimizer step; evaluates when due
@@ -31,16 +31,17 @@ What a method does differently it passes in, as functions of the session, called
                                their gradients are added up: divide by a count over all ranks.
     extra_state                anything with state_dict and load_state_dict that a checkpoint keeps
     with_reference             whether to load a reference model; by default if beta is above 0
-    steps_per_rollout          optimizer steps on one batch, if not num_iterations: the schedule, staleness and the
-                               number of rollouts follow from it. For mini-batches prepare each part of the
-                               completions with num_steps=s.steps_per_rollout, and pass all parts to s.updates
+    steps_per_rollout          optimizer steps on one batch, if not minibatches_per_rollout x num_iterations: the
+                               schedule, staleness and the number of rollouts follow from it. For mini-batches of its
+                               own a method prepares each part of the completions with num_steps=s.steps_per_rollout,
+                               and passes all parts to s.updates
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,7 @@ from trainer.rl.engine_choice import settle_engine
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
 from trainer.rl.groups import GroupBatch, Groups, Unrewarded, per_completion, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
-from trainer.rl.step import StepBatch
+from trainer.rl.step import StepBatch, prepare
 from trainer.run.run import open_run
 
 
@@ -89,10 +90,18 @@ class Session:
     ) -> None:
         self.cfg, self.step = cfg, 0
         self.timer: Timer | None = None
-        self.steps_per_rollout = steps_per_rollout or cfg.num_iterations
-        kl_in_reward = cfg.advantage.kl_in_reward
+        self.steps_per_rollout = steps_per_rollout or cfg.steps_per_rollout
+        if self.steps_per_rollout % cfg.minibatches_per_rollout:
+            raise ValueError(
+                f"minibatches_per_rollout={cfg.minibatches_per_rollout}: this method takes {self.steps_per_rollout} "
+                "optimizer steps on a rollout, which is no multiple; leave it out"
+            )
         check_policy_options(
-            cfg.policy_loss, cfg.correction, num_iterations=self.steps_per_rollout, kl_in_reward=kl_in_reward
+            cfg.policy_loss,
+            cfg.correction,
+            num_iterations=self.steps_per_rollout // cfg.minibatches_per_rollout,
+            minibatches=cfg.minibatches_per_rollout,
+            kl_in_reward=cfg.advantage.kl_in_reward,
         )
         if prompts is not None and source is None:
             raise ValueError("Session(prompts=...): needs source=, which says how such rows are completed")
@@ -149,10 +158,10 @@ class Session:
     def _make_plan(self, extra_state: Mapping[str, Any]) -> None:
         """How many steps there are, the optimizer, and which prompts come when."""
         cfg, run, overlap, steps = self.cfg, self.run, self.overlap, self.steps_per_rollout
-        loader = Loader(self.prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
-        self.total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, steps)
+        loader = Loader(self.prompts, batch_size=cfg.prompts_per_rollout, seed=cfg.run.seed)
+        self.total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
         if hasattr(self.rewards, "run"):  # reward functions may ask for the progress of the run
-            epochs = self.total_steps * cfg.prompts_per_step / (steps * loader.rows_per_epoch)
+            epochs = self.total_steps * cfg.prompts_per_rollout / (steps * loader.rows_per_epoch)
             self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)
         self.optimizer, self.schedule = build_optimizer(self.policy.model, cfg.optim, self.total_steps)
         self.trained_modules = [
@@ -242,7 +251,7 @@ class Session:
         """
         assert self.timer is not None, "sync_weights() comes before sample()"
         self.whole = self.rank0.run(self._sample)
-        batch = self.rank0.scatter(self.whole)
+        batch = self.rank0.scatter(self.whole, self.cfg.minibatches_per_rollout)
         self.timer.lap("rollout_s")
         self.timer.move("rollout_s", "reward_s", batch.reward_s)
         self.batch, self.sampled = batch, batch.sampled or batch
@@ -265,6 +274,33 @@ class Session:
         """Log-probs that the ratios of replayed groups are taken against, if not those of the current weights."""
         return batch.old_logps(self.overlap.replay_recompute_logps)
 
+    def prepare(
+        self,
+        batch: GroupBatch,
+        advantage: Tensor | Sequence[Sequence[float]],  # (B,), or for each completion one number per id
+        *,
+        rows: Iterable[int] | None = None,
+    ) -> list[StepBatch]:
+        """For updates(): by trainer.rl.step.prepare, each mini-batch on its own, so that losses are divided by its
+        counts. `rows`: places of the completions to train on; None: all. The rows of a StepBatch are such places, too.
+        """
+        completions, old_logps = batch.completions, self.old_logps(batch)
+        wanted = set(range(len(completions)) if rows is None else rows)
+        found, stop = [], 0
+        for number, part in enumerate(batch.parts):
+            start, stop = stop, stop + len(part.completions)
+            own = [row for row in range(start, stop) if row in wanted]
+            one = prepare(
+                self.cfg,
+                self.policy,
+                [completions[row] for row in own],
+                advantage[own] if isinstance(advantage, Tensor) else [advantage[row] for row in own],
+                old_logps=old_logps and [old_logps[row] for row in own],
+                num_steps=self.steps_per_rollout,
+            )
+            found.append(replace(one, rows=[own[row] for row in one.rows], number=number))
+        return found
+
     def keep_samples(self, batch: GroupBatch, advantage: Tensor | Sequence[Sequence[float]]) -> None:
         self.run.sample(self.step + 1, sample_rows(batch, per_completion(advantage)))
 
@@ -280,7 +316,13 @@ class Session:
     # Optimizer steps on it.
 
     def updates(self, *batches: StepBatch) -> Iterator[StepBatch]:
-        """Each of the prepared batches, as often as there are steps on a rollout, within total_steps."""
+        """Each of the prepared batches in turn, as often as there are steps on a rollout, within total_steps."""
+        num_parts = self.cfg.minibatches_per_rollout
+        if num_parts > 1 and len(batches) != num_parts:
+            raise ValueError(
+                f"minibatches_per_rollout={num_parts}: this method trains on a rollout as a whole; leave it out, or "
+                "let the method prepare its mini-batches with s.prepare(batch, advantage)"
+            )
         several, against_start = self.steps_per_rollout > 1, self.cfg.correction.proximal_policy == "step"
         assert len(batches) <= self.steps_per_rollout, f"{len(batches)} batches for {self.steps_per_rollout} steps"
         assert not (several and against_start and any(batch.start is None for batch in batches)), (

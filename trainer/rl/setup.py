@@ -247,7 +247,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
             local.prepare(
                 prompt_length=max(len(prompt.ids) for prompt in prompts),
                 max_tokens=cfg.max_completion_length + unseen,
-                prompts=cfg.prompts_per_step,
+                prompts=cfg.prompts_per_rollout,
                 group=cfg.num_generations,
             )
         return run.keep(local)

@@ -1,7 +1,7 @@
 """One optimizer step on scored completions: from advantages to gradients, for every loss of losses/policy.py.
 
     batch = prepare(cfg, policy, completions, advantage)      # pack, and passes without gradient, where needed
-    for part in session.updates(batch):
+    for part in session.updates(batch):                       # session.prepare does so for each mini-batch
         sums = backward(cfg, policy, part)                    # gradients; the session clips and steps
 
 `cfg` is a method's Config with policy_loss, correction, advantage, run, temperature, share_prompt, num_iterations and
@@ -69,6 +69,7 @@ class StepBatch:
     skipped: int  # completions that count and are not computed, of this rank
     skipped_tokens: int
     first: bool = True  # the weights are still those that prepare saw
+    number: int = 0  # of the mini-batch: batch.parts[number] are its groups
 
 
 def prepare(

@@ -26,20 +26,25 @@ from trainer.policy.reference import check_same_tokens
 
 
 class ValueHead(nn.Module):
-    """A linear head on the policy's own states; its loss trains the trunk, too."""
+    """A head of two layers on the policy's own states; its loss trains the trunk, too.
+
+    Of one layer it learns too slowly to be of use while the policy moves: the states of a language model have a large
+    common part, which single weights can hardly tell from the rest (docs/ppo.md has figures).
+    """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         width = causal_lm(policy.model).config.get_text_config().hidden_size
-        self.linear = nn.Linear(width, 1, dtype=torch.promote_types(policy.compute_dtype, torch.float32))
-        for parameter in self.parameters():
+        dtype = torch.promote_types(policy.compute_dtype, torch.float32)
+        self.inner, self.outer = nn.Linear(width, 2 * width, dtype=dtype), nn.Linear(2 * width, 1, dtype=dtype)
+        for parameter in self.outer.parameters():
             nn.init.zeros_(parameter)
 
     def forward(
         self,
         states: Tensor,  # (N, D)
     ) -> Tensor:  # (N,)
-        return self.linear(states.to(self.linear.weight.dtype)).squeeze(1)
+        return self.outer(torch.relu(self.inner(states.to(self.inner.weight.dtype)))).squeeze(1)
 
 
 class ValueModel(nn.Module):

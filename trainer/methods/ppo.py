@@ -81,7 +81,8 @@ class Config(SamplingConfig):
 
 
 def train(cfg: Config) -> None:
-    optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate)
+    # Without a warm-up: the critic learns what to expect while the rate of the policy still rises.
+    optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0)
     with Session(cfg, trained=lambda s: {"critic": (load_critic(cfg, s.policy), optim)}) as s:
         critic = s.trained["critic"]
         while s.step < s.total_steps:

@@ -123,6 +123,27 @@ def check_damaged_falls_back(run: Path, whole: Path, capfd: pytest.CaptureFixtur
     check_equal(run, whole)
 
 
+# A checkpoint after the fourth step is one between rollouts, of whatever number of steps.
+FLAGS = {
+    "moving reference": [
+        "--beta", 0.1, "--sync-ref-model", "--ref-model-sync-steps", 3, "--minibatches-per-rollout", 2,
+    ],
+    "moving reference, kl in reward": [
+        "--method", "rloo", "--sync-ref-model", "--ref-model-sync-steps", 3, "--ref-model-mixup-alpha", 0.5,
+    ],
+    "mini-batches": ["--minibatches-per-rollout", 2, "--num-iterations", 2, "--scale-rewards", "batch"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_of_sampling_go_on_from_a_checkpoint_as_if_unbroken(name, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    in_this_process([*GRPO, *FLAGS[name]], whole)
+    copy_as_if_killed(whole, broken, saved=4, logged=5)
+    in_this_process(["--resume"], broken)
+    check_equal(broken, whole)
+
+
 @pytest.mark.parametrize("mode", EBFT)
 def test_ebft_goes_on_from_a_checkpoint_as_if_unbroken(mode, tmp_path):
     """In this process: the run as it was when it had written five steps, and a checkpoint of the fourth alone."""

@@ -22,7 +22,7 @@ from trainer.config.blocks import Flat
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
 from trainer.rl.session import Session
-from trainer.rl.step import backward, prepare
+from trainer.rl.step import backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,10 @@ def train(cfg: Config) -> None:
             s.sync_weights()
             batch = s.sample()
             kept = s.advantage(batch)  # (B,)
-            rows = kept.nonzero().flatten().tolist()
-            completions, old_logps = [batch.completions[row] for row in rows], s.old_logps(batch)
-            # Counts are those of the kept completions of all ranks, as only they are passed. A rank may have none.
-            rollout = prepare(
-                cfg, s.policy, completions, kept[rows], old_logps=old_logps and [old_logps[row] for row in rows]
-            )
+            # Counts are those of the kept completions of all ranks. A rank may have none.
+            rollout = s.prepare(batch, kept, rows=kept.nonzero().flatten().tolist())
             s.keep_samples(batch, kept)
-            for part in s.updates(rollout):
+            for part in s.updates(*rollout):
                 sums = backward(cfg, s.policy, part)
                 sums.add({"rollout/kept_frac": (kept.sum(), torch.tensor(float(len(kept))))})
                 s.optimizer_step(sums, part)

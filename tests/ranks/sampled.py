@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
+from trainer.rl.session import Session
 from trainer.rl.step import backward, prepare
 
 SIZE = 4  # completions of a group
@@ -68,15 +70,18 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         rank0 = Rank0Rollout(policy, None, prompts)
-        batch = rank0.scatter(rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {})))
+        whole = rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {}))
+        batch = rank0.scatter(whole, cfg.minibatches_per_rollout)
         kl = sequence_kl(cfg, policy, batch.completions) if cfg.advantage.kl_in_reward else None
         advantage = cfg.advantage.estimate(
             batch.for_advantage(kl, beta=cfg.policy_loss.beta, all_sum=all_sum)
         ).flatten()
-        rollout = prepare(cfg, policy, batch.completions, advantage)
-        counts = of_all(sum(bool(mb.rows) for mb in rollout.micro_batches), "micro-batches that hold something")
+        s = SimpleNamespace(cfg=cfg, policy=policy, steps_per_rollout=1, old_logps=lambda batch: None)
+        rollout = Session.prepare(s, batch, advantage)
+        counts = of_all(sum(bool(mb.rows) for mb in rollout[0].micro_batches), "micro-batches that hold something")
         assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
-        return backward(cfg, policy, rollout).means()
+        found = [backward(cfg, policy, part).means() for part in rollout]  # gradients of mini-batches add up here
+        return {f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()}
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
 
@@ -172,6 +177,7 @@ def strided_case(*, lora: bool = False) -> Case:
 CASES = {
     "grpo": lambda: group_case("grpo", policy_loss=PolicyLossConfig(beta=0.1)),
     "grpo-skips": lambda: group_case("grpo"),
+    "gdpo-parts": lambda: group_case("gdpo", minibatches_per_rollout=2, policy_loss=PolicyLossConfig(beta=0.1)),
     # Not bnpo: it averages over micro-batches, and one process cuts the step into others.
     **{f"grpo-{kind}": partial(loss_case, kind) for kind in POLICY_LOSSES if kind != "bnpo"},
     "grpo-bnpo": bnpo_case,

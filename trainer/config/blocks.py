@@ -375,3 +375,20 @@ class ReferenceConfig:
     """Reference model, in any form that --model takes. None: the initial weights of this run."""
     ref_cache: str = "~/.cache/strop/reference"
     """Folder for precomputed log-probs, reused by runs with the same model and rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovingReferenceConfig:
+    """A reference that follows the policy (TR-DPO)."""
+
+    sync_ref_model: bool = False
+    """Move the reference towards the policy every ref_model_sync_steps steps."""
+    ref_model_mixup_alpha: float = 0.6
+    """Share of the policy in a moved reference."""
+    ref_model_sync_steps: int = 512
+    """Optimizer steps between moves of the reference."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"above 0": "ref_model_sync_steps", "above 0 and at most 1": "ref_model_mixup_alpha"})
+        if not self.sync_ref_model:
+            refuse_idle(self, "without sync_ref_model", ("ref_model_mixup_alpha", "ref_model_sync_steps"))

@@ -118,7 +118,7 @@ class StridedConfig:
 
 # What only structured mode reads: blocks, with the prefix of their flags, and single fields.
 STRUCTURED_BLOCKS = {"format": "format.", "rollout": "rollout.", "vllm": "vllm.", "sync": "sync.", "policy_loss": "",
-                     "correction": "", "overlap": ""}  # fmt: skip
+                     "correction": "", "overlap": "", "moving": ""}  # fmt: skip
 STRUCTURED_FIELDS = ("num_generations", "max_prompt_length", "max_completion_length", "adaptive_max_tokens",
                      "gt_length_multiplier", "stop", "share_prompt", "num_iterations",
                      "minibatches_per_rollout")  # fmt: skip
@@ -163,7 +163,18 @@ class EbftConfig(GroupConfig):
             self.check_groups()
             self._check_structured()
 
+    @property
+    def has_reference(self) -> bool:
+        return self.features.feature_model is None or self.policy_loss.beta > 0
+
     def _check_structured(self) -> None:
+        if self.moving.sync_ref_model and self.policy_loss.beta == 0:
+            raise ValueError("sync_ref_model=True: there is no KL to a reference with beta=0; set --beta too")
+        if self.moving.sync_ref_model and self.features.feature_model is None:
+            raise ValueError(
+                "sync_ref_model=True: the reference is also the feature network, which must not move; name another "
+                "with --feature-model"
+            )
         if not 0.1 <= self.gt_length_multiplier < math.inf:
             raise ValueError(f"gt_length_multiplier={self.gt_length_multiplier}: must be 0.1 or more")
         if not self.adaptive_max_tokens:

@@ -23,6 +23,7 @@ from trainer.config.blocks import (
     Flat,
     LoraConfig,
     ModelConfig,
+    MovingReferenceConfig,
     OptimConfig,
     ParallelConfig,
     RolloutConfig,
@@ -229,6 +230,7 @@ class GroupConfig:
     policy_loss: Flat[PolicyLossConfig] = field(default_factory=PolicyLossConfig)
     correction: Flat[CorrectionConfig] = field(default_factory=CorrectionConfig)
     overlap: Flat[AsyncConfig] = field(default_factory=AsyncConfig)
+    moving: Flat[MovingReferenceConfig] = field(default_factory=MovingReferenceConfig)
 
     num_generations: int = 8
     """Completions sampled per prompt; they form one group."""
@@ -263,6 +265,11 @@ class GroupConfig:
         """Optimizer steps."""
         return self.minibatches_per_rollout * self.num_iterations
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is loaded; a method with another use for one overrides this."""
+        return self.policy_loss.beta > 0
+
     def check_temperature(self) -> None:
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
@@ -280,6 +287,12 @@ class GroupConfig:
             minibatches=self.minibatches_per_rollout,
             kl_in_reward=kl_in_reward,
         )
+        if self.moving.sync_ref_model and not self.has_reference:
+            raise ValueError("sync_ref_model=True: there is no reference to move with beta=0; set --beta too")
+        if self.moving.sync_ref_model and self.lora.r > 0:
+            raise ValueError(
+                "sync_ref_model=True: with LoRA the reference is the base itself, which cannot move; leave it out"
+            )
         if "" in self.stop:
             raise ValueError("stop='': an empty stop string would end every completion; remove it")
         if self.run.sequences_per_step % self.num_generations:

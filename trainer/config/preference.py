@@ -38,13 +38,12 @@ def check_pair_options(cfg: Any) -> None:
     if cfg.reference_free and cfg.reference != ReferenceConfig():
         raise ValueError("reference_free: ref, ref_model and ref_cache have no effect with it; leave them out")
     fixed = cfg.reference_free or cfg.reference.ref == "precomputed" or cfg.reference.ref_model
-    if cfg.sync_ref_model and (cfg.lora.r > 0 or fixed):
+    if cfg.moving.sync_ref_model and (cfg.lora.r > 0 or fixed):
         raise ValueError("sync_ref_model: no copy to move with LoRA, ref_model, ref=precomputed or reference_free")
     check_numbers(
         cfg,
         {
-            "above 0": "beta ref_model_sync_steps discopop_tau",
-            "above 0 and at most 1": "ref_model_mixup_alpha",
+            "above 0": "beta discopop_tau",
             "between 0 and 1": "ld_alpha",
         },
     )
@@ -52,7 +51,6 @@ def check_pair_options(cfg: Any) -> None:
     for needs, is_given, names_of in (
         (alpha, cfg.f_divergence_type == "alpha_divergence", ("f_alpha_divergence_coef",)),
         ("loss_type=discopop", "discopop" in names, ("discopop_tau",)),
-        ("sync_ref_model", cfg.sync_ref_model, ("ref_model_mixup_alpha", "ref_model_sync_steps")),
     ):
         if not is_given:
             refuse_idle(cfg, f"without {needs}", names_of)

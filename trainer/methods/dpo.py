@@ -19,7 +19,7 @@ from data.packing import Item
 from data.types import Pair
 from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
 from losses.types import LossOut
-from trainer.config.blocks import Flat, ReferenceConfig
+from trainer.config.blocks import Flat, MovingReferenceConfig, ReferenceConfig
 from trainer.config.preference import PairLossType, check_pair_options
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
@@ -38,6 +38,7 @@ class Config(PreferenceConfig):
     """Direct preference optimisation on chosen and rejected responses, and its relatives."""
 
     reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
+    moving: Flat[MovingReferenceConfig] = field(default_factory=MovingReferenceConfig)
 
     loss_type: tuple[PairLossType, ...] = ("sigmoid",)
     """Pair loss; several are added with loss_weights (sigmoid bco_pair sft is MPO)."""
@@ -61,12 +62,6 @@ class Config(PreferenceConfig):
     """WPO: weigh each pair by how likely the policy is to write it."""
     rpo_alpha: float | None = None
     """RPO: add this times the negative log-likelihood of the chosen response per token; None is off."""
-    sync_ref_model: bool = False
-    """TR-DPO: move the reference towards the policy every ref_model_sync_steps steps."""
-    ref_model_mixup_alpha: float = 0.6
-    """Share of the policy in a moved reference."""
-    ref_model_sync_steps: int = 512
-    """Steps between moves of the reference."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,14 +84,14 @@ def train(cfg: Config) -> None:
         if not cfg.reference_free:
             reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
         evaluate = partial(evaluate_pairs, cfg, policy, reference, rows_of_this_rank(held_out))
-        moving = MovingReference(policy, cfg.ref_model_mixup_alpha, cfg.ref_model_sync_steps)
-        offline = Offline(run, cfg, policy, pairs, extra={"reference": moving} if cfg.sync_ref_model else {})
+        moving = MovingReference(policy, cfg.moving.ref_model_mixup_alpha, cfg.moving.ref_model_sync_steps)
+        offline = Offline(run, cfg, policy, pairs, extra={"reference": moving} if cfg.moving.sync_ref_model else {})
         offline.begin(evaluate)
         for batch in offline.steps():
             micro_batches = pack_pairs(cfg.run, policy, batch, accumulation=cfg.run.gradient_accumulation_steps)
             sums = run_pairs(cfg, policy, reference, batch, micro_batches, train=True)
             offline.take_step(sums)
-            if cfg.sync_ref_model:
+            if cfg.moving.sync_ref_model:
                 moving.after_step(offline.step)
             offline.log_and_save(sums, sum(mb.batch.num_tokens for mb in micro_batches), evaluate)
         run.finish(policy)

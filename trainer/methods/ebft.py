@@ -46,7 +46,6 @@ def train(cfg: Config) -> None:
         return train_strided(cfg)
     with Session(
         cfg,
-        with_reference=has_reference(cfg),
         frozen=lambda s: {"features": feature_network(cfg, s.policy)},
         prompts=lambda s, specs: targets_of(cfg, s.policy, s.frozen["features"], specs),
         source=lambda s, sampling: target_source(cfg, s),
@@ -76,10 +75,6 @@ def train(cfg: Config) -> None:
         s.finish()
 
 
-def has_reference(cfg: Config) -> bool:
-    return cfg.features.feature_model is None or cfg.policy_loss.beta > 0
-
-
 def feature_network(cfg: Config, policy: Policy) -> FeatureNetwork:
     return FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy, cfg.parallel))
 
@@ -92,7 +87,7 @@ def target_source(cfg: Config, s: Session) -> Source:
 
 def train_strided(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=has_reference(cfg))
+        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.has_reference)
         policy = parallelize(cfg.parallel, policy)
         network = feature_network(cfg, policy)
         size = cfg.run.sequences_per_step

@@ -96,11 +96,12 @@ class Rank0Rollout:
     def _groups(self, header: dict[str, Any], tensors: list[Tensor], own: Sequence[int]) -> list[Group]:
         wanted = [place in own for place, group in enumerate(header["groups"]) for _ in range(group[-1])]
         completions = iter(from_tensors(header["completions"], tensors, wanted))
-        groups = []
-        for number, row, kind, values, replayed, count in (header["groups"][place] for place in own):
+        groups = {}
+        for place in sorted(own):  # as they were sent
+            number, row, kind, values, replayed, count = header["groups"][place]
             made = [next(completions) for _ in range(count)]
-            groups.append(Group(number, self.prompts[row], row, kind, made, values, replayed))
-        return groups
+            groups[place] = Group(number, self.prompts[row], row, kind, made, values, replayed)
+        return [groups[place] for place in own]
 
     def _generate_part(self) -> None:
         requests, sampling, version = comm.from_main(None, "requests")

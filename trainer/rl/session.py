@@ -30,7 +30,7 @@ What a method does differently it passes in, as functions of the session, called
                                policy, clipped on its own and checkpointed. All ranks begin with rank 0's weights, and
                                their gradients are added up: divide by a count over all ranks.
     extra_state                anything with state_dict and load_state_dict that a checkpoint keeps
-    with_reference             whether to load a reference model; by default if beta is above 0
+    with_reference             whether to load a reference model; by default cfg.has_reference: if beta is above 0
     steps_per_rollout          optimizer steps on one batch, if not minibatches_per_rollout x num_iterations: the
                                schedule, staleness and the number of rollouts follow from it. For mini-batches of its
                                own a method prepares each part of the completions with num_steps=s.steps_per_rollout,
@@ -62,6 +62,7 @@ from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, clip_and_step
+from trainer.policy.reference import MovingReference
 from trainer.policy.sharding import parallelize
 from trainer.rl import setup
 from trainer.rl.engine_choice import settle_engine
@@ -128,7 +129,7 @@ class Session:
         cfg, run = self.cfg, self.run
         if rewards is None:
             self.rewards = run.keep(open_rewards(cfg.reward, run.note, trust_remote_code=cfg.model.trust_remote_code))
-        with_reference = cfg.policy_loss.beta > 0 if with_reference is None else with_reference
+        with_reference = cfg.has_reference if with_reference is None else with_reference
         policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference)
         self.policy = parallelize(cfg.parallel, policy)
         self.frozen = frozen(self) if frozen else {}
@@ -187,6 +188,10 @@ class Session:
         self.state = {"planner": self.planner, "counters": self.counters, "replay": self.replay}
         if hasattr(self.rewards, "state_dict"):
             self.state["rewards"] = self.rewards
+        moving, self.moving = cfg.moving, None
+        if moving.sync_ref_model:
+            self.moving = MovingReference(self.policy, moving.ref_model_mixup_alpha, moving.ref_model_sync_steps)
+            self.state["reference"] = self.moving
         self.state |= {f"trained.{module.name}": module for module in self.trained_modules} | dict(extra_state)
 
     def _start(self, advantage: Callable[[GroupRewards], Advantage] | None) -> None:
@@ -344,6 +349,8 @@ class Session:
         skipped = self.counters.skipped_in_a_row > 0  # by --nan-policy skip: nothing learns from this step
         for module in self.trained_modules:
             module.step(where, skip=skipped)
+        if self.moving is not None:
+            self.moving.after_step(self.step)
         own = extra_tokens + sum(mb.num_tokens for mb in part.micro_batches)
         self.num_tokens = all_count(own, "tokens of the step")
         self.timer.lap("train_s")

@@ -92,6 +92,7 @@ STRUCTURED: dict[str, tuple[dict[str, Any], str]] = {
     "no completions": ({"num_generations": 0}, "num_generations=0: must be 1 or more"),
     "no tokens": ({"max_completion_length": 0}, "max_completion_length=0: must be 1 or more"),
     "no iterations": ({"num_iterations": 0}, "num_iterations=0: must be 1 or more"),
+    "no mini-batches": ({"minibatches_per_rollout": 0}, "minibatches_per_rollout=0: must be 1 or more"),
     "empty stop": ({"stop": ("",)}, "stop='': an empty stop string"),
     "temperature 0": ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
     "temperature nan": ({"temperature": float("nan")}, "temperature=nan: must be above 0"),
@@ -142,6 +143,7 @@ OF_STRUCTURED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ("a", "b")}, "stop=a b"),
     ({"share_prompt": False}, "share_prompt=False"),
     ({"num_iterations": 2}, "num_iterations=2"),
+    ({"minibatches_per_rollout": 2}, "minibatches_per_rollout=2"),
     ({"run": RunConfig(packing=False)}, "packing=False"),
 ]
 OF_STRIDED = [

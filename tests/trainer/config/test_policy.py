@@ -64,6 +64,12 @@ BAD_TOGETHER = [
     ({"loss_type": "reinforce"}, {}, {"num_iterations": 2}, "num_iterations=2: loss_type=reinforce has no ratio"),
     (
         {"loss_type": "reinforce"},
+        {},
+        {"num_iterations": 1, "minibatches": 2},
+        "minibatches_per_rollout=2: loss_type=reinforce has no ratio",
+    ),
+    (
+        {"loss_type": "reinforce"},
         {"proximal_policy": "behaviour"},
         {"num_iterations": 1},
         "proximal_policy=behaviour: loss_type=reinforce has no ratio",

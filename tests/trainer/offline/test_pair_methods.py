@@ -22,7 +22,15 @@ from torch import Tensor
 from data.types import Labelled, Pair
 from losses.preference import PAIR_LOSSES
 from losses.reference_free import CPO_LOSSES
-from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, ReferenceConfig, ResponseConfig, RunConfig
+from trainer.config.blocks import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    MovingReferenceConfig,
+    ReferenceConfig,
+    ResponseConfig,
+    RunConfig,
+)
 from trainer.config.preference import PairLossType
 from trainer.methods import cpo, dpo, ipo, kto, orpo, simpo
 from trainer.metrics.metrics import MetricSums
@@ -421,6 +429,7 @@ def test_weight_zero_is_zero():
 
 ONE = RunConfig(per_device_train_batch_size=1)
 CACHED, OTHER = ReferenceConfig(ref="precomputed"), ReferenceConfig(ref_model="other")
+MOVING = MovingReferenceConfig(sync_ref_model=True)
 REFUSED = [
     (dpo, {"loss_type": ()}, "loss_type=: name at least one loss"),
     (dpo, {"loss_type": ("ipo", "ipo")}, "loss_type=ipo ipo: name at least one loss, each once"),
@@ -440,14 +449,10 @@ REFUSED = [
     (dpo, {"loss_type": ("aot",), "use_weighting": True}, "use_weighting: aot"),
     (dpo, {"loss_type": ("sigmoid", "sft"), "rpo_alpha": 1.0}, "rpo_alpha=1.0: loss_type holds sft already"),
     (dpo, {"ld_alpha": 1.5}, "ld_alpha=1.5: must be between 0 and 1"),
-    (dpo, {"sync_ref_model": True, "lora": LoraConfig(r=4)}, "sync_ref_model: no copy to move"),
-    (dpo, {"sync_ref_model": True, "reference_free": True}, "sync_ref_model: no copy to move"),
-    (dpo, {"sync_ref_model": True, "reference": CACHED}, "sync_ref_model: no copy to move"),
-    (dpo, {"sync_ref_model": True, "reference": OTHER}, "sync_ref_model: no copy to move"),
-    (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 0}, "ref_model_sync_steps=0: must be above 0"),
-    (dpo, {"sync_ref_model": True, "ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha=1.5: must be above"),
-    (dpo, {"ref_model_mixup_alpha": 0.5}, "ref_model_mixup_alpha=0.5: has no effect without sync"),
-    (dpo, {"ref_model_sync_steps": 5}, "ref_model_sync_steps=5: has no effect without sync"),
+    (dpo, {"moving": MOVING, "lora": LoraConfig(r=4)}, "sync_ref_model: no copy to move"),
+    (dpo, {"moving": MOVING, "reference_free": True}, "sync_ref_model: no copy to move"),
+    (dpo, {"moving": MOVING, "reference": CACHED}, "sync_ref_model: no copy to move"),
+    (dpo, {"moving": MOVING, "reference": OTHER}, "sync_ref_model: no copy to move"),
     (dpo, {"reference_free": True, "reference": OTHER}, "reference_free: ref, ref_model and ref_cache have"),
     (dpo, {"loss_type": ("aot_unpaired",), "run": ONE}, "per_device_train_batch_size=1: aot sorts"),
     (dpo, {"run": RunConfig(eval_steps=5)}, "eval_steps=5: has no effect without held-out rows"),

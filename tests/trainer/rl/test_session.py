@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+from tests.entry import metrics
+from trainer.__main__ import main
 from trainer.rl.session import Session
 
 
@@ -32,3 +36,27 @@ def test_weights_are_loaded_when_due_asleep_or_never_loaded():
         session = SimpleNamespace(engine=engine, step=step, overlap=SimpleNamespace(vllm_sync_interval=interval))
         Session._sync(session)
         assert engine.loaded == loaded, (step, version, asleep, interval)
+
+
+GRPO = (
+    "--method", "grpo", "--model", "builtin:tiny", "--data", "task:addition:split=train,size=64", "--learning-rate",
+    3e-4, "--reward-funcs", "exact_match", "--num-generations", 4, "--max-completion-length", 8, "--max-steps", 4,
+)  # fmt: skip
+
+
+def run(folder: Path, *argv: Any) -> list[dict[str, Any]]:
+    assert main([*map(str, (*GRPO, *argv)), "--output-dir", str(folder)]) == 0
+    return metrics(folder)
+
+
+def test_a_moving_reference_is_the_policy_when_it_moves_all_the_way(tmp_path):
+    """Then there is no KL before a step, where it is above 0 from the second step on otherwise."""
+    still = run(tmp_path / "still", "--beta", 0.1)
+    moving = ("--sync-ref-model", "--ref-model-mixup-alpha", 1.0, "--ref-model-sync-steps")
+    with_it = run(tmp_path / "with", "--beta", 0.1, *moving, 1)
+    late = run(tmp_path / "late", "--beta", 0.1, *moving, 2)
+    assert [row["policy/ref_kl_k3"] > 0 for row in still] == [False, True, True, True]
+    assert [row["policy/ref_kl_k3"] for row in with_it] == [0.0] * 4
+    assert [row["policy/ref_kl_k3"] > 0 for row in late] == [False, True, False, True]
+    in_reward = ("--beta", 0.1, "--kl-in-reward", *moving, 1)
+    assert [abs(row["policy/ref_kl"]) < 1e-6 for row in run(tmp_path / "reward", *in_reward)] == [True] * 4

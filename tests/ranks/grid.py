@@ -22,7 +22,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.ranks import worker
-from tests.ranks.sampled import group_case, strided_case, structured_case
+from tests.ranks.sampled import group_case, ppo_case, strided_case, structured_case
 from tests.ranks.worker import MODES, Case, one_process
 from trainer.config.blocks import ParallelConfig
 from trainer.config.policy import PolicyLossConfig
@@ -49,6 +49,7 @@ METHODS: dict[str, Callable[..., Case]] = {
     "grpo": partial(group_case, "grpo", policy_loss=KL),
     "gdpo": partial(group_case, "gdpo", policy_loss=KL),
     "rloo": partial(group_case, "rloo"),
+    "ppo": ppo_case,
     "ebft structured": structured_case,
     "ebft strided": strided_case,
 }

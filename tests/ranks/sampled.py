@@ -22,12 +22,14 @@ from rollout.engine import Completion, Group
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
+from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork
 from trainer.offline.loop import indices_of_this_rank
 from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
+from trainer.rl.critic import ValueHead, ValueModel
 from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.session import Session
@@ -84,6 +86,45 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
         return {f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()}
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
+
+
+def ppo_case(*, lora: bool = False, own_model: bool = False) -> Case:
+    """Both losses over two mini-batches. The critic is a part of the model here, so that its gradient is compared."""
+    module = import_module("trainer.methods.ppo")
+    loss = PolicyLossConfig(beta=0.1, skip_zero_advantage_batches=False)
+    run = replace(RUN, max_tokens_per_micro_batch=UNEVEN)
+    cfg = module.Config(
+        model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run,
+        num_generations=SIZE, minibatches_per_rollout=2, policy_loss=loss, value_model="test" if own_model else None,
+        advantage=AdvantageConfig(kl_in_reward=own_model),
+    )  # fmt: skip
+    groups = make_groups(target=False)
+    prompts = [group.prompt for group in groups]
+
+    def policy() -> Policy:
+        made = make_policy(reference=True, lora=lora)
+        torch.manual_seed(5)
+        critic = ValueHead(made)
+        if own_model:
+            critic = ValueModel(make_policy("sequence", lora=lora))
+        for parameter in critic.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        made.model.add_module("critic", critic)
+        return made
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        rank0, critic = Rank0Rollout(policy, None, prompts), policy.model.critic
+        whole = rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {}))
+        batch = rank0.scatter(whole, cfg.minibatches_per_rollout)
+        judged = module.judge(cfg, policy, critic, batch)
+        s = SimpleNamespace(cfg=cfg, policy=policy, steps_per_rollout=1, old_logps=lambda batch: None)
+        rollout = Session.prepare(s, batch, judged.advantage, rows=judged.rows)
+        found = [module.backward_both(cfg, policy, critic, part, judged).means() for part in rollout]
+        return judged.metrics | {
+            f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()
+        }
+
+    return Case(groups, policy, step, all_of_them, 2)
 
 
 def loss_case(kind: str) -> Case:
@@ -177,6 +218,8 @@ def strided_case(*, lora: bool = False) -> Case:
 CASES = {
     "grpo": lambda: group_case("grpo", policy_loss=PolicyLossConfig(beta=0.1)),
     "grpo-skips": lambda: group_case("grpo"),
+    "ppo": ppo_case,
+    "ppo-model-lora": lambda: ppo_case(lora=True, own_model=True),
     "gdpo-parts": lambda: group_case("gdpo", minibatches_per_rollout=2, policy_loss=PolicyLossConfig(beta=0.1)),
     # Not bnpo: it averages over micro-batches, and one process cuts the step into others.
     **{f"grpo-{kind}": partial(loss_case, kind) for kind in POLICY_LOSSES if kind != "bnpo"},

@@ -88,7 +88,7 @@ def test_memory_decides_on_a_gpu_and_a_cpu_has_nothing_to_log():
     assert choose(given, FITS, no_vllm).engine == "local"
 
 
-@pytest.mark.parametrize("method", ["grpo", "gdpo", "rloo", "ebft"])
+@pytest.mark.parametrize("method", ["grpo", "gdpo", "rloo", "ppo", "ebft"])
 def test_what_is_named_is_kept_whatever_the_device(method):
     for engine in ("local", "vllm"):
         cfg = parse("--rollout.engine", engine, method=method)

@@ -52,6 +52,12 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("clip_ratio", "clip_range", "cliprange", "clip_eps", "epsilon_low"), ("epsilon",)),
     **dict.fromkeys(("reward_function", "reward_functions", "reward_fn", "rewards", "reward"), ("reward_funcs",)),
     "reward_model": ("reward_funcs", "method"),
+    **dict.fromkeys(("lam", "gae_lam", "lambda_"), ("gae_lambda",)),
+    **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "noptepochs"), ("num_iterations",)),
+    **dict.fromkeys(("num_mini_batches", "ppo_mini_batch_size", "mini_batch_size"), ("minibatches_per_rollout",)),
+    **dict.fromkeys(("value_clip", "clip_range_vf", "cliprange_vf"), ("cliprange_value",)),
+    **dict.fromkeys(("critic_model", "critic_pretrain", "value_model_name_or_path"), ("value_model",)),
+    "critic_lr": ("critic_learning_rate",),
     **dict.fromkeys(("use_vllm", "vllm_mode"), ("rollout.engine",)),
     **dict.fromkeys(("vllm_server_base_url", "vllm_server_host", "vllm_server_port"), ("vllm.url",)),
     **dict.fromkeys(("ref_model_name_or_path", "reference_model"), ("ref_model",)),
@@ -67,7 +73,6 @@ NOTES: dict[str, str] = {
 }  # fmt: skip
 # method of another library -> what to use here
 METHODS = {
-    "ppo": "there is no PPO here (it needs a value model); use grpo or rloo; python -m trainer lists all methods",
     **dict.fromkeys(("reward", "reward_model", "reward_trainer", "bradley_terry"), "did you mean rm?"),
     **dict.fromkeys(("process_reward_model", "process_reward", "stepwise"), "did you mean prm?"),
     **dict.fromkeys(("finetune", "finetuning", "supervised", "pretrain", "completion", "full"), "did you mean sft?"),
@@ -91,7 +96,7 @@ ROW_KINDS: tuple[tuple[set[str], set[str], str], ...] = (
     ({"messages", "label"}, set(), "kto"),
     ({"prompt", "completion"}, {"label"}, "sft"),
     ({"messages"}, {"label"}, "sft"),
-    ({"prompt", "answer"}, {"completion"}, "grpo, rloo, gdpo and online_dpo"),
+    ({"prompt", "answer"}, {"completion"}, "grpo, rloo, gdpo, online_dpo and ppo"),
 )
 
 

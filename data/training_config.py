@@ -21,7 +21,7 @@ BUILT_IN = {*PROMPT_FORMATS, *SFT_FORMATS, *PAIR_FORMATS, *UNPAIRED_FORMATS, *ST
 # What each method reads. A transform gets the config of the first method of its kind if no method is named.
 KINDS = {"sft": "sft", "dpo": "pairs", "ipo": "pairs", "cpo": "pairs", "simpo": "pairs", "orpo": "pairs", "rm": "pairs",
          "kto": "unpaired", "prm": "stepwise", "grpo": "prompts", "rloo": "prompts", "gdpo": "prompts",
-         "opd": "prompts", "online_dpo": "prompts", "ebft": "truths"}  # fmt: skip
+         "opd": "prompts", "online_dpo": "prompts", "ppo": "prompts", "ebft": "truths"}  # fmt: skip
 
 
 def uses_transform(specs: Sequence[str], data_format: str) -> bool:

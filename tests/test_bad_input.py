@@ -180,7 +180,7 @@ SETTINGS = {
     "no data": ([*GRPO, "--data"], "--data: required"),
     "name of TRL": ([*GRPO, "--train-data", "x"], "--train-data: unknown flag; did you mean --data?"),
     "name of axolotl": ([*GRPO, "--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
-    "method of TRL": (["--method", "ppo"], "--method=ppo", "there is no PPO here", "use grpo or rloo"),
+    "method of TRL": (["--method", "gspo"], "--method=gspo", "it is a setting of grpo"),
     "no data for sft": (["--method", "sft", *MODEL, "--data"], "data: empty"),
     "empty output_dir": ([*GRPO, "--output-dir="], "output_dir: empty"),
     "lora without a rank": ([*GRPO, "--lora.target-modules", "q_proj"], "lora.target_modules", "q_proj", "--lora.r"),

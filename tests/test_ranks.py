@@ -82,7 +82,7 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 ALL = (*worker.CASES, *sampled.CASES)
 # A pass of shards costs ten times that of replicas: a case of each kind in shards, the others in replicas.
 SHARDED = (
-    "sft-untied", "sft-lora", "sft-one-row", "dpo-wpo-ld-rpo", "dpo-lora", "kto", "rm", "prm", "grpo",
+    "sft-untied", "sft-lora", "sft-one-row", "dpo-wpo-ld-rpo", "dpo-lora", "kto", "rm", "prm", "grpo", "ppo",
     "online_dpo", "ebft-structured-lora", "ebft-strided",
 )  # fmt: skip
 SHARED = ("sft", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared", "grpo-lora")

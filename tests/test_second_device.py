@@ -25,6 +25,7 @@ EXTRA = {
         "--vllm-importance-sampling-mode", "sequence_mask", "--geometric-min", "0.5", "--off-policy-mask-threshold",
         "0.1",
     ),
+    "ppo-model": ("ppo", "--value-model", "builtin:tiny", "--lora.r", "4", "--beta", "0.1", "--kl-in-reward"),
     "ebft-white": ("ebft-structured", "--use-whitening", "--ce-coef", "0.1", "--embed-method", "mean_pooling"),
 }  # fmt: skip
 # The rest runs code of one of EXTRA (simpo that of cpo) with another formula, or less of it.

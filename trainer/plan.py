@@ -66,6 +66,7 @@ class Method(NamedTuple):
     reference: Literal["always", "with beta", "never"] = "never"
     samples: bool = False
     sequences: int = 1  # of one row
+    critic: bool = False
 
     def head_for(self, context: int) -> Head:
         """The pass that computes the gradient too is not for GPUs that share a row (logps.token_loss)."""
@@ -81,6 +82,7 @@ METHODS = {
     "prm": Method("none"),
     **dict.fromkeys(("grpo", "gdpo", "rloo", "opd"), Method("one pass", "with beta", samples=True)),
     "online_dpo": Method("any loss", "always", samples=True),
+    "ppo": Method("one pass", "with beta", samples=True, critic=True),
     "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
 }
 ANY = Method("any loss")  # a method outside the repository
@@ -127,6 +129,7 @@ class Work:
     head: Head = "one pass"
     has_reference: bool = False
     others: float = 0.0  # bytes of other frozen models
+    critic: float = 0.0  # bytes of PPO's critic, which every GPU holds whole
     optim: str = "adamw"
     shards: int = 1  # GPUs that FSDP shards over; 1: replicas
     triton: bool = True
@@ -231,7 +234,15 @@ def kept(s: Sizes, work: Work) -> dict[str, float]:
         "optimizer state": 2 * (1 + 4 / SCALED) * in_8bit + 2 * trained_bytes * (trained - in_8bit),
         "reference": work.compute * s.params * (work.has_reference and work.full) + work.others,
     }
-    return {name: size / work.shards for name, size in whole.items()}
+    return {name: size / work.shards for name, size in whole.items()} | ({"critic": work.critic} if work.critic else {})
+
+
+def critic_bytes(s: Sizes, work: Work, own: Sizes | None) -> float:
+    """Weights, gradients and moments of a critic: a head of two layers on the policy, or a model of its own."""
+    if own is None:
+        return 16 * (2 * s.width * (s.width + 2) + 1)
+    alone = replace(work, shards=1, has_reference=False, others=0.0, critic=0.0)
+    return sum(kept(own, alone).values())
 
 
 def saved_by_block(s: Sizes, work: Work) -> int:
@@ -514,6 +525,9 @@ def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
         optim=cfg.optim.optim, accumulates=is_part, context=cfg.parallel.context,
         triton=device == "cuda" and (not has_gpu or torch.cuda.get_device_capability()[0] in TRITON_HEAD),
     )  # fmt: skip
+    if method_of(cfg).critic:
+        value_model = getattr(cfg, "value_model", None)
+        work = replace(work, critic=critic_bytes(s, work, value_model and sizes_for(cfg, value_model)))
     return replace(work, shards=shards_of(cfg, s, work, device))
 
 
@@ -533,7 +547,7 @@ def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
     if world == 1 or parallel.mode == "replicate":
         return 1
     if parallel.mode == "auto":
-        replica = kept(s, replace(work, optim="adamw", others=0.0))
+        replica = kept(s, replace(work, optim="adamw", others=0.0, critic=0.0))
         if sum(replica.values()) <= room_for_a_copy(torch.device(device)):
             return 1
     return parallel.shard or world
@@ -829,6 +843,8 @@ class PlanConfig:
     """Completions per prompt; the local engine holds a prompt once for all of them."""
     max_completion_length: int = 256
     """Most tokens of a completion, for the cache of the local engine."""
+    value_model: str | None = None
+    """PPO's critic, if it is a model of its own."""
     ref: Literal["auto", "precomputed"] = "auto"
     """How the reference is held. precomputed: its log-probs are on disk, and no copy is in memory."""
     lora: Lora = field(default_factory=Lora)
@@ -881,6 +897,8 @@ class PlanConfig:
 
         if self.teacher is not None and self.method != "opd":
             raise ValueError(f"teacher={self.teacher}: has no effect with method={self.method}; it is for opd")
+        if self.value_model and not METHODS[self.method].critic:
+            raise ValueError(f"value_model={self.value_model}: {self.method} has no critic; leave it out")
 
     @property
     def has_reference(self) -> bool:
@@ -997,6 +1015,9 @@ def sampler_of(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> Sampler:
 def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
     """Two lines about the run, the table, and sentences about it."""
     works = columns(cfg, card)
+    if METHODS[cfg.method].critic:
+        own = cfg.value_model and sizes_of(meta_model(cfg.value_model, trust_remote_code=cfg.trust_remote_code))
+        works = {name: replace(work, critic=critic_bytes(s, work, own)) for name, work in works.items()}
     samplers = [sampler_of(cfg, s, work, card) for work in works.values()]
     rooms = " or ".join(sorted({f"{sampler.room:.1f}" for sampler in samplers}))
     num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from losses import ebft
 from losses.entropy import entropy_bonus
+from losses.gae import clipped_value_loss
 from losses.importance import sequence_length, sequence_mean, sequence_sum
 from losses.kl import KL_ESTIMATORS, kl_penalty
 from losses.kto import apo_zero_unpaired, kto_loss
@@ -132,6 +133,8 @@ def cases() -> dict[str, Case]:
         "ebft target": Case(partial(ebft.target_loss, ce_coef=0.03), [logp, mask], mask=True),
         "kto": Case(lambda *x: kto_loss(*x, torch.tensor(0.25), **weights), [logp, ref, mask]),
         "apo": Case(partial(apo_zero_unpaired, **weights), [logp, ref, mask]),
+        "value": Case(partial(clipped_value_loss, clip=0.2, coef=0.3), [logp, old, ref]),
+        "value without a clip": Case(partial(clipped_value_loss, clip=None), [logp, old, ref]),
         "steps": Case(stepwise_loss, [2 * draw(23, 2), label], mask=True),
     }
     for name, estimator in KL_ESTIMATORS.items():

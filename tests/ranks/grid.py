@@ -22,7 +22,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.ranks import worker
-from tests.ranks.sampled import distill_case, group_case, online_dpo_case, strided_case, structured_case
+from tests.ranks.sampled import distill_case, group_case, online_dpo_case, ppo_case, strided_case, structured_case
 from tests.ranks.worker import MODES, Case, one_process
 from trainer.config.blocks import ParallelConfig
 from trainer.config.policy import PolicyLossConfig
@@ -52,6 +52,7 @@ METHODS: dict[str, Callable[..., Case]] = {
     "opd": distill_case,
     "opd jsd": partial(distill_case, 0.0),
     "online_dpo": online_dpo_case,
+    "ppo": ppo_case,
     "ebft structured": structured_case,
     "ebft strided": strided_case,
 }

@@ -24,6 +24,7 @@ from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.config.distill import DistillConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
+from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork
@@ -31,6 +32,7 @@ from trainer.offline.loop import indices_of_this_rank
 from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference
+from trainer.rl.critic import ValueHead, ValueModel
 from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.session import Session
@@ -138,6 +140,45 @@ def online_dpo_case(*, lora: bool = False, **options: Any) -> Case:
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
 
 
+def ppo_case(*, lora: bool = False, own_model: bool = False) -> Case:
+    """Both losses over two mini-batches. The critic is a part of the model here, so that its gradient is compared."""
+    module = import_module("trainer.methods.ppo")
+    loss = PolicyLossConfig(beta=0.1, skip_zero_advantage_batches=False)
+    run = replace(RUN, max_tokens_per_micro_batch=UNEVEN)
+    cfg = module.Config(
+        model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run,
+        num_generations=SIZE, minibatches_per_rollout=2, policy_loss=loss, value_model="test" if own_model else None,
+        advantage=AdvantageConfig(kl_in_reward=own_model),
+    )  # fmt: skip
+    groups = make_groups(target=False)
+    prompts = [group.prompt for group in groups]
+
+    def policy() -> Policy:
+        made = make_policy(reference=True, lora=lora)
+        torch.manual_seed(5)
+        critic = ValueHead(made)
+        if own_model:
+            critic = ValueModel(make_policy("sequence", lora=lora))
+        for parameter in critic.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        made.model.add_module("critic", critic)
+        return made
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        rank0, critic = Rank0Rollout(policy, None, prompts), policy.model.critic
+        whole = rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {}))
+        batch = rank0.scatter(whole, cfg.minibatches_per_rollout)
+        judged = module.judge(cfg, policy, critic, batch)
+        s = SimpleNamespace(cfg=cfg, policy=policy, steps_per_rollout=1, old_logps=lambda batch: None)
+        rollout = Session.prepare(s, batch, judged.advantage, rows=judged.rows)
+        found = [module.backward_both(cfg, policy, critic, part, judged).means() for part in rollout]
+        return judged.metrics | {
+            f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()
+        }
+
+    return Case(groups, policy, step, all_of_them, 2)
+
+
 def loss_case(kind: str) -> Case:
     """One of the losses, with all that counts over a step: ratios that are not 1, a KL term, an entropy bonus."""
     loss = PolicyLossConfig(loss_type=kind, beta=0.1, entropy_coef=0.05)
@@ -234,6 +275,8 @@ CASES = {
     **{f"grpo-{kind}": partial(loss_case, kind) for kind in POLICY_LOSSES if kind != "bnpo"},
     "grpo-bnpo": bnpo_case,
     "grpo-bnpo-masked": lambda: bnpo_case(masked=True),
+    "ppo": ppo_case,
+    "ppo-model-lora": lambda: ppo_case(lora=True, own_model=True),
     "online_dpo": online_dpo_case,
     "online_dpo-aot": lambda: online_dpo_case(loss_type=("aot", "sft"), lora=True),
     "ebft-bnpo": lambda: structured_case(loss_type="bnpo", run=replace(RUN, **EACH_ALONE)),

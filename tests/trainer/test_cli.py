@@ -301,8 +301,8 @@ def test_bad_method_is_one_sentence(fork):
         (["run.yaml"], "run.yaml: write --config run.yaml"),
         (["--config", "axo.yaml"], "axo.yaml: rl: unknown key, rl: dpo is method: dpo here; datasets: unknown key, "
          "use data (an entry's type is format here)"),
-        (["--method", "ppo"], "--method=ppo: unknown method; there is no PPO here (it needs a value model); use grpo "
-         "or rloo; python -m trainer lists all methods (your own: a file here, or a dotted module path)"),
+        (["--method", "gspo"], "--method=gspo: unknown method; it is a setting of grpo: --method grpo "
+         "--importance-sampling-level sequence (your own: a file here, or a dotted module path)"),
     ):  # fmt: skip
         assert refusal(*argv) == sentence
     for argv in (["--model", "m"], ["--method", "zzz"]):
@@ -640,7 +640,7 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
         "ebft": lambda specs: ebft.targets_of(cfg, policy, network, specs),
     }
     ours |= dict.fromkeys(("dpo", "ipo", "cpo", "orpo", "simpo"), lambda specs: pairs_of(cfg, policy, specs))
-    sampling = ("grpo", "gdpo", "rloo", "opd", "online_dpo")
+    sampling = ("grpo", "gdpo", "rloo", "opd", "online_dpo", "ppo")
     ours |= dict.fromkeys(sampling, lambda specs: prompts_of(cfg, policy, specs))
     (made,) = ours[method]((str(tmp_path / "rows.jsonl"),))
     ids = made.prompt_ids if hasattr(made, "prompt_ids") else made.ids

@@ -39,6 +39,7 @@ RATES: dict[str, Rates] = {
     "gdpo": Rates(1e-6, 1e-5, "as grpo"),
     "rloo": Rates(1e-6, 1e-5, "TRL's default; LoRA: as grpo"),
     "opd": Rates(1e-6, 1e-5, "as grpo, whose loop and clip it has"),
+    "ppo": Rates(1e-6, 1e-5, "the actor of OpenRLHF and verl; LoRA: as grpo"),
     "ebft": Rates(1e-6, 1e-5, f"the authors' settings (arXiv:2603.12248); {TEN_TIMES}"),
 }
 

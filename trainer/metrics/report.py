@@ -25,8 +25,8 @@ from trainer.metrics.health import Episode, replay
 from trainer.metrics.metrics import GLOSSARY, describe, read_jsonl
 
 Point = tuple[float, float]
-AREAS = {"reward": "Reward", "loss": "Loss", "policy": "Policy", "eval": "Evaluation", "rollout": "Rollout",
-         "optim": "Optimizer"}  # fmt: skip
+AREAS = {"reward": "Reward", "loss": "Loss", "policy": "Policy", "value": "Critic", "eval": "Evaluation",
+         "rollout": "Rollout", "optim": "Optimizer"}  # fmt: skip
 FOLDED_AREAS = {"perf": "Speed", "time": "Time", "mem": "Memory", "data": "Data"}
 # On top of the page: the first of these groups that the run logged.
 TOP = (

@@ -53,15 +53,20 @@ NEW_PAD = "<|pad|>"
 
 
 def load_scorer(
-    cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, kind: Literal["sequence", "token"]
+    cfg: ModelConfig,
+    lora: LoraConfig,
+    device: torch.device,
+    *,
+    kind: Literal["sequence", "token"],
+    zero_head: bool = False,
 ) -> Policy:
-    """A model with a scoring head; a head found in the folder is kept, else a new one is initialised."""
+    """A model with a scoring head; a head found in the folder is kept, else a new one is initialised, or is zero."""
     check_adapters(cfg, lora)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path, base, adapter = find_model(cfg.model)
     dtype = held_dtype(cfg, compute_dtype) if lora.r == 0 else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    model = load_classifier(base, cfg, dtype, KINDS[kind], device)
+    model, is_new = load_classifier(base, cfg, dtype, KINDS[kind], device)
     if adapter:  # of a language model: merged into the trunk
         merged = attach_adapter(load_causal_lm(base, cfg, dtype, device), adapter).merge_and_unload()
         model.base_model.load_state_dict(merged.base_model.state_dict())
@@ -74,22 +79,29 @@ def load_scorer(
     if cfg.gradient_checkpointing:
         causal_lm(scorer.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scorer.model.train()
-    check_scores(scorer)
+    check_scores(scorer)  # a head of zeros would hide everything
+    if is_new and zero_head:
+        for parameter in head_of(scorer.model).parameters():
+            nn.init.zeros_(parameter)
     if cfg.compile:
         compile_blocks(causal_lm(scorer.model), base)
     return scorer
 
 
-def load_classifier(path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind, device: torch.device) -> Any:
+def load_classifier(
+    path: str, cfg: ModelConfig, dtype: torch.dtype, kind: Kind, device: torch.device
+) -> tuple[Any, bool]:
+    """The model, and whether its head is new."""
     with _quiet():
         model, unfit = load_model(kind.auto_class, path, cfg, dtype, device, num_labels=len(kind.labels))
     name = head_name(model, cfg.model)
     refuse_unfit(cfg, [key for key in unfit if not key.startswith(f"{name}.")])  # a head of another size is replaced
-    if unfit or is_garbage(getattr(model, name)):
+    is_new = bool(unfit) or is_garbage(getattr(model, name))
+    if is_new:
         start_head(getattr(model, name), getattr(model.config, "initializer_range", None) or 0.02)
     model.config.id2label = dict(enumerate(kind.labels))
     model.config.label2id = {label: i for i, label in enumerate(kind.labels)}
-    return model
+    return model, is_new
 
 
 @contextlib.contextmanager

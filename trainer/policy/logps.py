@@ -10,7 +10,7 @@ Logits of a whole batch are never stored: kernels/linear_logprob.py takes hidden
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,23 +74,35 @@ def token_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> To
     return _token_logps(policy, policy.model, batch, temperature)
 
 
-def token_loss(policy: Policy, batch: Batch, loss_fn: LossFn, *, temperature: float = 1.0) -> tuple[Tensor, list[Any]]:
+def token_loss(
+    policy: Policy,
+    batch: Batch,
+    loss_fn: LossFn,
+    *,
+    temperature: float = 1.0,
+    also: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, list[Any]]:
     """A loss that is a sum over trained tokens, with a third less work at the head than token_logps and its backward.
 
     `loss_fn(tokens, rows)` gets the log-probs of the trained tokens with indices `rows`, a chunk at a time, and returns
     a scalar and anything else. Returns the sum of the scalars, to call backward() on, and a list of the rest.
 
-    With context parallelism each rank computes the loss of all tokens, without that saving.
+    `also` is a further scalar of the (N, D) states that the tokens are predicted from, added to the sum: the loss of
+    another head, out of the same pass.
+
+    With context parallelism each rank computes the loss of all tokens, without that saving and without `also`.
     """
     lm = causal_lm(policy.model)
     if is_sliced(lm.config):
+        assert also is None, "states of all tokens are on no single rank"
         tokens = token_logps(policy, batch, temperature=temperature)
         loss, more = loss_fn(tokens, torch.arange(len(batch.target), device=policy.device))
         return loss + tokens.logp[:0].sum(), [more]  # a loss that ignores them still has a backward pass
     hidden = predictor_states(policy, lm, batch)
-    return linear_logprob_loss(
+    total, parts = linear_logprob_loss(
         hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None, **head_of(lm)
     )
+    return total if also is None else total + also(hidden), parts
 
 
 @torch.no_grad()

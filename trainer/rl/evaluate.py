@@ -30,8 +30,9 @@ def reward_metrics(
     metrics = {
         "reward/mean": total.nanmean().item(),
         "reward/std": nan_std(total.flatten(), dim=0).item(),
-        "reward/zero_std_frac": zero_std_frac(total).item(),
     }
+    if total.shape[1] > 1:  # of groups of one it says nothing
+        metrics["reward/zero_std_frac"] = zero_std_frac(total).item()
     for name, scores in scores_by_function(names, values).items():
         metrics[f"reward/{name}/mean"] = statistics.fmean(scores)
         metrics[f"reward/{name}/std"] = statistics.stdev(scores) if len(scores) > 1 else 0.0

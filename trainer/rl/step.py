@@ -25,7 +25,7 @@ Shapes: N = trained tokens of a micro-batch, K = completions trained on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def prepare(
         own = advantage[rows].to(policy.device, _wide(policy))  # (K,)
         of_tokens = [own[mb.sequence] for mb in micro_batches]
     else:
-        of_tokens = [_per_token(policy, kept, mb, [advantage[row] for row in rows]) for mb in micro_batches]
+        of_tokens = [per_token(policy, kept, mb, [advantage[row] for row in rows]) for mb in micro_batches]
     # Ranks of a sharded model must run the same passes, empty ones too.
     skips = can_skip and not policy.is_sharded
     idle = [skips and not any(teaches[rows[i]] for i in mb.rows) for mb in micro_batches]
@@ -122,7 +122,7 @@ def prepare(
     batch = StepBatch(
         completions=kept, rows=rows, micro_batches=micro_batches, idle=idle,
         advantage=of_tokens,
-        behaviour=[_per_token(policy, kept, mb, [c.logps for c in kept]) for mb in micro_batches],
+        behaviour=[per_token(policy, kept, mb, [c.logps for c in kept]) for mb in micro_batches],
         start=None, given=False, reference=None,
         local=dict(zip(names, counts, strict=True)), total=dict(zip(names, all_sum(counts), strict=True)),
         skipped=len(trained) - len(computed), skipped_tokens=num_tokens - sum(kept[i].trained for i in computed),
@@ -158,7 +158,7 @@ def completion_item(c: Completion) -> Item:
     return Item([*c.prompt_ids, *c.ids], mask, len(c.prompt_ids))
 
 
-def _per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequence[Sequence[float]]) -> Tensor:  # (N,)
+def per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequence[Sequence[float]]) -> Tensor:  # (N,)
     """A number for each id of each completion, as a tensor over the trained tokens of a micro-batch."""
     flat = [
         x for i in mb.rows for x, own in zip(values[i], kept[i].mask or [True] * len(kept[i].ids), strict=True) if own
@@ -172,7 +172,7 @@ def _start(cfg: Any, policy: Policy, batch: StepBatch, given: list[Sequence[floa
     scored = score(cfg, policy, batch.micro_batches)
     unknown = float("nan")
     values = [[unknown] * len(c.ids) if x is None else x for c, x in zip(batch.completions, given, strict=True)]
-    earlier = [_per_token(policy, batch.completions, mb, values) for mb in batch.micro_batches]
+    earlier = [per_token(policy, batch.completions, mb, values) for mb in batch.micro_batches]
     return [
         now._replace(logp=torch.where(old.isnan(), now.logp, old)) for now, old in zip(scored, earlier, strict=True)
     ]
@@ -193,12 +193,22 @@ def _wide(policy: Policy) -> torch.dtype:
     return torch.promote_types(policy.compute_dtype, torch.float32)
 
 
-def backward(cfg: Any, policy: Policy, batch: StepBatch) -> MetricSums:
-    """Gradients of one optimizer step, and its metrics."""
+def backward(
+    cfg: Any,
+    policy: Policy,
+    batch: StepBatch,
+    *,
+    value_loss: Callable[[int, Tensor], LossOut] | None = None,
+) -> MetricSums:
+    """Gradients of one optimizer step, and its metrics.
+
+    `value_loss(number, states)` is a further term named value: the loss of a head on the (N, D) states that predict the
+    tokens of micro-batch `number`, averaged over the tokens of the step. It needs skip_zero_advantage_batches off.
+    """
     now = scores_beforehand(cfg, policy, batch)
     threshold, num_kept = _entropy_threshold(cfg, policy, batch, now)
     shared = cfg.policy_loss.loss.denominator(max_completion_length=cfg.max_completion_length, **batch.total)
-    denominators = {"policy": shared, "kl": shared, "entropy": num_kept}
+    denominators = {"policy": shared, "kl": shared, "entropy": num_kept, "value": batch.total["num_tokens"]}
     sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
     for number, mb in enumerate(batch.micro_batches):
         if batch.idle[number]:
@@ -210,7 +220,13 @@ def backward(cfg: Any, policy: Policy, batch: StepBatch) -> MetricSums:
             out = loss(cfg, tokens, inputs.at(rows), num_tokens)
             return total_loss(out, denominators), (out, tokens.logp.detach())
 
-        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature)
+        def of_states(states: Tensor, number=number) -> Tensor:
+            out = value_loss(number, states)
+            add_loss_metrics(sums, out)
+            return total_loss(out, denominators)
+
+        also = None if value_loss is None else of_states
+        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature, also=also)
         total.backward()
         for out, _ in parts:
             add_loss_metrics(sums, out)

@@ -89,7 +89,7 @@ def test_memory_decides_on_a_gpu_and_a_cpu_has_nothing_to_log():
     assert choose(given, FITS, no_vllm).engine == "local"
 
 
-@pytest.mark.parametrize("method", ["grpo", "gdpo", "rloo", "opd", "online_dpo", "ebft"])
+@pytest.mark.parametrize("method", ["grpo", "gdpo", "rloo", "opd", "online_dpo", "ppo", "ebft"])
 def test_what_is_named_is_kept_whatever_the_device(method):
     for engine in ("local", "vllm"):
         cfg = parse("--rollout.engine", engine, method=method)

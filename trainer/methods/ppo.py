@@ -1,0 +1,159 @@
+"""PPO: sample, reward, let a critic give every token its own advantage, clip, step (Schulman et al. 2017).
+
+    prompts -> generate -> rewards -> values -> advantages -> pack -> (logps and values -> losses -> backward)* -> log
+
+arXiv:1707.06347, with generalised advantage estimation (losses/gae.py). The policy loss is that of GRPO with its own
+advantage for each token. The critic is a head on the policy's trunk, and one pass serves both losses; or a model of its
+own (--value-model). The KL to the reference is a cost of each token's reward (--kl-in-reward) or a term of the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from losses.advantage import mean_of, moments
+from losses.gae import clipped_value_loss, estimate_advantage, explained_variance, rewards_to_go, token_rewards, whiten
+from losses.kl import k1
+from losses.types import LossOut
+from trainer.config.blocks import Flat
+from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.policy import PolicyLossConfig
+from trainer.config.sampling import SamplingConfig
+from trainer.metrics.metrics import MetricSums
+from trainer.parallel.comm import all_sum
+from trainer.policy.logps import Policy, reference_logps
+from trainer.policy.optim import term_metrics, total_loss
+from trainer.rl.critic import Critic, ValueHead, in_rows, load_critic, on_all_ids, values_of
+from trainer.rl.groups import GroupBatch
+from trainer.rl.session import Session
+from trainer.rl.step import StepBatch, backward, pack_completions, per_token, score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SamplingConfig):
+    """Proximal policy optimisation: a critic learns what to expect, and each token is judged against it."""
+
+    policy_loss: Flat[PolicyLossConfig] = field(
+        default_factory=lambda: PolicyLossConfig(skip_zero_advantage_batches=False)
+    )
+    num_generations: int = 1
+    """Completions sampled per prompt; nothing is compared within a group."""
+    minibatches_per_rollout: int = 4
+    (
+        "Optimizer steps that the completions of one rollout are divided over: it samples so many times as many "
+        "prompts, and each step trains on its part of their groups, num_iterations times."
+    )
+    gae_lambda: float = 0.95
+    """Trust in the critic: 0 takes its value of the next token, 1 only what was earned in the end."""
+    gamma: float = 1.0
+    """Discount per trained token."""
+    whiten_advantages: bool = True
+    """Scale the advantages of a rollout to mean 0 and deviation 1 over all its trained tokens."""
+    value_model: str | None = None
+    """A model or run of its own as critic, for example a reward model. None: a head on the policy's trunk."""
+    vf_coef: float = 0.1
+    """Weight of the critic's loss where it shares the policy's trunk."""
+    cliprange_value: float | None = 0.2
+    """How far a value may move from that of the rollout's start and still lower its loss. None: any distance."""
+    critic_learning_rate: float = 1e-5
+    """Learning rate of the critic: of the head, or of the value model."""
+
+    @property
+    def fewest_generations(self) -> int:
+        return 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, {"between 0 and 1": "gae_lambda", "above 0 and at most 1": "gamma", "0 or above": "vf_coef",
+                             "above 0": "cliprange_value critic_learning_rate"})  # fmt: skip
+        why = "with ppo, whose critic is the baseline of every token; leave it out"
+        unread = ("scale_rewards", "advantage_estimator", "advantage_kwargs", "multi_objective_aggregation")
+        refuse_idle(self.advantage, why, unread)
+        refuse_idle(self.overlap, "with ppo, where no completion needs another one to compare with; leave it out",
+                    ("dynamic_sampling", "replay_buffer_size"))  # fmt: skip
+        if self.policy_loss.skip_zero_advantage_batches:
+            raise ValueError("skip_zero_advantage_batches=True: the critic learns from them, too; leave it out")
+        if self.value_model is not None:
+            refuse_idle(self, "with value_model, which shares nothing; set --critic-learning-rate", ("vf_coef",))
+        if self.parallel.context > 1:
+            raise ValueError(f"parallel.context={self.parallel.context}: a critic needs whole rows; leave it out")
+
+
+def train(cfg: Config) -> None:
+    # Without a warm-up: the critic learns what to expect while the rate of the policy still rises.
+    optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0)
+    with Session(cfg, trained=lambda s: {"critic": (load_critic(cfg, s.policy), optim)}) as s:
+        critic = s.trained["critic"]
+        while s.step < s.total_steps:
+            s.sync_weights()
+            batch = s.sample()
+            judged = judge(cfg, s.policy, critic, batch)  # values and advantages, by the weights of the rollout's start
+            s.kl = judged.kl
+            rollout = s.prepare(batch, judged.advantage, rows=judged.rows)
+            s.keep_samples(batch, judged.advantage)
+            for part in s.updates(*rollout):
+                sums = backward_both(cfg, s.policy, critic, part, judged)
+                s.optimizer_step(sums, part)  # of the critic, too
+                s.log(sums, part, judged.metrics)
+                s.refresh_ahead()
+            s.finish_rollout()
+        s.finish()
+
+
+class Judged(NamedTuple):
+    """A rollout in the eyes of the critic, by the weights of its start. Lists are of completions, one number per id."""
+
+    rows: list[int]  # completions that are trained on: those with a reward
+    advantage: list[list[float]]
+    value: list[list[float]]
+    target: list[list[float]]
+    kl: Tensor | None  # (B,) of `rows`, where it is a cost in the reward
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def judge(cfg: Config, policy: Policy, critic: Critic, batch: GroupBatch) -> Judged:
+    reward, options = batch.reward.flatten(), cfg.policy_loss
+    rows = [row for row, c in enumerate(batch.completions) if c.trained and not reward[row].isnan()
+            and not (options.mask_truncated_completions and c.finish_reason == "length")]  # fmt: skip
+    kept = [batch.completions[row] for row in rows]
+    micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
+    value, mask = in_rows(kept, micro_batches, values_of(critic, policy, micro_batches))  # (B, T) each
+    kl = None
+    if cfg.advantage.kl_in_reward:
+        found = zip(score(cfg, policy, micro_batches), micro_batches, strict=True)
+        costs = [k1(now.logp, reference_logps(policy, mb, temperature=cfg.temperature)) for now, mb in found]
+        kl, _ = in_rows(kept, micro_batches, costs)
+    of_tokens = token_rewards(reward[rows].to(value.dtype), mask, kl, beta=options.beta)
+    advantage, target = estimate_advantage(of_tokens, value, mask, gamma=cfg.gamma, lam=cfg.gae_lambda)
+    earned = rewards_to_go(of_tokens, mask, gamma=cfg.gamma)
+    sums = all_sum(torch.stack([moments(x[mask]) for x in (advantage, value, earned, earned - value)]))  # (4, 3)
+    metrics = {"value/mean": mean_of(sums[1]), "value/explained_variance": explained_variance(sums[3], sums[2])}
+    if cfg.whiten_advantages:
+        advantage = whiten(advantage, sums[0])
+    on_ids = [on_all_ids(batch.completions, rows, x) for x in (advantage, value, target)]
+    own_kl = None if kl is None else kl.sum(1)
+    return Judged(rows, *on_ids, own_kl, {name: float(x) for name, x in metrics.items() if x.isfinite()})
+
+
+def backward_both(cfg: Config, policy: Policy, critic: Critic, part: StepBatch, judged: Judged) -> MetricSums:
+    """Gradients of the policy loss and of the critic's, which shares the pass if it shares the trunk."""
+
+    def loss_of(number: int, value: Tensor) -> LossOut:
+        mb, coef = part.micro_batches[number], cfg.vf_coef if isinstance(critic, ValueHead) else 1.0
+        old, target = (per_token(policy, part.completions, mb, [x[row] for row in part.rows])
+                       for x in (judged.value, judged.target))  # fmt: skip
+        return clipped_value_loss(value, old, target, clip=cfg.cliprange_value, coef=coef)
+
+    if isinstance(critic, ValueHead):
+        return backward(cfg, policy, part, value_loss=lambda number, states: loss_of(number, critic(states)))
+    sums = backward(cfg, policy, part)
+    for number, mb in enumerate(part.micro_batches):
+        out = loss_of(number, critic(mb))
+        total_loss(out, {"value": part.total["num_tokens"]}).backward()
+        sums.add(out.metrics | term_metrics(out))
+    return sums

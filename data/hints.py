@@ -18,7 +18,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("train_data", "dataset", "datasets", "dataset_name", "dataset_path", "train_dataset", "train_file",
                      "train_files", "data_path", "data_files"), ("data",)),
     **dict.fromkeys(("eval_dataset", "eval_datasets", "test_data", "test_dataset", "test_datasets", "val_data",
-                     "val_files", "val_set_size", "eval_file"), ("eval_data",)),
+                     "val_files", "eval_file"), ("eval_data",)),
     **dict.fromkeys(("dataset_type", "data_type", "type"), ("data_format",)),
     **dict.fromkeys(("rl", "algorithm", "algo", "trainer"), ("method",)),
     **dict.fromkeys(("batch_size", "micro_batch_size", "train_batch_size", "per_device_batch_size"),

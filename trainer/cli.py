@@ -197,6 +197,8 @@ def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: 
     if "data" in given:
         for key in ("eval_data", "eval_steps"):  # the recipe's held-out rows do not fit other data
             tree.pop(key, None)
+    if "val_set_size" in given:
+        tree.pop("eval_data", None)  # held-out rows are taken from data
     return read_tree(tree, table, _shown(recipe))
 
 

@@ -150,12 +150,37 @@ class DataConfig:
     """Held-out rows to evaluate on, in the form of --data. Empty: no evaluation."""
     max_eval_rows: int = 500
     """Use at most this many held-out rows, the first ones."""
+    val_set_size: float = 0.0
+    (
+        "Hold out rows of --data instead of naming --eval-data: a fraction of them if below 1, else a number of rows, "
+        "drawn by --seed. 0: none."
+    )
+    dedup: bool = False
+    (
+        "Keep one of several rows with the same content, over all sources, and remove held-out rows that are trained "
+        "on. The number of removed rows is logged."
+    )
 
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("data: empty; name at least one FILE, hub id or task:NAME")
+        check_numbers(self, {"0 (none) or above": "val_set_size"})
+        if self.val_set_size > 1 and self.val_set_size != int(self.val_set_size):
+            raise ValueError(
+                f"val_set_size={self.val_set_size}: is neither a fraction below 1 nor a whole number of rows"
+            )
+        if self.val_set_size and self.eval_data:
+            raise ValueError(
+                f"val_set_size={self.val_set_size:g}: holds out rows of --data, but eval_data names others; leave one "
+                "of them out"
+            )
         if self.max_eval_rows < 1:
             raise ValueError(f"max_eval_rows={self.max_eval_rows}: must be 1 or more; leave out eval_data for none")
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are held-out rows to evaluate on."""
+        return bool(self.eval_data) or self.val_set_size > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +322,7 @@ class RunConfig:
 
 def check_evaluation(data: DataConfig, run: RunConfig) -> None:
     """Checks across blocks, which cannot see each other; every Config with both calls this."""
-    if not data.eval_data:
+    if not data.holds_out:
         refuse_idle(run, "without held-out rows; name them with --eval-data", ("eval_steps",))
 
 

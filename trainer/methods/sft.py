@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from data.held_out import train_and_held_out
 from data.packing import Batch, Item
 from data.rows.sft import load_examples
 from data.types import Example
@@ -46,8 +47,8 @@ class Config(OfflineConfig):
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
-        examples = examples_of(cfg, policy, cfg.data.data)
-        held_out = rows_of_this_rank(examples_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
+        examples, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(examples_of, cfg, policy))
+        held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, policy, examples)
         evaluate_now = partial(evaluate, cfg, policy, held_out)
         offline.begin(evaluate_now)
@@ -93,7 +94,7 @@ def backward(policy: Policy, micro_batches: list[Batch]) -> MetricSums:
 
 def evaluate(cfg: Config, policy: Policy, examples: list[Example]) -> dict[str, float]:
     """Mean negative log-likelihood per trained token of held-out examples."""
-    if not cfg.data.eval_data:
+    if not cfg.data.holds_out:
         return {}
     sums = MetricSums()
     for mb in pack(cfg, policy, examples, accumulation=1):

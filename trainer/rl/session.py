@@ -42,10 +42,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from data.held_out import train_and_held_out
 from data.loader import Loader
 from data.types import Prompt
 from losses.advantage import Advantage, GroupRewards
@@ -125,11 +127,9 @@ class Session:
         self.frozen = frozen(self) if frozen else {}
         self.sampling = setup.training_sampling(cfg, self.policy)
         self.setup = run.keep(setup.RolloutSetup(cfg, self.policy, run.note)) if prompts is None else None
-        if prompts is None:
-            self.prompts = self.setup.prompts(cfg.data.data)
-            held_out = self.setup.prompts(cfg.data.eval_data, held_out=True)
-        else:
-            self.prompts, held_out = prompts(self, cfg.data.data), prompts(self, cfg.data.eval_data)
+        read = self.setup.prompts if prompts is None else partial(prompts, self)
+        read_eval = partial(self.setup.prompts, held_out=True) if prompts is None else read
+        self.prompts, held_out = train_and_held_out(cfg.data, cfg.run.seed, read, read_eval)
         self.held_out = held_out[: cfg.data.max_eval_rows]
         if rewards is not None:
             self.rewards = rewards(self)

@@ -1,0 +1,63 @@
+"""Settings that users of other libraries bring, in whole runs of the tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.held_out import held_out_numbers
+from data.tasks import make_rows
+from tests.entry import metrics, repeatable
+from trainer.__main__ import main
+
+SPLIT = {"sft": "sft"}  # of a method's task; train for the others
+METHODS = ["sft", "dpo", "kto", "orpo", "cpo", "rm", "prm", "grpo", "ebft", "ebft, strided"]
+
+
+def train(folder: Path, method: str, *argv: Any, steps: int = 2, code: int = 0) -> list[dict[str, Any]]:
+    """Metrics of a short run, without clocks."""
+    name, _, mode = method.partition(", ")
+    words = ["--method", name, *(["--mode", mode] if mode else []), "--model", "builtin:tiny", "--save-steps", 0]
+    words += ["--max-steps", steps, "--per-device-train-batch-size", 4, "--learning-rate", 1e-3]
+    if name in ("grpo", "ebft") and not mode:
+        words += ["--num-generations", 2, "--max-completion-length", 8]
+    if name == "grpo":
+        words += ["--reward-funcs", "exact_match"]
+    if mode:
+        words += ["--stride", 8]
+    assert main([str(word) for word in [*words, *argv, "--output-dir", folder]]) == code
+    return repeatable(metrics(folder)) if code == 0 else []
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_for(method: str, count: int = 12) -> list[dict[str, Any]]:
+    if method in ("prm", "ebft, strided"):
+        split = "train" if method == "prm" else "sft"
+        return list(make_rows("steps", split=split, size=count, seed=0, difficulty=4))
+    rows = list(make_rows("addition", split=SPLIT.get(method, "train"), size=count, seed=0, difficulty=2))
+    if method == "kto":  # a pair would be two rows
+        sides = ("chosen", "rejected")
+        return [{"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row[sides[n % 2]]}],
+                 "label": n % 2 == 0} for n, row in enumerate(rows)]  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_held_out_rows_are_those_of_two_files(method, tmp_path, capfd):
+    rows, more = rows_for(method), ["--train-on-last-step-only"] if method == "prm" else []
+    chosen = held_out_numbers(len(rows), 0.25, 7)
+    whole = write(tmp_path / "whole.jsonl", rows)
+    kept = write(tmp_path / "kept.jsonl", [row for n, row in enumerate(rows) if n not in chosen])
+    held_out = write(tmp_path / "held_out.jsonl", [rows[n] for n in sorted(chosen)])
+    split = train(tmp_path / "split", method, "--data", whole, "--val-set-size", 0.25, "--seed", 7, *more)
+    assert "data: held out 3 of 12 rows by val_set_size=0.25" in capfd.readouterr().err
+    files = train(tmp_path / "files", method, "--data", kept, "--eval-data", held_out, "--seed", 7, *more)
+    assert split == files
+    assert split[0]["eval/rows"] == split[-1]["eval/rows"] == 3

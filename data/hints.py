@@ -26,7 +26,6 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "total_epochs"), ("num_train_epochs",)),
     **dict.fromkeys(("lr", "learn_rate"), ("learning_rate",)),
     **dict.fromkeys(("lr_scheduler", "scheduler"), ("lr_scheduler_type",)),
-    "warmup_steps": ("warmup_ratio",),
     "optimizer": ("optim",),
     **dict.fromkeys(("gradient_clipping", "max_norm", "clip_grad"), ("max_grad_norm",)),
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision", "tf32"), ("dtype",)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.held_out import held_out_numbers
+from data.rows.held_out import held_out_numbers
 from data.tasks import make_rows
 from tests.entry import metrics, repeatable
 from trainer.__main__ import main

@@ -197,8 +197,9 @@ def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: 
     if "data" in given:
         for key in ("eval_data", "eval_steps"):  # the recipe's held-out rows do not fit other data
             tree.pop(key, None)
-    if "val_set_size" in given:
-        tree.pop("eval_data", None)  # held-out rows are taken from data
+    for key, instead in (("val_set_size", "eval_data"), ("warmup_steps", "warmup_ratio")):
+        if key in given:
+            tree.pop(instead, None)  # they exclude each other
     return read_tree(tree, table, _shown(recipe))
 
 

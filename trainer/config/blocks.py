@@ -209,10 +209,22 @@ class OptimConfig:
         "for the others; with LoRA 2e-4 for sft, 1e-4 for rm and prm, 8e-5 for orpo, 5e-6 for dpo, ipo and kto, 1e-5 "
         "for the others (sources: trainer/config/learning_rates.py). config.yaml records the value used."
     )
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
-    """Learning rate after the warm-up: constant, or falling to zero linearly or along a cosine."""
+    lr_scheduler_type: Literal[
+        "constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt"
+    ] = "cosine"
+    (
+        "Learning rate after the warm-up: constant; falling to zero linearly or along a cosine; cosine_with_min_lr: "
+        "along a cosine to min_lr_ratio of the peak; warmup_stable_decay: constant, then the same in the last "
+        "decay_ratio of all steps; inverse_sqrt: the peak times sqrt(w / step), w the warm-up, or 10000 without one."
+    )
+    min_lr_ratio: float = 0.0
+    """cosine_with_min_lr, warmup_stable_decay: the learning rate at the end, as a fraction of its peak."""
+    decay_ratio: float = 0.1
+    """warmup_stable_decay: fraction of all steps, the last ones, over which the learning rate falls."""
     warmup_ratio: float = 0.0
     """Fraction of all steps over which the learning rate rises to its peak."""
+    warmup_steps: int | None = None
+    """Number of steps over which the learning rate rises to its peak, instead of warmup_ratio."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices. Norms and biases are never decayed."""
     adam_beta1: float = 0.9
@@ -235,15 +247,35 @@ class OptimConfig:
             self,
             {
                 "above 0 and finite": "learning_rate",
-                "between 0 and 1": "warmup_ratio",
+                "between 0 and 1": "warmup_ratio min_lr_ratio",
+                "above 0 and at most 1": "decay_ratio",
+                "0 or more": "warmup_steps",
                 "0 or above": "weight_decay adam_epsilon",
                 "in [0, 1)": "adam_beta1 adam_beta2",
                 "0 (off) or above": "max_grad_norm",
                 "1 or more": "nan_skip_limit",
             },
         )
+        self._check_schedule()
         if self.nan_policy == "stop":
             refuse_idle(self, "with nan_policy=stop; set --nan-policy skip", ("nan_skip_limit",))
+
+    def _check_schedule(self) -> None:
+        kind = self.lr_scheduler_type
+        if self.warmup_steps is not None and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps}: warmup_ratio={self.warmup_ratio:g} sets the same; leave one out"
+            )
+        if kind not in ("cosine_with_min_lr", "warmup_stable_decay"):
+            refuse_idle(self, f"with lr_scheduler_type={kind}; use cosine_with_min_lr", ("min_lr_ratio",))
+        if kind != "warmup_stable_decay":
+            refuse_idle(self, f"with lr_scheduler_type={kind}; use warmup_stable_decay", ("decay_ratio",))
+        if kind == "cosine_with_min_lr" and self.min_lr_ratio == 0:
+            raise ValueError("lr_scheduler_type=cosine_with_min_lr: needs a minimum; set --min-lr-ratio 0.1, say")
+
+    def num_warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up."""
+        return round(self.warmup_ratio * total_steps) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.held_out import train_and_held_out
+from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss
 from losses.types import LossOut, options_of

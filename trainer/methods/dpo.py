@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.held_out import train_and_held_out
 from data.packing import Item
+from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
 from losses.types import LossOut

@@ -16,8 +16,8 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from data.held_out import train_and_held_out
 from data.rows.documents import load_documents
+from data.rows.held_out import train_and_held_out
 from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
 from data.types import TargetPrompt

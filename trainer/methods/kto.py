@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.held_out import train_and_held_out
 from data.packing import Batch, Item
+from data.rows.held_out import train_and_held_out
 from data.types import Labelled
 from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
 from losses.types import LossOut

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from data.held_out import train_and_held_out
+from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.reference_free import FreeScores, orpo_loss
 from losses.types import LossOut

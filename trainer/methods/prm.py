@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.held_out import train_and_held_out
 from data.packing import Batch, Item
+from data.rows.held_out import train_and_held_out
 from data.rows.stepwise import load_steps
 from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from data.format_options import FormatOptions
-from data.held_out import train_and_held_out
 from data.packing import Batch
+from data.rows.held_out import train_and_held_out
 from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.reward_model import bradley_terry

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from data.held_out import train_and_held_out
 from data.packing import Batch, Item
+from data.rows.held_out import train_and_held_out
 from data.rows.sft import load_examples
 from data.types import Example
 from kernels.linear_logprob import TokenLogps

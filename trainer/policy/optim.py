@@ -33,6 +33,7 @@ from trainer.parallel.dtensor import is_dtensor, local
 from trainer.policy.sharding import clip_gradients, sum_gradients
 
 SCALE = "_scale"
+NO_WARMUP = 10_000  # steps after which inverse_sqrt has fallen to sqrt(1/2), without a warm-up
 
 
 # optimizer and schedule ------------------------------------------------------------------------------------------
@@ -52,20 +53,27 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
         fused = all(p.device.type == "cuda" for p in trained)
         betas = (cfg.adam_beta1, cfg.adam_beta2)
         optimizer = AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=fused)
-    return optimizer, LambdaLR(optimizer, lr_factor(cfg.lr_scheduler_type, cfg.warmup_ratio, total_steps))
+    return optimizer, LambdaLR(optimizer, lr_factor(cfg, total_steps))
 
 
-def lr_factor(kind: str, warmup_ratio: float, total_steps: int) -> Callable[[int], float]:
+def lr_factor(cfg: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Multiplier of the peak rate after `step` updates: linear warm-up, then constant, linear or cosine decay."""
-    warmup = round(warmup_ratio * total_steps)
+    kind, least, warmup = cfg.lr_scheduler_type, cfg.min_lr_ratio, cfg.num_warmup(total_steps)
+    first = warmup  # step of the peak, from which the rate falls
+    if kind == "warmup_stable_decay":
+        first = max(warmup, total_steps - round(cfg.decay_ratio * total_steps))
+    timescale = warmup or NO_WARMUP
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        if kind == "constant":
+        if kind == "constant" or step < first:
             return 1.0
-        done = (step - warmup) / max(1, total_steps - warmup)
-        return max(0.0, 1.0 - done) if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        if kind == "inverse_sqrt":
+            return math.sqrt(timescale / (step - warmup + timescale))
+        done = (step - first) / max(1, total_steps - first)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        return max(0.0, 1.0 - done) if kind == "linear" else least + (1.0 - least) * cosine
 
     return factor
 

@@ -47,8 +47,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from data.held_out import train_and_held_out
 from data.loader import Loader
+from data.rows.held_out import train_and_held_out
 from data.types import Prompt
 from losses.advantage import Advantage, GroupRewards
 from rollout.engine import Sampling, Source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config.blocks import DataConfig
+from trainer.config.blocks import DataConfig, OptimConfig
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,20 @@ def test_held_out_rows_are_named_once(settings, message):
 def test_rows_are_held_out_by_either_setting():
     assert not DataConfig(data=("a",)).holds_out
     assert DataConfig(data=("a",), eval_data=("b",)).holds_out and DataConfig(data=("a",), val_set_size=5).holds_out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_steps=3: warmup_ratio=0.1 sets the same; leave one out"),
+        ({"warmup_steps": -1}, "warmup_steps=-1: must be 0 or more"),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1: has no effect with lr_scheduler_type=cosine; use cosine_with_min"),
+        ({"decay_ratio": 0.2}, "decay_ratio=0.2: has no effect with lr_scheduler_type=cosine; use warmup_stable"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_type=cosine_with_min_lr: needs a minimum; set"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.0}, "decay_ratio=0.0: must be above 0 and at"),
+    ],
+)
+def test_schedules_take_only_their_own_settings(settings, message):
+    with pytest.raises(ValueError) as error:
+        OptimConfig(**settings)
+    assert str(error.value).startswith(message)

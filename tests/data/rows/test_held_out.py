@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.held_out import content_key, held_out_numbers, train_and_held_out
+from data.rows.held_out import content_key, held_out_numbers, train_and_held_out
 from data.types import Example, Prompt
 
 

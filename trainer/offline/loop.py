@@ -21,7 +21,8 @@ from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import RunConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, rank, share
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, causal_lm
+from trainer.policy.noise import add_noise
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
 from trainer.policy.sharding import to_device_and_pad
 from trainer.run.run import Run
@@ -93,6 +94,8 @@ class Offline:
         size: Callable[[Any], int] = num_tokens,  # cost of a row, to balance ranks
     ) -> None:
         self.run, self.cfg, self.policy, self.size = run, cfg, policy, size
+        if cfg.model.neftune_noise_alpha is not None:
+            add_noise(causal_lm(policy.model), cfg.model.neftune_noise_alpha)
         self.loader: Loader[Any] = Loader(rows, batch_size=cfg.run.sequences_per_step, seed=cfg.run.seed)
         num_rows, per_step = self.loader.rows_per_epoch, cfg.run.sequences_per_step
         self.total_steps = cfg.run.total_steps(num_rows, per_step)

@@ -169,6 +169,11 @@ class ModelConfig:
         "NEFTune (arXiv:2310.05914): add uniform noise of this size / sqrt(tokens * width) to the embeddings of every "
         "training sequence. 5 is usual. Methods on fixed rows only. None: none."
     )
+    router_aux_loss_coef: float | None = None
+    (
+        "Models with experts: weight of the load-balancing loss, over all tokens of a step. Steps of several "
+        "micro-batches take one more forward pass. Methods on fixed rows only. None: none."
+    )
     trust_remote_code: bool = False
     """Allow running the Python code that comes with the model on the hub."""
     merge_lora: bool = False
@@ -178,7 +183,7 @@ class ModelConfig:
     """Compile the model's blocks with torch.compile. Half a minute at the start, then faster steps on a GPU."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"above 0 and finite": "neftune_noise_alpha"})
+        check_numbers(self, {"above 0 and finite": "neftune_noise_alpha router_aux_loss_coef"})
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("trained_dtype=bfloat16: is less precise than dtype=float32; leave one of them out")
         if self.load_in_4bit:
@@ -190,7 +195,8 @@ class ModelConfig:
 
 def refuse_offline_only(model: ModelConfig) -> None:
     """Every Config of a method that samples calls this."""
-    refuse_idle(model, "on methods that sample; it is for methods on fixed rows", ("neftune_noise_alpha",))
+    why, names = "on methods that sample; it is for methods on fixed rows", ("neftune_noise_alpha",)
+    refuse_idle(model, why, (*names, "router_aux_loss_coef"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from trainer.parallel.comm import all_count, rank, share
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.noise import add_noise
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
+from trainer.policy.router import RouterLoss
 from trainer.policy.sharding import to_device_and_pad
 from trainer.run.run import Run
 
@@ -77,7 +78,10 @@ def pack_items(
         together=together,
         multiple=policy.row_multiple,
     )
-    return to_device_and_pad(policy, batches)
+    batches = to_device_and_pad(policy, batches)
+    if policy.router is not None:
+        policy.router.begin(batches)
+    return batches
 
 
 class Offline:
@@ -96,6 +100,8 @@ class Offline:
         self.run, self.cfg, self.policy, self.size = run, cfg, policy, size
         if cfg.model.neftune_noise_alpha is not None:
             add_noise(causal_lm(policy.model), cfg.model.neftune_noise_alpha)
+        if cfg.model.router_aux_loss_coef is not None:
+            policy.router = RouterLoss(policy, cfg.model.router_aux_loss_coef)
         self.loader: Loader[Any] = Loader(rows, batch_size=cfg.run.sequences_per_step, seed=cfg.run.seed)
         num_rows, per_step = self.loader.rows_per_epoch, cfg.run.sequences_per_step
         self.total_steps = cfg.run.total_steps(num_rows, per_step)
@@ -153,6 +159,7 @@ class Offline:
         metrics = {
             **(more or {}),
             **sums.means(),
+            **(self.policy.router.end() if self.policy.router is not None else {}),
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.loader.epoch,

@@ -18,7 +18,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("train_data", "dataset", "datasets", "dataset_name", "dataset_path", "train_dataset", "train_file",
                      "train_files", "data_path", "data_files"), ("data",)),
     **dict.fromkeys(("eval_dataset", "eval_datasets", "test_data", "test_dataset", "test_datasets", "val_data",
-                     "val_files", "val_set_size", "eval_file"), ("eval_data",)),
+                     "val_files", "eval_file"), ("eval_data",)),
     **dict.fromkeys(("dataset_type", "data_type", "type"), ("data_format",)),
     **dict.fromkeys(("rl", "algorithm", "algo", "trainer"), ("method",)),
     **dict.fromkeys(("batch_size", "micro_batch_size", "train_batch_size", "per_device_batch_size"),
@@ -26,7 +26,6 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "total_epochs"), ("num_train_epochs",)),
     **dict.fromkeys(("lr", "learn_rate"), ("learning_rate",)),
     **dict.fromkeys(("lr_scheduler", "scheduler"), ("lr_scheduler_type",)),
-    "warmup_steps": ("warmup_ratio",),
     "optimizer": ("optim",),
     **dict.fromkeys(("gradient_clipping", "max_norm", "clip_grad"), ("max_grad_norm",)),
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision", "tf32"), ("dtype",)),
@@ -39,8 +38,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("flash_attention", "flash_attn", "use_flash_attention_2", "attn_impl"), ("attn_implementation",)),
     **dict.fromkeys(("output", "out", "out_dir", "output_path", "save_dir", "run_name"), ("output_dir",)),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), ("resume",)),
-    **dict.fromkeys(("evals_per_epoch", "eval_strategy"), ("eval_steps",)),
-    **dict.fromkeys(("saves_per_epoch", "save_strategy"), ("save_steps",)),
+    "eval_strategy": ("eval_steps",),
+    "save_strategy": ("save_steps",),
     **dict.fromkeys(("wandb_project", "wandb_name", "wandb_mode", "use_wandb", "use_tensorboard"), ("report_to",)),
     **dict.fromkeys(("fsdp", "fsdp_config", "fsdp_version", "deepspeed"), ("parallel.mode",)),
     "context_parallel_size": ("parallel.context",),
@@ -63,7 +62,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ref_model_name_or_path", "reference_model"), ("ref_model",)),
     "kto_desirable_weight": ("desirable_weight",),
     "kto_undesirable_weight": ("undesirable_weight",),
-    **dict.fromkeys(("load_in_8bit", "model_type", "tokenizer_type", "special_tokens", "plugins"), ()),
+    **dict.fromkeys(("load_in_8bit", "model_type", "tokenizer_type", "plugins"), ()),
 }  # fmt: skip
 # key of another library -> what to do, where the name of one of our keys does not say it
 NOTES: dict[str, str] = {

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, Literal, TypeVar
 
 import tyro
@@ -20,6 +22,8 @@ from trainer.config.checks import check_numbers, refuse_idle
 from trainer.parallel.ranks import TIMEOUT_S, world_size
 
 T = TypeVar("T")
+REGEX = re.compile(r"[*+?()\[\]{}|^$\\]")  # no module name has these
+NO_HELD_OUT = "without held-out rows; name them with --eval-data"
 Flat = tyro.conf.OmitArgPrefixes[T]
 
 
@@ -67,7 +71,16 @@ class LoraConfig:
     dropout: float = 0.0
     """Dropout probability on the input of the adapters."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the modules to adapt, such as q_proj v_proj. all-linear: every linear layer except the head."""
+    (
+        "Names of the modules to adapt, such as q_proj v_proj, or one regular expression that must match whole names, "
+        "such as '.*layers\\.(3|7)\\.self_attn\\.q_proj'. all-linear: every linear layer except the head."
+    )
+    modules_to_save: tuple[str, ...] = ()
+    """Modules to train in full beside the adapters, such as embed_tokens lm_head. Not with vLLM servers or fsdp."""
+    rslora: bool = False
+    """Rank-stabilised LoRA (arXiv:2312.03732): multiply the output by alpha / sqrt(r) instead of alpha / r."""
+    dora: bool = False
+    """DoRA (arXiv:2402.09353): train the length of each row of the weights apart. Not with vLLM servers or fsdp."""
 
     def __post_init__(self) -> None:
         if self.r < 0:
@@ -77,9 +90,34 @@ class LoraConfig:
         check_numbers(self, {"in [0, 1)": "dropout"}, "lora.")
         if not self.target_modules or not all(self.target_modules):
             raise ValueError("lora.target_modules: empty; name modules such as q_proj v_proj, or leave it out")
+        if self.pattern is not None:
+            self._check_pattern()
         if self.r == 0:
-            others = ("alpha", "dropout", "target_modules")
+            others = ("alpha", "dropout", "target_modules", "modules_to_save", "rslora", "dora")
             refuse_idle(self, "with lora.r=0, which trains all weights; set --lora.r", others, "lora.")
+
+    @property
+    def pattern(self) -> str | None:
+        """target_modules, if it is a regular expression."""
+        return next((name for name in self.target_modules if REGEX.search(name)), None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the adapter is only W + scaling B A."""
+        return not (self.dora or self.modules_to_save)
+
+    def _check_pattern(self) -> None:
+        if len(self.target_modules) > 1:
+            raise ValueError(
+                f"lora.target_modules={' '.join(self.target_modules)}: {self.pattern} is a regular expression, which "
+                "stands alone; join all names in it by |"
+            )
+        try:
+            re.compile(str(self.pattern))
+        except re.error as error:
+            raise ValueError(
+                f"lora.target_modules={self.pattern}: not a regular expression ({error}); fix it"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +146,10 @@ class ModelConfig:
     load_in_4bit: bool = False
     """Not supported; the run refuses it and names the alternative."""
     chat_template: str = "tokenizer_default"
-    """Chat template: tokenizer_default, chatml, llama3, gemma, or a FILE.jinja. Saved with the trained model."""
+    (
+        "Chat template: tokenizer_default, chatml, llama3, gemma, qwen_25, qwen3, phi_3, phi_4, or a FILE.jinja. Saved "
+        "with the trained model."
+    )
     chat_template_kwargs: JsonObject = dataclasses.field(default_factory=dict)
     (
         "Variables for the chat template, as a JSON object (a mapping in YAML): '{\"enable_thinking\": false}'. The "
@@ -116,6 +157,23 @@ class ModelConfig:
     )
     system_prompt: str | None = None
     """System message for every conversation that has none of its own."""
+    special_tokens: JsonObject = dataclasses.field(default_factory=dict)
+    (
+        "Tokens of the tokenizer to use as pad_token, eos_token, bos_token or unk_token, as a JSON object (a mapping "
+        'in YAML): \'{"pad_token": "<|endoftext|>"}\'. A token that it does not have is refused.'
+    )
+    eot_tokens: tuple[str, ...] = ()
+    """Further tokens that end a turn, besides eos and the chat template's own, in data and in sampling."""
+    neftune_noise_alpha: float | None = None
+    (
+        "NEFTune (arXiv:2310.05914): add uniform noise of this size / sqrt(tokens * width) to the embeddings of every "
+        "training sequence. 5 is usual. Methods on fixed rows only. None: none."
+    )
+    router_aux_loss_coef: float | None = None
+    (
+        "Models with experts: weight of the load-balancing loss, over all tokens of a step. Steps of several "
+        "micro-batches take one more forward pass. Methods on fixed rows only. None: none."
+    )
     trust_remote_code: bool = False
     """Allow running the Python code that comes with the model on the hub."""
     merge_lora: bool = False
@@ -125,6 +183,7 @@ class ModelConfig:
     """Compile the model's blocks with torch.compile. Half a minute at the start, then faster steps on a GPU."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, {"above 0 and finite": "neftune_noise_alpha router_aux_loss_coef"})
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("trained_dtype=bfloat16: is less precise than dtype=float32; leave one of them out")
         if self.load_in_4bit:
@@ -132,6 +191,12 @@ class ModelConfig:
                 "load_in_4bit=True: not supported, a 4-bit base would not match the sampling engine; use --lora.r 16 "
                 "on a bfloat16 base"
             )
+
+
+def refuse_offline_only(model: ModelConfig) -> None:
+    """Every Config of a method that samples calls this."""
+    why, names = "on methods that sample; it is for methods on fixed rows", ("neftune_noise_alpha",)
+    refuse_idle(model, why, (*names, "router_aux_loss_coef"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +215,37 @@ class DataConfig:
     """Held-out rows to evaluate on, in the form of --data. Empty: no evaluation."""
     max_eval_rows: int = 500
     """Use at most this many held-out rows, the first ones."""
+    val_set_size: float = 0.0
+    (
+        "Hold out rows of --data instead of naming --eval-data: a fraction of them if below 1, else a number of rows, "
+        "drawn by --seed. 0: none."
+    )
+    dedup: bool = False
+    (
+        "Keep one of several rows with the same content, over all sources, and remove held-out rows that are trained "
+        "on. The number of removed rows is logged."
+    )
 
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("data: empty; name at least one FILE, hub id or task:NAME")
+        check_numbers(self, {"0 (none) or above": "val_set_size"})
+        if self.val_set_size > 1 and self.val_set_size != int(self.val_set_size):
+            raise ValueError(
+                f"val_set_size={self.val_set_size}: is neither a fraction below 1 nor a whole number of rows"
+            )
+        if self.val_set_size and self.eval_data:
+            raise ValueError(
+                f"val_set_size={self.val_set_size:g}: holds out rows of --data, but eval_data names others; leave one "
+                "of them out"
+            )
         if self.max_eval_rows < 1:
             raise ValueError(f"max_eval_rows={self.max_eval_rows}: must be 1 or more; leave out eval_data for none")
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are held-out rows to evaluate on."""
+        return bool(self.eval_data) or self.val_set_size > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +275,22 @@ class OptimConfig:
         "online_dpo and kto, 1e-5 for the others (sources: trainer/config/learning_rates.py). config.yaml records the "
         "value used."
     )
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
-    """Learning rate after the warm-up: constant, or falling to zero linearly or along a cosine."""
+    lr_scheduler_type: Literal[
+        "constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt"
+    ] = "cosine"
+    (
+        "Learning rate after the warm-up: constant; falling to zero linearly or along a cosine; cosine_with_min_lr: "
+        "along a cosine to min_lr_ratio of the peak; warmup_stable_decay: constant, then the same in the last "
+        "decay_ratio of all steps; inverse_sqrt: the peak times sqrt(w / step), w the warm-up, or 10000 without one."
+    )
+    min_lr_ratio: float = 0.0
+    """cosine_with_min_lr, warmup_stable_decay: the learning rate at the end, as a fraction of its peak."""
+    decay_ratio: float = 0.1
+    """warmup_stable_decay: fraction of all steps, the last ones, over which the learning rate falls."""
     warmup_ratio: float = 0.0
     """Fraction of all steps over which the learning rate rises to its peak."""
+    warmup_steps: int | None = None
+    """Number of steps over which the learning rate rises to its peak, instead of warmup_ratio."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices. Norms and biases are never decayed."""
     adam_beta1: float = 0.9
@@ -197,8 +299,11 @@ class OptimConfig:
     """AdamW: decay rate of the second moment."""
     adam_epsilon: float = 1e-8
     """AdamW: added to the square root of the second moment."""
-    optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Optimizer. adamw_8bit keeps the two moments in 8 bits, a quarter of the memory (needs torchao)."""
+    optim: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    (
+        "Optimizer. adamw_8bit keeps the two moments in 8 bits, a quarter of the memory (needs torchao). muon: torch's "
+        "Muon for the matrices of the blocks, scaled to take AdamW's learning rate, and AdamW for all else."
+    )
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm. 0: no clipping."""
     nan_policy: Literal["stop", "skip"] = "stop"
@@ -211,15 +316,35 @@ class OptimConfig:
             self,
             {
                 "above 0 and finite": "learning_rate",
-                "between 0 and 1": "warmup_ratio",
+                "between 0 and 1": "warmup_ratio min_lr_ratio",
+                "above 0 and at most 1": "decay_ratio",
+                "0 or more": "warmup_steps",
                 "0 or above": "weight_decay adam_epsilon",
                 "in [0, 1)": "adam_beta1 adam_beta2",
                 "0 (off) or above": "max_grad_norm",
                 "1 or more": "nan_skip_limit",
             },
         )
+        self._check_schedule()
         if self.nan_policy == "stop":
             refuse_idle(self, "with nan_policy=stop; set --nan-policy skip", ("nan_skip_limit",))
+
+    def _check_schedule(self) -> None:
+        kind = self.lr_scheduler_type
+        if self.warmup_steps is not None and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps}: warmup_ratio={self.warmup_ratio:g} sets the same; leave one out"
+            )
+        if kind not in ("cosine_with_min_lr", "warmup_stable_decay"):
+            refuse_idle(self, f"with lr_scheduler_type={kind}; use cosine_with_min_lr", ("min_lr_ratio",))
+        if kind != "warmup_stable_decay":
+            refuse_idle(self, f"with lr_scheduler_type={kind}; use warmup_stable_decay", ("decay_ratio",))
+        if kind == "cosine_with_min_lr" and self.min_lr_ratio == 0:
+            raise ValueError("lr_scheduler_type=cosine_with_min_lr: needs a minimum; set --min-lr-ratio 0.1, say")
+
+    def num_warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up."""
+        return round(self.warmup_ratio * total_steps) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +380,8 @@ class RunConfig:
     """Delete an earlier run in output_dir."""
     save_steps: int = 100
     """Steps between checkpoints. 0: only the final model is saved."""
+    saves_per_epoch: int | None = None
+    """Checkpoints in each pass over the data, evenly spaced, instead of save_steps."""
     save_total_limit: int = 3
     """Number of checkpoints to keep; older ones are deleted."""
     save_async: bool = True
@@ -265,6 +392,12 @@ class RunConfig:
     """Steps between lines on the console. metrics.jsonl has every step."""
     eval_steps: int = 0
     """Steps between evaluations. 0: only before and after training."""
+    evals_per_epoch: int | None = None
+    """Evaluations in each pass over the data, evenly spaced, instead of eval_steps."""
+    loss_watchdog_threshold: float | None = None
+    """Save and stop if loss/total is above this for loss_watchdog_patience steps in a row. None: never."""
+    loss_watchdog_patience: int = 3
+    """Steps in a row with a loss above loss_watchdog_threshold that stop the run."""
     report_to: tuple[Literal["tensorboard", "wandb", "none"], ...] = ("none",)
     """Send metrics to these services, besides metrics.jsonl and report.html."""
 
@@ -273,8 +406,8 @@ class RunConfig:
             self,
             {
                 "1 or more": "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch "
-                "save_total_limit logging_steps max_steps",
-                "0 (off) or more": "save_steps eval_steps",
+                "save_total_limit logging_steps max_steps loss_watchdog_patience",
+                "0 (off) or more": "save_steps eval_steps saves_per_epoch evals_per_epoch",
                 "0 or above": "stop_grace_s",
                 "above 0 and finite": "num_train_epochs",
             },
@@ -285,6 +418,15 @@ class RunConfig:
             )
         if not self.output_dir.strip():
             raise ValueError("output_dir: empty; name a folder")
+        for name, other in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
+            value = getattr(self, name)
+            if value is not None:
+                refuse_idle(self, f"beside {name}={value}, which sets the same; leave one out", (other,))
+        if self.loss_watchdog_threshold is None:
+            why = "without a threshold; set --loss-watchdog-threshold"
+            refuse_idle(self, why, ("loss_watchdog_patience",))
+        elif math.isnan(self.loss_watchdog_threshold):
+            raise ValueError("loss_watchdog_threshold=nan: must be a number, which the loss is compared with")
 
     @property
     def sequences_per_step(self) -> int:
@@ -296,10 +438,17 @@ class RunConfig:
         return self.max_steps or math.ceil(self.num_train_epochs * rows_per_epoch / rows_per_step) * steps_per_batch
 
 
+def steps_per_epoch(rows_per_epoch: int, rows_per_step: int, steps_per_batch: int = 1) -> Fraction:
+    """Optimizer steps of one pass over the data."""
+    return Fraction(rows_per_epoch * steps_per_batch, rows_per_step)
+
+
 def check_evaluation(data: DataConfig, run: RunConfig) -> None:
     """Checks across blocks, which cannot see each other; every Config with both calls this."""
-    if not data.eval_data:
-        refuse_idle(run, "without held-out rows; name them with --eval-data", ("eval_steps",))
+    if not data.holds_out:
+        refuse_idle(run, NO_HELD_OUT, ("eval_steps",))
+        if run.evals_per_epoch:
+            refuse_idle(run, NO_HELD_OUT, ("evals_per_epoch",))
 
 
 @dataclass(frozen=True, kw_only=True)

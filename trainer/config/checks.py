@@ -15,6 +15,7 @@ RULES = {  # as the sentence puts it -> whether a number follows it; nan follows
     "0 or more": lambda x: x >= 0,
     "0 (off) or more": lambda x: x >= 0,
     "0 (off) or above": lambda x: x >= 0,
+    "0 (none) or above": lambda x: 0 <= x < math.inf,
     "0 or above": lambda x: 0 <= x < math.inf,
     "above 0": lambda x: 0 < x < math.inf,
     "above 0 and finite": lambda x: 0 < x < math.inf,

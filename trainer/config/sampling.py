@@ -81,6 +81,10 @@ def check_rollout_setup(cfg: Any) -> None:
             f"data={' '.join((*cfg.data.data, *cfg.data.eval_data))}: nemo_gym.multi_turn uses only rows of the "
             "gym; leave it out"
         )
+    if gym.datasets and cfg.data.val_set_size:
+        raise ValueError(
+            f"val_set_size={cfg.data.val_set_size:g}: rows of a gym are not held out; leave it out, or use --eval-data"
+        )
     by_adapter = cfg.overlap.vllm_lora_sync or cfg.sync.backend == "lora"
     check_nemo_gym(
         gym,

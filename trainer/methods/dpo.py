@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Item
+from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
 from losses.types import LossOut
@@ -44,8 +45,8 @@ def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         copied = not cfg.reference_free and wants_copy(cfg.reference, cfg.lora)
         policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
-        pairs = pairs_of(cfg, policy, cfg.data.data)
-        held_out = pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        pairs, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(pairs_of, cfg, policy))
+        held_out = held_out[: cfg.data.max_eval_rows]
         reference, items = Reference(None), pair_items([*pairs, *held_out])
         if not cfg.reference_free:
             reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
@@ -131,7 +132,7 @@ def step_targets(
 
 def evaluate_pairs(cfg: Config, policy: Policy, reference: Reference, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not cfg.data.eval_data:
+    if not cfg.data.holds_out:
         return {}
     micro_batches = pack_pairs(cfg.run, policy, pairs, accumulation=1)
     sums = run_pairs(cfg, policy, reference, pair_items(pairs), micro_batches, train=False)

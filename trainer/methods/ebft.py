@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from data.rows.documents import load_documents
+from data.rows.held_out import train_and_held_out
 from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
 from data.types import TargetPrompt
@@ -91,8 +92,11 @@ def train_strided(cfg: Config) -> None:
         policy = parallelize(cfg.parallel, policy)
         network = feature_network(cfg, policy)
         size = cfg.run.sequences_per_step
-        documents = documents_of(cfg, policy, network, cfg.data.data)
-        held_out = documents_of(cfg, policy, network, cfg.data.eval_data, limit=cfg.data.max_eval_rows)
+        read = partial(documents_of, cfg, policy, network)
+        documents, held_out = train_and_held_out(
+            cfg.data, cfg.run.seed, read, partial(read, limit=cfg.data.max_eval_rows)
+        )
+        held_out = held_out[: cfg.data.max_eval_rows]
         multiple = network.policy.row_multiple
         offline = Offline(run, cfg, policy, documents, size=cfg.strided.plan.size)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch, Item
+from data.rows.held_out import train_and_held_out
 from data.types import Labelled
 from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
 from losses.types import LossOut
@@ -64,8 +65,8 @@ def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         copied = wants_copy(cfg.reference, cfg.lora)
         policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
-        rows = load_rows(cfg, policy, cfg.data.data)
-        held_out = load_rows(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows]
+        rows, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(load_rows, cfg, policy))
+        held_out = held_out[: cfg.data.max_eval_rows]
         partner = {**mismatched_items(cfg, policy, rows), **mismatched_items(cfg, policy, held_out)}
         items = [item_of(row) for row in [*rows, *held_out]] + list(partner.values())
         reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
@@ -136,7 +137,7 @@ def evaluate_rows(
     cfg: Config, policy: Policy, reference: Reference, partner: dict[int, Item], rows: list[Labelled]
 ) -> dict[str, float]:
     """The same loss on held-out rows, and how well the implicit reward separates the two labels (AUC)."""
-    if not cfg.data.eval_data:
+    if not cfg.data.holds_out:
         return {}
     packed = pack_labelled(cfg, policy, rows, partner, accumulation=1)
     sums, rewards = run_rows(cfg, policy, reference, packed, train=False)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.reference_free import FreeScores, orpo_loss
 from losses.types import LossOut
@@ -48,8 +49,8 @@ class Config(PreferenceConfig):
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
-        pairs = pairs_of(cfg, policy, cfg.data.data)
-        held_out = rows_of_this_rank(pairs_of(cfg, policy, cfg.data.eval_data)[: cfg.data.max_eval_rows])
+        pairs, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(pairs_of, cfg, policy))
+        held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
         evaluate = partial(evaluate_pairs, cfg, policy, held_out)
         offline = Offline(run, cfg, policy, pairs)
         offline.begin(evaluate)
@@ -81,7 +82,7 @@ def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, tr
 
 def evaluate_pairs(cfg: Config, policy: Policy, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not cfg.data.eval_data:
+    if not cfg.data.holds_out:
         return {}
     sums = run_pairs(cfg, policy, pack(cfg, policy, pairs, accumulation=1), train=False)
     return pair_evaluation(sums, len(pairs))

@@ -85,7 +85,7 @@ class Config(SamplingConfig):
 
 def train(cfg: Config) -> None:
     # Without a warm-up: the critic learns what to expect while the rate of the policy still rises.
-    optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0)
+    optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0, warmup_steps=None)
     with Session(cfg, trained=lambda s: {"critic": (load_critic(cfg, s.policy), optim)}) as s:
         critic = s.trained["critic"]
         while s.step < s.total_steps:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch, Item
+from data.rows.held_out import train_and_held_out
 from data.rows.stepwise import load_steps
 from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
@@ -60,10 +61,11 @@ def train(cfg: Config) -> None:
         # read when it is used as a reward
         scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
-        solutions = solutions_of(cfg, scorer, cfg.data.data, last_step_only=cfg.train_on_last_step_only)
-        held_out = rows_of_this_rank(
-            solutions_of(cfg, scorer, cfg.data.eval_data, last_step_only=False)[: cfg.data.max_eval_rows]
-        )
+        read = partial(solutions_of, cfg, scorer, last_step_only=cfg.train_on_last_step_only)
+        read_eval = partial(solutions_of, cfg, scorer, last_step_only=False)
+        last_only = cfg.train_on_last_step_only
+        solutions, held_out = train_and_held_out(cfg.data, cfg.run.seed, read, read_eval, read_again=last_only)
+        held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, scorer, solutions)
         evaluate_now = partial(evaluate, cfg, scorer, held_out)
         offline.begin(evaluate_now)
@@ -107,7 +109,7 @@ def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps])
 
 def evaluate(cfg: Config, scorer: Policy, solutions: list[Steps]) -> dict[str, float]:
     """Loss, accuracy per step, and macro F1 beside that of always answering the more frequent label."""
-    if not cfg.data.eval_data:
+    if not cfg.data.holds_out:
         return {}
     sums = MetricSums()
     matrix = torch.zeros(2, 2, dtype=torch.int64, device=scorer.device)  # steps by [label, predicted class]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data.format_options import FormatOptions
 from data.packing import Batch
+from data.rows.held_out import train_and_held_out
 from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.reward_model import bradley_terry
@@ -59,8 +60,8 @@ def train(cfg: Config) -> None:
         # read when it is used as a reward
         scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
-        pairs = pairs_of(cfg, scorer, cfg.data.data)
-        held_out = rows_of_this_rank(pairs_of(cfg, scorer, cfg.data.eval_data)[: cfg.data.max_eval_rows])
+        pairs, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(pairs_of, cfg, scorer))
+        held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
         offline = Offline(run, cfg, scorer, pairs)
         evaluate_now = partial(evaluate, cfg, scorer, held_out)
         offline.begin(evaluate_now)
@@ -116,7 +117,7 @@ def backward(cfg: Config, scorer: Policy, micro_batches: list[Batch], pairs: lis
 
 def evaluate(cfg: Config, scorer: Policy, pairs: list[Pair]) -> dict[str, float]:
     """Loss, accuracy and margin on held-out pairs."""
-    if not cfg.data.eval_data:
+    if not cfg.data.holds_out:
         return {}
     sums = MetricSums()
     for mb in pack(cfg, scorer, pairs, accumulation=1):

@@ -44,11 +44,13 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from data.loader import Loader
+from data.rows.held_out import train_and_held_out
 from data.types import Prompt
 from losses.advantage import Advantage, GroupRewards
 from rollout.engine import Sampling, Source
@@ -57,7 +59,7 @@ from rollout.rewards.table import open_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
-from trainer.config.blocks import OptimConfig
+from trainer.config.blocks import OptimConfig, steps_per_epoch
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
@@ -136,11 +138,9 @@ class Session:
         self.frozen = frozen(self) if frozen else {}
         self.sampling = setup.training_sampling(cfg, self.policy)
         self.setup = run.keep(setup.RolloutSetup(cfg, self.policy, run.note)) if prompts is None else None
-        if prompts is None:
-            self.prompts = self.setup.prompts(cfg.data.data)
-            held_out = self.setup.prompts(cfg.data.eval_data, held_out=True)
-        else:
-            self.prompts, held_out = prompts(self, cfg.data.data), prompts(self, cfg.data.eval_data)
+        read = self.setup.prompts if prompts is None else partial(prompts, self)
+        read_eval = partial(self.setup.prompts, held_out=True) if prompts is None else read
+        self.prompts, held_out = train_and_held_out(cfg.data, cfg.run.seed, read, read_eval)
         self.held_out = held_out[: cfg.data.max_eval_rows]
         for model in self.frozen.values():
             if hasattr(model, "read_prompts"):
@@ -165,6 +165,7 @@ class Session:
         cfg, run, overlap, steps = self.cfg, self.run, self.overlap, self.steps_per_rollout
         loader = Loader(self.prompts, batch_size=cfg.prompts_per_rollout, seed=cfg.run.seed)
         self.total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
+        self.steps_per_epoch = steps_per_epoch(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
         if hasattr(self.rewards, "run"):  # reward functions may ask for the progress of the run
             epochs = self.total_steps * cfg.prompts_per_rollout / (steps * loader.rows_per_epoch)
             self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)
@@ -201,7 +202,7 @@ class Session:
     def _start(self, advantage: Callable[[GroupRewards], Advantage] | None) -> None:
         """Make the run folder, start the engine, restore a checkpoint, evaluate before the first step."""
         cfg, run, overlap = self.cfg, self.run, self.overlap
-        run.begin(self.total_steps, f"{run.method} {cfg.model.model}")
+        run.begin(self.total_steps, f"{run.method} {cfg.model.model}", self.steps_per_epoch)
         engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, unseen=self.unseen)
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
         self.engine = self.rank0.engine

@@ -38,13 +38,70 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     ],
 )
 def test_lr_factor_of_ten_steps(kind, warmup_ratio, expected):
-    factor = lr_factor(kind, warmup_ratio, 10)
+    factor = lr_factor(OptimConfig(lr_scheduler_type=kind, warmup_ratio=warmup_ratio), 10)
     assert [factor(step) for step in range(10)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_scheduler_type": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, *[1.0] * 7]),
+        ({"lr_scheduler_type": "linear", "warmup_steps": 0}, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        ({"warmup_steps": 20}, [(step + 1) / 20 for step in range(10)]),  # never over
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.2, "warmup_steps": 2},
+            [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * t / 8)) for t in range(8))],
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.4, "warmup_steps": 2, "min_lr_ratio": 0.1},
+            [0.5, 1, 1, 1, 1, 1, *(0.1 + 0.45 * (1 + math.cos(math.pi * t / 4)) for t in range(4))],
+        ),
+        (  # the warm-up comes first
+            {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 1.0, "warmup_steps": 8},
+            [*((step + 1) / 8 for step in range(8)), 1.0, 0.5],
+        ),
+        (
+            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 4},
+            [0.25, 0.5, 0.75, 1.0, *(math.sqrt(4 / step) for step in range(4, 10))],
+        ),
+        ({"lr_scheduler_type": "inverse_sqrt"}, [math.sqrt(10_000 / (10_000 + step)) for step in range(10)]),
+    ],
+)
+def test_schedules_of_ten_steps(settings, expected):
+    factor = lr_factor(OptimConfig(**settings), 10)
+    assert [factor(step) for step in range(10)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.3}, {"min_lr_rate": 0.3}),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "min_lr_ratio": 0.3, "decay_ratio": 0.5},
+            {"min_lr_ratio": 0.3, "num_decay_steps": 20},
+        ),
+        ({"lr_scheduler_type": "inverse_sqrt"}, {}),
+    ],
+)
+def test_schedules_are_those_of_transformers_after_the_warmup(ours, theirs):
+    """Theirs begins the warm-up at 0 and ends it a step later, at the same peak."""
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=1.0)
+    kind = ours["lr_scheduler_type"]
+    schedule = get_scheduler(kind, optimizer, 6, 40, scheduler_specific_kwargs=theirs)
+    seen = []
+    for _ in range(40):
+        seen.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    factor = lr_factor(OptimConfig(warmup_steps=6, **ours), 40)
+    assert [factor(step) for step in range(6, 40)] == pytest.approx(seen[6:])
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_lr_factor_ends_at_zero_and_stays_there(kind):
-    factor = lr_factor(kind, 0.2, 10)
+    factor = lr_factor(OptimConfig(lr_scheduler_type=kind, warmup_ratio=0.2), 10)
     assert factor(10) == pytest.approx(0.0, abs=1e-12) and factor(15) == pytest.approx(0.0, abs=1e-12)
 
 
@@ -52,7 +109,7 @@ def test_lr_factor_ends_at_zero_and_stays_there(kind):
 @pytest.mark.parametrize("warmup_ratio", [0.0, 0.3, 1.0])
 def test_lr_factor_never_wastes_a_step_on_a_zero_rate(kind, warmup_ratio):
     for total in (1, 2, 7):
-        factor = lr_factor(kind, warmup_ratio, total)
+        factor = lr_factor(OptimConfig(lr_scheduler_type=kind, warmup_ratio=warmup_ratio), total)
         assert all(0 < factor(step) <= 1 for step in range(total))
 
 
@@ -170,3 +227,49 @@ def test_norm_of_bfloat16_gradients_is_not_rounded():
     assert float(torch.tensor(norm).bfloat16()) != pytest.approx(norm, rel=1e-4)  # as torch gives it
     assert clip_gradients(model.parameters(), 1.0) == pytest.approx(norm, rel=1e-6)
     assert clip_gradients(model.parameters(), 1.0) == pytest.approx(1.0, rel=1e-2)
+
+
+def lm_like() -> nn.Module:
+    """An embedding, blocks and a head, as language models have."""
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {"body": nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6, bias=False)),
+         "head": nn.Linear(6, 7, bias=False)}
+    )  # fmt: skip
+
+
+def test_muon_steps_matrices_and_adamw_the_rest():
+    """Against the two optimizers of torch, on their own parameters, over three steps of a schedule."""
+    cfg = OptimConfig(optim="muon", learning_rate=0.02, weight_decay=0.1, lr_scheduler_type="linear", adam_beta2=0.9)
+    ours, theirs = lm_like(), lm_like()
+    optimizer, schedule = build_optimizer(ours, cfg, 4)
+    own = [theirs["body"][1].weight, theirs["body"][3].weight]
+    decayed = [theirs["body"][0].weight, theirs["head"].weight]
+    plain = [theirs["body"][1].bias, *theirs["body"][2].parameters()]
+    muon = torch.optim.Muon(own, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.9))
+    for step in range(3):
+        torch.manual_seed(step)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group["lr"] = 0.02 * (1 - step / 4)
+        clip_and_step(ours, optimizer, schedule, 0.0, "step")
+        muon.step()
+        adamw.step()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    slots = {name: sorted(optimizer.state[p]) for name, p in ours.named_parameters()}
+    assert slots["body.1.weight"] == ["momentum_buffer"] and "exp_avg" in slots["head.weight"]
+
+
+def test_muon_refuses_what_it_cannot_step():
+    model = lm_like().bfloat16()
+    with pytest.raises(ValueError, match="optim=muon: needs float32 weights; leave --trained-dtype bfloat16 out"):
+        build_optimizer(model, OptimConfig(optim="muon"), 4)
+    model = lm_like()
+    model.peft_config = {}
+    with pytest.raises(ValueError, match="optim=muon: is for full matrices, not for the factors of LoRA; use adamw"):
+        build_optimizer(model, OptimConfig(optim="muon"), 4)

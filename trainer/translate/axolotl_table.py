@@ -267,7 +267,7 @@ PARALLEL: dict[str, Key] = {
     **_each("expert_parallel_size", to("1; more is refused")),
     "deepspeed": refused(
         "DeepSpeed is not built here; remove it, and start with torchrun: --parallel.mode fsdp does what ZeRO-3 does, "
-        "with --no-parallel.reshard-after-forward what ZeRO-2 and ZeRO-1 do"
+        "with --parallel.no-reshard-after-forward what ZeRO-2 and ZeRO-1 do"
     ),
     **_each("ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters dp_replicate_size "
             "device device_map device_map.* max_memory.* gpu_memory_limit world_size local_rank fsdp_version "

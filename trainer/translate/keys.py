@@ -62,16 +62,19 @@ def refused(text: str) -> Key:
 
 
 class Theirs:
-    """A config of another library, whose keys are all known and none refused."""
+    """A config of another library, whose keys are all known; refused ones are an error, or listed in `refusals`."""
 
-    def __init__(self, tree: Mapping[str, Any], table: Mapping[str, Key], library: str) -> None:
+    def __init__(self, tree: Mapping[str, Any], table: Mapping[str, Key], library: str, *, strict: bool = True) -> None:
         self.tree, self.table = tree, table
         self.taken: set[str] = set()
         self.leaves = [(key, value) for key, value in leaves(tree, table) if value is not None]
-        self._check(library)
+        self.refusals = self._check(library)
+        if strict and self.refusals:
+            raise ValueError("; ".join(self.refusals))
 
-    def _check(self, library: str) -> None:
-        unknown, wrong = [], {}
+    def _check(self, library: str) -> list[str]:
+        unknown: list[str] = []
+        wrong: dict[str, None] = {}
         for key, value in self.leaves:
             entry = find(key, self.table)
             if entry is None:
@@ -79,8 +82,9 @@ class Theirs:
                 unknown.append(f"{key}: not a key of {library}" + (f", did you mean {found}?" if found else ""))
             elif entry.outcome == "refused" and value not in EMPTY:
                 wrong[f"{key}={shown(value)}: {entry.text}"] = None
-        if unknown or wrong:
+        if unknown:
             raise ValueError("; ".join([*unknown, *wrong]))
+        return list(wrong)
 
     def take(self, key: str) -> Any:
         """The value at a dotted key, None if it is absent; it counts as translated."""

@@ -61,3 +61,15 @@ def test_held_out_rows_are_those_of_two_files(method, tmp_path, capfd):
     files = train(tmp_path / "files", method, "--data", kept, "--eval-data", held_out, "--seed", 7, *more)
     assert split == files
     assert split[0]["eval/rows"] == split[-1]["eval/rows"] == 3
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_an_epoch_is_known_to_every_method(method, tmp_path, capfd):
+    data = write(tmp_path / "rows.jsonl", rows_for(method, 20))
+    argv = ["--data", data, "--val-set-size", 4, "--evals-per-epoch", 2, "--num-iterations", 1]
+    argv = argv if method == "grpo" else argv[:-2]
+    rows = train(tmp_path / "run", method, *argv, steps=9)
+    # 16 rows left to train on; a step has 4 of them, or for grpo 2 prompts with 2 completions each
+    gap = 2 if method == "sft" else 4
+    assert [row["step"] for row in rows if "eval/rows" in row] == [0, *range(gap, 9, gap), 9]
+    assert f"evals_per_epoch=2: every {gap} steps, an epoch has {2 * gap}" in capfd.readouterr().out

@@ -49,6 +49,9 @@ from trainer.translate.axolotl import is_axolotl, translate
 DRY_RUN = "--dry-run"
 METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
+# Flags that exclude another one, which a recipe may set.
+EXCLUSIVE = {"val_set_size": "eval_data", "warmup_steps": "warmup_ratio", "saves_per_epoch": "save_steps",
+             "evals_per_epoch": "eval_steps"}  # fmt: skip
 # The flags of ours that --help shows; of a module of the user's it shows all. --help-all shows all of both.
 COMMON = """
     method model dtype gradient_checkpointing chat_template system_prompt data data_format eval_data
@@ -238,9 +241,9 @@ def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: 
     if "data" in given:
         for key in ("eval_data", "eval_steps"):  # the recipe's held-out rows do not fit other data
             tree.pop(key, None)
-    for key, instead in (("val_set_size", "eval_data"), ("warmup_steps", "warmup_ratio")):
+    for key, instead in EXCLUSIVE.items():
         if key in given:
-            tree.pop(instead, None)  # they exclude each other
+            tree.pop(instead, None)
     return read_tree(tree, table, _shown(recipe))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, Literal, TypeVar
 
 import tyro
@@ -20,6 +21,7 @@ from trainer.config.checks import check_numbers, refuse_idle
 from trainer.parallel.ranks import TIMEOUT_S, world_size
 
 T = TypeVar("T")
+NO_HELD_OUT = "without held-out rows; name them with --eval-data"
 Flat = tyro.conf.OmitArgPrefixes[T]
 
 
@@ -311,6 +313,8 @@ class RunConfig:
     """Delete an earlier run in output_dir."""
     save_steps: int = 100
     """Steps between checkpoints. 0: only the final model is saved."""
+    saves_per_epoch: int | None = None
+    """Checkpoints in each pass over the data, evenly spaced, instead of save_steps."""
     save_total_limit: int = 3
     """Number of checkpoints to keep; older ones are deleted."""
     save_async: bool = True
@@ -321,6 +325,12 @@ class RunConfig:
     """Steps between lines on the console. metrics.jsonl has every step."""
     eval_steps: int = 0
     """Steps between evaluations. 0: only before and after training."""
+    evals_per_epoch: int | None = None
+    """Evaluations in each pass over the data, evenly spaced, instead of eval_steps."""
+    loss_watchdog_threshold: float | None = None
+    """Save and stop if loss/total is above this for loss_watchdog_patience steps in a row. None: never."""
+    loss_watchdog_patience: int = 3
+    """Steps in a row with a loss above loss_watchdog_threshold that stop the run."""
     report_to: tuple[Literal["tensorboard", "wandb", "none"], ...] = ("none",)
     """Send metrics to these services, besides metrics.jsonl and report.html."""
 
@@ -329,8 +339,8 @@ class RunConfig:
             self,
             {
                 "1 or more": "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch "
-                "save_total_limit logging_steps max_steps",
-                "0 (off) or more": "save_steps eval_steps",
+                "save_total_limit logging_steps max_steps loss_watchdog_patience",
+                "0 (off) or more": "save_steps eval_steps saves_per_epoch evals_per_epoch",
                 "0 or above": "stop_grace_s",
                 "above 0 and finite": "num_train_epochs",
             },
@@ -341,6 +351,15 @@ class RunConfig:
             )
         if not self.output_dir.strip():
             raise ValueError("output_dir: empty; name a folder")
+        for name, other in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
+            value = getattr(self, name)
+            if value is not None:
+                refuse_idle(self, f"beside {name}={value}, which sets the same; leave one out", (other,))
+        if self.loss_watchdog_threshold is None:
+            why = "without a threshold; set --loss-watchdog-threshold"
+            refuse_idle(self, why, ("loss_watchdog_patience",))
+        elif math.isnan(self.loss_watchdog_threshold):
+            raise ValueError("loss_watchdog_threshold=nan: must be a number, which the loss is compared with")
 
     @property
     def sequences_per_step(self) -> int:
@@ -352,10 +371,17 @@ class RunConfig:
         return self.max_steps or math.ceil(self.num_train_epochs * rows_per_epoch / rows_per_step) * steps_per_batch
 
 
+def steps_per_epoch(rows_per_epoch: int, rows_per_step: int, steps_per_batch: int = 1) -> Fraction:
+    """Optimizer steps of one pass over the data."""
+    return Fraction(rows_per_epoch * steps_per_batch, rows_per_step)
+
+
 def check_evaluation(data: DataConfig, run: RunConfig) -> None:
     """Checks across blocks, which cannot see each other; every Config with both calls this."""
     if not data.holds_out:
-        refuse_idle(run, "without held-out rows; name them with --eval-data", ("eval_steps",))
+        refuse_idle(run, NO_HELD_OUT, ("eval_steps",))
+        if run.evals_per_epoch:
+            refuse_idle(run, NO_HELD_OUT, ("evals_per_epoch",))
 
 
 @dataclass(frozen=True, kw_only=True)

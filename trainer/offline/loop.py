@@ -18,7 +18,7 @@ import torch
 
 from data.loader import Loader
 from data.packing import Batch, Item, make_batches
-from trainer.config.blocks import RunConfig
+from trainer.config.blocks import RunConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, rank, share
 from trainer.policy.logps import Policy
@@ -94,7 +94,9 @@ class Offline:
     ) -> None:
         self.run, self.cfg, self.policy, self.size = run, cfg, policy, size
         self.loader: Loader[Any] = Loader(rows, batch_size=cfg.run.sequences_per_step, seed=cfg.run.seed)
-        self.total_steps = cfg.run.total_steps(self.loader.rows_per_epoch, cfg.run.sequences_per_step)
+        num_rows, per_step = self.loader.rows_per_epoch, cfg.run.sequences_per_step
+        self.total_steps = cfg.run.total_steps(num_rows, per_step)
+        self.steps_per_epoch = steps_per_epoch(num_rows, per_step)
         self.optimizer, self.schedule = build_optimizer(policy.model, cfg.optim, self.total_steps)
         self.counters = Counters()
         self.bad_steps = BadSteps(cfg.optim, self.counters, run.note)
@@ -103,7 +105,8 @@ class Offline:
 
     def begin(self, evaluate: Evaluate) -> None:
         """Make the run folder or restore the checkpoint; evaluate the model before training as step 0."""
-        self.run.begin(self.total_steps, f"{self.run.method} {self.cfg.model.model}")
+        title = f"{self.run.method} {self.cfg.model.model}"
+        self.run.begin(self.total_steps, title, self.steps_per_epoch)
         self.step = self.run.restore(self.policy, self.optimizer, self.schedule, self.state)
         if self.step == 0 and (before := self._evaluate(evaluate)):
             self.run.log(0, before)

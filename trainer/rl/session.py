@@ -57,7 +57,7 @@ from rollout.rewards.table import open_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
-from trainer.config.blocks import OptimConfig
+from trainer.config.blocks import OptimConfig, steps_per_epoch
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
@@ -151,6 +151,7 @@ class Session:
         cfg, run, overlap, steps = self.cfg, self.run, self.overlap, self.steps_per_rollout
         loader = Loader(self.prompts, batch_size=cfg.prompts_per_step, seed=cfg.run.seed)
         self.total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_step, steps)
+        self.steps_per_epoch = steps_per_epoch(loader.rows_per_epoch, cfg.prompts_per_step, steps)
         if hasattr(self.rewards, "run"):  # reward functions may ask for the progress of the run
             epochs = self.total_steps * cfg.prompts_per_step / (steps * loader.rows_per_epoch)
             self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)
@@ -183,7 +184,7 @@ class Session:
     def _start(self, advantage: Callable[[GroupRewards], Advantage] | None) -> None:
         """Make the run folder, start the engine, restore a checkpoint, evaluate before the first step."""
         cfg, run, overlap = self.cfg, self.run, self.overlap
-        run.begin(self.total_steps, f"{run.method} {cfg.model.model}")
+        run.begin(self.total_steps, f"{run.method} {cfg.model.model}", self.steps_per_epoch)
         engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, unseen=self.unseen)
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
         self.engine = self.rank0.engine

@@ -32,6 +32,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -53,7 +54,7 @@ from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import Console, evaluation_lines
 from trainer.metrics.health import Watch, replay
 from trainer.metrics.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
-from trainer.parallel.comm import from_main, on_main, world_size
+from trainer.parallel.comm import any_rank, from_main, on_main, world_size
 from trainer.parallel.watch import log
 from trainer.policy.logps import Policy
 from trainer.run import determinism, stop
@@ -72,6 +73,7 @@ from trainer.run.export import describe_model, export_model
 # Everything a run writes into its folder: overwriting deletes this and nothing else.
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "run_id", "wandb_run_id")
 FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
+PER_EPOCH = {"saves_per_epoch": "--save-steps", "evals_per_epoch": "--eval-steps"}
 
 
 def open_run(cfg: Any, method: str = "") -> Run:
@@ -133,6 +135,8 @@ class Run:
         # Random, and the same after a resume: servers tell runs apart by it. Stored in RUN/run_id.
         self.id = (read_id(folder) if lock is not None else None) or secrets.token_hex(8)
         self.total_steps = 0
+        self.steps_per_epoch: Fraction | None = None
+        self._high = 0  # steps in a row with a loss above loss_watchdog_threshold; counted by rank 0
         self._title = method
         self._lock = lock
         self._resumed = lock is not None
@@ -173,9 +177,10 @@ class Run:
         return f"{done}; there is no checkpoint yet, so this starts again at step 0: {command}"
 
     @stop.uninterrupted()
-    def begin(self, total_steps: int, title: str) -> None:
+    def begin(self, total_steps: int, title: str, steps_per_epoch: Fraction | None = None) -> None:
         """Make the folder and write config.yaml. Called once all input has been read, so bad input leaves no folder."""
-        self.total_steps, self._title = total_steps, title
+        self._title = title
+        self._set_length(total_steps, steps_per_epoch)
         settings = self.cfg.run
         try:
             if self._resumed:  # its config.yaml is replaced once the checkpoint has been loaded
@@ -207,20 +212,43 @@ class Run:
         records = read_jsonl(self.dir / "metrics.jsonl")
         self._watch, _ = replay(records)
         self._last_step = records[-1]["step"] if records else -1
+        for record in records:
+            self._watch_loss(record)
         tree = self._config_tree()
         self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
         self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps, config=tree)
         self._console.start()
         if sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL and (text := far_off(self.cfg)):
             self.note(text)
+        self._note_epochs()
         if self.checkpoint is not None:
             restore_rng(self.checkpoint)  # again, and last: a user's load_state_dict or a sink may have drawn numbers
         stop.work_begins()
         return self.start_step
 
     def eval_due(self, step: int) -> bool:
-        every = self.cfg.run.eval_steps
-        return step == self.total_steps or (every > 0 and step % every == 0)
+        settings = self.cfg.run
+        every, per_epoch = settings.eval_steps, settings.evals_per_epoch
+        return step == self.total_steps or self._marks(step, every, per_epoch) > self._marks(step - 1, every, per_epoch)
+
+    def _set_length(self, total_steps: int, steps_per_epoch: Fraction | None) -> None:
+        self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+        for name in PER_EPOCH if steps_per_epoch is None else ():
+            if getattr(self.cfg.run, name):
+                value, instead = getattr(self.cfg.run, name), PER_EPOCH[name]
+                raise ValueError(f"{name}={value}: this method does not say how long an epoch is; use {instead}")
+
+    def _marks(self, step: int, every: int, per_epoch: int | None) -> int:
+        """How often something has been due up to this step, every so many steps or so many times an epoch."""
+        if per_epoch is None:
+            return step // every if every else 0
+        return math.floor(step * per_epoch / self.steps_per_epoch) if per_epoch else 0
+
+    def _note_epochs(self) -> None:
+        for name in PER_EPOCH:
+            if times := getattr(self.cfg.run, name):
+                gap = max(1.0, float(self.steps_per_epoch / times))
+                self.note(f"{name}={times}: every {gap:.4g} steps, an epoch has {float(self.steps_per_epoch):.6g}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of this step as one line, health findings added, and show it."""
@@ -230,6 +258,7 @@ class Run:
         findings = self._watch.observe(step, metrics)
         self._write(self._metrics, step, [metrics])
         self._last_step = step
+        self._watch_loss(metrics)
         for sink in self._sinks:
             sink.write(step, metrics)
         self._console.step(step, metrics)
@@ -261,16 +290,35 @@ class Run:
     def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         """Save if a multiple of save_steps has been passed since the last save, and at the last step, so that a
         finished run can be extended. A method with several steps per rollout calls this only between rollouts. After
-        SIGTERM it saves in any case and ends the run. Raises if the previous save failed."""
+        SIGTERM, or if the loss stays above loss_watchdog_threshold, it saves in any case and ends the run. Raises if
+        the previous save failed."""
         self._saver.poll()
-        every = self.cfg.run.save_steps
-        if every and (step // every > self._save_step // every or step == self.total_steps):
+        settings = self.cfg.run
+        every, per_epoch = settings.save_steps, settings.saves_per_epoch
+        due = self._marks(step, every, per_epoch) > self._marks(self._save_step, every, per_epoch)
+        last = step == self.total_steps and (every if per_epoch is None else per_epoch)
+        if due or last:
             self.save(step, policy, optimizer, schedule, state)
+        if settings.loss_watchdog_threshold is not None and any_rank(self._high >= settings.loss_watchdog_patience):
+            if self._save_step < step:
+                self.save(step, policy, optimizer, schedule, state)
+            self._saver.wait()
+            raise ValueError(
+                f"loss_watchdog_threshold={settings.loss_watchdog_threshold:g}: the loss was above it for "
+                f"{settings.loss_watchdog_patience} steps in a row, up to step {step}, which is saved; check the data "
+                f"and the learning rate, then continue with --resume {self.dir}"
+            )
         if stop.asked():
             if self._save_step < step:
                 self.save(step, policy, optimizer, schedule, state)
             self._saver.wait()
             raise stop.Stopped(f"stopped by SIGTERM after step {step}, saved; continue with --resume {self.dir}")
+
+    def _watch_loss(self, metrics: Mapping[str, float]) -> None:
+        """Count steps in a row with a loss above the threshold; the count follows from metrics.jsonl at a resume."""
+        limit, loss = self.cfg.run.loss_watchdog_threshold, metrics.get("loss/total")
+        if limit is not None and loss is not None:
+            self._high = 0 if loss <= limit else self._high + 1
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         """Write checkpoints/step-N, in the background by default. Log the step first: a resumed run does not repeat
@@ -387,8 +435,8 @@ class Run:
 class OtherRank(Run):
     """The run on ranks other than 0: takes part in collectives and writes nothing but its shards."""
 
-    def begin(self, total_steps: int, title: str) -> None:
-        self.total_steps = total_steps
+    def begin(self, total_steps: int, title: str, steps_per_epoch: Fraction | None = None) -> None:
+        self._set_length(total_steps, steps_per_epoch)
 
     def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
         self._load(policy, optimizer, schedule, state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config.blocks import DataConfig, OptimConfig
+from trainer.config.blocks import DataConfig, OptimConfig, RunConfig, check_evaluation
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,27 @@ def test_schedules_take_only_their_own_settings(settings, message):
     with pytest.raises(ValueError) as error:
         OptimConfig(**settings)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"saves_per_epoch": 1, "save_steps": 5}, "save_steps=5: has no effect beside saves_per_epoch=1, which sets"),
+        ({"evals_per_epoch": 4, "eval_steps": 5}, "eval_steps=5: has no effect beside evals_per_epoch=4, which sets"),
+        ({"evals_per_epoch": -1}, "evals_per_epoch=-1: must be 0 (off) or more"),
+        ({"loss_watchdog_patience": 5}, "loss_watchdog_patience=5: has no effect without a threshold; set --loss-wat"),
+        ({"loss_watchdog_threshold": 5, "loss_watchdog_patience": 0}, "loss_watchdog_patience=0: must be 1 or more"),
+        ({"loss_watchdog_threshold": float("nan")}, "loss_watchdog_threshold=nan: must be a number"),
+    ],
+)
+def test_saves_evaluations_and_watchdog_are_set_once(settings, message):
+    with pytest.raises(ValueError) as error:
+        RunConfig(**settings)
+    assert str(error.value).startswith(message)
+
+
+def test_evaluations_need_held_out_rows():
+    with pytest.raises(ValueError, match="evals_per_epoch=4: has no effect without held-out rows; name them"):
+        check_evaluation(DataConfig(data=("a",)), RunConfig(evals_per_epoch=4))
+    check_evaluation(DataConfig(data=("a",)), RunConfig(evals_per_epoch=0))
+    check_evaluation(DataConfig(data=("a",), val_set_size=0.1), RunConfig(evals_per_epoch=4))

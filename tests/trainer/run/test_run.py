@@ -29,7 +29,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import trainer.run.run
-from trainer.config.blocks import Flat, ModelConfig, RunConfig
+from trainer.config.blocks import Flat, ModelConfig, RunConfig, steps_per_epoch
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.metrics import Counters, JsonlLog
 from trainer.policy.logps import Policy
@@ -163,6 +163,72 @@ def test_saves_wait_for_the_end_of_a_rollout(tmp_path):
             if step % 4 == 0 or step == 22:
                 run.maybe_save(step, policy, optimizer, schedule, {})
     assert [int(name[-2:]) for name in checkpoint_names(run.dir)] == [4, 8, 12, 16, 20, 22]
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "rows", "rows_per_step", "expected"),
+    [
+        (1, 20, 4, [5, 10, 12]),
+        (2, 20, 4, [3, 5, 8, 10, 12]),  # every 2.5 steps
+        (4, 8, 4, list(range(1, 13))),  # more often than there are steps
+        (1, 10, 4, [3, 5, 8, 10, 12]),  # epochs end within a step
+        (3, 27, 1, [9, 12]),
+        (0, 20, 4, []),
+    ],
+)
+def test_saves_and_evaluations_are_spaced_evenly_over_epochs(per_epoch, rows, rows_per_step, expected, tmp_path):
+    cfg = config(tmp_path / "a", max_steps=12, save_steps=100, saves_per_epoch=per_epoch, evals_per_epoch=per_epoch,
+                 save_total_limit=99)  # fmt: skip
+    with open_run(cfg, "sft") as run:
+        policy = make_policy()
+        optimizer = AdamW(policy.model.parameters())
+        schedule = LambdaLR(optimizer, lambda step: 1.0)
+        run.begin(12, "", steps_per_epoch(rows, rows_per_step))
+        run.restore(policy, optimizer, schedule, {})
+        due = []
+        for step in range(1, 13):
+            due += [step] if run.eval_due(step) else []
+            run.log(step, {})
+            run.maybe_save(step, policy, optimizer, schedule, {})
+    saved = [int(name[-2:]) for name in checkpoint_names(run.dir)] if per_epoch else []
+    assert saved == expected and due == (expected or [12])
+
+
+def test_a_method_that_does_not_know_epochs_says_so(tmp_path):
+    with pytest.raises(ValueError, match="saves_per_epoch=2: this method does not say how long an epoch is; use --sav"):
+        train(config(tmp_path / "a", save_steps=100, saves_per_epoch=2))
+    assert not (tmp_path / "a").exists()
+
+
+def watched(folder: Path, losses: list[float], **settings: Any) -> None:
+    """A run whose losses are given."""
+    with open_run(config(folder, loss_watchdog_threshold=5.0, **settings), "sft") as run:
+        policy = make_policy()
+        optimizer = AdamW(policy.model.parameters())
+        schedule = LambdaLR(optimizer, lambda step: 1.0)
+        run.begin(len(losses), "")
+        first = run.restore(policy, optimizer, schedule, {})
+        for step, loss in enumerate(losses[first:], first + 1):
+            run.log(step, {"loss/total": loss})
+            run.maybe_save(step, policy, optimizer, schedule, {})
+
+
+def test_watchdog_saves_and_stops_after_high_losses_in_a_row(tmp_path):
+    losses = [9.0, 9.0, 1.0, 6.0, 5.0, 7.0, float("inf"), 8.0, 9.0, 9.0]  # 5 is not above 5
+    message = "loss_watchdog_threshold=5: the loss was above it for 3 steps in a row, up to step 8, which is saved"
+    with pytest.raises(ValueError, match=message):
+        watched(tmp_path / "a", losses)
+    assert steps(tmp_path / "a")[-1] == 8 and checkpoint_names(tmp_path / "a")[-1] == "step-00000008"
+    with pytest.raises(ValueError, match="for 2 steps in a row, up to step 2"):
+        watched(tmp_path / "b", losses, loss_watchdog_patience=2)
+    watched(tmp_path / "c", [9.0, 9.0, 5.0] * 3)
+
+
+def test_watchdog_counts_on_after_a_resume(tmp_path):
+    losses = [1.0, 1.0, 1.0, 1.0, 7.0, 8.0, 9.0, 9.0]
+    watched(tmp_path / "a", losses[:6], save_steps=2)
+    with pytest.raises(ValueError, match="up to step 7, which is saved"):
+        watched(tmp_path / "a", losses, save_steps=2, resume="latest")
 
 
 def test_health_findings_are_in_the_metrics_and_on_the_console(tmp_path, capsys):

@@ -36,7 +36,12 @@ DELIMITERS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "qwen_25": ("<|im_start|>", "<|im_end|>"),
+    "qwen3": ("<|im_start|>", "<|im_end|>"),
+    "phi_3": ("<|user|>", "<|assistant|>", "<|end|>"),
+    "phi_4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
 }
+SPECIAL_TOKENS = ("pad_token", "eos_token", "bos_token", "unk_token")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment",
          "document")  # fmt: skip
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that may hold its thoughts
@@ -88,10 +93,40 @@ def check_delimiters(tokenizer: Any, family: str, what: str, instead: str) -> No
             )
 
 
+def set_special_tokens(tokenizer: Any, special: Mapping[str, Any], eot_tokens: Sequence[str] = ()) -> None:
+    """Set the tokenizer's pad, eos, bos or unk token, and further tokens that end a turn; none is ever added."""
+    vocabulary = tokenizer.get_vocab() if special or eot_tokens else {}
+    for name, token in special.items():
+        if name not in SPECIAL_TOKENS:
+            raise ValueError(f"special_tokens={name}: is not a special token; use {', '.join(SPECIAL_TOKENS)}")
+        _check_known(vocabulary, token, f"special_tokens={name}")
+        setattr(tokenizer, name, token)
+    for token in eot_tokens:
+        _check_known(vocabulary, token, "eot_tokens")
+        if len(_encode(tokenizer, token)) != 1:
+            raise ValueError(f"eot_tokens={token}: text is not split off at it, so no turn could end with it; drop it")
+    if eot_tokens:
+        tokenizer.strop_eot_ids = tuple(vocabulary[token] for token in eot_tokens)
+
+
+def _check_known(vocabulary: Mapping[str, int], token: Any, what: str) -> None:
+    if not isinstance(token, str) or token not in vocabulary:
+        raise ValueError(
+            f"{what}: the tokenizer has no token {token!r}, and a new one would need new rows in the embeddings; name "
+            "one that it has"
+        )
+
+
+def end_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Ids that may close an assistant turn: the template's own token, and those of --eot-tokens."""
+    found = (end_of_turn_id(tokenizer), *getattr(tokenizer, "strop_eot_ids", ()))
+    return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
 def stop_ids(tokenizer: Any, generation_config_eos: int | Iterable[int] | None = None) -> tuple[int, ...]:
     """Ids that end a completion: the model's own, the tokenizer's eos, and the end-of-turn token of the template."""
     own = [generation_config_eos] if isinstance(generation_config_eos, int) else list(generation_config_eos or [])
-    found = [*own, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
+    found = [*own, tokenizer.eos_token_id, *end_ids(tokenizer)]
     return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
@@ -222,20 +257,20 @@ class _Conversation:
 
         Templates write more after that token (a newline, say), which an engine that stops there never produces.
         """
-        stop, is_last = end_of_turn_id(self.tokenizer), number + 1 == len(self.messages)
-        if stop is not None:
-            _check_content(self.tokenizer, self.messages[number], stop, f"messages[{number}]")
-            if not is_last and self.closes(number, stop):  # the usual case, without tokenising again
-                return self.ids.index(stop, start) + 1
+        stops, is_last = end_ids(self.tokenizer), number + 1 == len(self.messages)
+        if stops:
+            _check_content(self.tokenizer, self.messages[number], stops, f"messages[{number}]")
+            if not is_last and self.closes(number, stops):  # the usual case, without tokenising again
+                return _first_of(stops, self.ids, start) + 1
         alone = self.ids if is_last else _ids_of(self.tokenizer, self.render(self.messages[: number + 1]))
         is_prefix = self.ids[: len(alone)] == alone  # else the template rewrites this turn once others follow
-        if stop is None and not is_prefix:
+        if not stops and not is_prefix:
             raise ValueError(_rewritten(number))
-        if stop is None:
+        if not stops:
             return len(alone)
         limit = len(alone) if is_prefix else self.start_of_next(number)
-        if stop in self.ids[start:limit]:
-            return self.ids.index(stop, start) + 1
+        if not set(stops).isdisjoint(self.ids[start:limit]):
+            return _first_of(stops, self.ids, start) + 1
         end = common_prefix(alone, self.ids)
         if is_last or end <= start:
             raise ValueError(
@@ -246,15 +281,21 @@ class _Conversation:
                               "trained without an end-of-turn token")  # fmt: skip
         return end
 
-    def closes(self, number: int, stop: int) -> bool:
+    def closes(self, number: int, stops: Sequence[int]) -> bool:
         """Whether a turn that others follow contains its end-of-turn token, which is never split."""
-        own, token = self.render(self.messages[: number + 1]), self.tokenizer.added_tokens_decoder.get(stop)
-        return token is not None and self.text.startswith(own) and str(token) in own[self.opened :]
+        own, added = self.render(self.messages[: number + 1]), self.tokenizer.added_tokens_decoder
+        found = any(str(added[stop]) in own[self.opened :] for stop in stops if stop in added)
+        return found and self.text.startswith(own)
 
     def start_of_next(self, number: int) -> int:
         """Upper bound for the start of the next message: everything before it stays if its text changes."""
         later = [{**message, "content": _PROBE + message["content"]} for message in self.messages[number + 1 :]]
         return common_prefix(_ids_of(self.tokenizer, self.render(self.messages[: number + 1] + later)), self.ids)
+
+
+def _first_of(stops: Sequence[int], ids: Sequence[int], start: int = 0) -> int:
+    """Position of the first of these ids, from `start` on."""
+    return next(place for place in range(start, len(ids)) if ids[place] in stops)
 
 
 def _rewritten(number: int) -> str:
@@ -302,15 +343,15 @@ def render_responses(
         if notes is not None:
             notes.append(_not_begun(opening[len(shared) :]))
         opening = shared
-    head, stop = _ids_of(tokenizer, opening), end_of_turn_id(tokenizer)
+    head, stops = _ids_of(tokenizer, opening), end_ids(tokenizer)
     wholes = [_ids_of(tokenizer, text) for text in texts]
-    if stop is None:
+    if not stops:
         return head, wholes
     for number, (response, ids) in enumerate(zip(responses, wholes, strict=True)):
-        _check_content(tokenizer, response[-1], stop, "the response")
-        if stop not in ids[common_prefix(head, ids) :]:
+        _check_content(tokenizer, response[-1], stops, "the response")
+        if set(stops).isdisjoint(ids[common_prefix(head, ids) :]):
             raise ValueError("the chat template does not close the response's turn; use another one")
-        wholes[number] = ids[: len(ids) - ids[::-1].index(stop)]
+        wholes[number] = ids[: len(ids) - _first_of(stops, ids[::-1])]
     return head, wholes
 
 
@@ -474,11 +515,12 @@ def _check_ids(tokenizer: Any, messages: Messages) -> None:
         raise ValueError(_no_ids(last))
 
 
-def _check_content(tokenizer: Any, message: dict[str, Any], stop: int, where: str) -> None:
-    if stop in _encode(tokenizer, message["content"]):
+def _check_content(tokenizer: Any, message: dict[str, Any], stops: Sequence[int], where: str) -> None:
+    ids = _encode(tokenizer, message["content"])
+    if found := [stop for stop in stops if stop in ids]:
         raise ValueError(
             f"{where}: the assistant's text holds the template's own end-of-turn token "
-            f"{tokenizer.convert_ids_to_tokens(stop)!r}; remove it from the data"
+            f"{tokenizer.convert_ids_to_tokens(found[0])!r}; remove it from the data"
         )
 
 

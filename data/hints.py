@@ -56,7 +56,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ref_model_name_or_path", "reference_model"), ("ref_model",)),
     "kto_desirable_weight": ("desirable_weight",),
     "kto_undesirable_weight": ("undesirable_weight",),
-    **dict.fromkeys(("load_in_8bit", "model_type", "tokenizer_type", "special_tokens", "plugins"), ()),
+    **dict.fromkeys(("load_in_8bit", "model_type", "tokenizer_type", "plugins"), ()),
 }  # fmt: skip
 # key of another library -> what to do, where the name of one of our keys does not say it
 NOTES: dict[str, str] = {

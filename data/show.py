@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.chat import set_chat_template
+from data.chat import set_chat_template, set_special_tokens
 from data.command.flags import parse_command, run_command
 from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
@@ -69,9 +69,13 @@ class ShowConfig:
     rows: int = 3
     """Number of rows printed; the quantiles are of all rows."""
     chat_template: str = "tokenizer_default"
-    """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
+    """tokenizer_default, chatml, llama3, gemma, qwen_25, qwen3, phi_3, phi_4, or a FILE.jinja."""
     chat_template_kwargs: JsonObject = field(default_factory=dict)
     """Settings for the chat template, as a JSON object; a row's chat_template_kwargs override them."""
+    special_tokens: JsonObject = field(default_factory=dict)
+    """Tokens of the tokenizer to use as pad_token, eos_token, bos_token or unk_token, as a JSON object."""
+    eot_tokens: tuple[str, ...] = ()
+    """Further tokens that end a turn."""
     system_prompt: str | None = None
     """System message put before every conversation that has none."""
     max_length: int | None = None
@@ -113,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(cfg: ShowConfig) -> None:
     cfg, training = with_training(cfg)
     tokenizer = load_tokenizer(cfg.model, trust_remote_code=cfg.trust_remote_code)
+    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     show(read(cfg, tokenizer, training), tokenizer, cfg.rows)
@@ -122,7 +127,8 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
     """The settings of --config, overridden by flags, and the config that a transform gets."""
     default = ShowConfig()
     given = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
-    names = ("data", "data_format", "model", "chat_template", "system_prompt", "chat_template_kwargs")
+    names = ("data", "data_format", "model", "chat_template", "system_prompt", "chat_template_kwargs", "special_tokens",
+             "eot_tokens")  # fmt: skip
     passed = {name: given[name] for name in names if name in given}
     if cfg.config is None:
         if not cfg.data:
@@ -136,7 +142,7 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
     copied = [f.name for f in fields(cfg) if f.name in tree and f.name not in (*given, "trust_remote_code")]
     values = {name: tree[name] for name in copied}
     values |= {"format": training.format} if "format" in values else {}
-    values |= {"data": tuple(values["data"])} if "data" in values else {}
+    values |= {name: tuple(values[name]) for name in ("data", "eot_tokens") if name in values}
     cfg = replace(cfg, **({} if "kind" in given else {"kind": kind}), **values)
     # Settings of the method that do not apply to this kind of rows are ignored, not refused.
     unused = {

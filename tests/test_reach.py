@@ -73,3 +73,13 @@ def test_an_epoch_is_known_to_every_method(method, tmp_path, capfd):
     gap = 2 if method == "sft" else 4
     assert [row["step"] for row in rows if "eval/rows" in row] == [0, *range(gap, 9, gap), 9]
     assert f"evals_per_epoch=2: every {gap} steps, an epoch has {2 * gap}" in capfd.readouterr().out
+
+
+def test_special_and_eot_tokens_reach_the_exported_model(tmp_path, capfd):
+    argv = ["--data", "task:addition:split=sft,size=8", "--eot-tokens", "<|im_start|>"]
+    train(tmp_path / "run", "sft", *argv, "--special-tokens", '{"eos_token": "<|endoftext|>"}')
+    final = tmp_path / "run" / "final"
+    assert json.loads((final / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    assert sorted(json.loads((final / "generation_config.json").read_text())["eos_token_id"]) == [0, 1, 2]
+    train(tmp_path / "no", "sft", *argv, "--special-tokens", '{"pad_token": "<pad>"}', code=2)
+    assert "error: special_tokens=pad_token: the tokenizer has no token '<pad>'" in capfd.readouterr().err

@@ -15,7 +15,7 @@ from data.chat import (
     DELIMITERS,
     check_delimiters,
     common_prefix,
-    end_of_turn_id,
+    end_ids,
     render_prompt,
     render_responses,
     unwritten,
@@ -235,7 +235,7 @@ def _closing_ids(tokenizer: Any) -> set[int]:
     """End-of-turn tokens of the current template, and of all families whose delimiters this tokenizer has."""
     known = tokenizer.get_added_vocab()
     found = {known[tokens[-1]] for tokens in DELIMITERS.values() if tokens[-1] in known}
-    return found | {end_of_turn_id(tokenizer)} - {None}
+    return found | set(end_ids(tokenizer))
 
 
 def _margin(value: Any) -> float | None:

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from data.chat import Endless, apply_template, clean_messages, end_of_turn_id
+from data.chat import Endless, apply_template, clean_messages, end_ids, end_of_turn_id
 from data.types import Messages
 from rollout.engine import Completion
 
@@ -122,7 +122,7 @@ class Continuation:
         ids = self._encode(self.end_text + text)
         assert ids[0] == self.end_id, f"{self.end_text!r} begins with id {ids[0]}, not {self.end_id}"
         # A turn may also have ended with a stop string, or with another end token, which is kept.
-        ended = last_id == self.end_id or last_id in self.tokenizer.all_special_ids
+        ended = last_id in (*end_ids(self.tokenizer), *self.tokenizer.all_special_ids)
         return ids[1:] if ended else ids
 
     def _check(self) -> Messages:

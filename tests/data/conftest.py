@@ -13,6 +13,10 @@ SPECIALS = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "llama3": ["<|endoftext|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "gemma": ["<|endoftext|>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
+    "qwen_25": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "phi_3": ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
+    "phi_4": ["<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"],
 }
 
 

@@ -28,9 +28,12 @@ RENDERED = {
     "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2+2=<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "gemma": "<bos><start_of_turn>user\n2+2=<end_of_turn>\n<start_of_turn>model\n",
+    "phi_3": "<|user|>\n2+2=<|end|>\n<|assistant|>\n",
+    "phi_4": "<|im_start|>user<|im_sep|>2+2=<|im_end|><|im_start|>assistant<|im_sep|>",
 }
-BOS = {"chatml": None, "llama3": "<|begin_of_text|>", "gemma": "<bos>"}
-END = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>"}
+END = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi_3": "<|end|>",
+       "phi_4": "<|im_end|>"}  # fmt: skip
 
 
 @pytest.fixture(params=sorted(RENDERED))
@@ -40,7 +43,7 @@ def template(request):
 
 @pytest.fixture
 def tokenizer(template, tokenizer_of):
-    made = tokenizer_of(template, bos=BOS[template])
+    made = tokenizer_of(template, bos=BOS.get(template))
     set_chat_template(made, template)
     return made
 
@@ -48,7 +51,7 @@ def tokenizer(template, tokenizer_of):
 def test_prompt_text_of_built_in_templates(template, tokenizer):
     ids = render_prompt(tokenizer, [USER], None)
     assert tokenizer.decode(ids) == RENDERED[template]
-    if BOS[template]:
+    if template in BOS:
         assert ids.count(tokenizer.bos_token_id) == 1
 
 

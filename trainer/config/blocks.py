@@ -110,7 +110,10 @@ class ModelConfig:
     load_in_4bit: bool = False
     """Not supported; the run refuses it and names the alternative."""
     chat_template: str = "tokenizer_default"
-    """Chat template: tokenizer_default, chatml, llama3, gemma, or a FILE.jinja. Saved with the trained model."""
+    (
+        "Chat template: tokenizer_default, chatml, llama3, gemma, qwen_25, qwen3, phi_3, phi_4, or a FILE.jinja. Saved "
+        "with the trained model."
+    )
     chat_template_kwargs: JsonObject = dataclasses.field(default_factory=dict)
     (
         "Variables for the chat template, as a JSON object (a mapping in YAML): '{\"enable_thinking\": false}'. The "
@@ -118,6 +121,13 @@ class ModelConfig:
     )
     system_prompt: str | None = None
     """System message for every conversation that has none of its own."""
+    special_tokens: JsonObject = dataclasses.field(default_factory=dict)
+    (
+        "Tokens of the tokenizer to use as pad_token, eos_token, bos_token or unk_token, as a JSON object (a mapping "
+        'in YAML): \'{"pad_token": "<|endoftext|>"}\'. A token that it does not have is refused.'
+    )
+    eot_tokens: tuple[str, ...] = ()
+    """Further tokens that end a turn, besides eos and the chat template's own, in data and in sampling."""
     trust_remote_code: bool = False
     """Allow running the Python code that comes with the model on the hub."""
     merge_lora: bool = False

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.chat import set_chat_template
+from data.chat import set_chat_template, set_special_tokens
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
@@ -139,6 +139,7 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file
         raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {load_error(error, path)}") from None
+    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     return tokenizer

@@ -157,8 +157,8 @@ ROW_KEYS: dict[str, Key] = {
             "sample_packing_bin_size sample_packing_sequentially sample_packing_eff_est "
             "sample_packing_drop_attention_mask sample_packing_mp_start_method multipack_real_batches "
             "batch_flattening dpo_padding_free", idle(SPEED)),
-    **_each("curriculum_sampling min_sample_len", refused("rows are shuffled, and all are used; order or filter the "
-                                                          "file yourself")),
+    **_each("curriculum_sampling min_sample_len", refused("rows are shuffled, and all are used; remove it, and "
+                                                          "filter the file yourself")),
     "max_packed_sequence_len": refused("axolotl no longer reads it; use sequence_len and sample_packing"),
 }  # fmt: skip
 # test_datasets has the keys of datasets

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Literal, TypeVar
@@ -21,6 +22,7 @@ from trainer.config.checks import check_numbers, refuse_idle
 from trainer.parallel.ranks import TIMEOUT_S, world_size
 
 T = TypeVar("T")
+REGEX = re.compile(r"[*+?()\[\]{}|^$\\]")  # no module name has these
 NO_HELD_OUT = "without held-out rows; name them with --eval-data"
 Flat = tyro.conf.OmitArgPrefixes[T]
 
@@ -69,7 +71,16 @@ class LoraConfig:
     dropout: float = 0.0
     """Dropout probability on the input of the adapters."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the modules to adapt, such as q_proj v_proj. all-linear: every linear layer except the head."""
+    (
+        "Names of the modules to adapt, such as q_proj v_proj, or one regular expression that must match whole names, "
+        "such as '.*layers\\.(3|7)\\.self_attn\\.q_proj'. all-linear: every linear layer except the head."
+    )
+    modules_to_save: tuple[str, ...] = ()
+    """Modules to train in full beside the adapters, such as embed_tokens lm_head. Not with vLLM servers or fsdp."""
+    rslora: bool = False
+    """Rank-stabilised LoRA (arXiv:2312.03732): multiply the output by alpha / sqrt(r) instead of alpha / r."""
+    dora: bool = False
+    """DoRA (arXiv:2402.09353): train the length of each row of the weights apart. Not with vLLM servers or fsdp."""
 
     def __post_init__(self) -> None:
         if self.r < 0:
@@ -79,9 +90,34 @@ class LoraConfig:
         check_numbers(self, {"in [0, 1)": "dropout"}, "lora.")
         if not self.target_modules or not all(self.target_modules):
             raise ValueError("lora.target_modules: empty; name modules such as q_proj v_proj, or leave it out")
+        if self.pattern is not None:
+            self._check_pattern()
         if self.r == 0:
-            others = ("alpha", "dropout", "target_modules")
+            others = ("alpha", "dropout", "target_modules", "modules_to_save", "rslora", "dora")
             refuse_idle(self, "with lora.r=0, which trains all weights; set --lora.r", others, "lora.")
+
+    @property
+    def pattern(self) -> str | None:
+        """target_modules, if it is a regular expression."""
+        return next((name for name in self.target_modules if REGEX.search(name)), None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the adapter is only W + scaling B A."""
+        return not (self.dora or self.modules_to_save)
+
+    def _check_pattern(self) -> None:
+        if len(self.target_modules) > 1:
+            raise ValueError(
+                f"lora.target_modules={' '.join(self.target_modules)}: {self.pattern} is a regular expression, which "
+                "stands alone; join all names in it by |"
+            )
+        try:
+            re.compile(str(self.pattern))
+        except re.error as error:
+            raise ValueError(
+                f"lora.target_modules={self.pattern}: not a regular expression ({error}); fix it"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

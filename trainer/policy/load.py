@@ -60,7 +60,8 @@ def load_policy(
     trains_base = lora.r == 0
     base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    later = world_size() > 1 and not load_now and not (adapter and trains_base)  # merging needs the weights
+    # Merging needs the weights, and so do DoRA's lengths and modules that are trained in full, which are copies.
+    later = world_size() > 1 and not load_now and not (adapter and trains_base) and lora.plain
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
     if files is None:
         model = load_causal_lm(base, cfg, base_dtype, device)

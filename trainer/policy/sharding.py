@@ -59,6 +59,7 @@ def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
     else:
         check_same_weights(policy.model)
     if mode == "fsdp":
+        refuse_sharded(policy)
         mesh = make_mesh(cfg, policy.device)
         for model in models:
             shard_model(model, mesh, cfg, policy)
@@ -70,6 +71,17 @@ def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
         with gathered_head(policy):
             check_logps(policy)
     return policy
+
+
+def refuse_sharded(policy: Policy) -> None:
+    """Adapters that are more than two factors are not sharded."""
+    config = policy.model.peft_config["default"] if policy.is_lora else None
+    if config is None or config.task_type != "CAUSAL_LM":  # the head of a scorer is
+        return
+    for flag, value in (("dora", config.use_dora), ("modules_to_save", config.modules_to_save)):
+        if value:
+            shown = value if isinstance(value, bool) else " ".join(value)
+            raise ValueError(f"lora.{flag}={shown}: not with parallel.mode=fsdp; use --parallel.mode replicate")
 
 
 def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:

@@ -73,7 +73,7 @@ from trainer.files.tensor_files import (
 from trainer.parallel.comm import is_main, of_all, rank, world_size
 from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, reshard
 from trainer.parallel.watch import log
-from trainer.policy.adapters import adapter_name
+from trainer.policy.adapters import ADAPTER, adapter_name
 from trainer.policy.optim import SCALE, as_held, as_saved, restore_schedule
 from trainer.run import stop
 
@@ -335,7 +335,12 @@ def _describe(tensor: Tensor | Record) -> str:
 
 
 def _name_on_disk(model: nn.Module, name: str) -> str:
-    return adapter_name(name) if hasattr(model, "peft_config") else name
+    if not hasattr(model, "peft_config"):
+        return name
+    name = adapter_name(name)
+    if model.peft_config[ADAPTER].task_type == "CAUSAL_LM":  # as peft names modules that are trained in full
+        name = name.replace(".modules_to_save.", ".")
+    return name
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

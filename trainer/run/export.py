@@ -299,7 +299,8 @@ def getter(weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
     files: list[TensorFiles] = []
 
     def get(name: str) -> Tensor:
-        for known in (name, f"base_model.model.{adapter_name(name)}"):
+        saved = f"base_model.model.{adapter_name(name)}"
+        for known in (name, saved, saved.replace(".modules_to_save.", ".")):
             if known in weights.records:
                 return weights.read(known)
         files[:] = files or [model_tensors(base)]

@@ -1,0 +1,208 @@
+"""Adapters by a pattern, rsLoRA, DoRA and modules trained in full: trained, sampled, saved, loaded and merged alike."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.packing import Item, make_batches
+from rollout.engines.forward import BlockForward, TransformersForward
+from tests.entry import metrics, repeatable
+from trainer.__main__ import main
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.policy.load import BUILTIN, load_policy
+from trainer.policy.logps import Policy, causal_lm, reference_logps
+from trainer.policy.model_files import ExportedModel
+from trainer.policy.weights import PolicyWeights
+from trainer.run.export import export_model
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[5, 9, 40, 7, 100, 3]])
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=64, initializer_range=0.2, vocab_size=275, bos_token_id=None, eos_token_id=2,
+             pad_token_id=0)  # fmt: skip
+KINDS = {
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "saved": {"modules_to_save": ("embed_tokens", "lm_head")},
+    "all": {"rslora": True, "dora": True, "modules_to_save": ("lm_head", "norm")},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Llama whose head is not its embedding."""
+    return make_model(tmp_path_factory.mktemp("model"), tie=False)
+
+
+def make_model(folder: Path, *, tie: bool) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=tie)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BUILTIN["builtin:tiny"]).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **settings: Any) -> Policy:
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, alpha=8, **settings)
+    return load_policy(ModelConfig(model=str(folder)), lora, CPU, with_reference=False)
+
+
+def change(policy: Policy) -> Policy:
+    """As training would: every trained parameter moves."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    policy.model.eval()
+    return policy
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(input_ids=IDS).logits[0]
+
+
+def merged_weights(policy: Policy) -> dict[str, Tensor]:
+    lm = causal_lm(policy.model)
+    return dict(ExportedModel(lm, torch.float32, lm.state_dict().get).tensors())
+
+
+@pytest.mark.parametrize(
+    "pattern", [r".*layers\.1\.self_attn\.(q|v)_proj", r"model\.layers\.\d+\.mlp\..*_proj", r".*\.(up|down)_proj"]
+)
+def test_a_pattern_must_match_the_whole_name(pattern, folder):
+    policy, base = load(folder, target_modules=(pattern,)), load(folder)
+    linear = [name for name, module in causal_lm(base.model).named_modules() if hasattr(module, "lora_A")]
+    wanted = {name for name in linear if re.fullmatch(pattern, name)}
+    assert wanted and wanted != set(linear)
+    assert {name for name, m in causal_lm(policy.model).named_modules() if hasattr(m, "lora_A")} == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ("q_proj", "(up|down)_proj")}, r"\(up\|down\)_proj is a regular expression, which stands"),
+        ({"target_modules": ("(q_proj",)}, r"lora.target_modules=\(q_proj: not a regular expression \(missing \)"),
+        ({"target_modules": (".*nothing",)}, "lora.target_modules=.*nothing: "),
+        ({"target_modules": (".*lm_head|.*q_proj",)}, "the output head cannot be adapted; leave lm_head out"),
+        ({"modules_to_save": ("embeddings",)}, "lora.modules_to_save=embeddings: the model has no such module"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_refused(settings, message, folder):
+    with pytest.raises(ValueError, match=message):
+        load(folder, **settings)
+
+
+def test_a_head_that_is_the_embedding_cannot_be_trained_apart(tmp_path):
+    tied = make_model(tmp_path, tie=True)
+    for names in (("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")):
+        with pytest.raises(ValueError, match="this model's head shares its weights with the embeddings, and would not"):
+            load(tied, modules_to_save=names)
+    assert load(tied, modules_to_save=("norm",))
+
+
+def test_rslora_multiplies_by_alpha_over_the_root_of_the_rank(folder):
+    policy = change(load(folder, rslora=True))
+    layer = causal_lm(policy.model).model.layers[0].self_attn.q_proj
+    b, a = layer.lora_B["default"].weight, layer.lora_A["default"].weight
+    want = layer.base_layer.weight + 8 / math.sqrt(4) * b @ a
+    assert torch.allclose(merged_weights(policy)["model.layers.0.self_attn.q_proj.weight"], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_trained_is_what_is_exported_and_loaded(name, folder, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    before = logits(load(folder).model.eval())
+    policy = change(load(folder, **KINDS[name]))
+    assert all(p.dtype == torch.float32 for p in policy.model.parameters() if p.requires_grad)
+    want = logits(policy.model)
+    assert (want - before).abs().max() > 0.1
+    for merge in (False, True):
+        out = tmp_path / str(merge)
+        export_model(policy.model, policy.tokenizer, out, merge_lora=merge, base=policy.source)
+        kind = AutoModelForCausalLM if merge else AutoPeftModelForCausalLM
+        assert torch.allclose(logits(kind.from_pretrained(out).eval()), want, atol=2e-5), merge
+    saved, lora = ModelConfig(model=str(tmp_path / "False")), LoraConfig(r=4, alpha=8, **KINDS[name])
+    again = load_policy(saved, lora, CPU, with_reference=True)
+    assert torch.allclose(logits(again.model.eval()), want, atol=1e-6)
+    merged = load_policy(saved, LoraConfig(), CPU, with_reference=False)
+    assert torch.allclose(logits(merged.model.eval()), want, atol=2e-5)
+
+
+def test_an_adapter_is_continued_as_the_kind_it_is(folder, tmp_path):
+    policy = load(folder, rslora=True, modules_to_save=("norm",))
+    export_model(policy.model, policy.tokenizer, tmp_path / "a", merge_lora=False, base=policy.source)
+    model = ModelConfig(model=str(tmp_path / "a"))
+    for settings, message in (
+        ({"modules_to_save": ("norm",)}, "lora.rslora=False: the adapter in .* has True; pass that value"),
+        ({"rslora": True}, "lora.modules_to_save=: the adapter in .* has norm; pass that value"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_policy(model, LoraConfig(r=4, alpha=8, **settings), CPU, with_reference=False)
+
+
+def test_the_reference_is_the_base_without_what_was_trained(folder):
+    plain, changed = load(folder), change(load(folder, **KINDS["all"]))
+    (batch,) = make_batches([Item(ids=IDS[0].tolist(), mask=[False] + [True] * 5)], max_tokens=64)
+    plain.model.eval()
+    assert torch.equal(reference_logps(plain, batch), reference_logps(changed, batch))
+
+
+@pytest.mark.parametrize("name", ["rslora", "saved"])
+def test_copies_of_the_engine_follow_modules_that_are_trained_in_full(name, folder):
+    """On a GPU the engine samples from such copies; filled here after the weights have moved."""
+    policy = load(folder, **KINDS[name])
+    lm = causal_lm(policy.model)
+    block, copied = BlockForward(lm, torch.float32), TransformersForward(lm, torch.float32, copied=True)
+    change(policy)
+    for way in (block, copied):
+        way.refresh()
+    merged = merged_weights(policy)
+    assert torch.equal(block.embedding, merged["model.embed_tokens.weight"])
+    assert torch.equal(block.head, merged["lm_head.weight"])
+    for key, tensor in copied.lm.state_dict().items():
+        assert torch.allclose(tensor, merged[key], atol=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["dora", "saved"])
+def test_servers_do_not_get_what_they_cannot_serve(name, folder):
+    with pytest.raises(ValueError, match=r"(use_dora|modules_to_save)=.*cannot be served by vLLM.*--rollout.engine"):
+        PolicyWeights(load(folder, **KINDS[name]), torch.float32)
+
+
+ARGV = ["--method", "grpo", "--lora.r", "4", "--lora.dora", "--lora.modules-to-save", "lm_head",
+        "--per-device-train-batch-size", "4", "--num-generations", "2", "--max-completion-length", "8", "--save-steps",
+        "2", "--learning-rate", "0.05", "--reward-funcs", "exact_match", "--data", "task:addition:split=train,size=16",
+        "--beta", "0.1", "--lr-scheduler-type", "constant"]  # fmt: skip
+
+
+def test_a_run_samples_from_what_it_trains_and_resumes(folder, tmp_path, capfd):
+    argv = [*ARGV, "--model", str(folder)]
+    assert main([*argv, "--max-steps", "4", "--output-dir", str(tmp_path / "whole")]) == 0
+    assert main([*argv, "--max-steps", "2", "--output-dir", str(tmp_path / "half")]) == 0
+    assert main(["--resume", str(tmp_path / "half"), "--max-steps", "4"]) == 0
+    whole = repeatable(metrics(tmp_path / "whole"))
+    assert repeatable(metrics(tmp_path / "half")) == whole
+    kl = [row["policy/ref_kl"] for row in whole if row["step"]]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 0.01, "training moved it from the base"
+    assert all(row["policy/behaviour_gap"] < 1e-4 for row in whole if row["step"]), "the engine has the same weights"
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    assert json.loads((checkpoint / "adapter_config.json").read_text())["use_dora"]
+    lora = LoraConfig(r=4, dora=True, modules_to_save=("lm_head",))
+    loaded = load_policy(ModelConfig(model=str(checkpoint)), lora, CPU, with_reference=False)
+    final = load_policy(ModelConfig(model=str(tmp_path / "whole")), LoraConfig(), CPU, with_reference=False)
+    assert torch.allclose(logits(loaded.model.eval()), logits(final.model.eval()), atol=1e-4)

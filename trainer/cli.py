@@ -47,6 +47,9 @@ from trainer.parallel.ranks import world_size
 from trainer.translate.axolotl import is_axolotl, translate
 
 DRY_RUN = "--dry-run"
+# Two settings of one thing: either takes the place of both in a layer below.
+INSTEAD = (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch"), ("warmup_steps", "warmup_ratio"),
+           ("eval_data", "val_set_size"))  # fmt: skip
 METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that exclude another one, which a recipe may set.
@@ -98,8 +101,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     values: Values = {}
     if resume is not None:
         values |= read_tree(resume.saved, table, str(resume.run_dir / "config.yaml"))
-    values |= read_tree(file_tree, table, str(config_file))
-    values |= read_argv(argv, table | CONFIG)
+    values = _over(values, read_tree(file_tree, table, str(config_file)))
+    values = _over(values, read_argv(argv, table | CONFIG))
     values.pop("config", None)
     if "model" not in values:
         values = _recipe_values(module, str(name), table, values) | values
@@ -208,6 +211,12 @@ def _file_tree(argv: Sequence[str], *, tell: bool = False) -> dict[str, Any]:
         for line in made.remarks():
             print(f"{config_file}: {line}", file=sys.stderr)
     return made.tree
+
+
+def _over(values: Values, later: Values) -> Values:
+    """Both layers, of which the later wins."""
+    replaced = {other for pair in INSTEAD for one, other in (pair, pair[::-1]) if one in later and other not in later}
+    return {key: given for key, given in values.items() if key not in replaced} | later
 
 
 def _as_yaml(cfg: Any, values: Values) -> str:

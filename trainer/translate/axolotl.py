@@ -101,6 +101,7 @@ class _Axolotl:
         if self.gym:
             self._nemo_gym()
         self.made.idle = self.theirs.idle(self.method)
+        self._tell_servers_apart()
 
     def copy(self, key: str, name: str | None = None, *, unless: Any = None) -> None:
         """Set our flag to the value of the key, if the file has it and it is not our default."""
@@ -557,9 +558,21 @@ class _Axolotl:
                 ) else None
             else:
                 self.copy(f"trl.{key}", unless=unless)
+        if turns and self.take("adapter"):
+            self.set("sync.backend", "process_group")  # adapters are sent by names that change
         if asynchronous and not turns:
             self.copy("trl.prefetch_depth", unless=1)
         self._correction(bool(asynchronous))
+
+    def _tell_servers_apart(self) -> None:
+        """Of the keys that are not used, those of servers."""
+        unused = f"not used by {self.method}"
+        theirs = ("vllm.", "trl.vllm_", "trl.async_prefetch", "trl.prefetch_depth")
+        found = [key for key in self.made.idle.get(unused, ()) if self.samples and key.startswith(theirs)]
+        if found:
+            rest = [key for key in self.made.idle.pop(unused) if key not in found]
+            self.made.idle |= {unused: rest} if rest else {}
+            self.made.idle["no server is used"] = found
 
     def _correction(self, asynchronous: bool) -> None:
         if self.take("trl.vllm_importance_sampling_correction") is False:

@@ -39,7 +39,7 @@ def folder(tmp_path, monkeypatch):
 def overrides(name: str) -> list[str]:
     tree = yaml.safe_load((EXAMPLES / f"{name}.yml").read_text())
     samples = tree.get("rl") in ("grpo", "gdpo") or (tree.get("rl") == "ebft" and "mode" not in tree["ebft"])
-    words = []
+    words = ["--lora.modules-to-save"] if "lora_modules_to_save" in tree else []  # the tiny model's are tied
     for key, value in HERE.items():
         if key != "rollout.engine" or samples:
             words += [f"--{key.replace('_', '-')}", *value]
@@ -133,7 +133,7 @@ def test_what_a_dry_run_prints_is_the_same_config(folder, capsys):
 
 
 def test_a_run_of_a_translated_file_is_resumed(folder):
-    words = ("--config", "sft-completion.yml", "--save-steps", 1, "--saves-per-epoch", 0, "--output-dir", "r")
+    words = ("--config", "sft-completion.yml", "--save-steps", 1, "--output-dir", "r")  # instead of its saves_per_epoch
     run_ok(*words, "--max-steps", 1, cwd=folder)
     done = run_ok("--config", "sft-completion.yml", "--resume", "--output-dir", "r", "--max-steps", 2, cwd=folder)
     assert "resum" in done.stdout + done.stderr
@@ -141,8 +141,8 @@ def test_a_run_of_a_translated_file_is_resumed(folder):
 
 
 def test_errors_name_the_file(folder):
-    Path("bad.yml").write_text("base_model: builtin:tiny\nrl: dpo\nlora_rank: 8\ndatasets: [{path: x.jsonl, typ: y}]\n")
+    Path("bad.yml").write_text("base_model: builtin:tiny\nrl: dpo\nlora_alfa: 8\ndatasets: [{path: x.jsonl, typ: y}]\n")
     done = run("--config", "bad.yml", cwd=folder)
     assert done.returncode == 2
-    assert "error: bad.yml: lora_rank: not a key of axolotl, did you mean lora_r?" in done.stderr
+    assert "error: bad.yml: lora_alfa: not a key of axolotl, did you mean lora_alpha?" in done.stderr
     assert "datasets[].typ: not a key of axolotl, did you mean datasets[].type?" in done.stderr

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from data.types import Messages
 
@@ -183,9 +183,23 @@ def render_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
     return ids, start
 
 
+class Trained(NamedTuple):
+    """Which parts of a conversation are trained; by default every assistant turn with its end-of-turn token."""
+
+    roles: tuple[str, ...] = ("assistant",)
+    eos: Literal["turn", "all", "last", "none"] = "turn"  # end tokens: of trained turns, all, the last trained, none
+    inputs: bool = False  # all roles, and the prompts of plain text
+
+    def trains(self, role: str) -> bool:
+        return self.inputs or role in self.roles
+
+
+ASSISTANT = Trained()
+
+
 def render_conversation(
     tokenizer: Any, messages: Messages, system_prompt: str | None = None, *, first_trained: int = 0,
-    settings: Mapping[str, Any] | None = None, notes: list[str] | None = None,
+    settings: Mapping[str, Any] | None = None, notes: list[str] | None = None, trained: Trained = ASSISTANT,
 ) -> tuple[list[int], list[bool]]:  # fmt: skip
     """Ids of a whole conversation, and a mask that trains each assistant turn with its end-of-turn token.
 
@@ -194,20 +208,25 @@ def render_conversation(
 
     first_trained: index of the first message that may be trained; earlier assistant turns are context.
     notes: remarks about the row are appended to it.
+    trained: other roles to train, of which the text alone is; and which end-of-turn tokens.
     """
     messages = _cleaned(tokenizer, messages, settings)
     whole = with_system(messages, system_prompt)
     first_trained += len(whole) - len(messages)
     conversation = _Conversation(tokenizer, whole, settings)
-    mask = [False] * len(conversation.ids)
+    mask, last_end = [False] * len(conversation.ids), None
     for number, message in enumerate(whole):
-        if message["role"] != "assistant" or number < first_trained:
+        is_trained = trained.trains(message["role"]) and number >= first_trained
+        if not is_trained and trained.eos != "all":
             continue
-        if number == 0:
-            raise ValueError("messages: the conversation opens with an assistant turn; put a user turn before it")
-        start = conversation.start_of_turn(number)
-        end = conversation.end_of_turn(number, start)
-        mask[start:end] = [True] * (end - start)
+        start, end, closing = conversation.span_of(number)
+        if is_trained:
+            mask[start:end] = [True] * (end - start)
+            last_end = closing if closing is not None else last_end
+        if closing is not None:
+            mask[closing] = trained.eos == "all" or (trained.eos == "turn" and is_trained)
+    if trained.eos == "last" and last_end is not None:
+        mask[last_end] = True
     if notes is not None:
         notes += dict.fromkeys(conversation.notes)
     return conversation.ids, mask
@@ -224,6 +243,47 @@ class _Conversation:
 
     def render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
         return _render_text(self.tokenizer, messages, generation_prompt=generation_prompt, settings=self.settings)
+
+    def span_of(self, number: int) -> tuple[int, int, int | None]:
+        """Where a message begins and ends, and the place of the token that closes it, if there is one."""
+        stops = end_ids(self.tokenizer)
+        if self.messages[number]["role"] == "assistant":
+            if number == 0:
+                raise ValueError("messages: the conversation opens with an assistant turn; put a user turn before it")
+            start = self.start_of_turn(number)
+            end = self.end_of_turn(number, start)
+            return start, end, end - 1 if self.ids[end - 1] in stops else None
+        start, end = self.text_span(number)
+        limit = len(self.ids) if number + 1 == len(self.messages) else self.start_of_message(number + 1)
+        return start, end, next((place for place in range(end, limit) if self.ids[place] in stops), None)
+
+    def start_of_message(self, number: int) -> int:
+        is_answer = self.messages[number]["role"] == "assistant"
+        return self.start_of_turn(number) if is_answer else self.text_span(number)[0]
+
+    def text_span(self, number: int) -> tuple[int, int]:
+        """Where the text of a message begins and ends: what changes if only this text does."""
+        message, texts = self.messages[number], []
+        for probe in (f"{_PROBE}x", f"y{_PROBE}"):
+            others = [*self.messages[:number], {**message, "content": probe}, *self.messages[number + 1 :]]
+            texts.append(self.render(others))
+        head, tail = commonprefix(texts), commonprefix([text[::-1] for text in texts])[::-1]
+        if not self.text.startswith(head) or not self.text.endswith(tail):
+            raise ValueError(
+                f"messages[{number}]: the chat template writes other messages differently, depending on this one, so "
+                "its loss mask cannot be placed; do not train this role, or use another template"
+            )
+        if f"{_PROBE}x" not in texts[0]:
+            return 0, 0  # the template drops this message
+        before, until = self.text[: len(head)], self.text[: len(self.text) - len(tail)]
+        prefix = _encode(self.tokenizer, before)
+        if self.ids[: len(prefix)] != prefix:
+            raise ValueError(
+                f"messages[{number}]: the ids before this text are not a prefix of the conversation's ids, so its loss "
+                "mask cannot be placed; strip white space at its start"
+            )
+        end = common_prefix(_encode(self.tokenizer, until), self.ids) if len(until) > len(before) else len(prefix)
+        return len(prefix), end
 
     def start_of_turn(self, number: int) -> int:
         """Where the trained part of an assistant turn begins: after the generation prompt.

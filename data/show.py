@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.chat import set_chat_template, set_special_tokens
+from data.chat import ASSISTANT, Trained, set_chat_template, set_special_tokens
 from data.command.flags import parse_command, run_command
 from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
@@ -170,6 +170,13 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(f"model={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
 
 
+def trained_of(training: Any) -> Trained:
+    """What an SFT run trains of a conversation."""
+    if not hasattr(training, "roles_to_train"):
+        return ASSISTANT
+    return Trained(training.roles_to_train, training.train_on_eos, training.train_on_inputs)
+
+
 def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
     """All rows, as returned by the loader of their kind."""
     kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
@@ -192,6 +199,7 @@ def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
 
         return [_shown_document(row) for row in load_documents(cfg.data, tokenizer, max_length=longest, **common)]
     if kind == "sft":
+        common |= {"trained": trained_of(training)}
         return [_shown_example(row) for row in load_examples(cfg.data, tokenizer, max_length=longest, **common)]
     common |= {"max_length": cfg.max_length, "bad_rows": cfg.bad_rows}
     if kind == "stepwise":

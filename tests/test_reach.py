@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data.rows.held_out import held_out_numbers
 from data.tasks import make_rows
 from tests.entry import metrics, repeatable
 from trainer.__main__ import main
+from trainer.policy.load import BUILTIN
 
 SPLIT = {"sft": "sft"}  # of a method's task; train for the others
 METHODS = ["sft", "dpo", "kto", "orpo", "cpo", "rm", "prm", "grpo", "ebft", "ebft, strided"]
@@ -83,3 +85,39 @@ def test_special_and_eot_tokens_reach_the_exported_model(tmp_path, capfd):
     assert sorted(json.loads((final / "generation_config.json").read_text())["eos_token_id"]) == [0, 1, 2]
     train(tmp_path / "no", "sft", *argv, "--special-tokens", '{"pad_token": "<pad>"}', code=2)
     assert "error: special_tokens=pad_token: the tokenizer has no token '<pad>'" in capfd.readouterr().err
+
+
+def sft_by_hand(rows: list[dict[str, Any]], kind: str, *, users: bool) -> tuple[float, float]:
+    """Loss and gradient norm of one step over these rows, by plain transformers; every sequence alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = BUILTIN["builtin:tiny"]
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    losses = []
+    for row in rows:
+        ids, trained = [], []
+        for message in [*row["prompt"], {"role": "assistant", "content": row["completion"]}]:
+            parts = (f"<|im_start|>{message['role']}\n", f"{message['content']}<|im_end|>", "\n")
+            for number, part in enumerate(parts):
+                found = tokenizer(part, add_special_tokens=False)["input_ids"]
+                ids += found
+                trained += [number == 1 and (users or message["role"] == "assistant")] * len(found)
+        ids, trained = torch.tensor(ids), torch.tensor(trained[1:])
+        logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[1:, None])[trained, 0]
+        losses.append(-logp if kind == "nll" else -logp * logp.detach().exp())
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return loss.item(), torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+
+
+@pytest.mark.parametrize(("kind", "users"), [("nll", False), ("dft", False), ("nll", True), ("dft", True)])
+def test_a_step_of_sft_is_that_of_plain_transformers(kind, users, tmp_path):
+    rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows_for("sft", 4)]
+    data = write(tmp_path / "rows.jsonl", rows)
+    more = ["--train-on-inputs"] if users else []
+    (first,) = train(tmp_path / "run", "sft", "--data", data, "--sft-loss", kind, *more, steps=1)
+    loss, norm = sft_by_hand(rows, kind, users=users)
+    assert first["loss/total"] == pytest.approx(loss, rel=1e-4) and first["optim/grad_norm"] == pytest.approx(
+        norm, rel=1e-4
+    )
+    assert first[f"loss/{kind}"] == first["loss/total"] and "loss/nll" in first

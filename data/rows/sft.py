@@ -6,7 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.chat import clean_messages, render_completion, render_conversation, render_prompt, unwritten
+from data.chat import (
+    ASSISTANT,
+    Trained,
+    clean_messages,
+    render_completion,
+    render_conversation,
+    render_prompt,
+    unwritten,
+)
 from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
@@ -16,21 +24,22 @@ from data.types import Example, Messages
 def load_examples(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int = 1024, context_length: int | None = None,
-    cfg: Any = None, formats: Mapping[str, Format] = SFT_FORMATS,
+    cfg: Any = None, formats: Mapping[str, Format] = SFT_FORMATS, trained: Trained = ASSISTANT,
 ) -> list[Example]:  # fmt: skip
     """Read examples from every spec, in order, cut on the right to max_length tokens (or the context, if shorter).
 
     Examples without a trained token are dropped; the numbers of cuts and drops are logged. A row's `tools` and
-    `chat_template_kwargs` go to the chat template.
+    `chat_template_kwargs` go to the chat template. `trained` says which turns and end tokens are.
     """
     if max_length < 2:
         raise ValueError(f"max_length={max_length}: must be 2 or more, a token and the one it predicts")
     limit = max_length if context_length is None else min(max_length, context_length)
-    examples, num_cut, conversational, tally = [], 0, False, Tally()
+    examples, num_cut, conversational, only_text, tally = [], 0, False, True, Tally()
     for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         tally.num_rows += 1
         conversational |= not _is_text(row.columns)
-        ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs)
+        only_text &= _is_text(row.columns) and row.columns.get("completion") is None
+        ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs, trained)
         tally.note(*notes)
         num_cut += len(ids) > limit
         ids, mask = ids[:limit], [False, *mask[1:limit]]  # nothing predicts the first token
@@ -38,7 +47,8 @@ def load_examples(
             examples.append(Example(source=row.source, ids=ids, mask=mask, weight=spec.weight))
     num_rows, num_dropped = tally.num_rows, tally.num_rows - len(examples)
     if not examples and not num_cut:
-        raise ValueError(f"data: none of the {num_rows} rows has an assistant turn to train; check the roles")
+        roles = "an assistant turn" if trained.roles == ASSISTANT.roles else f"a turn of {', '.join(trained.roles)}"
+        raise ValueError(f"data: none of the {num_rows} rows has {roles} to train; check the roles")
     if not examples:
         raise ValueError(f"data: none of the {num_rows} rows has a token to train within max_length={limit}; raise it")
     if num_cut:
@@ -47,6 +57,10 @@ def load_examples(
         print(f"data: left out {num_dropped} of {num_rows} examples with no trained token", file=sys.stderr)
     check_system(system_prompt, conversational)
     check_effect(chat_template_kwargs, conversational)
+    if trained.roles != ASSISTANT.roles and not conversational:
+        raise ValueError("roles_to_train: has no effect, all rows are plain text; give messages, or leave it out")
+    if trained.inputs and only_text:
+        raise ValueError("train_on_inputs=True: has no effect on plain text, all of which is trained; leave it out")
     tally.log()
     return examples
 
@@ -58,13 +72,14 @@ def _is_text(columns: Columns) -> bool:
 
 
 def _tokenise(
-    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
+    columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None, trained: Trained
 ) -> tuple[list[int], list[bool], list[str]]:
     """Ids, mask, and remarks about the row."""
     if columns.get("messages") is not None:
-        return _conversation(columns["messages"], 0, columns, tokenizer, system_prompt, kwargs)
+        return _conversation(columns["messages"], 0, columns, tokenizer, system_prompt, kwargs, trained)
+    with_end = trained.eos != "none"
     if columns.get("prompt") is None or columns.get("completion") is None:
-        return *_tokenise_text(columns["text"], tokenizer), []
+        return *_tokenise_text(columns["text"], tokenizer, with_end), []
     prompt, completion = columns["prompt"], columns["completion"]
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError("the prompt is empty; remove the row or fill it in")
@@ -74,8 +89,9 @@ def _tokenise(
                 "the prompt is text but the completion is not; give both as text, or the prompt as messages"
             )
         ids, start = render_completion(tokenizer, prompt, completion)
-        trained = _with_eos(ids[start:], tokenizer)
-        return ids[:start] + trained, [False] * start + [True] * len(trained), []
+        answer = _with_eos(ids[start:], tokenizer)
+        mask = [trained.inputs] * start + [True] * len(answer)
+        return ids[:start] + answer, [*mask[:-1], with_end], []
     prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; it must end where the completion begins")
@@ -83,28 +99,30 @@ def _tokenise(
         raise ValueError(f"the completion is a {type(completion).__name__}; give text or messages")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     # Assistant turns within the prompt are context and not trained.
-    return _conversation(prompt + clean_messages(answer), len(prompt), columns, tokenizer, system_prompt, kwargs)
+    first = 0 if trained.inputs else len(prompt)
+    return _conversation(prompt + clean_messages(answer), first, columns, tokenizer, system_prompt, kwargs, trained)
 
 
 def _conversation(
     messages: Messages, first_trained: int, columns: Columns, tokenizer: Any, system_prompt: str | None,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any] | None, trained: Trained,
 ) -> tuple[list[int], list[bool], list[str]]:  # fmt: skip
     settings = template_settings(columns, kwargs)
     notes: list[str] = []
     ids, mask = render_conversation(
-        tokenizer, messages, system_prompt, first_trained=first_trained, settings=settings, notes=notes
-    )
+        tokenizer, messages, system_prompt, first_trained=first_trained, settings=settings, notes=notes,
+        trained=trained,
+    )  # fmt: skip
     return ids, mask, notes + unwritten(tokenizer, messages, settings, first_trained=first_trained)
 
 
-def _tokenise_text(text: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _tokenise_text(text: Any, tokenizer: Any, with_end: bool) -> tuple[list[int], list[bool]]:
     if not isinstance(text, str):
         raise ValueError(f"the text is a {type(text).__name__}; put it in quotes")
     if not text.strip():
         raise ValueError("the text is empty; remove the row or fill it in")
     ids = _with_eos(render_prompt(tokenizer, text), tokenizer)
-    return ids, [False] + [True] * (len(ids) - 1)
+    return ids, [False] + [True] * (len(ids) - 2) + [with_end] if len(ids) > 1 else [False]
 
 
 def _with_eos(ids: list[int], tokenizer: Any) -> list[int]:

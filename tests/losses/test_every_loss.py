@@ -28,7 +28,7 @@ from losses.preference import (
 )
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss, orpo_loss
 from losses.reward_model import UNLABELLED, bradley_terry, stepwise_loss
-from losses.sft import sft_loss
+from losses.sft import dft_loss, sft_loss
 from losses.types import LossOut, wide
 
 SMOOTHING = {"exo_pair": 1e-3, "robust": 0.1}
@@ -127,6 +127,7 @@ def cases() -> dict[str, Case]:
     label = torch.where(draw(23, seed=7) < 0, UNLABELLED, (draw(23, seed=8) > 0).long())
     made = {
         "sft": Case(sft_loss, [logp, mask], mask=True),
+        "dft": Case(dft_loss, [logp, mask], mask=True, smooth=False, extremes=(-1e4, 0.0)),  # weighted by sg[p]
         "entropy": Case(partial(entropy_bonus, coef=0.1), [ref.abs(), mask], mask=True),
         "ebft rollout": Case(ebft.rollout_loss, [logp, old, mask], mask=True),
         "ebft target": Case(partial(ebft.target_loss, ce_coef=0.03), [logp, mask], mask=True),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from losses.entropy import entropy_bonus, keep_top_entropy
-from losses.sft import sft_loss
+from losses.sft import dft_loss, sft_loss
 from losses.types import LossOut, Term, merge
 
 
@@ -20,6 +20,17 @@ def test_sft_by_hand():
     assert term.sum.item() == pytest.approx(1.0 + 2.0 + 0.7) and term.count.item() == 3
     term.sum.backward()
     assert logp.grad.tolist() == [-1.0, 0.0, -1.0, -1.0]
+
+
+def test_dft_weighs_each_token_by_its_probability_without_a_gradient_through_it():
+    logp = torch.tensor([-1.0, -0.5, -2.0, -0.7], requires_grad=True)
+    out = dft_loss(logp, torch.tensor([True, False, True, True]))
+    term = out.terms["dft"]
+    weights = [math.exp(-1.0), 0.0, math.exp(-2.0), math.exp(-0.7)]
+    assert term.sum.item() == pytest.approx(weights[0] + 2.0 * weights[2] + 0.7 * weights[3]) and term.count.item() == 3
+    assert out.metrics["loss/nll"][0].item() == pytest.approx(3.7)
+    term.sum.backward()
+    assert logp.grad.tolist() == pytest.approx([-weight for weight in weights])
 
 
 def test_sft_sums_bfloat16_in_float32():

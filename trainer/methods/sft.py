@@ -5,28 +5,35 @@ examples -> pack -> (logps -> loss -> backward)* -> clip and step -> log
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from data.chat import ROLES, Trained
 from data.packing import Batch, Item
 from data.rows.held_out import train_and_held_out
 from data.rows.sft import load_examples
 from data.types import Example
 from kernels.linear_logprob import TokenLogps
-from losses.sft import sft_loss
+from losses.sft import dft_loss, sft_loss
+from losses.types import LossOut
 from trainer.config.blocks import Flat, OptimConfig, check_evaluation
+from trainer.config.checks import refuse_idle
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
 from trainer.offline.loop import Offline, pack_items, read_rows, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps, token_loss
-from trainer.policy.optim import total_loss
+from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
+
+LOSSES = {"nll": sft_loss, "dft": dft_loss}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +44,27 @@ class Config(OfflineConfig):
 
     max_length: int = 1024
     """Tokens per example; what is longer is cut on the right, and counted."""
+    sft_loss: Literal["nll", "dft"] = "nll"
+    (
+        "Loss of a token: nll, its negative log-likelihood; dft, the same weighted by the token's own probability, "
+        "without gradient through the weight (arXiv:2508.05629)."
+    )
+    roles_to_train: tuple[str, ...] = ("assistant",)
+    """Roles whose messages are trained, in conversations."""
+    train_on_inputs: bool = False
+    """Train the messages of all roles, and the prompts of plain text, not only what answers them."""
+    train_on_eos: Literal["turn", "all", "last", "none"] = "turn"
+    """End-of-turn tokens that are trained: those of trained turns, of all turns, of the last trained turn, or none."""
 
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
+        for role in self.roles_to_train:
+            if role not in ROLES:
+                raise ValueError(f"roles_to_train={role}: is unknown; use {', '.join(ROLES)}")
+        if not self.roles_to_train:
+            raise ValueError("roles_to_train: empty, so nothing would be trained; name a role, such as assistant")
+        if self.train_on_inputs:
+            refuse_idle(self, "with train_on_inputs=True, which trains all roles; leave one out", ("roles_to_train",))
         if self.max_length < 2:
             raise ValueError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
 
@@ -54,14 +79,15 @@ def train(cfg: Config) -> None:
         offline.begin(evaluate_now)
         for batch in offline.steps():
             micro_batches = pack(cfg, policy, batch, cfg.run.gradient_accumulation_steps)
-            sums = backward(policy, micro_batches)
+            sums = backward(policy, micro_batches, LOSSES[cfg.sft_loss])
             offline.take_step(sums)
             offline.log_and_save(sums, sum(mb.num_tokens for mb in micro_batches), evaluate_now)
         run.finish(policy)
 
 
 def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Example]:
-    return read_rows(load_examples, cfg, policy, specs, max_length=cfg.max_length)
+    trained = Trained(cfg.roles_to_train, cfg.train_on_eos, cfg.train_on_inputs)
+    return read_rows(load_examples, cfg, policy, specs, max_length=cfg.max_length, trained=trained)
 
 
 def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int) -> list[Batch]:
@@ -69,20 +95,23 @@ def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int
     return pack_items(cfg.run, policy, items, accumulation=accumulation)
 
 
-def backward(policy: Policy, micro_batches: list[Batch]) -> MetricSums:
+def backward(
+    policy: Policy, micro_batches: list[Batch], loss: Callable[[Tensor, Tensor], LossOut] = sft_loss
+) -> MetricSums:
     """Gradients of one optimizer step: the sum over all trained tokens, divided once by their number."""
     num_tokens = all_sum(torch.tensor(float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
     sums = MetricSums()
 
     def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        out = sft_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool))
-        nll = out.terms["nll"]
+        out = loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool))
+        ((name, term),) = out.terms.items()
         metrics = {
-            "loss/total": (nll.sum.detach(), nll.count),
-            "loss/nll": (nll.sum.detach(), nll.count),
-            "policy/entropy": (tokens.entropy.detach().sum(), nll.count),
+            "loss/total": (term.sum.detach(), term.count),
+            **term_metrics(out),
+            **out.metrics,
+            "policy/entropy": (tokens.entropy.detach().sum(), term.count),
         }
-        return total_loss(out, {"nll": num_tokens}), metrics
+        return total_loss(out, {name: num_tokens}), metrics
 
     for mb in micro_batches:
         total, parts = token_loss(policy, mb, loss_of)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config.blocks import DataConfig, OptimConfig, RunConfig, check_evaluation
+from trainer.config.blocks import DataConfig, ModelConfig, OptimConfig, RunConfig, check_evaluation
+from trainer.methods import sft
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,20 @@ def test_evaluations_need_held_out_rows():
         check_evaluation(DataConfig(data=("a",)), RunConfig(evals_per_epoch=4))
     check_evaluation(DataConfig(data=("a",)), RunConfig(evals_per_epoch=0))
     check_evaluation(DataConfig(data=("a",), val_set_size=0.1), RunConfig(evals_per_epoch=4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"roles_to_train": ("human",)}, "roles_to_train=human: is unknown; use system, developer, user, assistant"),
+        ({"roles_to_train": ()}, "roles_to_train: empty, so nothing would be trained; name a role"),
+        (
+            {"roles_to_train": ("user",), "train_on_inputs": True},
+            "roles_to_train=user: has no effect with train_on_inp",
+        ),
+    ],
+)
+def test_roles_of_sft(settings, message):
+    with pytest.raises(ValueError) as error:
+        sft.Config(model=ModelConfig(model="builtin:tiny"), data=DataConfig(data=("a",)), **settings)
+    assert str(error.value).startswith(message)

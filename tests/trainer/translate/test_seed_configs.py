@@ -46,11 +46,11 @@ prompt_transform, correctness_reward = oai_gsm8k_transform, accuracy_reward
 """
 
 
-def is_key(name: str) -> bool:
-    """By its name, or inside a block that may hold anything, unless it is a key outside too."""
-    if name in TABLE or any(key.startswith(f"{name}.") for key in TABLE):
-        return True
-    return "." in name and find(name, TABLE) is not None and not is_key(name.rpartition(".")[2])
+def depth(inside: list[str], key: str) -> int:
+    """In how many of the blocks a key is: where it is known by its name, else where anything may be."""
+    levels = [(number, ".".join([*inside[:number], key])) for number in range(len(inside), -1, -1)]
+    named = [n for n, name in levels if name in TABLE or any(other.startswith(f"{name}.") for other in TABLE)]
+    return named[0] if named else next((n for n, name in levels if find(name, TABLE) is not None), 0)
 
 
 def indented(lines: list[str]) -> str:
@@ -67,8 +67,7 @@ def indented(lines: list[str]) -> str:
             if item_of_block and not inside[-1].endswith("[]"):
                 inside[-1] += "[]"
         else:
-            while inside and not is_key(".".join([*inside, key])):
-                inside.pop()
+            del inside[depth(inside, key) :]
             found.append("  " * len(inside) + text)
         if text.split("#")[0].strip().endswith(":") and not line.startswith("#"):
             inside.append(key)

@@ -42,6 +42,7 @@ OPTIMIZERS = {
     "muon": "muon",
 }  # fmt: skip
 ATTENTION = {"sdpa": "sdpa", "eager": "eager"}  # any other kernel: auto
+ROLE_NAMES = {"gpt": "assistant", "human": "user"}  # names that axolotl maps by itself
 LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1", "::")
 REWARDS = {
     "axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify": VERIFY,
@@ -222,7 +223,10 @@ class _Axolotl:
         if self.method == "sft":
             for key in ("roles_to_train", "train_on_eos"):
                 everywhere = self.take(key)
-                self.set(key, shared.get(key) if everywhere is None else everywhere)
+                shared[key] = shared.get(key) if everywhere is None else everywhere
+            roles = shared["roles_to_train"]
+            self.set("roles_to_train", roles and [ROLE_NAMES.get(role, role) for role in roles])
+            self.set("train_on_eos", shared["train_on_eos"])
             if self.take("train_on_inputs"):
                 self.set("train_on_inputs", True)
             if self.take("use_dft_loss"):

@@ -214,13 +214,13 @@ RUN: dict[str, Key] = {
             "eval_max_new_tokens debug", idle(LOGS)),
     **_each("save_safetensors save_only_model save_first_step strict plugins", idle(INSIDE)),
     **_each("eval_batch_size auto_find_batch_size", idle(SPEED)),
-    "hub_model_id": idle("upload with python -m trainer.push"),
-    **_each("hub_strategy hub_revision", idle("upload with python -m trainer.push")),
+    "hub_model_id": idle("trainer.push uploads a run"),
+    **_each("hub_strategy hub_revision", idle("trainer.push uploads a run")),
     "early_stopping_patience": refused("a run has the length you give it; remove it, and choose a checkpoint later"),
     **_each("load_best_model_at_end metric_for_best_model greater_is_better",
             refused("the final model is the last one; remove it, and choose a checkpoint by its evaluation")),
     **_each("do_bench_eval bench_dataset bench_split do_causal_lm_eval eval_causal_lm_metrics",
-            refused("evaluate the finished run with python -m trainer.evaluate; remove it")),
+            refused("trainer.evaluate looks at a finished run; remove it")),
     **_each("optim_args optim_target_modules lr_groups lr_groups[].* embedding_lr embedding_lr_scale loraplus_lr_ratio "
             "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor adam_beta3 adam_epsilon2 "
             "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps dion_lr dion_momentum "
@@ -267,7 +267,7 @@ PARALLEL: dict[str, Key] = {
     **_each("expert_parallel_size", to("1; more is refused")),
     "deepspeed": refused(
         "DeepSpeed is not built here; remove it, and start with torchrun: --parallel.mode fsdp does what ZeRO-3 does, "
-        "with --parallel.no-reshard-after-forward what ZeRO-2 and ZeRO-1 do"
+        "with --parallel.reshard-after-forward false what ZeRO-2 and ZeRO-1 do"
     ),
     **_each("ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters dp_replicate_size "
             "device device_map device_map.* max_memory.* gpu_memory_limit world_size local_rank fsdp_version "

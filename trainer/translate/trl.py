@@ -20,7 +20,7 @@ SPEED = "speed or memory only, we choose"
 LOGS = "logging that is not here"
 PROCESSES = "processes and devices, set by torchrun"
 ROWS = "preparation and caching of rows"
-HUB = "upload with python -m trainer.push"
+HUB = "trainer.push uploads a run"
 FULL = "training samples from the full distribution, which the loss assumes"
 
 METHODS = {"grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "kto": "kto", "sft": "sft", "reward": "rm"}  # kind -> method

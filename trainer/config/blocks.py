@@ -164,6 +164,16 @@ class ModelConfig:
     )
     eot_tokens: tuple[str, ...] = ()
     """Further tokens that end a turn, besides eos and the chat template's own, in data and in sampling."""
+    neftune_noise_alpha: float | None = None
+    (
+        "NEFTune (arXiv:2310.05914): add uniform noise of this size / sqrt(tokens * width) to the embeddings of every "
+        "training sequence. 5 is usual. Methods on fixed rows only. None: none."
+    )
+    router_aux_loss_coef: float | None = None
+    (
+        "Models with experts: weight of the load-balancing loss, over all tokens of a step. Steps of several "
+        "micro-batches take one more forward pass. Methods on fixed rows only. None: none."
+    )
     trust_remote_code: bool = False
     """Allow running the Python code that comes with the model on the hub."""
     merge_lora: bool = False
@@ -173,6 +183,7 @@ class ModelConfig:
     """Compile the model's blocks with torch.compile. Half a minute at the start, then faster steps on a GPU."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, {"above 0 and finite": "neftune_noise_alpha router_aux_loss_coef"})
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("trained_dtype=bfloat16: is less precise than dtype=float32; leave one of them out")
         if self.load_in_4bit:
@@ -180,6 +191,12 @@ class ModelConfig:
                 "load_in_4bit=True: not supported, a 4-bit base would not match the sampling engine; use --lora.r 16 "
                 "on a bfloat16 base"
             )
+
+
+def refuse_offline_only(model: ModelConfig) -> None:
+    """Every Config of a method that samples calls this."""
+    why, names = "on methods that sample; it is for methods on fixed rows", ("neftune_noise_alpha",)
+    refuse_idle(model, why, (*names, "router_aux_loss_coef"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,8 +298,11 @@ class OptimConfig:
     """AdamW: decay rate of the second moment."""
     adam_epsilon: float = 1e-8
     """AdamW: added to the square root of the second moment."""
-    optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Optimizer. adamw_8bit keeps the two moments in 8 bits, a quarter of the memory (needs torchao)."""
+    optim: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    (
+        "Optimizer. adamw_8bit keeps the two moments in 8 bits, a quarter of the memory (needs torchao). muon: torch's "
+        "Muon for the matrices of the blocks, scaled to take AdamW's learning rate, and AdamW for all else."
+    )
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm. 0: no clipping."""
     nan_policy: Literal["stop", "skip"] = "stop"

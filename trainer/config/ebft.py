@@ -10,7 +10,7 @@ from typing import Literal
 from data.format_options import FormatOptions
 from data.strided import StridedPlan
 from losses.ebft import layer_indices
-from trainer.config.blocks import DataConfig, Flat, check_evaluation
+from trainer.config.blocks import DataConfig, Flat, check_evaluation, refuse_offline_only
 from trainer.config.checks import check_numbers, refuse_idle
 from trainer.config.groups import AdvantageConfig, GroupConfig
 
@@ -155,6 +155,7 @@ class EbftConfig(GroupConfig):
                 refuse_idle(getattr(self, name), why, prefix=prefix)
             refuse_idle(self, why, STRUCTURED_FIELDS)
             refuse_idle(self.run, why, ("packing",))
+            refuse_offline_only(self.model)
             self.features.check_rollouts("n_samples_per_prompt", self.strided.n_samples_per_prompt)
         else:
             refuse_idle(self.strided, "in mode=structured; leave it out")

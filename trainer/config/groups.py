@@ -28,6 +28,7 @@ from trainer.config.blocks import (
     RolloutConfig,
     RunConfig,
     check_engine,
+    refuse_offline_only,
 )
 from trainer.config.checks import check_numbers, refuse_idle
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_policy_options
@@ -256,6 +257,7 @@ class GroupConfig:
     def check_groups(self, *, kl_in_reward: bool = False) -> None:
         """What the blocks cannot see alone, for a Config that samples with the engine."""
         self.check_temperature()
+        refuse_offline_only(self.model)
         check_numbers(self, {"1 or more": "max_completion_length num_iterations"})
         check_engine(self.rollout, self.vllm, self.sync, servers_asked(self))
         check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)

@@ -76,6 +76,8 @@ GLOSSARY: dict[str, str] = {
     "loss/total": "What is minimised: the weighted sum of the loss terms, each averaged over the whole step.",
     "loss/policy": "Policy loss of loss_type, by default -min(ratio * A, clip(ratio) * A); averaged as loss_type says.",
     "loss/kl": "KL term before its weight beta, by default k3 times ratio; averaged as loss_type says.",
+    "loss/router_aux": "Load-balancing loss of the experts before its weight; the number chosen if balanced.",
+    "loss/dft": "Negative log-likelihood weighted by the token's own probability; mean over trained tokens.",
     "loss/nll": "Negative log-likelihood, -logp of the target in nats; mean over trained tokens.",
     "loss/*": "Loss term of this name before its weight; mean over its unit (pairs, rows or tokens).",
     "optim/grad_norm": "Global L2 norm of the gradient before clipping.",

@@ -21,8 +21,10 @@ from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import RunConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, rank, share
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, causal_lm
+from trainer.policy.noise import add_noise
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
+from trainer.policy.router import RouterLoss
 from trainer.policy.sharding import to_device_and_pad
 from trainer.run.run import Run
 
@@ -76,7 +78,10 @@ def pack_items(
         together=together,
         multiple=policy.row_multiple,
     )
-    return to_device_and_pad(policy, batches)
+    batches = to_device_and_pad(policy, batches)
+    if policy.router is not None:
+        policy.router.begin(batches)
+    return batches
 
 
 class Offline:
@@ -93,6 +98,10 @@ class Offline:
         size: Callable[[Any], int] = num_tokens,  # cost of a row, to balance ranks
     ) -> None:
         self.run, self.cfg, self.policy, self.size = run, cfg, policy, size
+        if cfg.model.neftune_noise_alpha is not None:
+            add_noise(causal_lm(policy.model), cfg.model.neftune_noise_alpha)
+        if cfg.model.router_aux_loss_coef is not None:
+            policy.router = RouterLoss(policy, cfg.model.router_aux_loss_coef)
         self.loader: Loader[Any] = Loader(rows, batch_size=cfg.run.sequences_per_step, seed=cfg.run.seed)
         num_rows, per_step = self.loader.rows_per_epoch, cfg.run.sequences_per_step
         self.total_steps = cfg.run.total_steps(num_rows, per_step)
@@ -150,6 +159,7 @@ class Offline:
         metrics = {
             **(more or {}),
             **sums.means(),
+            **(self.policy.router.end() if self.policy.router is not None else {}),
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.loader.epoch,

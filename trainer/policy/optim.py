@@ -9,7 +9,7 @@ skipped step changes neither weights nor moments; the schedule advances, and its
 
 With --trained-dtype bfloat16 weights and moments are bfloat16 (kernels/adamw.py); with --optim adamw_8bit moments are
 8 bit (torchao). Checkpoints hold 8-bit moments as float32, so that any number of ranks can read them, and, if they are
-not sharded, the scales of their blocks, which restore the same codes.
+not sharded, the scales of their blocks, which restore the same codes. --optim muon is two optimizers in one.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
+    if cfg.optim == "muon":
+        return _with_schedule(muon_and_adamw(model, groups, cfg), cfg, total_steps)
     if cfg.optim == "adamw_8bit" or any(p.dtype == torch.bfloat16 for p in trained):
         optimizer = small_adamw(groups, cfg)
     else:
@@ -53,6 +55,10 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
         fused = all(p.device.type == "cuda" for p in trained)
         betas = (cfg.adam_beta1, cfg.adam_beta2)
         optimizer = AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=fused)
+    return _with_schedule(optimizer, cfg, total_steps)
+
+
+def _with_schedule(optimizer: Optimizer, cfg: OptimConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
     return optimizer, LambdaLR(optimizer, lr_factor(cfg, total_steps))
 
 
@@ -181,6 +187,49 @@ class BadSteps:
     def end(self) -> None:
         """A step was finite."""
         self.counters.skipped_in_a_row = 0
+
+
+# Muon for matrices -----------------------------------------------------------------------------------------------
+
+
+def muon_and_adamw(model: nn.Module, groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
+    """torch's Muon for the matrices of the blocks, AdamW for embeddings, heads, norms, biases and stacked experts."""
+    trained = [p for group in groups for p in group["params"]]
+    if hasattr(model, "peft_config"):
+        raise ValueError("optim=muon: is for full matrices, not for the factors of LoRA; use adamw, or --lora.r 0")
+    if any(is_dtensor(p) for p in trained):
+        raise ValueError("optim=muon: does not work on shards; use --parallel.mode replicate, or --optim adamw")
+    if any(p.dtype == torch.bfloat16 for p in trained):
+        raise ValueError("optim=muon: needs float32 weights; leave --trained-dtype bfloat16 out, or use --optim adamw")
+    ends = [child for child in model.children() if isinstance(child, nn.Linear)]  # heads
+    ends += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    apart = {id(p) for module in ends for p in module.parameters()}
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in apart]
+    chosen = {id(p) for p in matrices}
+    others = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
+    return MuonAndAdamW(matrices, [group for group in others if group["params"]], cfg)
+
+
+class MuonAndAdamW(Optimizer):
+    """Both as one optimizer, with shared parameter groups and state: for the schedule, and for checkpoints."""
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[dict[str, Any]], cfg: OptimConfig) -> None:
+        rate, betas = cfg.learning_rate, (cfg.adam_beta1, cfg.adam_beta2)
+        fused = all(p.device.type == "cuda" for group in others for p in group["params"])
+        self.parts: list[Optimizer] = []
+        if matrices:
+            options = {"weight_decay": cfg.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+            self.parts.append(torch.optim.Muon(matrices, lr=rate, **options))
+        if others:
+            self.parts.append(AdamW(others, lr=rate, betas=betas, eps=cfg.adam_epsilon, fused=fused))
+        super().__init__([group for part in self.parts for group in part.param_groups], {"lr": rate, "fused": fused})
+        for part in self.parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for part in self.parts:
+            part.step()
 
 
 # weights in bfloat16, moments in 8 bit ---------------------------------------------------------------------------

@@ -227,3 +227,49 @@ def test_norm_of_bfloat16_gradients_is_not_rounded():
     assert float(torch.tensor(norm).bfloat16()) != pytest.approx(norm, rel=1e-4)  # as torch gives it
     assert clip_gradients(model.parameters(), 1.0) == pytest.approx(norm, rel=1e-6)
     assert clip_gradients(model.parameters(), 1.0) == pytest.approx(1.0, rel=1e-2)
+
+
+def lm_like() -> nn.Module:
+    """An embedding, blocks and a head, as language models have."""
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {"body": nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6, bias=False)),
+         "head": nn.Linear(6, 7, bias=False)}
+    )  # fmt: skip
+
+
+def test_muon_steps_matrices_and_adamw_the_rest():
+    """Against the two optimizers of torch, on their own parameters, over three steps of a schedule."""
+    cfg = OptimConfig(optim="muon", learning_rate=0.02, weight_decay=0.1, lr_scheduler_type="linear", adam_beta2=0.9)
+    ours, theirs = lm_like(), lm_like()
+    optimizer, schedule = build_optimizer(ours, cfg, 4)
+    own = [theirs["body"][1].weight, theirs["body"][3].weight]
+    decayed = [theirs["body"][0].weight, theirs["head"].weight]
+    plain = [theirs["body"][1].bias, *theirs["body"][2].parameters()]
+    muon = torch.optim.Muon(own, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.9))
+    for step in range(3):
+        torch.manual_seed(step)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group["lr"] = 0.02 * (1 - step / 4)
+        clip_and_step(ours, optimizer, schedule, 0.0, "step")
+        muon.step()
+        adamw.step()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    slots = {name: sorted(optimizer.state[p]) for name, p in ours.named_parameters()}
+    assert slots["body.1.weight"] == ["momentum_buffer"] and "exp_avg" in slots["head.weight"]
+
+
+def test_muon_refuses_what_it_cannot_step():
+    model = lm_like().bfloat16()
+    with pytest.raises(ValueError, match="optim=muon: needs float32 weights; leave --trained-dtype bfloat16 out"):
+        build_optimizer(model, OptimConfig(optim="muon"), 4)
+    model = lm_like()
+    model.peft_config = {}
+    with pytest.raises(ValueError, match="optim=muon: is for full matrices, not for the factors of LoRA; use adamw"):
+        build_optimizer(model, OptimConfig(optim="muon"), 4)

@@ -1,0 +1,75 @@
+"""NEFTune's noise: its size in packed rows, where there is none, and that a resumed run draws the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from data.packing import Item, make_batches
+from tests.entry import metrics, repeatable
+from trainer.__main__ import main
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.policy.load import load_policy
+from trainer.policy.logps import causal_lm, token_logps
+from trainer.policy.noise import add_noise, sequence_lengths
+
+CPU = torch.device("cpu")
+
+
+def test_lengths_of_packed_and_padded_sequences():
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])  # the last two of row 0 are padding
+    assert sequence_lengths(positions).tolist() == [[3, 3, 3, 2, 2, 1, 1], [7] * 7]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_noise_is_uniform_within_alpha_over_the_root_of_the_sequence(packing):
+    policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
+    lm, alpha, lengths = causal_lm(policy.model), 5.0, (40, 9, 160)
+    seen = {}
+    embedding = lm.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, out: seen.update(plain=out.detach()))
+    add_noise(lm, alpha)
+    embedding.register_forward_hook(lambda module, args, out: seen.update(noisy=out.detach()))
+    items = [Item(ids=list(range(3, 3 + n)), mask=[False] + [True] * (n - 1)) for n in lengths]
+    for batch in make_batches(items, max_tokens=1024, packing=packing):
+        token_logps(policy, batch)
+        noise = seen["noisy"] - seen["plain"]  # (R, T, D)
+        own = sequence_lengths(batch.position_ids)
+        for length in lengths:
+            found = noise[own == length]
+            assert len(found) == length
+            bound = alpha / math.sqrt(length * noise.shape[-1])
+            assert found.abs().max() <= bound + 1e-6 and found.abs().max() > 0.9 * bound
+            assert found.mean().abs() < 0.1 * bound and found.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+        with torch.no_grad():
+            token_logps(policy, batch)
+        assert torch.equal(seen["noisy"], seen["plain"]), "a pass without gradient"
+        policy.model.eval()
+        token_logps(policy, batch)
+        assert torch.equal(seen["noisy"], seen["plain"]), "an evaluation"
+        policy.model.train()
+
+
+ARGV = ["--method", "sft", "--model", "builtin:tiny", "--data", "task:addition:split=sft,size=16", "--save-steps", "2",
+        "--per-device-train-batch-size", "4", "--learning-rate", "1e-3", "--lr-scheduler-type", "constant"]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [["--neftune-noise-alpha", "5"], ["--optim", "muon", "--weight-decay", "0.1"]])
+def test_a_resumed_run_goes_on_as_if_unbroken(extra, tmp_path, capfd):
+    rows = {}
+    for name, steps in (("plain", 4), ("whole", 4), ("half", 2)):
+        more = extra if name != "plain" else []
+        assert main([*ARGV, *more, "--max-steps", str(steps), "--output-dir", str(tmp_path / name)]) == 0
+    assert main(["--resume", str(tmp_path / "half"), "--max-steps", "4"]) == 0
+    for name in ("plain", "whole", "half"):
+        rows[name] = repeatable(metrics(tmp_path / name))
+    assert rows["whole"] == rows["half"]
+    assert rows["whole"][-1]["loss/nll"] != rows["plain"][-1]["loss/nll"]
+
+
+@pytest.mark.parametrize("argv", [["grpo"], ["ebft"], ["ebft", "--mode", "strided"]])
+def test_methods_that_sample_refuse_noise(argv, tmp_path, capsys):
+    assert main(["--method", *argv, "--neftune-noise-alpha", "5", "--output-dir", str(tmp_path / "run")]) == 2
+    assert "neftune_noise_alpha=5.0: has no effect on methods that sample" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""The load-balancing loss of models with experts, normalised over the whole optimizer step.
+
+    policy.router = RouterLoss(policy, coef)      # hooks on the model's body
+    policy.router.begin(micro_batches)            # once a step: where tokens go
+    ...forward and backward as without it...
+    metrics = policy.router.end()
+
+    loss = coef * E * sum_e f_e P_e               # E experts
+
+f_e is how often tokens chose expert e, and P_e the sum of its probabilities, over all layers and tokens of the step on
+all ranks, both divided by tokens times layers (Fedus et al. 2021, arXiv:2101.03961, as transformers defines it). P_e is
+a sum over micro-batches; f_e, which has no gradient, is counted in a pass of its own before them, so the gradient does
+not depend on how rows are put into micro-batches. A step of one micro-batch needs no such pass.
+
+The gradient enters at the last hidden states, which every loss reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.packing import Batch
+from trainer.parallel.comm import all_count, all_sum, context_size, world_size
+from trainer.policy.logps import Policy, causal_lm, hidden_states
+
+
+class RouterLoss:
+    def __init__(self, policy: Policy, coef: float) -> None:
+        self.policy, self.coef, self.lm = policy, coef, causal_lm(policy.model)
+        config = self.lm.config.get_text_config()
+        if not hasattr(config, "router_aux_loss_coef"):
+            raise ValueError(
+                f"router_aux_loss_coef={coef:g}: {type(self.lm).__name__} has no experts with a load-balancing loss; "
+                "leave it out"
+            )
+        if context_size() > 1:
+            raise ValueError(f"router_aux_loss_coef={coef:g}: not with parallel.context={context_size()}; leave it out")
+        self.top_k = config.num_experts_per_tok
+        self.counting = False
+        self._reset()
+        self.lm.base_model.register_forward_pre_hook(self._ask, with_kwargs=True)
+        self.lm.base_model.register_forward_hook(self._add, with_kwargs=True)
+
+    def _reset(self) -> None:
+        self.masks: dict[int, Tensor] = {}  # by address of a micro-batch's ids: (R * T,) bool, whether it is a token
+        self.chosen: Tensor | None = None  # (E,) f_e times tokens and layers
+        self.probability: Tensor | None = None  # (E,) P_e times tokens and layers, of this rank
+        self.total = 0.0  # tokens of the step times layers
+
+    @torch.no_grad()
+    def begin(self, micro_batches: Sequence[Batch]) -> None:
+        """Count where the tokens of this step go; further calls before end() have no effect."""
+        if self.masks or not self.policy.model.training:
+            return
+        self.masks = {mb.input_ids.data_ptr(): is_token(mb) for mb in micro_batches}
+        self.num_tokens = all_count(sum(mb.num_computed for mb in micro_batches), "tokens of the router")
+        if len(micro_batches) == 1 and world_size() == 1:
+            return  # counted in the pass itself
+        self.counting = True
+        for mb in micro_batches:
+            hidden_states(self.policy, self.lm, mb)
+        self.counting = False
+        self.chosen = all_sum(self.chosen, "choices of the router")
+
+    def end(self) -> dict[str, float]:
+        """The loss of the step, and the same without its coefficient; forgets the step."""
+        if self.probability is None or self.chosen is None:
+            self._reset()
+            return {}
+        probability = all_sum(self.probability, "probabilities of the router")
+        value = len(probability) * float((self.chosen.double() * probability.double()).sum()) / self.total**2
+        self._reset()
+        return {"loss/router_aux": value}
+
+    def _is_trained(self) -> bool:
+        return bool(self.masks) and self.policy.model.training and torch.is_grad_enabled()
+
+    def _ask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if not (self.counting or self._is_trained()):
+            return None
+        return args, {**kwargs, "output_router_logits": True}
+
+    def _add(self, module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        if not (self.counting or self._is_trained()) or kwargs["input_ids"].data_ptr() not in self.masks:
+            return None
+        keep = self.masks[kwargs["input_ids"].data_ptr()]
+        logits = [layer.flatten(0, -2).float() for layer in out.router_logits]  # (R * T, E) each
+        layers = [layer.softmax(dim=-1)[keep] for layer in logits]  # (tokens, E) each
+        self.total = float(self.num_tokens * len(layers))
+        if self.counting or self.chosen is None:
+            chosen = torch.stack([choices(p, self.top_k) for p in layers]).sum(dim=0)
+            self.chosen = chosen if self.chosen is None else self.chosen + chosen
+        if self.counting:
+            return None
+        probability = torch.stack([p.sum(dim=0) for p in layers]).sum(dim=0)  # (E,)
+        held = probability.detach()
+        self.probability = held if self.probability is None else self.probability + held
+        # Divided one after the other: the square of all tokens is large.
+        loss = self.coef * len(probability) * (self.chosen / self.total * probability / self.total).sum()
+        out.last_hidden_state = WithGradientOf.apply(out.last_hidden_state, loss)
+        return out
+
+
+def is_token(batch: Batch) -> Tensor:  # (R * T,) bool
+    """Whether a place holds a token, and no padding."""
+    rows, length = batch.input_ids.shape
+    used = [batch.num_computed] if rows == 1 else batch.lengths
+    at = torch.arange(length, device=batch.input_ids.device)
+    return (at < torch.tensor(used, device=at.device)[:, None]).flatten()
+
+
+def choices(probability: Tensor, top_k: int) -> Tensor:  # (tokens, E) -> (E,)
+    chosen = probability.topk(top_k, dim=-1).indices.flatten()
+    return torch.bincount(chosen, minlength=probability.shape[-1]).float()
+
+
+class WithGradientOf(torch.autograd.Function):
+    """The first argument, whose backward pass also runs that of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.ones_like(loss)

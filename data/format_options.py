@@ -1,4 +1,4 @@
-"""Options that describe the user's rows to user_defined and chat_template.*: column names and format strings.
+"""Options that describe the user's rows to user_defined, completion and chat_template.*: columns and format strings.
 
 Column names may be nested: a.b is key b of the object in column a. Every --data entry can set its own options.
 """
@@ -36,6 +36,8 @@ class FormatOptions:
     """Format of the dispreferred response (user_defined)."""
     completion_format: str = "{completion}"
     """Format of the response of an unpaired row (user_defined)."""
+    field_text: str = "text"
+    """Column of plain text (completion)."""
     field_messages: str = "messages"
     """Column of the conversation; in pairs, of the turns before the responses (chat_template, sharegpt)."""
     role_key: str = "role"

@@ -225,7 +225,7 @@ def kind_of(cfg: ShowConfig) -> Kind:
     labelled = options.field_label in columns and (options.field_completion in columns or not pair)
     if labelled and (name in PAIR_FORMATS or name == "auto"):
         return "unpaired"
-    if name in ("chat_template", "sharegpt"):  # for pairs and for examples
+    if name in ("chat_template", "sharegpt", "user_defined"):  # for pairs and for examples
         return "pairs" if pair else "sft"
     if name != "auto":
         kinds = {"stepwise": STEP_FORMATS, "pairs": PAIR_FORMATS, "sft": SFT_FORMATS, "truths": EBFT_FORMATS,

@@ -108,6 +108,14 @@ def parse_spec(text: str) -> DataSpec:
     return DataSpec(path=path, options=options, format_options=of_format, **values)
 
 
+def spec_entry(text: str) -> str | dict[str, Any]:
+    """The same --data value as a YAML file may write it: a path, or a mapping with its options."""
+    spec = parse_spec(text)
+    named = {key: getattr(spec, key) for key in KEYS if getattr(spec, key) not in (None, 1.0)}
+    options = {**named, **spec.options, **spec.format_options}
+    return {"path": spec.path, **options} if options else spec.path
+
+
 def load_rows(spec: DataSpec) -> list[Row]:
     """All rows of the spec's split, in order."""
     if spec.path.startswith(TASKS):

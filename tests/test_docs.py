@@ -47,7 +47,8 @@ TORCHRUN = {"--nproc-per-node", "--max-restarts", "--nnodes", "--shutdown-timeou
     f"--rdzv-{name}" for name in ("id", "backend", "endpoint")
 }
 # Flags of other programs: vLLM (for --vllm.extra-args), tests.structure, tests.record, bench.table, pip, torchrun.
-OTHERS = {"--enable-auto-tool-choice", "--tool-call-parser", "--step", "--against", "--write", "--check"} | TORCHRUN
+OTHERS = {"--dry-run", "--kind", "--yaml", "--enable-auto-tool-choice", "--tool-call-parser", "--step", "--against",
+          "--write", "--check"} | TORCHRUN  # fmt: skip
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = re.compile(r"^```json (.+)\n((?:.+\n)+?)```$", re.MULTILINE)
 
@@ -159,7 +160,7 @@ def check_command(module: str, words: list[str]) -> None:
     if module == "trainer" and words[:1] == ["--method"] and len(words) == 2:
         assert words[1] in {*method_names(), "raft"}, words  # tests/test_smoke.py runs them
     elif module == "trainer" and words and "--resume" not in words:
-        words = [word for word in words if word not in ("--help", "--help-all")]
+        words = [word for word in words if word not in ("--help", "--help-all", "--dry-run")]
         _, cfg, name = parse(words)
         assert cfg.run.method == name
     elif module in parsers and words and words != ["--check"]:

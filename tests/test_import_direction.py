@@ -31,7 +31,7 @@ OURS = {*ALLOWED, "tests"}
 ORDER = {
     "data": "ground command formats rows entries",
     "rollout": "ground schedule servers sync engines episodes rewards gyms entries",
-    "trainer": "recipes parallel files config metrics policy run rl offline ebft methods entries",
+    "trainer": "recipes parallel files config translate metrics policy run rl offline ebft methods entries",
 }
 
 # Everything else a folder may import besides the standard library; no entry: anything.

@@ -2,11 +2,12 @@
 
     python -m trainer --method grpo --learning-rate 3e-6
     python -m trainer --config runs/dev/config.yaml --max-steps 10
+    python -m trainer --config axolotl.yml --dry-run        # an axolotl config, translated, and printed as ours
     python -m trainer --resume
 
 Later wins: dataclass default (learning_rate: the method's for full weights or for LoRA) < tiny recipe (only if nothing
 names a model) < saved config of the run being resumed < --config < flag. The method is read first, because it decides
-which flags exist.
+which flags exist. --dry-run prints what the file and the flags set, as YAML for --config, and ends.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from data.command.config_file import load_config
+from data.command.config_file import PER_CALL, load_config, to_yaml
 from data.command.flags import (
     CONFIG,
     HELP,
+    REPEATABLE,
     Flag,
     Values,
     build,
+    config_to_tree,
     flag_table,
     looks_like_flag,
     print_help,
@@ -35,12 +38,18 @@ from data.command.flags import (
     read_tree,
 )
 from data.hints import method_hint
+from data.sources import spec_entry
 from data.user_code import import_beside, is_missing
 from strop_names import NAMES, module_file
 from trainer.config.blocks import RunConfig
 from trainer.config.learning_rates import rates_of
 from trainer.parallel.ranks import world_size
+from trainer.translate.axolotl import is_axolotl, translate
 
+DRY_RUN = "--dry-run"
+# Two settings of one thing: either takes the place of both in a layer below.
+INSTEAD = (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch"), ("warmup_steps", "warmup_ratio"),
+           ("eval_data", "val_set_size"))  # fmt: skip
 METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that exclude another one, which a recipe may set.
@@ -66,8 +75,9 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     _check_first_word(argv)
     if _started_again() and _peek(argv, "resume") is None and _has_run_to_resume(argv):
         argv = [*argv, "--resume=latest"]
+    is_dry_run, argv = DRY_RUN in argv, [word for word in argv if word != DRY_RUN]
     config_file = _peek(argv, "config")
-    file_tree = _as_now(load_config(Path(config_file))) if config_file else {}
+    file_tree = _file_tree(argv, tell=True)
     wants_help = any(word in HELP for word in argv)
     name = _peek(argv, "method") or file_tree.get("method")
     resume = None if wants_help else _resume_point(argv, file_tree, name)
@@ -92,8 +102,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     values: Values = {}
     if resume is not None:
         values |= read_tree(resume.saved, table, str(resume.run_dir / "config.yaml"))
-    values |= read_tree(file_tree, table, str(config_file))
-    values |= read_argv(argv, table | CONFIG)
+    values = _over(values, read_tree(file_tree, table, str(config_file)))
+    values = _over(values, read_argv(argv, table | CONFIG))
     values.pop("config", None)
     if "model" not in values:
         values = _recipe_values(module, str(name), table, values) | values
@@ -103,6 +113,9 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
             raise ValueError("--overwrite-output-dir: would delete the run to resume; leave out one of the two")
         values |= read_tree({"output_dir": str(resume.run_dir), "resume": resume.checkpoint}, table, "--resume")
     cfg = build(module.Config, values, table, prog)
+    if is_dry_run:
+        print(_as_yaml(cfg, values), end="")
+        raise SystemExit(0)
     return module, cfg if "learning_rate" in values else _with_learning_rate(cfg), str(name)
 
 
@@ -182,6 +195,43 @@ def show_help(config: type, table: dict[str, Flag], prog: str, *, show_all: bool
 # layers ----------------------------------------------------------------------------------------------------------
 
 
+def _file_tree(argv: Sequence[str], *, tell: bool = False) -> dict[str, Any]:
+    """The settings of --config in our terms; `tell`: of another library's file, say what has no effect here."""
+    config_file = _peek(argv, "config")
+    tree = load_config(Path(config_file)) if config_file else {}
+    if not is_axolotl(tree):
+        return _as_now(tree)
+    try:
+        made = translate(tree, method=_peek(argv, "method"), engine=_peek(argv, "rollout.engine"))
+    except ValueError as error:
+        raise ValueError(f"{config_file}: {error}") from None
+    for variable, value in made.environment.items():
+        os.environ.setdefault(variable, value)
+    if tell and os.environ.get("RANK", "0") == "0":
+        print(f"{config_file}: an axolotl config, translated; --dry-run prints the result", file=sys.stderr)
+        for line in made.remarks():
+            print(f"{config_file}: {line}", file=sys.stderr)
+    return made.tree
+
+
+def _over(values: Values, later: Values) -> Values:
+    """Both layers, of which the later wins."""
+    replaced = {other for pair in INSTEAD for one, other in (pair, pair[::-1]) if one in later and other not in later}
+    return {key: given for key, given in values.items() if key not in replaced} | later
+
+
+def _as_yaml(cfg: Any, values: Values) -> str:
+    """What was set, not the defaults, as --config reads it."""
+    tree, chosen = config_to_tree(cfg), {}
+    for key in values:
+        block, dot, name = key.rpartition(".")
+        if key not in PER_CALL and dot:
+            chosen.setdefault(block, {})[name] = tree[block][name]
+        elif key not in PER_CALL:
+            chosen[key] = [spec_entry(spec) for spec in tree[key]] if key in REPEATABLE else tree[key]
+    return to_yaml(chosen)
+
+
 def _recipe_values(module: ModuleType, name: str, table: dict[str, Any], given: Values) -> Values:
     """The recipe of the tiny model: in trainer/recipes/, or beside the user's module; a mode may have its own."""
     stem = name.rpartition(".")[2]
@@ -226,8 +276,7 @@ def _started_again() -> bool:
 
 def _has_run_to_resume(argv: Sequence[str]) -> bool:
     """Whether a run was started before the restart; if not, the command starts from the beginning."""
-    config_file = _peek(argv, "config")
-    tree = load_config(Path(config_file)) if config_file else {}
+    tree = _file_tree(argv)
     output_dir, method = (_peek(argv, key) or tree.get(key) for key in ("output_dir", "method"))
     try:
         _latest_run(str(output_dir or RunConfig.output_dir), method)

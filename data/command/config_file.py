@@ -47,9 +47,13 @@ def save_config(path: Path, tree: dict[str, Any]) -> None:
     """Write a config that --config PATH can run again; atomic, as a killed run must stay resumable."""
     kept = {key: value for key, value in tree.items() if key not in PER_CALL}
     scratch = path.with_name(f".tmp-{path.name}")
-    readable = r"\x85" not in repr(kept)  # PyYAML writes that line break unescaped, and reads it back as a space
     with scratch.open("w", encoding="utf-8") as file:
-        yaml.safe_dump(kept, file, sort_keys=False, allow_unicode=readable, width=100)
+        file.write(to_yaml(kept))
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
+
+
+def to_yaml(tree: dict[str, Any]) -> str:
+    readable = r"\x85" not in repr(tree)  # PyYAML writes that line break unescaped, and reads it back as a space
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=readable, width=100)

@@ -1,7 +1,7 @@
 """The ebft_* formats: a conversation, or a question with its answer, as a prompt with its target.
 
     EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" if the conversation goes on (targets.py)
-    EBFT_STRIDED_FORMATS    what data/rows/sft.py reads: {"prompt", "completion"} or {"messages"} (documents.py)
+    EBFT_STRIDED_FORMATS    what data/rows/sft.py reads: {"prompt", "completion"}, {"messages"}, {"text"} (documents.py)
 
 A target stays a message, so that keys such as tool_calls and reasoning_content reach the chat template.
 """
@@ -115,6 +115,11 @@ def _strided_structured(columns: Columns) -> Columns:
     return {"prompt": prompt, "completion": text_of(columns, "output", "completion", "answer")}
 
 
+def _strided_text(columns: Columns) -> Columns:
+    """Plain text: every token is part of the document."""
+    return {"text": text_of(columns, "question", "text")}
+
+
 def _strided_chat(columns: Columns) -> Columns:
     """Every assistant turn is trained."""
     messages = turns_of(columns)
@@ -140,6 +145,7 @@ EBFT_FORMATS: dict[str, TargetFormat] = {
 EBFT_STRIDED_FORMATS: dict[str, Format] = {
     "ebft_reasoning.transform_strided": _strided_last,
     "ebft_strided_structured.transform": _strided_structured,
+    "ebft_pretrain.transform": _strided_text,
     "ebft_strided_chat.transform": _strided_chat,
 }
 

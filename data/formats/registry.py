@@ -32,6 +32,8 @@ from data.formats.fields import (
     listed,
     messages_of,
     need,
+    system_turn,
+    text_of,
     user_turn,
     with_nested,
 )
@@ -198,6 +200,21 @@ def _alpaca_sft(columns: Columns) -> Columns:
     return {"prompt": _instruction(columns), "completion": columns["output"], **for_template(columns)}
 
 
+def _completion_sft(columns: Columns, options: FormatOptions) -> Columns:
+    """Plain text in any column."""
+    return {"text": text_of(columns, options.field_text)}
+
+
+def _user_defined_sft(columns: Columns, options: FormatOptions) -> Columns:
+    """Prompt and completion as text, each in a column and a format of its own."""
+    system = "".join(turn["content"] for turn in system_turn(columns, options.field_system))
+    completion = text_of(columns, options.field_completion)
+    return {
+        "prompt": options.prompt_format.format(prompt=text_of(columns, options.field_prompt), system=system),
+        "completion": options.completion_format.format(completion=completion),
+    }
+
+
 def _instruction(columns: Columns) -> Messages:
     parts = [columns["instruction"], columns.get("input")]
     if not all(part is None or isinstance(part, str) for part in parts):
@@ -209,6 +226,7 @@ def _without(columns: Columns, *names: str) -> Columns:
     return {name: value for name, value in columns.items() if name not in names}
 
 
+USER_OPTIONS = frozenset({"field_prompt", "field_completion", "field_system", "prompt_format", "completion_format"})
 CHAT_OPTIONS = frozenset({"field_messages", "role_key", "content_key", "roles"})
 PROMPT_FORMATS: dict[str, Format] = {
     "auto": _auto_prompt,
@@ -225,6 +243,8 @@ SFT_FORMATS: dict[str, Format] = {
     "question_answer": _question_answer_sft,
     "gsm8k": _question_answer_sft,  # the whole solution is trained, result marker included
     "alpaca": _alpaca_sft,
+    "completion": WithOptions(_completion_sft, frozenset({"field_text"})),
+    "user_defined": WithOptions(_user_defined_sft, USER_OPTIONS),
 }
 
 

@@ -219,7 +219,8 @@ def _pair(made: Columns) -> Columns:
 
 TARGET_FORMATS: dict[str, TargetFormat] = {
     "auto": _auto,
-    **{name: partial(_named, name) for name in SFT_FORMATS if name not in ("auto", "chat_template", "sharegpt")},
+    **{name: partial(_named, name) for name in SFT_FORMATS
+       if name in PROMPT_FORMATS and name not in ("auto", "chat_template", "sharegpt")},
     "sharegpt": _sharegpt,
     **EBFT_FORMATS,
-}
+}  # fmt: skip

@@ -271,8 +271,8 @@ def test_bad_yaml_names_file_and_key(fork):
         ("seed: 1\nseed: 2", "c.yaml: not valid YAML in line 1: key seed is given twice"),
         ("seed: [1", "c.yaml: not valid YAML in line 2: expected ',' or ']', but got '<stream end>'"),
         ("- 1", "c.yaml: not a mapping of settings; write lines such as learning_rate: 1e-6"),
-        ("base_model: x", "c.yaml: base_model: unknown key; did you mean model?"),
-        ("datasets: [{path: x}]", "c.yaml: datasets: unknown key; use data (an entry's type is format here)"),
+        ("base_model: x\ndata: y", "c.yaml: base_model: unknown key; did you mean model?"),
+        ("datasets: [{path: x}]\nmodel: m", "c.yaml: datasets: unknown key; use data (an entry's type is format here)"),
         ("rl: dpo\nlora: {rank: 1}\nlr: 1", "c.yaml: rl: unknown key, rl: dpo is method: dpo here; lora.rank: unknown "
          "key, use lora.r; lr: unknown key, use learning_rate"),
         ("lora_r: 4", "c.yaml: lora_r: unknown key; did you mean lora.r?"),
@@ -295,7 +295,7 @@ def test_bad_method_is_one_sentence(fork):
          "--model and --data: required; python -m trainer --method my_pkg.algo --help says what to give"),
     ):  # fmt: skip
         assert refusal(*argv) == sentence
-    Path("axo.yaml").write_text("rl: dpo\ndatasets: [{path: x, type: chatml.intel}]\n")
+    Path("axo.yaml").write_text("rl: dpo\nmodel: m\ndatasets: [{path: x, type: chatml.intel}]\n")  # half ours
     for argv, sentence in (
         (["dpo", "--model", "m"], "dpo: write --method dpo"),
         (["run.yaml"], "run.yaml: write --config run.yaml"),

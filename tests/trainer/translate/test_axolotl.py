@@ -1,0 +1,343 @@
+"""The table of axolotl's keys, and what a file becomes: methods, rows, defaults, blocks, refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trainer.translate.axolotl import is_axolotl, translate
+from trainer.translate.axolotl_table import TABLE
+from trainer.translate.keys import find
+
+KEYS = Path(__file__).parent / "axolotl_keys.tsv"  # key, RL and reward files of 23 with it, files of 250 with it
+BASE = {"base_model": "builtin:tiny", "learning_rate": "1e-5", "micro_batch_size": 2, "gradient_accumulation_steps": 4}
+ROWS = [{"path": "rows.jsonl", "type": "chat_template.default"}]
+
+
+def tree_of(**settings) -> dict:
+    return translate({**BASE, **settings}).tree
+
+
+def test_every_key_of_axolotls_examples_is_in_the_table():
+    keys = [line.split("\t")[0] for line in KEYS.read_text().splitlines()]
+    assert len(keys) == 233
+    found = {key: find(key, TABLE) for key in keys}
+    assert [key for key, entry in found.items() if entry is None] == []
+    counts = Counter(entry.outcome for entry in found.values())
+    assert counts["translated"] > counts["no effect"] > counts["refused"] > 0
+    assert all(entry.text for entry in TABLE.values())
+
+
+def test_a_refusal_says_what_to_do():
+    for key, entry in TABLE.items():
+        if entry.outcome == "refused":
+            assert any(word in entry.text for word in ("remove", "use ", "write", "name ", "rename")), key
+
+
+@pytest.mark.parametrize(
+    ("tree", "theirs"),
+    [
+        ({"base_model": "m"}, True),
+        ({"rl": "dpo", "datasets": []}, True),
+        ({"sequence_len": 4, "micro_batch_size": 1}, True),
+        ({"method": "dpo", "model": "m"}, False),
+        ({"rl": "dpo", "lora": {"r": 4}}, False),  # a mixture gets our hints
+        ({}, False),
+    ],
+)
+def test_a_file_is_recognised_by_its_keys(tree, theirs):
+    assert is_axolotl(tree) is theirs
+
+
+# methods
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({}, "sft"), ({"reward_model": True}, "rm"), ({"process_reward_model": True}, "prm"),
+        ({"reward_model": False, "rl": "orpo"}, "orpo"), ({"rl": "ipo"}, "ipo"),
+    ],
+)  # fmt: skip
+def test_the_method(settings, method):
+    assert tree_of(**settings)["method"] == method
+
+
+def test_an_unknown_method_is_named():
+    with pytest.raises(ValueError, match="rl=ppo: is not a method of axolotl; did you mean"):
+        tree_of(rl="ppo")
+
+
+def test_preference_settings():
+    tree = tree_of(rl="dpo", rl_beta=0.3, dpo_loss_type="hinge", dpo_label_smoothing=0.0, rl_adapter_ref_model=True)
+    assert (tree["beta"], tree["loss_type"], tree["ref"]) == (0.3, ["hinge"], "copy")
+    assert "label_smoothing" not in tree
+    assert tree_of(rl="dpo", dpo_beta=0.2)["beta"] == 0.2  # the name of before
+    assert tree_of(rl="dpo", precompute_ref_log_probs=True)["ref"] == "precomputed"
+    kto = tree_of(rl="kto", rl_beta=0.5, kto_desirable_weight=0.2, kto_undesirable_weight=2)
+    assert (kto["beta"], kto["desirable_weight"], kto["undesirable_weight"]) == (0.5, 0.2, 2.0)
+    assert tree_of(rl="orpo", orpo_alpha=0.2)["orpo_alpha"] == 0.2
+    simpo = tree_of(rl="simpo")  # axolotl's SimPO is CPO's
+    assert (simpo["beta"], simpo["cpo_alpha"], simpo["simpo_gamma"]) == (0.1, 1.0, 0.5)
+    assert tree_of(reward_model=True, center_rewards_coefficient=0.01)["center_rewards_coefficient"] == 0.01
+
+
+def test_axolotls_defaults_are_set_where_ours_differ():
+    tree = translate({"base_model": "m", "rl": "dpo"}).tree
+    assert tree["per_device_train_batch_size"] == 1
+    assert (tree["seed"], tree["max_length"], tree["warmup_ratio"]) == (42, 512, 0.03)
+    assert (tree["saves_per_epoch"], tree["save_total_limit"]) == (1, 4)
+    assert translate({"base_model": "m", "adapter": "lora"}).tree["lora"] == {
+        "r": 8, "alpha": 8, "target_modules": ["q_proj", "v_proj"],
+    }  # fmt: skip
+    sampled = translate({"base_model": "m", "rl": "grpo", "trl": {"beta": 0.1}}).tree
+    assert (sampled["num_generations"], sampled["max_completion_length"]) == (8, 512)
+    assert sampled["use_bias_correction_kl"] is False and sampled["rollout"] == {"engine": "local"}
+
+
+# rows
+
+
+@pytest.mark.parametrize(
+    ("method", "dataset", "entry"),
+    [
+        ("dpo", {"path": "a.jsonl", "type": "chatml.intel", "split": "train"},
+         {"path": "a.jsonl", "format": "chatml.intel", "split": "train"}),
+        ("dpo", {"path": "a.jsonl", "type": "axolotl.prompt_strategies.dpo.llama3.ultra"},
+         {"path": "a.jsonl", "format": "llama3.ultra"}),
+        ("dpo", {"path": "a.jsonl", "type": "chat_template.default", "field_messages": "conversation",
+                 "field_chosen": "yes", "roles": {"user": ["human", "person"], "assistant": ["assistant"]}},
+         {"path": "a.jsonl", "format": "chat_template.default", "field_messages": "conversation",
+          "field_chosen": "yes", "roles": {"user": ["human", "person"]}}),
+        ("dpo", {"path": "a.jsonl", "type": {"field_prompt": "q", "field_system": "system",
+                                             "prompt_format": "[INST] {prompt} [/INST]"}},
+         {"path": "a.jsonl", "format": "user_defined", "field_prompt": "q",
+          "prompt_format": "[INST] {prompt} [/INST]"}),
+        ("dpo", {"path": "a.jsonl"}, {"path": "a.jsonl"}),
+        ("kto", {"path": "a.jsonl", "type": "llama3.argilla"}, {"path": "a.jsonl", "format": "llama3.argilla"}),
+        ("orpo", {"path": "a.jsonl", "type": "chat_template.argilla"},
+         {"path": "a.jsonl", "format": "chat_template.argilla"}),
+        ("grpo", {"path": "openai/gsm8k", "name": "main", "type": "rewards.oai_gsm8k_transform"},
+         {"path": "openai/gsm8k", "format": "rewards.oai_gsm8k_transform", "name": "main"}),
+        ("ebft", {"path": "a.jsonl", "type": "ebft_opencode.transform", "split": "train[:500]"},
+         {"path": "a.jsonl", "format": "ebft_opencode.transform", "split": "train[:500]"}),
+        ("sft", {"path": "a.jsonl", "type": "completion", "field": "body"},
+         {"path": "a.jsonl", "format": "completion", "field_text": "body"}),
+        ("sft", {"path": "a.jsonl", "type": "chat_template",
+                 "message_property_mappings": {"role": "from", "content": "value"}},
+         {"path": "a.jsonl", "format": "chat_template"}),
+        ("sft", {"path": "a.jsonl", "type": "chat_template", "message_field_role": "who",
+                 "message_field_content": "said"},
+         {"path": "a.jsonl", "format": "chat_template", "role_key": "who", "content_key": "said",
+          "roles": {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}}),
+        ("sft", {"path": "a.jsonl", "type": {"field_instruction": "q", "field_output": "a",
+                                             "format": "Q: {instruction}", "system_prompt": "Be {brief}. "}},
+         {"path": "a.jsonl", "format": "user_defined", "field_prompt": "q", "field_completion": "a",
+          "prompt_format": "Be {{brief}}. Q: {prompt}"}),
+        ("sft", {"ds_type": "json", "data_files": ["b.jsonl"], "type": "alpaca"},
+         {"path": "b.jsonl", "format": "alpaca"}),
+    ],
+)  # fmt: skip
+def test_a_dataset_becomes_an_entry_of_data(method, dataset, entry):
+    settings = {} if method == "sft" else {"rl": method}
+    if method == "ebft":
+        settings["ebft"] = {"use_whitening": False}
+    assert tree_of(datasets=[dataset], **settings)["data"] == [entry]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"path": "a.jsonl", "type": "input_output"}, "datasets[0].type=input_output: there is no such format for sft"),
+        ({"path": "a.jsonl", "type": "alpaca", "shards": 4}, "datasets[].shards=4: a part of a dataset is a split"),
+        ({"path": "s3://x/y.jsonl"}, "datasets[0].path=s3://x/y.jsonl: is in a remote store; download it"),
+        ({"path": "a/b", "data_files": "c.jsonl"}, "datasets[0].data_files=c.jsonl: is in the dataset a/b"),
+        ({"path": "a.jsonl", "type": "chat_template", "field_tools": "functions"},
+         "datasets[0].field_tools=functions: is tools here; rename it in the rows"),
+        ({"path": "a.jsonl", "type": {"format": "{instruction} {input}"}}, "a prompt of two columns is not built in"),
+        ({"type": "alpaca"}, "datasets[0]: has neither path nor data_files"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_read_are_refused(dataset, message):
+    with pytest.raises(ValueError) as caught:
+        tree_of(datasets=[dataset])
+    assert message in str(caught.value)
+
+
+def test_settings_of_datasets_that_are_one_for_the_run():
+    rows = [{"path": "a.jsonl", "type": "stepwise_supervised", "step_separator": "\n\n"}]
+    tree = tree_of(process_reward_model=True, datasets=rows)
+    assert tree["step_separator"] == "\n\n"
+    with pytest.raises(ValueError, match="another dataset has"):
+        tree_of(process_reward_model=True, datasets=[*rows, {**rows[0], "step_separator": "\n"}])
+    with pytest.raises(ValueError, match="the run has llama3; there is one template for all here"):
+        tree_of(chat_template="llama3", datasets=[{"path": "a.jsonl", "type": "alpaca", "chat_template": "chatml"}])
+
+
+def test_held_out_rows():
+    tree = tree_of(rl="dpo", datasets=ROWS, test_datasets=[{"path": "held.jsonl", "type": "chatml"}], eval_steps=5)
+    assert tree["eval_data"] == [{"path": "held.jsonl", "format": "chatml"}] and tree["eval_steps"] == 5
+    assert tree_of(datasets=ROWS[:0], val_set_size=0.05, evals_per_epoch=4)["evals_per_epoch"] == 4
+    assert "evals_per_epoch" not in tree_of(val_set_size=0.0, evals_per_epoch=4)  # nothing to evaluate on
+
+
+# run, adapters, processes
+
+
+@pytest.mark.parametrize(
+    ("settings", "ours"),
+    [
+        ({"batch_size": 16, "gradient_accumulation_steps": None}, {"gradient_accumulation_steps": 8}),
+        ({"max_steps": 5, "num_epochs": 3}, {"max_steps": 5}),
+        ({"lr_scheduler": "constant_with_warmup"}, {"lr_scheduler_type": "constant"}),
+        ({"cosine_min_lr_ratio": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.1}),
+        ({"warmup_steps": 7}, {"warmup_steps": 7}),
+        ({"optimizer": "paged_adamw_8bit"}, {"optim": "adamw_8bit"}),
+        ({"optimizer": "muon"}, {"optim": "muon"}),
+        ({"save_strategy": "no"}, {"save_steps": 0}),
+        ({"save_steps": 50}, {"save_steps": 50}),
+        ({"bf16": "full"}, {"dtype": "bfloat16", "trained_dtype": "bfloat16"}),
+        ({"bf16": False}, {"dtype": "float32"}),
+        ({"sdp_attention": True}, {"attn_implementation": "sdpa"}),
+        ({"torch_compile": True}, {"compile": True}),
+        ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": 0.001}),
+        ({"default_system_message": "Hi."}, {"system_prompt": "Hi."}),
+        ({"special_tokens": {"pad_token": "<p>", "eos_token": None}}, {"special_tokens": {"pad_token": "<p>"}}),
+        ({"use_tensorboard": True}, {"report_to": ["tensorboard"]}),
+        ({"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, "peft_use_rslora": True},
+         {"lora": {"r": 4, "alpha": 8, "rslora": True}}),
+        ({"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ".*_proj"},
+         {"lora": {"r": 4, "alpha": 8, "target_modules": [".*_proj"]}}),
+        ({"context_parallel_size": 2}, {"parallel": {"context": 2}}),
+        ({"lora_model_dir": "runs/a/final", "adapter": "lora", "lora_target_linear": True}, {"model": "runs/a/final"}),
+        ({"noisy_embedding_alpha": 5}, {"neftune_noise_alpha": 5.0}),
+    ],
+)  # fmt: skip
+def test_a_setting(settings, ours):
+    tree = tree_of(**settings)
+    assert {key: tree[key] for key in ours} == ours
+
+
+def test_fsdp_has_an_effect_only_with_several_processes(monkeypatch):
+    settings = {"fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": False}}
+    assert "parallel" not in tree_of(**settings)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert tree_of(**settings)["parallel"] == {"mode": "fsdp", "reshard_after_forward": False, "cpu_offload": True}
+    assert tree_of(dp_shard_size=2)["parallel"] == {"mode": "fsdp", "shard": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"deepspeed": "zero3.json"}, "deepspeed=zero3.json: DeepSpeed is not built here; remove it, and start with "
+                                      "torchrun: --parallel.mode fsdp does what ZeRO-3 does"),
+        ({"optimizer": "lion_8bit"}, "optimizer=lion_8bit: is not built here"),
+        ({"lr_scheduler": "rex"}, "lr_scheduler=rex: is not built here"),
+        ({"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins=axolotl.integrations.kd.KDPlugin: may change"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: is not built here"),
+        ({"fp16": True}, "fp16=True: float16 is not built here; use bf16: true"),
+        ({"early_stopping_patience": 3}, "early_stopping_patience=3: a run has the length you give it; remove it"),
+        ({"shuffle_merged_datasets": False}, "rows are shuffled by seed here; remove it"),
+        ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run is not built here; use steps, or saves_per_epoch"),
+        ({"chat_template": "alpaca"}, "chat_template=alpaca: is not built in"),
+        ({"adapter": "llama-adapter"}, "adapter=llama-adapter: is not built here; use lora or qlora"),
+        ({"sequence_length": 4}, "sequence_length: not a key of axolotl, did you mean sequence_len?"),
+        ({"rl": "grpo", "trl": {"num_generation": 4}}, "trl.num_generation: not a key of axolotl, did you mean "
+                                                       "trl.num_generations?"),
+    ],
+)  # fmt: skip
+def test_what_has_no_equivalent_is_refused_by_name(settings, message):
+    with pytest.raises(ValueError) as caught:
+        tree_of(**settings)
+    assert message in str(caught.value)
+
+
+def test_null_false_and_empty_values_ask_for_nothing():
+    made = translate({**BASE, "deepspeed": None, "gptq": False, "tokens": [], "wandb_project": None, "fsdp": None})
+    assert "report_to" not in made.tree and made.remarks() == []
+
+
+def test_keys_without_effect_are_listed_once_with_their_reason():
+    made = translate(
+        {**BASE, "rl": "dpo", "tf32": True, "strict": True, "kto_desirable_weight": 2.0, "group_by_length": True}
+    )
+    (line,) = made.remarks()
+    assert line == (
+        "no effect here: tf32, group_by_length (speed or memory only, we choose); strict (always so here); "
+        "kto_desirable_weight (not used by dpo)"
+    )
+
+
+def test_a_quantised_base_is_named(monkeypatch):
+    made = translate({**BASE, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True})
+    assert "load_in_4bit" not in made.tree and "the base stays in bfloat16" in made.notes[0]
+    monkeypatch.setattr("trainer.translate.axolotl.PASS_LOAD_IN_4BIT", True)
+    made = translate({**BASE, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True})
+    assert made.tree["load_in_4bit"] is True and made.notes == []
+
+
+def test_wandb_gets_its_project_by_the_environment():
+    made = translate({**BASE, "wandb_project": "p", "wandb_entity": "team", "wandb_name": "n"})
+    assert made.tree["report_to"] == ["wandb"]
+    assert made.environment == {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team"}
+
+
+# sampling
+
+
+def test_settings_of_servers():
+    server = {"use_vllm": True, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 300}
+    block = {"gpu_memory_utilization": 0.85, "tensor_parallel_size": 2, "dtype": "auto", "host": "0.0.0.0"}
+    tree = tree_of(rl="grpo", trl=server, vllm=block)
+    assert tree["rollout"] == {"engine": "vllm"}
+    assert tree["vllm"] == {"port": 8000, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.85, "timeout": 300.0}
+    assert tree["vllm_importance_sampling_mode"] == "sequence_mask"  # TRL's, which axolotl takes
+    assert tree_of(rl="grpo", trl={**server, "vllm_server_host": "node7"})["vllm"] == {
+        "url": ["http://node7:8000"], "timeout": 300.0,
+    }  # fmt: skip
+    assert tree_of(rl="grpo", trl={"use_vllm": True, "vllm_mode": "colocate"})["vllm"] == {"colocate": True}
+    local = translate({**BASE, "rl": "grpo", "trl": {**server, "async_prefetch": True}, "vllm": block}, engine="local")
+    assert local.tree["rollout"] == {"engine": "local"} and "vllm" not in local.tree
+
+
+def test_rewards_and_rollouts():
+    trl = {"reward_funcs": ["rewards.a", "some/model"], "reward_weights": [1.0, 2.0], "reward_num_workers": 1,
+           "generation_batch_size": 16, "scale_rewards": False, "sync_ref_model": True, "beta": 0.01}  # fmt: skip
+    tree = tree_of(rl="grpo", trl=trl)
+    assert tree["reward_funcs"] == ["rewards.a", "model:some/model"] and "reward_num_workers" not in tree
+    assert tree["minibatches_per_rollout"] == 2 and tree["scale_rewards"] is False
+    assert (tree["sync_ref_model"], tree["ref_model_mixup_alpha"], tree["ref_model_sync_steps"]) == (True, 0.9, 64)
+    with pytest.raises(ValueError, match="is grpo; write rl: grpo"):
+        tree_of(rl="gdpo", trl={"multi_objective_aggregation": "sum_then_normalize"})
+
+
+def test_ebft_blocks():
+    strided = {"mode": "strided", "stride": 4, "n_samples_per_prompt": 2, "advantage_estimator": "group_norm"}
+    tree = tree_of(rl="ebft", ebft=strided, sequence_len=64)
+    assert (tree["mode"], tree["stride"], tree["advantage_estimator"], tree["feature_norm"], tree["temperature"]) == (
+        "strided", 4, "grpo", "layer", 0.6,
+    )  # fmt: skip
+    assert tree["max_length"] == 64 and "num_generations" not in tree
+    structured = tree_of(rl="ebft", ebft={"use_whitening": True}, trl={"num_generations": 4})
+    assert structured["advantage_estimator"] == "grpo" and structured["num_generations"] == 4
+    assert "max_length" not in structured
+
+
+def test_nemo_gym():
+    gym = {
+        "plugins": ["axolotl.integrations.nemo_gym.NemoGymPlugin"], "nemo_gym_enabled": True,
+        "nemo_gym_auto_start": False, "nemo_gym_datasets": [{"path": "a.jsonl", "server_name": "s", "max_samples": 9}],
+        "datasets": [{"path": "a.jsonl", "type": "chat_template"}],
+        "trl": {"reward_funcs": ["axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify"]},
+    }  # fmt: skip
+    made = translate({**BASE, "rl": "grpo", **gym})
+    assert made.tree["nemo_gym"] == {"datasets": ["a.jsonl:split=train[:9]@s"], "dir": "~/Gym", "server_timeout": 360}
+    assert made.tree["reward_funcs"] == ["nemo_gym:verify"] and "data" not in made.tree
+    assert "datasets[].path" in str(made.idle)
+    turns = translate({**BASE, "rl": "grpo", **gym, "nemo_gym_multi_turn": True, "nemo_gym_auto_start": None,
+                       "trl": {"use_vllm": True, "async_prefetch": True, "vllm_lora_sync": True}})  # fmt: skip
+    assert turns.tree["reward_funcs"] == ["env"] and turns.tree["nemo_gym"]["auto_start"] is True
+    assert "async_prefetch" not in turns.tree and len(turns.notes) == 2
+    assert "nemo_gym" not in translate({**BASE, "rl": "grpo", **gym, "nemo_gym_enabled": False}).tree

@@ -1,0 +1,619 @@
+"""An axolotl config in our terms: python -m trainer --config their.yml, and --dry-run to see the result.
+
+    if is_axolotl(tree):
+        made = translate(tree)
+        made.tree, made.idle, made.notes, made.environment
+
+axolotl_table.py says what becomes of every key. Where the file leaves out a key whose default differs from ours,
+axolotl's default is set, so that the same run results; docs/from_axolotl.md lists those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.hints import suggest
+from rollout.gyms.options import ENV, VERIFY
+from trainer.parallel.ranks import world_size
+from trainer.translate.axolotl_rows import rows_of, template_of
+from trainer.translate.axolotl_table import IDLE_PLUGINS, TABLE
+from trainer.translate.keys import Theirs, Translation, number
+
+# A file with one of these and none of OURS is axolotl's.
+THEIRS = ("base_model", "rl", "datasets", "reward_model", "process_reward_model", "micro_batch_size", "sequence_len")
+OURS = ("method", "model", "data", "lora", "parallel", "rollout", "per_device_train_batch_size", "num_train_epochs",
+        "lr_scheduler_type")  # fmt: skip
+METHODS = ("dpo", "ipo", "simpo", "kto", "orpo", "grpo", "gdpo", "ebft")  # values of rl
+SAMPLING = ("grpo", "gdpo", "rloo")
+PAIRS = ("dpo", "ipo")
+# Whether load_in_4bit is passed on. While it is not, a quantised base becomes a bfloat16 one, with a note.
+PASS_LOAD_IN_4BIT = False
+
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
+             **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
+                                        "inverse_sqrt")}}  # fmt: skip
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla",
+                     "paged_adamw_32bit", "optimi_adamw", "adamw_anyprecision"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ao_adamw_8bit", "adamw_torch_8bit"),
+                    "adamw_8bit"),
+    "muon": "muon",
+}  # fmt: skip
+ATTENTION = {"sdpa": "sdpa", "eager": "eager"}  # any other kernel: auto
+ROLE_NAMES = {"gpt": "assistant", "human": "user"}  # names that axolotl maps by itself
+LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1", "::")
+REWARDS = {
+    "axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify": VERIFY,
+    "axolotl.integrations.nemo_gym.rewards.reward_env": ENV,
+}
+# Flags of one name in axolotl's trl block and here.
+SAME_TRL = (
+    "num_iterations", "temperature", "epsilon", "epsilon_high", "loss_type", "importance_sampling_level",
+    "mask_truncated_completions", "streaming_partial_batch", "off_policy_mask_threshold", "replay_buffer_size",
+)  # fmt: skip
+SAME_VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "dtype")
+FULL_DISTRIBUTION = {"top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
+SAME_EBFT = (
+    "mode", "feature_layers", "embed_method", "use_whitening", "alignment_coef", "diversity_coef", "ce_coef",
+)  # fmt: skip
+STRIDED = ("stride", "context_length", "generate_max_len", "n_samples_per_prompt", "min_completion_prefix", "rl_coef")
+
+
+def is_axolotl(tree: Mapping[str, Any]) -> bool:
+    return any(key in tree for key in THEIRS) and not any(key in tree for key in OURS)
+
+
+def translate(tree: Mapping[str, Any], *, method: str | None = None, engine: str | None = None) -> Translation:
+    """`method`, `engine`: those of the command line, which decide what the settings of the file mean."""
+    return _Axolotl(tree, method, engine).made
+
+
+class _Axolotl:
+    """One file. Each method translates a part of it."""
+
+    def __init__(self, tree: Mapping[str, Any], method: str | None, engine: str | None) -> None:
+        self.made = Translation()
+        self.set = self.made.set
+        self.theirs = Theirs(tree, TABLE, "axolotl")
+        self.take = self.theirs.take
+        named = self._method()
+        self.method = method or named
+        self.set("method", self.method)
+        self.strided = self.method == "ebft" and self.take("ebft.mode") == "strided"
+        self.samples = self.method in SAMPLING or (self.method == "ebft" and not self.strided)
+        self.gym = self._uses_gym()
+        self._model()
+        self._rows()
+        self._length()
+        self._batches()
+        self._schedule()
+        self._saves_and_evals()
+        self._services()
+        self._lora()
+        self._parallel()
+        self._preferences()
+        if self.method == "ebft":
+            self._ebft()
+        if self.samples:
+            self._sampling()
+            self._servers(engine)
+        if self.gym:
+            self._nemo_gym()
+        self.made.idle = self.theirs.idle(self.method)
+        self._tell_servers_apart()
+
+    def copy(self, key: str, name: str | None = None, *, unless: Any = None) -> None:
+        """Set our flag to the value of the key, if the file has it and it is not our default."""
+        value = self.take(key)
+        if value is not None and value != unless:
+            self.set(name or key.rpartition(".")[2], value)
+
+    def numbers(self, key: str, name: str | None = None, kind: type = float) -> None:
+        self.set(name or key.rpartition(".")[2], number(self.take(key), key, kind))
+
+    def note(self, text: str) -> None:
+        self.made.notes.append(text)
+
+    # method and model
+
+    def _method(self) -> str:
+        named, outcome, process = (self.take(key) for key in ("rl", "reward_model", "process_reward_model"))
+        if named is None:
+            return "prm" if process else "rm" if outcome else "sft"
+        if str(named).lower() not in METHODS:
+            raise ValueError(f"rl={named}: is not a method of axolotl; {suggest(str(named), METHODS)}")
+        return str(named).lower()
+
+    def _model(self) -> None:
+        self.copy("base_model", "model")
+        adapter = self.take("lora_model_dir")
+        if adapter:
+            self.set("model", str(adapter))
+            self.note(f"lora_model_dir: {adapter} is trained further, on the base that it names")
+        self.copy("trust_remote_code", unless=False)
+        self._dtype()
+        self._attention()
+        if self.take("gradient_checkpointing"):
+            self.set("gradient_checkpointing", True)
+        if self.take("torch_compile") is True:
+            self.set("compile", True)
+        self.copy("default_system_message", "system_prompt")
+        special = self.take("special_tokens")
+        self.theirs.take_all("special_tokens")
+        if special:
+            self.set("special_tokens", {name: token for name, token in special.items() if token is not None})
+        self.copy("eot_tokens")
+        noise = self.take("neftune_noise_alpha"), self.take("noisy_embedding_alpha")
+        self.set("neftune_noise_alpha", number(noise[0] or noise[1], "neftune_noise_alpha"))
+        weight = number(self.take("model_config.router_aux_loss_coef"), "model_config.router_aux_loss_coef")
+        if self.take("model_config.output_router_logits"):
+            self.set("router_aux_loss_coef", 0.001 if weight is None else weight)
+
+    def _dtype(self) -> None:
+        mixed, pure, full, torch_dtype = (self.take(key) for key in ("bf16", "bfloat16", "float32", "torch_dtype"))
+        name = str(torch_dtype).removeprefix("torch.") if torch_dtype is not None else None
+        if name not in (None, "auto", "bfloat16", "float32"):
+            raise ValueError(f"torch_dtype={torch_dtype}: is not built here; use bfloat16 or float32")
+        if full is True or (mixed is False and not pure) or (mixed is None and name == "float32"):
+            self.set("dtype", "float32")
+        elif mixed is True or pure is True or mixed == "full" or name == "bfloat16":
+            self.set("dtype", "bfloat16")
+        if (pure is True or mixed == "full") and not self.take("adapter"):
+            self.set("trained_dtype", "bfloat16")
+
+    def _attention(self) -> None:
+        given = self.take("attn_implementation")
+        for key, name in (("sdp_attention", "sdpa"), ("eager_attention", "eager"), ("flash_attention", "flash"),
+                          ("flex_attention", "flex"), ("xformers_attention", "xformers")):  # fmt: skip
+            if self.take(key) and given is None:
+                given = name
+        self.set("attn_implementation", ATTENTION.get(str(given)))
+
+    # rows
+
+    def _rows(self) -> None:
+        tree = self.theirs.tree
+        self.theirs.take_all("test_datasets")
+        self.theirs.take_all("pretraining_dataset")
+        held_out, shared_by_those = rows_of(tree, "test_datasets", self.method)
+        if self.gym:
+            entries, shared = [], {}  # axolotl's plugin replaces the rows by those of the gym
+        else:
+            self.theirs.take_all("datasets")
+            entries, shared = rows_of(tree, "datasets", self.method)
+        for number_, dataset in enumerate(tree.get("pretraining_dataset") or ()):
+            if isinstance(dataset, str):
+                dataset = {"path": dataset}
+            self.note(f"pretraining_dataset[{number_}]: is read whole, not streamed")
+            more, _ = rows_of({"datasets": [{"type": "completion", **dataset}]}, "datasets", self.method)
+            entries += more
+        self.set("data", entries or None)
+        self.set("eval_data", held_out or None)
+        self._shared(shared_by_those | shared)
+        if self.take("shuffle_merged_datasets") is False:
+            raise ValueError("shuffle_merged_datasets=False: rows are shuffled by seed here; remove it")
+        if self.take("dataset_exact_deduplication"):
+            self.set("dedup", True)
+        size = number(self.take("val_set_size"), "val_set_size")
+        self.held_out = bool(held_out)
+        if size and held_out:
+            raise ValueError(f"val_set_size={size:g}: there are test_datasets, too; keep one of them")
+        if size and not self.gym:
+            self.set("val_set_size", size)
+            self.held_out = True
+
+    def _shared(self, shared: dict[str, Any]) -> None:
+        name, jinja = self.take("chat_template"), self.take("chat_template_jinja")
+        own = (shared.get("chat_template"), shared.get("chat_template_jinja"))
+        if own != (None, None) and (name, jinja) != (None, None) and own != (name, jinja):
+            raise ValueError(
+                f"datasets[].chat_template={own[0] or own[1]}: the run has {name or jinja}; there is one template for "
+                "all here"
+            )
+        if own != (None, None):
+            name, jinja = own
+        self.set("chat_template", template_of(name, jinja))
+        if str(name).startswith("tokenizer_default_fallback"):
+            self.note(f"chat_template={name}: the tokenizer's own is used; if it has none, pass --chat-template")
+        if self.method == "prm":
+            for key in ("step_separator", "max_completion_length", "train_on_last_step_only"):
+                self.set(key, shared.get(key))
+        if self.method == "sft":
+            for key in ("roles_to_train", "train_on_eos"):
+                everywhere = self.take(key)
+                shared[key] = shared.get(key) if everywhere is None else everywhere
+            roles = shared["roles_to_train"]
+            self.set("roles_to_train", roles and [ROLE_NAMES.get(role, role) for role in roles])
+            self.set("train_on_eos", shared["train_on_eos"])
+            if self.take("train_on_inputs"):
+                self.set("train_on_inputs", True)
+            if self.take("use_dft_loss"):
+                self.set("sft_loss", "dft")
+
+    def _length(self) -> None:
+        policy = self.take("excess_length_strategy")
+        if policy == "raise":
+            raise ValueError("excess_length_strategy=raise: long rows are cut or left out, and counted; remove it")
+        if not self.samples:
+            self.set("max_length", number(self.take("sequence_len"), "sequence_len", int) or 512)
+        if self.samples or self.method in (*PAIRS, "simpo", "orpo", "kto"):
+            self.numbers("max_prompt_len", "max_prompt_length", int)
+        packing = self.take("sample_packing")
+        if self.method == "sft":
+            self.set("packing", packing)
+            if packing:
+                self.note("sample_packing: a batch has micro_batch_size examples here, in axolotl as many full rows")
+
+    # run
+
+    def _batches(self) -> None:
+        micro = number(self.take("micro_batch_size"), "micro_batch_size", int)
+        steps = number(self.take("gradient_accumulation_steps"), "gradient_accumulation_steps", int)
+        total = number(self.take("batch_size"), "batch_size", int)
+        if total is not None and steps is None:
+            steps = max(1, total // ((micro or 1) * world_size()))
+        elif total is not None and micro is None:
+            micro = max(1, total // ((steps or 1) * world_size()))
+        self.set("per_device_train_batch_size", micro or 1)
+        self.set("gradient_accumulation_steps", steps)
+        epochs = number(self.take("num_epochs"), "num_epochs")
+        limit = number(self.take("max_steps"), "max_steps", int)
+        if limit is not None and limit > 0:
+            self.set("max_steps", limit)
+        else:
+            self.set("num_train_epochs", epochs)
+        self.set("seed", 42 if self.take("seed") is None else number(self.take("seed"), "seed", int))
+        self.copy("output_dir")
+        self._resume()
+        self.numbers("loss_watchdog_threshold")
+        self.numbers("loss_watchdog_patience", kind=int)
+
+    def _resume(self) -> None:
+        checkpoint, output_dir = self.take("resume_from_checkpoint"), self.take("output_dir")
+        has_run = output_dir is not None and (Path(str(output_dir)) / "config.yaml").is_file()
+        if checkpoint is True or (self.take("auto_resume_from_checkpoints") and has_run and not checkpoint):
+            self.set("resume", "latest")
+        elif checkpoint:
+            self.set("resume", str(checkpoint))
+
+    def _schedule(self) -> None:
+        self.numbers("learning_rate")
+        name = self.take("lr_scheduler") or "cosine"
+        lowest = self.take("cosine_min_lr_ratio"), self.take("lr_scheduler_kwargs.min_lr_rate")
+        floor = number(lowest[0] if lowest[0] is not None else lowest[1], "cosine_min_lr_ratio")
+        if name not in SCHEDULES:
+            raise ValueError(f"lr_scheduler={name}: is not built here; {suggest(str(name), SCHEDULES)}")
+        name = "cosine_with_min_lr" if floor is not None and name == "cosine" else SCHEDULES[name]
+        self.set("lr_scheduler_type", None if name == "cosine" else name)
+        self.set("min_lr_ratio", floor)
+        steps = number(self.take("warmup_steps"), "warmup_steps", int)
+        ratio = number(self.take("warmup_ratio"), "warmup_ratio")
+        if steps:
+            self.set("warmup_steps", steps)
+        else:
+            self.set("warmup_ratio", ratio if ratio else 0.03 if ratio is None and steps is None else None)
+        optimizer = self.take("optimizer") or "adamw_torch_fused"
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer={optimizer}: is not built here; {suggest(str(optimizer), OPTIMIZERS)}")
+        self.set("optim", None if OPTIMIZERS[optimizer] == "adamw" else OPTIMIZERS[optimizer])
+        for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"):
+            self.numbers(key)
+
+    def _saves_and_evals(self) -> None:
+        steps, per_epoch = self.take("save_steps"), self.take("saves_per_epoch")
+        strategy = str(self.take("save_strategy") or "")
+        if strategy == "best":
+            raise ValueError("save_strategy=best: checkpoints are saved by steps; use saves_per_epoch")
+        if steps:
+            self.set("save_steps", _whole(steps, "save_steps"))
+        elif per_epoch:
+            self.set("saves_per_epoch", number(per_epoch, "saves_per_epoch", int))
+        elif strategy == "no":
+            self.set("save_steps", 0)
+        else:
+            self.set("saves_per_epoch", 1)
+        self.set("save_total_limit", number(self.take("save_total_limit"), "save_total_limit", int) or 4)
+        steps, per_epoch = self.take("eval_steps"), self.take("evals_per_epoch")
+        strategy = str(self.take("eval_strategy") or self.take("evaluation_strategy") or "")
+        if self.held_out and steps:
+            self.set("eval_steps", _whole(steps, "eval_steps"))
+        elif self.held_out and (per_epoch or strategy == "epoch"):
+            self.set("evals_per_epoch", number(per_epoch or 1, "evals_per_epoch", int))
+        every = number(self.take("logging_steps"), "logging_steps", int)
+        self.set("logging_steps", every if every and every > 1 else None)
+
+    def _services(self) -> None:
+        services = []
+        project, wanted = self.take("wandb_project"), self.take("use_wandb")
+        if (project or wanted) and wanted is not False:
+            services.append("wandb")
+            for key, variable in (("wandb_project", "WANDB_PROJECT"), ("wandb_entity", "WANDB_ENTITY"),
+                                  ("wandb_mode", "WANDB_MODE")):  # fmt: skip
+                if self.take(key):
+                    self.made.environment[variable] = str(self.take(key))
+        if self.take("use_tensorboard"):
+            services.append("tensorboard")
+        self.set("report_to", services or None)
+        for name in self.theirs.tree.get("plugins") or ():
+            if not any(known in str(name) for known in IDLE_PLUGINS):
+                raise ValueError(f"plugins={name}: may change what is trained, and is not built here; remove it")
+
+    # adapters and processes
+
+    def _lora(self) -> None:
+        adapter = self.take("adapter")
+        four, eight = self.take("load_in_4bit"), self.take("load_in_8bit")
+        if adapter not in (None, "lora", "qlora"):
+            raise ValueError(f"adapter={adapter}: is not built here; use lora or qlora")
+        if adapter == "qlora" or four or eight:
+            self._quantised(bool(adapter == "qlora" or four))
+        if adapter is None:
+            return
+        self.set("lora.r", number(self.take("lora_r"), "lora_r", int) or 8)
+        self.set("lora.alpha", number(self.take("lora_alpha"), "lora_alpha", int) or 8)
+        self.set("lora.dropout", number(self.take("lora_dropout"), "lora_dropout") or None)
+        linear, names = self.take("lora_target_linear"), self.take("lora_target_modules")
+        if not linear:
+            self.set("lora.target_modules", [names] if isinstance(names, str) else names or ["q_proj", "v_proj"])
+        self.copy("lora_modules_to_save", "lora.modules_to_save", unless=[])
+        for key, name in (("peft_use_dora", "lora.dora"), ("peft_use_rslora", "lora.rslora"),
+                          ("merge_lora", "merge_lora")):  # fmt: skip
+            self.copy(key, name, unless=False)
+
+    def _quantised(self, four_bits: bool) -> None:
+        """The one place that decides about a quantised base."""
+        if four_bits and PASS_LOAD_IN_4BIT:
+            self.set("load_in_4bit", True)
+        else:
+            name = "load_in_4bit" if four_bits else "load_in_8bit"
+            self.note(f"{name}: the base stays in bfloat16, which takes {'four times' if four_bits else 'twice'} the "
+                      "memory and is more precise")  # fmt: skip
+
+    def _parallel(self) -> None:
+        """With one process there is nothing to share: the settings have no effect then."""
+        several = world_size() > 1
+        for key in ("tensor_parallel_size", "expert_parallel_size"):
+            size = self.take(key)
+            if size not in (None, 1):
+                raise ValueError(f"{key}={size}: is not built here; use FSDP, and context_parallel_size for length")
+        context = self.take("context_parallel_size") or self.take("sequence_parallel_degree")
+        self.set("parallel.context", context if context not in (None, 1) else None)
+        if self._fsdp("activation_checkpointing"):
+            self.set("gradient_checkpointing", True)
+        strategy = str(self._fsdp("sharding_strategy") or "FULL_SHARD").upper()
+        wanted = bool(self.theirs.tree.get("fsdp") or self.theirs.tree.get("fsdp_config"))
+        size = self.take("dp_shard_size")
+        if not several or not (wanted or size not in (None, 1)):
+            return
+        self.theirs.take_all("fsdp")
+        if strategy in ("NO_SHARD", "3"):
+            self.set("parallel.mode", "replicate")
+            return
+        self.set("parallel.mode", "fsdp")
+        self.set("parallel.shard", size if size not in (None, -1) else None)
+        if self._fsdp("reshard_after_forward") is False or strategy in ("SHARD_GRAD_OP", "2", "HYBRID_SHARD_ZERO2"):
+            self.set("parallel.reshard_after_forward", False)
+        if self._fsdp("offload_params"):
+            self.set("parallel.cpu_offload", True)
+
+    def _fsdp(self, name: str) -> Any:
+        """A key of fsdp_config, which may have the prefix of old."""
+        new, old = self.take(f"fsdp_config.{name}"), self.take(f"fsdp_config.fsdp_{name}")
+        return old if new is None else new
+
+    # methods
+
+    def _preferences(self) -> None:
+        beta = number(self.take("rl_beta"), "rl_beta")
+        beta = number(self.take("dpo_beta"), "dpo_beta") if beta is None else beta
+        if self.method in (*PAIRS, "kto"):
+            self.set("beta", beta)
+            if self.take("precompute_ref_log_probs"):
+                self.set("ref", "precomputed")
+            elif self.take("rl_adapter_ref_model"):
+                self.set("ref", "copy")
+        if self.method in PAIRS:
+            loss = self.take("dpo_loss_type")
+            self.set("loss_type", [loss] if isinstance(loss, str) else loss or None)
+            self.set("loss_weights", self.take("dpo_loss_weights") or None)
+            self.set("label_smoothing", number(self.take("dpo_label_smoothing"), "dpo_label_smoothing") or None)
+            self.copy("dpo_use_weighting", "use_weighting", unless=False)
+            self.numbers("rpo_alpha")
+        elif self.method == "kto":
+            for side in ("desirable_weight", "undesirable_weight"):
+                self.numbers(f"kto_{side}", side)
+        elif self.method == "orpo":
+            self.set("orpo_alpha", beta if beta is not None else number(self.take("orpo_alpha"), "orpo_alpha"))
+        elif self.method == "simpo":  # axolotl trains CPO's SimPO: its defaults are not those of the paper
+            self.set("beta", 0.1 if beta is None else beta)
+            for key, default in (("cpo_alpha", 1.0), ("simpo_gamma", 0.5)):
+                given = number(self.take(key), key)
+                self.set(key, default if given is None else given)
+        elif self.method == "rm":
+            self.numbers("center_rewards_coefficient")
+
+    def _ebft(self) -> None:
+        for key in SAME_EBFT:
+            self.copy(f"ebft.{key}")
+        if self.strided:
+            estimator = self.take("ebft.advantage_estimator")
+            self.set("advantage_estimator", {"group_norm": "grpo", None: "rloo"}.get(estimator, estimator))
+            self.set("feature_norm", "layer")
+            for key in STRIDED:
+                self.copy(f"ebft.{key}")
+            temperature = number(self.take("ebft.temperature"), "ebft.temperature")
+            self.set("temperature", 0.6 if temperature is None else temperature)
+            self._check_full("ebft.top_p", (1, 1.0))
+        else:  # advantages are GRPO's
+            self.set("advantage_estimator", "rloo" if self.take("trl.scale_rewards") is False else "grpo")
+            self.copy("ebft.adaptive_max_tokens", unless=True)
+            if self.take("ebft.adaptive_max_tokens") is not False:
+                self.copy("ebft.gt_length_multiplier")
+
+    def _sampling(self) -> None:
+        for key in SAME_TRL:
+            self.copy(f"trl.{key}")
+        for key, full in FULL_DISTRIBUTION.items():
+            self._check_full(f"trl.{key}", full)
+        self.set("num_generations", number(self.take("trl.num_generations"), "trl.num_generations", int) or 8)
+        length = self.take("trl.max_completion_length") or self.take("generation_config.max_new_tokens")
+        self.set("max_completion_length", number(length, "trl.max_completion_length", int) or 512)
+        if "temperature" not in self.made.tree:
+            self.numbers("generation_config.temperature")
+        self._kl()
+        self._rollouts()
+        template_kwargs = self.take("trl.chat_template_kwargs")
+        self.theirs.take_all("trl.chat_template_kwargs")
+        self.set("chat_template_kwargs", template_kwargs or None)
+        if self.take("trl.streaming_partial_batch"):
+            self.copy("trl.streaming_min_groups")
+        if self.take("trl.replay_buffer_size"):
+            self.copy("trl.replay_recompute_logps", unless=True)
+        self.copy("trl.skip_zero_advantage_batches", unless=True)
+        if self.method == "ebft":
+            return
+        self._rewards()
+        self.copy("trl.scale_rewards", unless=True)
+        if self.method == "gdpo" and self.take("trl.multi_objective_aggregation") == "sum_then_normalize":
+            raise ValueError("trl.multi_objective_aggregation=sum_then_normalize: is grpo; write rl: grpo")
+        if self.method == "grpo":
+            self.copy("trl.multi_objective_aggregation")
+            if self.take("trl.multi_objective_aggregation") == "normalize_then_sum":
+                self.made.tree.pop("scale_rewards", None)  # has no effect there
+        else:
+            self.made.tree.pop("scale_rewards", None)
+        start = number(self.take("trl.reroll_start_fraction"), "trl.reroll_start_fraction")
+        if start is not None and start < 1:
+            self.set("reroll_start_fraction", start)
+            self.copy("trl.reroll_max_groups")
+
+    def _kl(self) -> None:
+        beta = number(self.take("trl.beta"), "trl.beta")
+        beta = number(self.take("rl_beta"), "rl_beta") if beta is None else beta
+        self.set("beta", beta)
+        if not beta:
+            return
+        corrected = self.take("trl.use_bias_correction_kl")
+        self.set("use_bias_correction_kl", None if corrected else False)
+        if self.take("trl.sync_ref_model"):
+            self.set("sync_ref_model", True)
+            self.set("ref_model_mixup_alpha", number(self.take("trl.ref_model_mixup_alpha"), "trl.ref_...") or 0.9)
+            self.set("ref_model_sync_steps", number(self.take("trl.ref_model_sync_steps"), "trl.ref_...", int) or 64)
+
+    def _rollouts(self) -> None:
+        """Completions of a rollout, if they are more than those of an optimizer step."""
+        size = number(self.take("trl.generation_batch_size"), "trl.generation_batch_size", int)
+        if size is None:
+            return
+        tree = self.made.tree
+        step = tree["per_device_train_batch_size"] * tree.get("gradient_accumulation_steps", 1) * world_size()
+        if size % step:
+            raise ValueError(f"trl.generation_batch_size={size}: is not a multiple of the {step} completions of a step")
+        self.set("minibatches_per_rollout", size // step if size > step else None)
+
+    def _rewards(self) -> None:
+        named = [REWARDS.get(str(name), str(name)) for name in self.take("trl.reward_funcs") or ()]
+        named = [f"model:{name}" if "/" in name and ":" not in name else name for name in named]
+        if self.gym:  # the plugin adds its reward by itself
+            own = ENV if self.take("nemo_gym_multi_turn") else VERIFY
+            named = [name for name in named if name not in (ENV, VERIFY)] + [own]
+        self.set("reward_funcs", named or None)
+        weights = self.take("trl.reward_weights")
+        self.set("reward_weights", weights or None)
+        workers = number(self.take("trl.reward_num_workers"), "trl.reward_num_workers", int)
+        self.set("reward_num_workers", workers if workers and workers > 1 else None)
+        self.copy("trl.rollout_func")
+
+    def _check_full(self, key: str, allowed: tuple[Any, ...]) -> None:
+        value = self.take(key)
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"{key}={value}: training samples from the full distribution, which the loss assumes; remove it"
+            )
+
+    # servers
+
+    def _servers(self, engine: str | None) -> None:
+        wanted = self.take("trl.use_vllm")
+        if engine == "local" or not wanted:
+            self.set("rollout.engine", "local" if engine is None else engine)
+            return
+        asynchronous = self.take("trl.async_prefetch")
+        self.set("rollout.engine", "vllm")
+        host = self.take("trl.vllm_server_host") or self.take("vllm.host") or "0.0.0.0"
+        port = number(self.take("trl.vllm_server_port") or self.take("vllm.port"), "trl.vllm_server_port", int)
+        if str(host) in LOCAL_HOSTS:
+            self.set("vllm.port", port)
+            for key in SAME_VLLM:
+                self.copy(f"vllm.{key}", f"vllm.{key}", unless="auto" if key == "dtype" else None)
+            self.copy("vllm.data_parallel_size", "vllm.replicas")
+            if self.take("trl.vllm_mode") == "colocate":
+                self.set("vllm.colocate", True)
+        else:
+            self.set("vllm.url", [f"http://{host}:{port or 8000}"])
+        self.numbers("trl.vllm_server_timeout", "vllm.timeout")
+        turns = self.gym and self.take("nemo_gym_multi_turn")
+        for key, unless in (("async_prefetch", False), ("vllm_sync_interval", 1), ("vllm_lora_sync", False)):
+            if turns and key != "vllm_sync_interval":
+                self.note(f"trl.{key}: does not go with the gym's agents; left out") if self.take(
+                    f"trl.{key}"
+                ) else None
+            else:
+                self.copy(f"trl.{key}", unless=unless)
+        if turns and self.take("adapter"):
+            self.set("sync.backend", "process_group")  # adapters are sent by names that change
+        if asynchronous and not turns:
+            self.copy("trl.prefetch_depth", unless=1)
+        self._correction(bool(asynchronous))
+
+    def _tell_servers_apart(self) -> None:
+        """Of the keys that are not used, those of servers."""
+        unused = f"not used by {self.method}"
+        theirs = ("vllm.", "trl.vllm_", "trl.async_prefetch", "trl.prefetch_depth")
+        found = [key for key in self.made.idle.get(unused, ()) if self.samples and key.startswith(theirs)]
+        if found:
+            rest = [key for key in self.made.idle.pop(unused) if key not in found]
+            self.made.idle |= {unused: rest} if rest else {}
+            self.made.idle["no server is used"] = found
+
+    def _correction(self, asynchronous: bool) -> None:
+        if self.take("trl.vllm_importance_sampling_correction") is False:
+            self.set("vllm_importance_sampling_correction", False)
+            return
+        mode = self.take("trl.vllm_importance_sampling_mode")
+        mode = mode or ("token_truncate" if asynchronous else "sequence_mask")
+        self.set("vllm_importance_sampling_mode", mode)
+        self.numbers("trl.vllm_importance_sampling_cap")
+
+    def _uses_gym(self) -> bool:
+        plugged = any("nemo_gym" in str(name) for name in self.theirs.tree.get("plugins") or ())
+        enabled, rows = self.take("nemo_gym_enabled"), self.theirs.tree.get("nemo_gym_datasets")
+        return bool((plugged or enabled) and enabled is not False and rows)
+
+    def _nemo_gym(self) -> None:
+        self.theirs.take_all("nemo_gym_datasets")
+        specs = []
+        for number_, row in enumerate(self.theirs.tree["nemo_gym_datasets"]):
+            if not row.get("path"):
+                raise ValueError(f"nemo_gym_datasets[{number_}]: has no path; name a file of rows")
+            part = f":split=train[:{row['max_samples']}]" if row.get("max_samples") else ""
+            server = f"@{row['server_name']}" if row.get("server_name") else ""
+            specs.append(f"{row['path']}{part}{server}")
+        self.set("nemo_gym.datasets", specs)
+        self.set("nemo_gym.dir", self.take("nemo_gym_dir") or "~/Gym")
+        self.set("nemo_gym.auto_start", True if self.take("nemo_gym_auto_start") is not False else None)
+        self.copy("nemo_gym_head_port", "nemo_gym.head_port", unless=11000)
+        self.copy("nemo_gym_multi_turn", "nemo_gym.multi_turn", unless=False)
+        self.set("nemo_gym.server_timeout", self.take("nemo_gym_server_timeout") or 360)
+        for key in ("verify_timeout", "run_timeout", "model_name"):
+            self.copy(f"nemo_gym_{key}", f"nemo_gym.{key}")
+
+
+def _whole(value: Any, key: str) -> int:
+    """Steps between saves or evaluations; axolotl also takes a fraction of the run."""
+    found = number(value, key)
+    if found < 1:
+        raise ValueError(f"{key}={value}: a fraction of the run is not built here; use steps, or {key[:4]}s_per_epoch")
+    return int(found)

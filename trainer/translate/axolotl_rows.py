@@ -1,0 +1,258 @@
+"""axolotl's datasets in our terms: entries of --data with a format and options each, and settings they share.
+
+entries, shared = rows_of(config, "datasets", "dpo")
+entries == [{"path": "pairs.jsonl", "format": "chat_template.default", "field_messages": "conversation"}]
+shared == {"step_separator": "\n"}              # settings of a dataset that are flags of the run here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.chat import DELIMITERS
+from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
+from data.formats.pairs import PAIR_FORMATS
+from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
+from data.formats.unpaired import UNPAIRED_FORMATS
+from data.hints import suggest
+
+PACKAGE = "axolotl.prompt_strategies."
+FOLDERS = ("dpo", "kto", "orpo", "ebft")  # of that package; a type may begin with one
+# axolotl's types of rows for SFT that have a format of ours
+SFT_TYPES = {"alpaca": "alpaca", "chat_template": "chat_template", "completion": "completion", "pretrain": "completion",
+             "sharegpt": "sharegpt", "alpaca_chat.load_qa": "question_answer",
+             "alpaca_chat.load_concise": "alpaca"}  # fmt: skip
+# Roles that axolotl's chat_template maps by itself; ShareGPT messages have their own names, which we know.
+SFT_ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}
+SHAREGPT = ("from", "value")
+# settings of a dataset that are flags of the run here
+SHARED = ("chat_template", "chat_template_jinja", "roles_to_train", "train_on_eos", "step_separator",
+          "max_completion_length", "train_on_last_step_only")  # fmt: skip
+BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # datasets' own loaders, where a path is expected
+USER_DEFINED = ("field_prompt", "field_system", "field_chosen", "field_rejected", "field_completion", "field_label",
+                "prompt_format", "chosen_format", "rejected_format", "completion_format")  # fmt: skip
+INSTRUCTION = "{instruction}"
+
+
+def rows_of(config: Mapping[str, Any], key: str, method: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Entries of --data, and the settings that all datasets share; they must agree."""
+    entries: list[dict[str, Any]] = []
+    shared: dict[str, Any] = {}
+    for number, dataset in enumerate(config.get(key) or ()):
+        label = f"{key}[{number}]"
+        if not isinstance(dataset, Mapping):
+            raise ValueError(f"{label}={dataset}: is not a mapping; write - path: ...")
+        entries += _entries(dataset, label, method)
+        for name in SHARED:
+            value = dataset.get(name)
+            if name in shared and value != shared[name] and not (value is None and number):
+                raise ValueError(
+                    f"{label}.{name}={value}: another dataset has {shared[name]}; it is one setting for all here"
+                )
+            if value is not None:
+                shared[name] = value
+        if dataset.get("train_on_eot") is not None and "train_on_eos" not in shared:
+            shared["train_on_eos"] = dataset["train_on_eot"]
+        _check_fixed(dataset, label)
+    return entries, shared
+
+
+def _entries(dataset: Mapping[str, Any], label: str, method: str) -> list[dict[str, Any]]:
+    entry = _format_of(dataset, label, method) | _messages_of(dataset, label, method)
+    for theirs, ours in (("split", "split"), ("name", "name"), ("field_chosen", "field_chosen"),
+                         ("field_rejected", "field_rejected")):  # fmt: skip
+        if dataset.get(theirs) is not None:
+            entry.setdefault(ours, str(dataset[theirs]))
+    for name, default in (("field_chosen", "chosen"), ("field_rejected", "rejected"), ("field_messages", "messages")):
+        if entry.get(name) == default:
+            del entry[name]
+    return [{"path": path, **entry} for path in _paths(dataset, label)]
+
+
+def _paths(dataset: Mapping[str, Any], label: str) -> list[str]:
+    path, files = dataset.get("path"), dataset.get("data_files")
+    files = [files] if isinstance(files, str) else files or []
+    if str(path).startswith(("s3://", "gs://", "gcs://", "az://", "abfs://", "oci://")):
+        raise ValueError(f"{label}.path={path}: is in a remote store; download it, and name the file")
+    if not files:
+        if path is None:
+            raise ValueError(f"{label}: has neither path nor data_files; name a file or a dataset")
+        return [str(path)]
+    if path is None or path in BUILDERS:
+        return [str(file) for file in files]
+    if not Path(str(path)).expanduser().is_dir():
+        raise ValueError(f"{label}.data_files={files[0]}: is in the dataset {path}; download it, and name it as path")
+    return [str(Path(str(path)) / str(file)) for file in files]
+
+
+# formats ---------------------------------------------------------------------------------------------------------
+
+
+def _format_of(dataset: Mapping[str, Any], label: str, method: str) -> dict[str, Any]:
+    """The format and, of user_defined, its options."""
+    kind = dataset.get("type")
+    if isinstance(kind, Mapping):
+        return _user_defined(kind, f"{label}.type", method)
+    if kind is None:
+        return {}
+    name = str(kind).removeprefix(PACKAGE)
+    folder, _, rest = name.partition(".")
+    name = rest if folder in FOLDERS and rest else name
+    if method == "sft":
+        return _sft_format(name, dataset, label)
+    known = _formats(method)
+    if name in known:
+        return {"format": name}
+    family = name.partition(".")[0]
+    if "." not in name and f"{name}.default" in known:
+        return {"format": f"{name}.default"}
+    ours = any(other.startswith(f"{family}.") for other in known) and not Path(f"{family}.py").is_file()
+    if "." not in name or ours or str(kind).startswith(PACKAGE):
+        raise ValueError(
+            f"{label}.type={kind}: there is no such format for {method}; {suggest(name, known)}, or write a transform, "
+            "my_module.my_transform"
+        )
+    return {"format": name}  # the user's own transform
+
+
+def _formats(method: str) -> Sequence[str]:
+    if method in ("grpo", "gdpo", "rloo"):
+        return list(PROMPT_FORMATS)
+    if method == "ebft":
+        return [*EBFT_FORMATS, *EBFT_STRIDED_FORMATS, *PROMPT_FORMATS]
+    if method == "kto":
+        return list(UNPAIRED_FORMATS)
+    return ["stepwise_supervised"] if method == "prm" else list(PAIR_FORMATS)
+
+
+def _sft_format(name: str, dataset: Mapping[str, Any], label: str) -> dict[str, Any]:
+    kind, _, variant = name.partition(":")  # alpaca:chat and the like name a template of old
+    known = SFT_TYPES | {name: name for name in SFT_FORMATS}
+    found = known.get(kind) or known.get(kind.removesuffix(".load"))
+    if found is None and "." in kind and not _is_axolotls(kind):
+        return {"format": kind}  # the user's own transform
+    if found is None or variant:
+        raise ValueError(
+            f"{label}.type={name}: there is no such format for sft; {suggest(kind, known)}, or write a transform, "
+            "my_module.my_transform"
+        )
+    column = dataset.get("field") or dataset.get("text_column")
+    options = {"field_text": column} if found == "completion" and column not in (None, "text") else {}
+    return {"format": found, **options}
+
+
+def _is_axolotls(name: str) -> bool:
+    """Whether a dotted type for SFT is one of axolotl's own modules rather than a file here."""
+    head = name.partition(".")[0]
+    theirs = ("alpaca_chat", "alpaca_instruct", "alpaca_w_system", "chat_template", "completion", "context_qa",
+              "creative_acr", "creative_acr_summarize", "input_output", "instruct", "llama2_chat", "metharme",
+              "messages", "orcamini", "pygmalion", "sharegpt", "user_defined")  # fmt: skip
+    return head in theirs and not Path(f"{head}.py").is_file()
+
+
+def _user_defined(kind: Mapping[str, Any], label: str, method: str) -> dict[str, Any]:
+    if method == "sft":
+        return _user_defined_sft(kind, label)
+    options = {name: str(kind[name]) for name in USER_DEFINED if kind.get(name) is not None}
+    if options.get("field_system") and "{system}" not in options.get("prompt_format", ""):
+        del options["field_system"]  # axolotl reads it only for a prompt_format with {system}
+    return {"format": "user_defined", **{name: value for name, value in options.items() if value != _default(name)}}
+
+
+def _default(name: str) -> str:
+    part, _, kind = name.partition("_")
+    return kind if part == "field" else f"{{{part}}}"
+
+
+def _user_defined_sft(kind: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Instruction and output in columns, and a format of the prompt; ours has {prompt} for {instruction}."""
+    layout = kind.get("no_input_format") or kind.get("format") or INSTRUCTION
+    if "{input}" in layout or kind.get("field_input") and "{input}" in (kind.get("format") or ""):
+        raise ValueError(
+            f"{label}.format={layout!r}: a prompt of two columns is not built in; write a transform, "
+            "my_module.my_transform"
+        )
+    system = kind.get("system_prompt") or ""
+    if system and kind.get("system_format"):
+        system = str(kind["system_format"]).replace("{system}", system)
+    text = system.replace("{", "{{").replace("}", "}}") + str(layout).replace(INSTRUCTION, "{prompt}")
+    options = {"field_prompt": kind.get("field_instruction") or "instruction",
+               "field_completion": kind.get("field_output") or "output"}  # fmt: skip
+    if text != "{prompt}":
+        options["prompt_format"] = text
+    return {"format": "user_defined", **{name: value for name, value in options.items() if value != _default(name)}}
+
+
+# messages --------------------------------------------------------------------------------------------------------
+
+
+def _messages_of(dataset: Mapping[str, Any], label: str, method: str) -> dict[str, Any]:
+    """Column, keys and roles of messages."""
+    found: dict[str, Any] = {}
+    if dataset.get("field_messages") is not None:
+        found["field_messages"] = str(dataset["field_messages"])
+    mapping = dict(dataset.get("message_property_mappings") or {})
+    for key, old in (("role", "message_field_role"), ("content", "message_field_content")):
+        if dataset.get(old) is not None:
+            if mapping.get(key, dataset[old]) != dataset[old]:
+                raise ValueError(
+                    f"{label}.{old}={dataset[old]}: message_property_mappings has {mapping[key]}; keep one"
+                )
+            mapping[key] = dataset[old]
+    for key, column in mapping.items():
+        if key not in ("role", "content") and key != column:
+            raise ValueError(
+                f"{label}.message_property_mappings.{key}={column}: only role and content are renamed; rename the key "
+                "in the rows"
+            )
+    keys = (mapping.get("role", "role"), mapping.get("content", "content"))
+    if keys == SHAREGPT:  # recognised, with the names of its roles
+        keys = ("role", "content")
+    for name, key in zip(("role_key", "content_key"), keys, strict=True):
+        if key != name.removesuffix("_key"):
+            found[name] = key
+    roles = _roles(dataset.get("roles"))
+    if roles is None and "role_key" in found and method in ("sft", "grpo", "gdpo", "rloo"):
+        roles = SFT_ROLES
+    if roles:
+        found["roles"] = roles
+    return found
+
+
+def _roles(given: Mapping[str, Any] | None) -> dict[str, list[str]] | None:
+    """Without names that stay as they are; None if there is no mapping."""
+    if not given:
+        return None
+    named = {role: [names] if isinstance(names, str) else list(names or ()) for role, names in given.items()}
+    return {role: names for role, names in named.items() if names not in ([], [role])}
+
+
+def _check_fixed(dataset: Mapping[str, Any], label: str) -> None:
+    """Columns and keys that have one name here."""
+    for name, ours in (("field_tools", "tools"), ("field_thinking", "reasoning_content"),
+                       ("template_thinking_key", "reasoning_content")):  # fmt: skip
+        if dataset.get(name) not in (None, ours):
+            raise ValueError(f"{label}.{name}={dataset[name]}: is {ours} here; rename it in the rows")
+
+
+# chat templates --------------------------------------------------------------------------------------------------
+
+
+def template_of(name: Any, jinja: Any) -> str | None:
+    """--chat-template for chat_template and chat_template_jinja; None: the tokenizer's own."""
+    if jinja is not None:
+        if not Path(str(jinja)).expanduser().is_file():
+            raise ValueError(
+                "chat_template_jinja: is not a file here; write the template to a FILE.jinja, and name that"
+            )
+        return str(jinja)
+    if name is None or str(name).startswith("tokenizer_default"):
+        return None
+    if name not in DELIMITERS:
+        raise ValueError(
+            f"chat_template={name}: is not built in ({', '.join(DELIMITERS)}); use tokenizer_default, or "
+            "chat_template_jinja: FILE.jinja"
+        )
+    return str(name)

@@ -1,0 +1,386 @@
+"""Every key of an axolotl config that we know of, and what becomes of it here. axolotl.py reads the translated ones.
+
+Blocks and lists of blocks are written as trl.beta and datasets[].path. docs/from_axolotl.md shows this table.
+"""
+
+from __future__ import annotations
+
+from trainer.translate.keys import Key, idle, refused, to
+
+# Reasons why a key has no effect; the console lists keys by them.
+SPEED = "speed or memory only, we choose"
+LOADING = "read from the model"
+ROWS = "preparation and caching of rows"
+LOGS = "logging that is not here"
+PROCESSES = "processes and devices, set by torchrun"
+SERVING = "settings of axolotl's own server or commands"
+INSIDE = "always so here"
+QUANTISED = "no quantised base"
+
+
+def _each(keys: str, entry: Key, prefix: str = "") -> dict[str, Key]:
+    return {prefix + key: entry for key in keys.split()}
+
+
+_TRAINS_OTHERWISE = "changes what is trained, and is not built here; remove it"
+_QUANTISED_MODEL = (
+    "training a model that is stored quantised is not built here; name the unquantised model, and remove it"
+)
+_SAMPLING = "training samples from the full distribution, which the loss assumes; remove it"
+
+MODEL: dict[str, Key] = {
+    "base_model": to("model"),
+    "lora_model_dir": to("model (an adapter folder, which names its base)"),
+    "trust_remote_code": to("trust_remote_code"),
+    "bf16": to("dtype: auto or bfloat16; full: trained_dtype bfloat16 too; false: float32"),
+    "bfloat16": to("dtype, trained_dtype: bfloat16"),
+    "float32": to("dtype: float32"),
+    "torch_dtype": to("dtype"),
+    "fp16": refused("float16 is not built here; use bf16: true"),
+    "float16": refused("float16 is not built here; use bf16: true"),
+    "fp8": refused("fp8 is not built here; use bf16: true"),
+    "attn_implementation": to("attn_implementation: sdpa and eager; any other kernel: auto"),
+    **_each("sdp_attention eager_attention flash_attention flex_attention xformers_attention",
+            to("attn_implementation: sdpa and eager; any other kernel: auto")),
+    "gradient_checkpointing": to("gradient_checkpointing"),
+    "torch_compile": to("compile (auto: off)"),
+    "chat_template": to("chat_template"),
+    "chat_template_jinja": to("chat_template: FILE.jinja"),
+    "default_system_message": to("system_prompt"),
+    "special_tokens.*": to("special_tokens"),
+    **_each("pad_token eos_token bos_token unk_token", to("special_tokens"), "special_tokens."),
+    "eot_tokens": to("eot_tokens"),
+    "neftune_noise_alpha": to("neftune_noise_alpha"),
+    "noisy_embedding_alpha": to("neftune_noise_alpha"),
+    "model_config.output_router_logits": to("router_aux_loss_coef: 0.001"),
+    "model_config.router_aux_loss_coef": to("router_aux_loss_coef"),
+    "model_config.*": refused("the model's own config is used; remove it"),
+    "overrides_of_model_config.*": refused("the model's own config is used; remove it"),
+    "model_kwargs.*": refused("loading has no other arguments here; remove it"),
+    "overrides_of_model_kwargs.*": refused("loading has no other arguments here; remove it"),
+    "load_in_4bit": to("load_in_4bit; without it a bfloat16 base, with a note"),
+    "load_in_8bit": to("a bfloat16 base, with a note"),
+    **_each("model_type type_of_model tokenizer_type processor_type cls_model_config tokenizer_use_fast "
+            "tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model "
+            "is_mistral_derived_model is_qwen_derived_model num_labels base_model_config mean_resizing_embeddings "
+            "embeddings_skip_upcast low_cpu_mem_usage", idle(LOADING)),
+    "tokenizer_config": refused("the tokenizer of the model is used; remove it, or save model and tokenizer together"),
+    **_each("revision_of_model model_revision", refused("the newest revision is loaded; download the one you want, and "
+                                                        "name its folder in base_model")),
+    **_each("tokens added_tokens_overrides.* resize_token_embeddings_to_32x shrink_embeddings fix_untrained_tokens "
+            "reinit_weights", refused("embeddings are never resized here; use tokens that the tokenizer has")),
+    "tokenizer_use_mistral_common": refused("only transformers' tokenizers are built in; remove it"),
+    **_each("model_quantization_config model_quantization_config_kwargs.* gptq gptq_groupsize gptq_model_v1 "
+            "quantize_moe_experts use_onebitllms", refused(_QUANTISED_MODEL)),
+    **_each("qat.* quantization.*", refused("quantisation-aware training is not built here; remove it")),
+    **_each("bnb_config_kwargs.* peft.* loftq_config.*", idle(QUANTISED)),
+    **_each("rope_scaling use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks s2_attention",
+            refused("longer contexts by other positions are not built here; remove it")),
+    "unfrozen_parameters": refused("training a part of the weights is not built here; use adapter: lora"),
+    **_each("experts_implementation use_kernels use_scattermoe use_sonicmoe llama4_linearized_experts "
+            "gemma4_hybrid_attn_impl fused_attn_kernel flex_attn_compile_kwargs.* lora_mlp_kernel lora_qkv_kernel "
+            "lora_o_kernel lora_embedding_kernel unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv "
+            "unsloth_lora_o unsloth_rms_norm unsloth_rope flash_attn_cross_entropy flash_attn_rms_norm "
+            "flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum liger_rms_norm liger_glu_activation "
+            "liger_layer_norm liger_rope liger_rms_norm_gated liger_fused_linear_cross_entropy liger_cross_entropy "
+            "liger_use_token_scaling cut_cross_entropy torch_compile_backend torch_compile_mode tf32 "
+            "gradient_checkpointing_kwargs.* activation_offloading layer_offloading gc_steps scaling_softmax "
+            "chunked_cross_entropy chunked_cross_entropy_num_chunks tiled_mlp tiled_mlp_num_shards "
+            "tiled_mlp_use_original_mlp use_eager_attention", idle(SPEED)),
+}  # fmt: skip
+
+ROW_KEYS: dict[str, Key] = {
+    "datasets[].path": to("data: path"),
+    "datasets[].type": to("data: format; a mapping of fields: user_defined"),
+    **_each("field_prompt field_system field_chosen field_rejected field_completion field_label prompt_format "
+            "chosen_format rejected_format completion_format field_instruction field_input field_output format "
+            "no_input_format system_prompt system_format", to("data: options of user_defined"), "datasets[].type."),
+    "datasets[].split": to("data: split"),
+    "datasets[].name": to("data: name"),
+    "datasets[].data_files": to("data: an entry for each file"),
+    "datasets[].ds_type": to("data: the file type, which is read from the name"),
+    "datasets[].field": to("data: field_text"),
+    "datasets[].text_column": to("data: field_text"),
+    **_each("field_messages field_chosen field_rejected", to("data: the option of that name"), "datasets[]."),
+    "datasets[].message_property_mappings.role": to("data: role_key"),
+    "datasets[].message_property_mappings.content": to("data: content_key"),
+    "datasets[].message_property_mappings.*": to("data: role_key, content_key; other keys keep their names"),
+    "datasets[].message_field_role": to("data: role_key"),
+    "datasets[].message_field_content": to("data: content_key"),
+    "datasets[].roles.*": to("data: roles"),
+    **_each("user assistant system tool", to("data: roles"), "datasets[].roles."),
+    "datasets[].roles_to_train": to("roles_to_train"),
+    "datasets[].train_on_eos": to("train_on_eos"),
+    "datasets[].train_on_eot": to("train_on_eos"),
+    "datasets[].chat_template": to("chat_template, the same for all datasets"),
+    "datasets[].chat_template_jinja": to("chat_template: FILE.jinja, the same for all datasets"),
+    "datasets[].step_separator": to("step_separator"),
+    "datasets[].max_completion_length": to("max_completion_length"),
+    "datasets[].train_on_last_step_only": to("train_on_last_step_only"),
+    "datasets[].field_tools": to("the column tools"),
+    "datasets[].field_thinking": to("the key reasoning_content of a message"),
+    "datasets[].template_thinking_key": to("the key reasoning_content of a message"),
+    **_each("preprocess_shards trust_remote_code conversation input_format", idle(ROWS), "datasets[]."),
+    **_each("shards shards_idx", refused("a part of a dataset is a split here; write split: train[:10%]"),
+            "datasets[]."),
+    "datasets[].revision": refused("the newest revision is loaded; download the one you want, and name the file"),
+    **_each("message_field_training message_field_training_detail split_thinking drop_system_message input_transform "
+            "logprobs_field temperature field_human field_model",
+            refused("rows cannot be changed this way; write a transform, type: my_module.my_transform"), "datasets[]."),
+    "datasets[].train_on_split": refused("axolotl does not read it; write split"),
+    "pretraining_dataset[].path": to("data: path"),
+    "pretraining_dataset[].name": to("data: name"),
+    "pretraining_dataset[].split": to("data: split"),
+    "pretraining_dataset[].type": to("data: format: completion"),
+    "pretraining_dataset[].text_column": to("data: field_text"),
+    "pretraining_dataset[].data_files": to("data: an entry for each file"),
+    "pretraining_dataset[].trust_remote_code": idle(ROWS),
+    "pretraining_dataset[].skip": refused("rows are skipped by a split here; write split: train[1000:]"),
+    "val_set_size": to("val_set_size"),
+    "dataset_exact_deduplication": to("dedup"),
+    "train_on_inputs": to("train_on_inputs"),
+    "roles_to_train": to("roles_to_train"),
+    "train_on_eos": to("train_on_eos"),
+    "sequence_len": to("max_length"),
+    "max_prompt_len": to("max_prompt_length"),
+    "sample_packing": to("packing (a batch counts sequences here, not packed rows)"),
+    "excess_length_strategy": to("truncate: what happens here; drop: see the differences; raise: refused"),
+    "shuffle_merged_datasets": to("rows are always shuffled, by seed; false is refused"),
+    **_each("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataset_shard_num "
+            "dataset_shard_idx skip_prepare_dataset push_dataset_to_hub hf_use_auth_token dataloader_pin_memory "
+            "dataloader_num_workers dataloader_prefetch_factor dataloader_drop_last remove_unused_columns "
+            "shuffle_before_merging_datasets num_dataset_shards_to_save streaming streaming_multipack_buffer_size "
+            "total_num_tokens total_supervised_tokens is_preprocess preprocess_iterable axolotl_config_path "
+            "merge_datasets pretrain_multipack_buffer_size pretrain_multipack_attn pretraining_sample_concatenation",
+            idle(ROWS)),
+    **_each("eval_sample_packing pad_to_sequence_len group_by_length sample_packing_group_size "
+            "sample_packing_bin_size sample_packing_sequentially sample_packing_eff_est "
+            "sample_packing_drop_attention_mask sample_packing_mp_start_method multipack_real_batches "
+            "batch_flattening dpo_padding_free", idle(SPEED)),
+    **_each("curriculum_sampling min_sample_len", refused("rows are shuffled, and all are used; remove it, and "
+                                                          "filter the file yourself")),
+    "max_packed_sequence_len": refused("axolotl no longer reads it; use sequence_len and sample_packing"),
+}  # fmt: skip
+# test_datasets has the keys of datasets
+ROW_KEYS |= {key.replace("datasets[]", "test_datasets[]"): Key(entry.outcome, entry.text.replace("data:", "eval_data:"))
+             for key, entry in ROW_KEYS.items() if key.startswith("datasets[]")}  # fmt: skip
+
+RUN: dict[str, Key] = {
+    "micro_batch_size": to("per_device_train_batch_size"),
+    "gradient_accumulation_steps": to("gradient_accumulation_steps"),
+    "batch_size": to("gradient_accumulation_steps, divided by micro_batch_size and the processes"),
+    "num_epochs": to("num_train_epochs"),
+    "max_steps": to("max_steps"),
+    "learning_rate": to("learning_rate"),
+    "lr_scheduler": to("lr_scheduler_type"),
+    "lr_scheduler_kwargs.min_lr_rate": to("min_lr_ratio"),
+    "lr_scheduler_kwargs.*": refused("this setting of a schedule is not built here; remove it"),
+    "cosine_min_lr_ratio": to("min_lr_ratio"),
+    "warmup_ratio": to("warmup_ratio"),
+    "warmup_steps": to("warmup_steps"),
+    "optimizer": to("optim: adamw, adamw_8bit or muon"),
+    **_each("weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm",
+            to("the flag of that name")),
+    "output_dir": to("output_dir"),
+    "resume_from_checkpoint": to("resume"),
+    "auto_resume_from_checkpoints": to("resume: latest, if output_dir holds a run"),
+    "save_steps": to("save_steps"),
+    "saves_per_epoch": to("saves_per_epoch"),
+    "save_strategy": to("save_steps, saves_per_epoch"),
+    "save_total_limit": to("save_total_limit"),
+    "eval_steps": to("eval_steps"),
+    "evals_per_epoch": to("evals_per_epoch"),
+    "eval_strategy": to("evals_per_epoch"),
+    "evaluation_strategy": to("evals_per_epoch"),
+    "logging_steps": to("logging_steps"),
+    "seed": to("seed"),
+    "loss_watchdog_threshold": to("loss_watchdog_threshold"),
+    "loss_watchdog_patience": to("loss_watchdog_patience"),
+    "wandb_project": to("report_to: wandb, and the variable WANDB_PROJECT"),
+    "use_wandb": to("report_to: wandb"),
+    "wandb_entity": to("the variable WANDB_ENTITY"),
+    "wandb_mode": to("the variable WANDB_MODE"),
+    "use_tensorboard": to("report_to: tensorboard"),
+    **_each("wandb_name wandb_run_id", idle("a run has the name of its folder")),
+    **_each("wandb_watch wandb_log_model swanlab_experiment_name swanlab_project swanlab_description swanlab_mode "
+            "swanlab_workspace swanlab_log_model swanlab_log_completions swanlab_completion_log_interval "
+            "swanlab_completion_max_buffer swanlab_api_key swanlab_web_host swanlab_api_host swanlab_lark_webhook_url "
+            "swanlab_lark_secret use_swanlab use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
+            "hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key "
+            "comet_mode comet_online comet_experiment_config.* use_trackio trackio_project_name trackio_run_name "
+            "trackio_space_id use_otel_metrics otel_metrics_host otel_metrics_port profiler_steps "
+            "profiler_steps_start include_tokens_per_second include_tkps generate_samples num_generation_samples "
+            "generation_max_new_tokens generation_temperature generation_top_p generation_top_k eval_table_size "
+            "eval_max_new_tokens debug", idle(LOGS)),
+    **_each("save_safetensors save_only_model save_first_step strict plugins", idle(INSIDE)),
+    **_each("eval_batch_size auto_find_batch_size", idle(SPEED)),
+    "hub_model_id": idle("trainer.push uploads a run"),
+    **_each("hub_strategy hub_revision", idle("trainer.push uploads a run")),
+    "early_stopping_patience": refused("a run has the length you give it; remove it, and choose a checkpoint later"),
+    **_each("load_best_model_at_end metric_for_best_model greater_is_better",
+            refused("the final model is the last one; remove it, and choose a checkpoint by its evaluation")),
+    **_each("do_bench_eval bench_dataset bench_split do_causal_lm_eval eval_causal_lm_metrics",
+            refused("trainer.evaluate looks at a finished run; remove it")),
+    **_each("optim_args optim_target_modules lr_groups lr_groups[].* embedding_lr embedding_lr_scale loraplus_lr_ratio "
+            "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor adam_beta3 adam_epsilon2 "
+            "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps dion_lr dion_momentum "
+            "dion_rank_fraction dion_rank_multiple_of",
+            refused("this setting of an optimizer or schedule is not built here; remove it")),
+    **_each("relora relora_prune_ratio relora_cpu_offload relora_steps relora_warmup_steps lisa_n_layers "
+            "lisa_step_interval lisa_layers_attribute diffusion.* eaft_alpha eaft_k", refused(_TRAINS_OTHERWISE)),
+    "relora_prune_method": idle("part of relora"),
+    "loraplus_lr_embedding": idle("part of LoRA+"),
+    **_each("torchdistx_path", idle("part of an optimizer that is not here")),
+}  # fmt: skip
+
+LORA: dict[str, Key] = {
+    "adapter": to("lora.r; qlora: load_in_4bit too"),
+    "lora_r": to("lora.r"),
+    "lora_alpha": to("lora.alpha"),
+    "lora_dropout": to("lora.dropout"),
+    "lora_target_linear": to("lora.target_modules: all-linear"),
+    "lora_target_modules": to("lora.target_modules, names or a pattern"),
+    "lora_modules_to_save": to("lora.modules_to_save"),
+    "peft_use_dora": to("lora.dora"),
+    "peft_use_rslora": to("lora.rslora"),
+    "merge_lora": to("merge_lora"),
+    **_each("lora_fan_in_fan_out peft_autocast_adapter_dtype merge_method lora_on_cpu qlora_sharded_model_loading "
+            "peft_ensure_weight_tying", idle(INSIDE)),
+    **_each("lora_target_parameters peft_layers_to_transform peft_layers_pattern peft_layer_replication "
+            "peft_init_lora_weights peft_trainable_token_indices",
+            refused("adapters are on whole linear layers, initialised as usual; remove it, or use a pattern in "
+                    "lora_target_modules")),
+}  # fmt: skip
+
+PARALLEL: dict[str, Key] = {
+    "fsdp": to("parallel.mode: fsdp"),
+    "fsdp_config.*": idle("layers are wrapped and saved as we choose"),
+    **_each("reshard_after_forward fsdp_reshard_after_forward", to("parallel.reshard_after_forward"), "fsdp_config."),
+    **_each("offload_params fsdp_offload_params", to("parallel.cpu_offload"), "fsdp_config."),
+    **_each("activation_checkpointing fsdp_activation_checkpointing", to("gradient_checkpointing"), "fsdp_config."),
+    **_each("sharding_strategy fsdp_sharding_strategy",
+            to("parallel.mode, parallel.shard, parallel.reshard_after_forward"), "fsdp_config."),
+    "dp_shard_size": to("parallel.shard"),
+    "context_parallel_size": to("parallel.context"),
+    "sequence_parallel_degree": to("parallel.context"),
+    "tensor_parallel_size": to("1; more is refused: use FSDP and context_parallel_size"),
+    **_each("expert_parallel_size", to("1; more is refused")),
+    "deepspeed": refused(
+        "DeepSpeed is not built here; remove it, and start with torchrun: --parallel.mode fsdp does what ZeRO-3 does, "
+        "with --parallel.reshard-after-forward false what ZeRO-2 and ZeRO-1 do"
+    ),
+    **_each("ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters dp_replicate_size "
+            "device device_map device_map.* max_memory.* gpu_memory_limit world_size local_rank fsdp_version "
+            "fsdp_final_state_dict_type accelerator_config.* experimental_skip_move_to_device heads_k_stride "
+            "ring_attn_func use_ray ray_run_name ray_num_workers resources_per_worker.*", idle(PROCESSES)),
+}  # fmt: skip
+
+METHODS: dict[str, Key] = {
+    "rl": to("method"),
+    "reward_model": to("method: rm"),
+    "process_reward_model": to("method: prm"),
+    "rl_beta": to("beta; orpo: orpo_alpha"),
+    "dpo_beta": to("beta"),
+    "orpo_alpha": to("orpo_alpha"),
+    "rpo_alpha": to("rpo_alpha"),
+    "simpo_gamma": to("simpo_gamma"),
+    "cpo_alpha": to("cpo_alpha"),
+    "kto_desirable_weight": to("desirable_weight"),
+    "kto_undesirable_weight": to("undesirable_weight"),
+    "center_rewards_coefficient": to("center_rewards_coefficient"),
+    "dpo_loss_type": to("loss_type"),
+    "dpo_loss_weights": to("loss_weights"),
+    "dpo_label_smoothing": to("label_smoothing"),
+    "dpo_use_weighting": to("use_weighting"),
+    "precompute_ref_log_probs": to("ref: precomputed"),
+    "rl_adapter_ref_model": to("ref: copy"),
+    "dpo_norm_loss": refused("axolotl no longer reads it; write dpo_loss_type: [sigmoid_norm]"),
+    **_each("dpo_use_liger_kernel dpo_use_logits_to_keep", idle(SPEED)),
+    "dpo_generate_during_eval": idle(LOGS),
+    "generation_config.temperature": to("temperature"),
+    "generation_config.max_new_tokens": to("max_completion_length"),
+    "generation_config.*": refused(_SAMPLING),
+    "use_dft_loss": to("sft_loss: dft"),
+}  # fmt: skip
+
+TRL: dict[str, Key] = {
+    "trl.beta": to("beta"),
+    **_each("max_completion_length num_generations num_iterations temperature epsilon epsilon_high loss_type "
+            "importance_sampling_level scale_rewards mask_truncated_completions multi_objective_aggregation "
+            "reward_weights reward_funcs rollout_func sync_ref_model ref_model_mixup_alpha ref_model_sync_steps "
+            "async_prefetch prefetch_depth vllm_sync_interval vllm_lora_sync streaming_partial_batch "
+            "streaming_min_groups vllm_importance_sampling_correction vllm_importance_sampling_mode "
+            "vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl replay_buffer_size "
+            "replay_recompute_logps reroll_start_fraction reroll_max_groups skip_zero_advantage_batches",
+            to("the flag of that name"), "trl."),
+    "trl.reward_num_workers": to("reward_num_workers (1: 0, in the trainer)"),
+    "trl.chat_template_kwargs.*": to("chat_template_kwargs"),
+    "trl.chat_template_kwargs.enable_thinking": to("chat_template_kwargs"),
+    "trl.generation_batch_size": to("minibatches_per_rollout"),
+    "trl.use_vllm": to("rollout.engine: vllm or local"),
+    "trl.vllm_mode": to("vllm.colocate"),
+    "trl.vllm_server_host": to("vllm.url for another machine; here the run starts the server"),
+    "trl.vllm_server_port": to("vllm.port, or the port of vllm.url"),
+    "trl.vllm_server_timeout": to("vllm.timeout"),
+    "trl.use_data_producer": idle(INSIDE),
+    "trl.vllm_enable_sleep_mode": idle(INSIDE),
+    "trl.use_liger_loss": idle(SPEED),
+    **_each("log_completions num_completions_to_print", idle("samples.jsonl and report.html hold them"), "trl."),
+    "trl.generation_kwargs.stop_token_ids": idle("the model's own end tokens, and eot_tokens, end a completion"),
+    "trl.generation_kwargs.*": refused(_SAMPLING),
+    **_each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it is refused"),
+            "trl."),
+    **_each("vllm_guided_decoding_regex vllm_structured_outputs_regex", refused(_SAMPLING), "trl."),
+}  # fmt: skip
+
+VLLM: dict[str, Key] = {
+    **_each("tensor_parallel_size gpu_memory_utilization max_model_len enforce_eager dtype",
+            to("vllm: the flag of that name"), "vllm."),
+    "vllm.data_parallel_size": to("vllm.replicas"),
+    "vllm.port": to("vllm.port"),
+    "vllm.host": to("vllm.url for another machine; here the run starts the server"),
+    **_each("device enable_prefix_caching enable_reasoning reasoning_parser serve_module worker_extension_cls",
+            idle(SERVING), "vllm."),
+}  # fmt: skip
+
+EBFT: dict[str, Key] = {
+    **_each("mode feature_layers embed_method use_whitening alignment_coef diversity_coef ce_coef rl_coef stride "
+            "context_length generate_max_len n_samples_per_prompt min_completion_prefix temperature "
+            "adaptive_max_tokens gt_length_multiplier", to("the flag of that name"), "ebft."),
+    "ebft.advantage_estimator": to("advantage_estimator (group_norm: grpo)"),
+    "ebft.top_p": to("1; less is refused: " + _SAMPLING),
+    "ebft.mask_thinking_ce": refused("thoughts are part of the completion; use type: "
+                                     "ebft_reasoning.transform_answer_only"),
+}  # fmt: skip
+
+NEMO_GYM: dict[str, Key] = {
+    "nemo_gym_enabled": to("nemo_gym.*; false: all of it is left out"),
+    "nemo_gym_dir": to("nemo_gym.dir"),
+    "nemo_gym_auto_start": to("nemo_gym.auto_start (true unless the file says false)"),
+    "nemo_gym_head_port": to("nemo_gym.head_port"),
+    "nemo_gym_multi_turn": to("nemo_gym.multi_turn"),
+    **_each("nemo_gym_verify_timeout nemo_gym_run_timeout nemo_gym_server_timeout nemo_gym_model_name",
+            to("nemo_gym: the flag of that name")),
+    **_each("path server_name max_samples", to("nemo_gym.datasets"), "nemo_gym_datasets[]."),
+    "nemo_gym_config_paths": idle(SERVING),
+    "nemo_gym_auto_clone": idle("nothing is downloaded by a run"),
+    "nemo_gym_max_turns": idle("the gym's agent limits its turns"),
+}  # fmt: skip
+
+# Keys of axolotl's inference and other commands, which a training file may hold.
+COMMANDS: dict[str, Key] = _each(
+    "inference gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens "
+    "gradio_temperature shard cli_args lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model cloud.* "
+    "use_telemetry", idle(SERVING)
+)  # fmt: skip
+
+TABLE: dict[str, Key] = {**METHODS, **MODEL, **ROW_KEYS, **RUN, **LORA, **PARALLEL, **TRL, **VLLM, **EBFT, **NEMO_GYM,
+                         **COMMANDS}  # fmt: skip
+SECTIONS: dict[str, dict[str, Key]] = {
+    "Method and its settings": METHODS, "trl": TRL, "vllm": VLLM, "ebft": EBFT, "NeMo Gym": NEMO_GYM,
+    "Model": MODEL, "Rows": ROW_KEYS, "Run, optimizer and logs": RUN, "Adapters": LORA, "Several processes": PARALLEL,
+    "Other commands": COMMANDS,
+}  # fmt: skip
+# Plugins that change nothing in what is trained, by a part of their dotted name; any other is refused.
+IDLE_PLUGINS = ("kernels", "liger", "cut_cross_entropy", "swanlab", "nemo_gym", "lm_eval", "densemixer", "wandb",
+                "mlflow", "trackio")  # fmt: skip

@@ -1,0 +1,163 @@
+"""What becomes of a key of another library: translated, without effect here, or refused. Shared by axolotl and TRL.
+
+    TABLE = {"rl_beta": to("beta"), "tf32": idle(SPEED), "deepspeed": refused("not here; use ...")}
+    theirs = Theirs(tree, TABLE, "axolotl")     # unknown and refused keys are an error, which names them all
+    beta = theirs.take("rl_beta")               # None if it is absent or null
+    theirs.idle("dpo")                          # reason -> keys of the file without effect
+
+A key inside a block is joined by dots (trl.beta), one inside a list of blocks by [] (datasets[].path). A name that ends
+with .* stands for everything below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from data.hints import nearest
+
+Outcome = Literal["translated", "no effect", "refused"]
+EMPTY = (None, False, "", [], {})  # values of a refused or idle key that ask for nothing
+
+
+class Key(NamedTuple):
+    outcome: Outcome
+    text: str  # our setting, the reason why there is no effect, or why it is refused and what to do
+
+
+@dataclass
+class Translation:
+    """A config in our terms."""
+
+    tree: dict[str, Any] = field(default_factory=dict)  # as --config reads it
+    idle: dict[str, list[str]] = field(default_factory=dict)  # reason -> keys of the file without effect
+    notes: list[str] = field(default_factory=list)  # what differs although it was translated
+    environment: dict[str, str] = field(default_factory=dict)  # variables that a service reads
+
+    def set(self, name: str, value: Any) -> None:
+        """`name` may be of a block, as lora.r; None is left out."""
+        if value is None:
+            return
+        block, dot, last = name.rpartition(".")
+        place = self.tree.setdefault(block, {}) if dot else self.tree
+        place[last] = value
+
+    def remarks(self) -> list[str]:
+        """Lines for the console: notes, and the keys without effect in one."""
+        listed = [f"{', '.join(keys)} ({reason})" for reason, keys in self.idle.items()]
+        return [*self.notes, *([f"no effect here: {'; '.join(listed)}"] if listed else [])]
+
+
+def to(text: str) -> Key:
+    return Key("translated", text)
+
+
+def idle(reason: str) -> Key:
+    return Key("no effect", reason)
+
+
+def refused(text: str) -> Key:
+    return Key("refused", text)
+
+
+class Theirs:
+    """A config of another library, whose keys are all known; refused ones are an error, or listed in `refusals`."""
+
+    def __init__(self, tree: Mapping[str, Any], table: Mapping[str, Key], library: str, *, strict: bool = True) -> None:
+        self.tree, self.table = tree, table
+        self.taken: set[str] = set()
+        self.leaves = [(key, value) for key, value in leaves(tree, table) if value is not None]
+        self.refusals = self._check(library)
+        if strict and self.refusals:
+            raise ValueError("; ".join(self.refusals))
+
+    def _check(self, library: str) -> list[str]:
+        unknown: list[str] = []
+        wrong: dict[str, None] = {}
+        for key, value in self.leaves:
+            entry = find(key, self.table)
+            if entry is None:
+                found = nearest(key, [name for name in self.table if not name.endswith(".*")])
+                unknown.append(f"{key}: not a key of {library}" + (f", did you mean {found}?" if found else ""))
+            elif entry.outcome == "refused" and value not in EMPTY:
+                wrong[f"{key}={shown(value)}: {entry.text}"] = None
+        if unknown:
+            raise ValueError("; ".join([*unknown, *wrong]))
+        return list(wrong)
+
+    def take(self, key: str) -> Any:
+        """The value at a dotted key, None if it is absent; it counts as translated."""
+        assert find(key, self.table) is not None, key
+        self.taken.add(key)
+        value: Any = self.tree
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def take_all(self, prefix: str) -> None:
+        """Count everything below as translated."""
+        self.taken.add(prefix)
+
+    def idle(self, method: str) -> dict[str, list[str]]:
+        """Reason -> keys of the file that have no effect here, or none with this method."""
+        found: dict[str, list[str]] = {}
+        for key, value in self.leaves:
+            entry = find(key, self.table)
+            assert entry is not None, key
+            if value in EMPTY or entry.outcome == "refused":
+                continue
+            if entry.outcome == "no effect":
+                reason = entry.text
+            elif self._is_taken(key):
+                continue
+            else:
+                reason = f"not used by {method}"
+            if key not in found.setdefault(reason, []):
+                found[reason].append(key)
+        return found
+
+    def _is_taken(self, key: str) -> bool:
+        return any(key == taken or key.startswith((f"{taken}.", f"{taken}[].")) for taken in self.taken)
+
+
+def leaves(tree: Mapping[str, Any], table: Mapping[str, Key], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key with its value; a block is entered unless the table has it as a whole."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and not (key in table and f"{key}.*" not in table):
+            yield from leaves(value, table, f"{key}.")
+        elif isinstance(value, list) and value and key not in table and all(isinstance(x, Mapping) for x in value):
+            for item in value:
+                yield from leaves(item, table, f"{key}[].")
+        else:
+            yield key, value
+
+
+def find(key: str, table: Mapping[str, Key]) -> Key | None:
+    if key in table:
+        return table[key]
+    if any(name.startswith((f"{key}.", f"{key}[].")) for name in table):  # a block that is empty
+        return to("its keys")
+    parts = key.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        block = ".".join(parts[:length])
+        if f"{block}.*" in table:
+            return table[f"{block}.*"]
+    return None
+
+
+def shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def number(value: Any, key: str, kind: type[int] | type[float] = float) -> Any:
+    """YAML reads 1e-6 as text; None stays None."""
+    if value is None:
+        return None
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{key}={shown(value)}: is not {what}; fix it") from None

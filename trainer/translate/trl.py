@@ -1,0 +1,471 @@
+"""Fields of TRL's configs in our terms: GRPOConfig, RLOOConfig, DPOConfig, KTOConfig, SFTConfig and RewardConfig.
+
+    kind = find_kind(tree)
+    made, without = translate(tree, kind)        # `without`: fields that have no equivalent here, a sentence each
+
+The file may hold fields of TRL's ModelConfig and ScriptArguments too, as the YAML of TRL's commands does. Where it
+leaves out a field whose default differs from ours, TRL's default is set (DEFAULTS), so that the same run results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.translate.keys import Key, Theirs, Translation, idle, number, refused, to
+
+INSIDE = "always so here"
+SPEED = "speed or memory only, we choose"
+LOGS = "logging that is not here"
+PROCESSES = "processes and devices, set by torchrun"
+ROWS = "preparation and caching of rows"
+HUB = "trainer.push uploads a run"
+FULL = "training samples from the full distribution, which the loss assumes"
+
+METHODS = {"grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "kto": "kto", "sft": "sft", "reward": "rm"}  # kind -> method
+SAMPLING = ("grpo", "rloo")
+# Fields that only one kind has, the first kind of which one is in the file; `beta` alone is DPO's.
+TELLING: dict[str, tuple[str, ...]] = {
+    "rloo": ("normalize_advantages", "reward_clip_range"),
+    "grpo": ("num_generations", "reward_funcs", "reward_weights", "scale_rewards", "epsilon", "num_iterations",
+             "use_vllm", "max_completion_length", "temperature", "steps_per_generation", "generation_batch_size"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "dpo": ("beta", "f_divergence_type", "label_smoothing", "use_weighting", "ld_alpha", "discopop_tau", "rpo_alpha",
+            "loss_weights", "precompute_ref_log_probs", "sync_ref_model"),
+    "sft": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing_strategy",
+            "eval_packing", "max_seq_length", "chat_template_path"),
+}  # fmt: skip
+LOSSES = {"kto": ("kto", "apo_zero_unpaired"), "sft": ("nll", "dft", "chunked_nll"),
+          "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")}  # fmt: skip
+
+# Our flags where TRL's default differs from ours and the file leaves the field out.
+EVERYWHERE: dict[str, Any] = {"num_train_epochs": 3.0, "lr_scheduler_type": "linear", "seed": 42, "logging_steps": 10,
+                              "save_steps": 500, "gradient_checkpointing": True}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": {**EVERYWHERE, "learning_rate": 1e-6, "max_completion_length": 512},
+    "rloo": {**EVERYWHERE, "learning_rate": 1e-6, "max_completion_length": 512, "num_generations": 2},
+    "dpo": {**EVERYWHERE, "learning_rate": 1e-6},
+    "kto": {**EVERYWHERE, "learning_rate": 1e-6},
+    "sft": {**EVERYWHERE, "learning_rate": 2e-5},
+    "reward": {**EVERYWHERE, "learning_rate": 1e-4},
+}
+LORA_DEFAULTS: dict[str, Any] = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05,
+                                 "lora.target_modules": ["q_proj", "v_proj"]}  # fmt: skip
+VLLM_DEFAULTS: dict[str, Any] = {"vllm_importance_sampling_mode": "sequence_mask", "vllm.colocate": True,
+                                 "vllm.gpu_memory_utilization": 0.3}  # fmt: skip
+
+
+def _each(keys: str, entry: Key) -> dict[str, Key]:
+    return {key: entry for key in keys.split()}
+
+
+SAME = to("the flag of that name")
+SAME_EVERYWHERE = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+                   "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
+                   "trust_remote_code", "gradient_checkpointing", "save_total_limit", "neftune_noise_alpha",
+                   "router_aux_loss_coef", "warmup_ratio")  # fmt: skip
+SAME_SAMPLING = ("num_generations", "num_generations_eval", "max_completion_length", "max_prompt_length", "temperature",
+                 "beta", "num_iterations", "epsilon", "epsilon_high", "mask_truncated_completions", "reward_weights",
+                 "chat_template_kwargs", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")  # fmt: skip
+SAME_GRPO = ("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+             "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
+             "loss_type", "top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold",
+             "use_bias_correction_kl")  # fmt: skip
+SAME_OF = {
+    "grpo": (*SAME_SAMPLING, *SAME_GRPO),
+    "rloo": SAME_SAMPLING,
+    "dpo": ("max_length", "max_prompt_length", "loss_type", "loss_weights", "ld_alpha", "f_divergence_type",
+            "f_alpha_divergence_coef", "label_smoothing", "beta", "use_weighting", "discopop_tau", "rpo_alpha",
+            "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "reference_free"),
+    "kto": ("max_length", "max_prompt_length", "loss_type", "beta", "desirable_weight", "undesirable_weight"),
+    "sft": ("max_length",),
+    "reward": ("max_length", "center_rewards_coefficient"),
+}  # fmt: skip
+OPTIMIZERS = {**dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused",
+                               "paged_adamw_32bit"), "adamw"),
+              **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+                              "adamw_8bit"), "muon": "muon"}  # fmt: skip
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
+             **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
+                                        "inverse_sqrt")}}  # fmt: skip
+REWARDS = {"accuracy_reward": "math_verify", "think_format_reward": "regex:^<think>(?!.*<think>).*?</think>.*$",
+           "get_soft_overlong_punishment": "soft_overlong:1280,256"}  # fmt: skip
+LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1")
+UNLIMITED = 1 << 20  # tokens, for max_length: null; the model's context is the limit then
+
+TABLE: dict[str, Key] = {
+    **_each(" ".join({*SAME_EVERYWHERE, *(name for names in SAME_OF.values() for name in names)}), SAME),
+    "max_seq_length": to("max_length"),
+    "num_train_epochs": to("num_train_epochs"),
+    "max_steps": to("max_steps"),
+    "model_name_or_path": to("model"),
+    **_each("dtype torch_dtype", to("trained_dtype")),
+    **_each("bf16", to("dtype")),
+    "attn_implementation": to("attn_implementation: sdpa and eager; any other kernel: auto"),
+    "use_peft": to("lora.r"),
+    "lora_r": to("lora.r"),
+    "lora_alpha": to("lora.alpha"),
+    "lora_dropout": to("lora.dropout"),
+    "lora_target_modules": to("lora.target_modules"),
+    "lora_modules_to_save": to("lora.modules_to_save"),
+    "use_rslora": to("lora.rslora"),
+    "use_dora": to("lora.dora"),
+    **_each("load_in_4bit load_in_8bit", to("a bfloat16 base, with a note")),
+    **_each("dataset_name datasets[].path", to("data: path")),
+    **_each("dataset_config datasets[].name", to("data: name")),
+    **_each("dataset_train_split datasets[].split", to("data: split")),
+    "datasets[].data_files": to("data: an entry for each file"),
+    "dataset_test_split": to("eval_data: split"),
+    "lr_scheduler_type": to("lr_scheduler_type"),
+    "lr_scheduler_kwargs.min_lr_rate": to("min_lr_ratio"),
+    "lr_scheduler_kwargs.*": refused("this setting of a schedule is not built here"),
+    "warmup_steps": to("warmup_steps; below 1: warmup_ratio"),
+    "optim": to("optim: adamw, adamw_8bit or muon"),
+    "logging_steps": to("logging_steps"),
+    **_each("save_steps save_strategy", to("save_steps, saves_per_epoch")),
+    **_each("eval_steps eval_strategy", to("eval_steps, evals_per_epoch")),
+    "report_to": to("report_to"),
+    "torch_compile": to("compile"),
+    "resume_from_checkpoint": to("resume"),
+    "full_determinism": to("deterministic"),
+    # sampling
+    **_each("generation_batch_size steps_per_generation", to("minibatches_per_rollout")),
+    "use_vllm": to("rollout.engine: vllm or local"),
+    "vllm_mode": to("vllm.colocate"),
+    "vllm_server_base_url": to("vllm.url"),
+    **_each("vllm_server_host vllm_server_port", to("vllm.url for another machine; here vllm.port")),
+    "vllm_server_timeout": to("vllm.timeout"),
+    "vllm_gpu_memory_utilization": to("vllm.gpu_memory_utilization"),
+    "vllm_max_model_length": to("vllm.max_model_len"),
+    "vllm_tensor_parallel_size": to("vllm.tensor_parallel_size"),
+    "vllm_importance_sampling_correction": SAME,
+    "vllm_importance_sampling_mode": SAME,
+    **_each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", to("vllm_importance_sampling_cap")),
+    "vllm_importance_sampling_clip_min": to("vllm_importance_sampling_min"),
+    "reward_funcs": to("reward_funcs"),
+    "reward_model_name_or_path": to("reward_funcs: model:NAME"),
+    "max_tool_calling_iterations": to("max_turns"),
+    **_each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it has no "
+                                                       "equivalent")),
+    # preferences, SFT
+    "precompute_ref_log_probs": to("ref: precomputed"),
+    "packing": to("packing (a batch counts sequences here, not packed rows)"),
+    "dataset_text_field": to("data: format: completion, field_text"),
+    "chat_template_path": to("chat_template"),
+    **_each("eos_token pad_token", to("special_tokens")),
+    **_each("completion_only_loss assistant_only_loss", to("train_on_inputs")),
+    # no effect
+    **_each("remove_unused_columns dataset_num_proc dataset_kwargs.* dataset_streaming streaming ignore_bias_buffers "
+            "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+            "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order data_seed "
+            "ignore_data_skip shuffle_dataset train_sampling_strategy group_by_length length_column_name label_names "
+            "datasets[].columns", idle(ROWS)),
+    **_each("per_device_eval_batch_size eval_accumulation_steps torch_compile_backend torch_compile_mode tf32 "
+            "use_liger_kernel liger_kernel_config.* use_cache torch_empty_cache_steps gradient_checkpointing_kwargs.* "
+            "activation_offloading padding_free pad_to_multiple_of packing_strategy eval_packing "
+            "precompute_ref_batch_size cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation "
+            "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config.* "
+            "vllm_enable_sleep_mode vllm_model_impl vllm_group_port vllm_guided_decoding_regex auto_find_batch_size "
+            "eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval fp16_full_eval "
+            "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(SPEED)),
+    **_each("log_completions num_completions_to_print log_unique_prompts log_multimodal wandb_log_unique_prompts "
+            "log_completions_hub_repo", idle("samples.jsonl and report.html hold them")),
+    **_each("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir "
+            "logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica "
+            "disable_tqdm include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics debug "
+            "prediction_loss_only include_for_metrics eval_on_start eval_delay env.*", idle(LOGS)),
+    **_each("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+            idle(HUB)),
+    **_each("local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+            "ddp_backend ddp_timeout accelerator_config.* use_cpu save_on_each_node average_tokens_across_devices",
+            idle(PROCESSES)),
+    **_each("do_train do_eval do_predict save_only_model save_safetensors overwrite_output_dir disable_dropout "
+            "lora_task_type enable_jit_checkpoint restore_callback_states_from_checkpoint model_init_kwargs.dtype "
+            "model_init_kwargs.torch_dtype model_init_kwargs.attn_implementation truncation_mode", idle(INSIDE)),
+    "model_revision": idle("main is loaded"),
+    # no equivalent
+    "fp16": refused("float16 is not built here; bfloat16 is used on a GPU"),
+    "label_smoothing_factor": refused("smoothing of the cross-entropy is not built here"),
+    **_each("optim_args optim_target_modules", refused("this setting of an optimizer is not built here")),
+    "model_init_kwargs.*": refused("the model is loaded as its config says"),
+    **_each("lora_target_parameters", refused("adapters are on whole linear layers")),
+    **_each("load_best_model_at_end metric_for_best_model greater_is_better",
+            refused("the final model is the last one; choose a checkpoint by its evaluation")),
+    **_each("fsdp fsdp_config.* parallelism_config.*", refused("start with torchrun, and add --parallel.mode fsdp")),
+    "deepspeed": refused("start with torchrun, and add --parallel.mode fsdp"),
+    **_each("generation_kwargs.* vllm_structured_outputs_regex", refused(FULL)),
+    **_each("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+            refused("the weight of the entropy is fixed here, --entropy-coef")),
+    **_each("normalize_advantages reward_clip_range", refused("rewards are not clipped or scaled in RLOO here")),
+    **_each("datasets[].data_dir datasets[].fraction test_split_size",
+            refused("name a file, or a part by split=train[:10%]")),
+    "max_grad_value": refused("gradients are clipped by their norm here"),
+}  # fmt: skip
+
+
+def find_kind(tree: Mapping[str, Any]) -> str:
+    loss = tree.get("loss_type")
+    for kind, names in LOSSES.items():
+        if isinstance(loss, str) and loss in names and not (kind == "grpo" and loss == "sft"):
+            return kind
+    for kind, names in TELLING.items():
+        if any(tree.get(name) is not None for name in names):
+            return kind
+    raise ValueError("the fields do not say which trainer they are for; add --kind grpo, rloo, dpo, kto, sft or reward")
+
+
+def translate(tree: Mapping[str, Any], kind: str) -> tuple[Translation, list[str]]:
+    """The config, and sentences about fields without an equivalent."""
+    work = _Trl(tree, kind)
+    return work.made, [*work.theirs.refusals, *work.without]
+
+
+class _Trl:
+    """One file. Each method translates a part of it."""
+
+    def __init__(self, tree: Mapping[str, Any], kind: str) -> None:
+        self.made, self.kind = Translation(), kind
+        self.set = self.made.set
+        self.theirs = Theirs(tree, TABLE, "TRL", strict=False)
+        self.take = self.theirs.take
+        self.without: list[str] = []
+        self.set("method", METHODS[kind])
+        self._model()
+        self._rows()
+        for name in (*SAME_EVERYWHERE, *SAME_OF[kind]):
+            self._same(name)
+        self._lengths()
+        self._run()
+        if kind in SAMPLING:
+            self._sampling()
+        if kind in ("dpo", "kto") and self.take("precompute_ref_log_probs"):
+            self.set("ref", "precomputed")
+        if kind == "sft":
+            self._sft()
+        for name, value in DEFAULTS[kind].items():
+            if not self._has(name):
+                self.set(name, value)
+        self.made.idle = self.theirs.idle(METHODS[kind])
+
+    def _has(self, name: str) -> bool:
+        stands_for = {"num_train_epochs": "max_steps", "save_steps": "saves_per_epoch"}
+        return any(key in self.made.tree for key in (name, stands_for.get(name, name)))
+
+    def _same(self, name: str) -> None:
+        value = self.take(name)
+        if isinstance(value, str):  # YAML reads 1e-6 as text
+            try:
+                value = float(value)
+            except ValueError:
+                value = self.take(name)
+        if value is False and name not in ("gradient_checkpointing", "use_bias_correction_kl", "scale_rewards"):
+            return  # our default, too
+        self.set(name, value)
+
+    def _model(self) -> None:
+        self.set("model", self.take("model_name_or_path"))
+        eos, pad = self.take("eos_token"), self.take("pad_token")
+        self.set("special_tokens", {k: v for k, v in (("eos_token", eos), ("pad_token", pad)) if v} or None)
+        weights = self.take("dtype") or self.take("torch_dtype")
+        if weights == "bfloat16" and not self.take("use_peft"):
+            self.set("trained_dtype", "bfloat16")
+        elif weights not in (None, "auto", "float32", "bfloat16"):
+            self.without.append(f"dtype={weights}: is not built here; float32 weights are trained")
+        if self.take("bf16") is False and not self.theirs.tree.get("fp16"):
+            self.set("dtype", "float32")
+        kernel = self.take("attn_implementation")
+        self.set("attn_implementation", kernel if kernel in ("sdpa", "eager") else None)
+        if self.take("torch_compile"):
+            self.set("compile", True)
+        if self.take("use_peft"):
+            self._lora()
+        for name, times in (("load_in_4bit", "four times"), ("load_in_8bit", "twice")):
+            if self.take(name):
+                self.made.notes.append(f"{name}: the base stays in bfloat16, which takes {times} the memory")
+
+    def _lora(self) -> None:
+        for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
+            ours = name.replace("_", ".", 1)
+            given = self.take(name)
+            given = [given] if isinstance(given, str) else given
+            self.set(ours, LORA_DEFAULTS[ours] if given is None else given)
+        if self.made.tree["lora"]["target_modules"] == ["all-linear"]:
+            del self.made.tree["lora"]["target_modules"]
+        self.set("lora.modules_to_save", self.take("lora_modules_to_save") or None)
+        for name in ("rslora", "dora"):
+            self.set(f"lora.{name}", self.take(f"use_{name}") or None)
+
+    def _rows(self) -> None:
+        self.theirs.take_all("datasets")
+        entries = []
+        name = self.take("dataset_name")
+        if name is not None:
+            entries.append(
+                {"path": name, "name": self.take("dataset_config"), "split": self.take("dataset_train_split")}
+            )
+        for dataset in self.theirs.tree.get("datasets") or ():
+            files = dataset.get("data_files") or dataset.get("path")
+            for path in [files] if isinstance(files, str) else files:
+                entries.append({"path": path, "name": dataset.get("name"), "split": dataset.get("split")})
+        if self.kind == "sft" and self.take("dataset_text_field") not in (None, "text"):
+            for entry in entries:
+                entry |= {"format": "completion", "field_text": self.take("dataset_text_field")}
+        entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
+        self.set("data", entries or None)
+        self.held_out = False
+        if name is not None and str(self.take("eval_strategy") or "no") != "no":
+            split = self.take("dataset_test_split") or "test"
+            self.set("eval_data", [{**entries[0], "split": split}])
+            self.held_out = True
+
+    def _lengths(self) -> None:
+        if self.take("max_seq_length") is not None and "max_length" not in self.made.tree:
+            self.set("max_length", self.take("max_seq_length"))
+        if "max_length" in self.theirs.tree and self.theirs.tree["max_length"] is None and self.kind not in SAMPLING:
+            self.set("max_length", UNLIMITED)
+
+    def _run(self) -> None:
+        steps = number(self.take("max_steps"), "max_steps", int)
+        if steps is not None and steps > 0:
+            self.set("max_steps", steps)
+            self.take("num_train_epochs")
+        else:
+            self.set("num_train_epochs", number(self.take("num_train_epochs"), "num_train_epochs"))
+        self._schedule()
+        strategy, every = str(self.take("save_strategy") or "steps"), number(self.take("save_steps"), "save_steps")
+        if strategy == "no":
+            self.set("save_steps", 0)
+        elif strategy == "epoch":
+            self.set("saves_per_epoch", 1)
+        elif every is not None:
+            self._steps("save_steps", every)
+        strategy, every = str(self.take("eval_strategy") or "no"), number(self.take("eval_steps"), "eval_steps")
+        logged = number(self.take("logging_steps"), "logging_steps")
+        if logged is not None:
+            self._steps("logging_steps", logged)
+        if strategy == "steps" and self.held_out:
+            self._steps("eval_steps", every or logged or 10)
+        elif strategy == "epoch" and self.held_out:
+            self.set("evals_per_epoch", 1)
+        services = self.take("report_to")
+        services = [services] if isinstance(services, str) else services or []
+        known = [name for name in services if name in ("wandb", "tensorboard")]
+        self.without += [f"report_to={name}: is not built here" for name in services
+                         if name not in (*known, "none", "all")]  # fmt: skip
+        self.set("report_to", (["wandb", "tensorboard"] if "all" in services else known) or None)
+        resume = self.take("resume_from_checkpoint")
+        self.set("resume", "latest" if resume is True else resume or None)
+        if self.take("full_determinism"):
+            self.set("deterministic", True)
+
+    def _steps(self, name: str, value: float) -> None:
+        if 0 < value < 1:
+            self.without.append(f"{name}={value}: a fraction of the run is not built here; use steps")
+        else:
+            self.set(name, int(value))
+
+    def _schedule(self) -> None:
+        name = self.take("lr_scheduler_type")
+        if name is not None and str(name) not in SCHEDULES:
+            self.without.append(f"lr_scheduler_type={name}: is not built here; linear is used")
+        elif name is not None:
+            self.set("lr_scheduler_type", SCHEDULES[str(name)])
+        self.set(
+            "min_lr_ratio", number(self.take("lr_scheduler_kwargs.min_lr_rate"), "lr_scheduler_kwargs.min_lr_rate")
+        )
+        warmup = number(self.take("warmup_steps"), "warmup_steps")
+        if warmup is not None and 0 < warmup < 1:
+            self.set("warmup_ratio", warmup)
+        elif warmup:
+            self.made.tree.pop("warmup_ratio", None)  # transformers prefers the steps
+            self.set("warmup_steps", int(warmup))
+        optimizer = str(self.take("optim") or "adamw_torch_fused")
+        if optimizer not in OPTIMIZERS:
+            self.without.append(f"optim={optimizer}: is not built here; AdamW is used")
+        self.set("optim", {"adamw": None}.get(kept := OPTIMIZERS.get(optimizer, "adamw"), kept))
+
+    # methods
+
+    def _sampling(self) -> None:
+        tree = self.made.tree
+        for name, full in (("top_p", (1,)), ("top_k", (0, -1)), ("min_p", (0,)), ("repetition_penalty", (1,))):
+            value = self.take(name)
+            if value is not None and value not in full:
+                self.without.append(f"{name}={value}: {FULL}")
+        if tree.get("loss_type") == "cispo" and "epsilon_high" in tree:
+            tree["cispo_cap"] = tree.pop("epsilon_high")  # TRL's name for the bound of CISPO
+        if not tree.get("beta", 0.05 if self.kind == "rloo" else 0):
+            tree.pop("use_bias_correction_kl", None)
+        if not tree.get("sync_ref_model"):
+            for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+                tree.pop(name, None)
+        micro = tree.get("per_device_train_batch_size", 8)
+        accumulation = tree.get("gradient_accumulation_steps", 1)
+        steps = number(self.take("steps_per_generation"), "steps_per_generation", int)
+        size = number(self.take("generation_batch_size"), "generation_batch_size", int)
+        rounds = steps / accumulation if steps else size / (micro * accumulation) if size else 1
+        if rounds > 1 and rounds == int(rounds):
+            self.set("minibatches_per_rollout", int(rounds))
+        elif rounds > 1:
+            self.without.append(
+                f"steps_per_generation={rounds * accumulation:g}: a rollout has a whole number of steps"
+            )
+        self.set("max_turns", self.take("max_tool_calling_iterations"))
+        rewards = [REWARDS.get(str(name), str(name)) for name in self.take("reward_funcs") or ()]
+        if self.take("reward_model_name_or_path"):
+            rewards.insert(0, f"model:{self.take('reward_model_name_or_path')}")
+        if "math_verify" in rewards:
+            self.made.notes.append("accuracy_reward: math_verify reads the column answer; TRL reads solution")
+        self.set("reward_funcs", rewards or None)
+        self._servers()
+
+    def _servers(self) -> None:
+        if not self.take("use_vllm"):
+            self.set("rollout.engine", "local")
+            return
+        self.set("rollout.engine", "vllm")
+        if self.take("vllm_importance_sampling_correction") is False:
+            self.set("vllm_importance_sampling_correction", False)
+        else:
+            mode = self.take("vllm_importance_sampling_mode")
+            self.set("vllm_importance_sampling_mode", mode or VLLM_DEFAULTS["vllm_importance_sampling_mode"])
+            cap = self.take("vllm_importance_sampling_clip_max") or self.take("vllm_importance_sampling_cap")
+            self.set("vllm_importance_sampling_cap", cap)
+            self.set("vllm_importance_sampling_min", self.take("vllm_importance_sampling_clip_min"))
+        self.set("vllm.timeout", number(self.take("vllm_server_timeout"), "vllm_server_timeout"))
+        if (self.take("vllm_mode") or "colocate") == "colocate":
+            self.set("vllm.colocate", True)
+            share = number(self.take("vllm_gpu_memory_utilization"), "vllm_gpu_memory_utilization")
+            self.set("vllm.gpu_memory_utilization", share or VLLM_DEFAULTS["vllm.gpu_memory_utilization"])
+            self.set("vllm.max_model_len", self.take("vllm_max_model_length"))
+            self.set("vllm.tensor_parallel_size", self.take("vllm_tensor_parallel_size"))
+            return
+        url, host = self.take("vllm_server_base_url"), self.take("vllm_server_host")
+        port = self.take("vllm_server_port")
+        if url is None and host not in (None, *LOCAL_HOSTS):
+            url = f"http://{host}:{port or 8000}"
+        self.set("vllm.url", [url] if url else None)
+        self.set("vllm.port", port if url is None else None)
+
+    def _sft(self) -> None:
+        packing = self.take("packing")
+        if packing:
+            self.made.notes.append("packing: a batch has per_device_train_batch_size examples here, in TRL full rows")
+        if self.theirs.tree.get("loss_type") == "dft":
+            self.set("sft_loss", "dft")
+        self.theirs.take_all("loss_type")
+        template = self.take("chat_template_path")
+        if template is not None and Path(str(template)).suffix != ".jinja":
+            self.without.append(f"chat_template_path={template}: write its template to a FILE.jinja, and pass that")
+        else:
+            self.set("chat_template", template)
+        whole, assistant = self.take("completion_only_loss"), self.take("assistant_only_loss")
+        if whole is False:
+            self.set("train_on_inputs", True)
+        elif not assistant:
+            self.made.notes.append(
+                "assistant_only_loss: is off in TRL, which then trains every token of messages; here only the "
+                "assistant's are trained, unless --train-on-inputs"
+            )

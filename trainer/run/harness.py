@@ -86,10 +86,11 @@ def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
                 raise ValueError(
                     f"tasks: asks for {own['max_gen_toks']} tokens, and the model's context is {self.max_length}"
                 )
+            temperature = own.get("temperature", 1.0) if own.get("do_sample") else 0.0
             sampling = Sampling(
-                temperature=own["temperature"],
-                top_p=own.get("top_p", 1.0) if own["temperature"] else 1.0,
-                top_k=own.get("top_k", 0) if own["temperature"] else 0,
+                temperature=temperature,
+                top_p=own.get("top_p", 1.0) if temperature else 1.0,
+                top_k=own.get("top_k", 0) if temperature else 0,
                 max_tokens=own["max_gen_toks"],
                 stop_ids=self.ends,
                 stop=tuple(text for text in until if text),

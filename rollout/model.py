@@ -1,7 +1,7 @@
 """Load a trained model for sampling: a hub id, a folder, a finished run, an adapter, or builtin:tiny.
 
-    model, tokenizer = load_model("runs/grpo-20261115-093000")
-    model, tokenizer = load_model("HuggingFaceTB/SmolLM2-135M-Instruct")
+model, tokenizer = load_model("runs/grpo-20261115-093000")
+model, tokenizer = load_model("HuggingFaceTB/SmolLM2-135M-Instruct")
 """
 
 from __future__ import annotations

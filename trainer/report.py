@@ -1,4 +1,8 @@
-"""python -m trainer.report RUN [RUN ...]: write RUN/report.html, one page about a run (trainer/metrics/report.py)."""
+"""Pages about runs: trainer/metrics/report.py for one, trainer/metrics/compare.py for several.
+
+python -m trainer.report RUN                          # writes RUN/report.html
+python -m trainer.report RUN RUN [--out PAGE.html]    # one page with their curves over each other
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,39 @@ from data.command.config_file import load_config
 from data.command.flags import HELP, run_command
 from trainer.cli import load_method
 from trainer.config.defaults import default_tree
+from trainer.metrics.compare import write_comparison
 from trainer.metrics.report import write_report
+
+USAGE = """usage: python -m trainer.report RUN              writes RUN/report.html
+       python -m trainer.report RUN RUN [...] [--out PAGE.html]
+
+Of several runs it writes one page, comparison.html unless --out names another, with their curves over each other."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0, or 2 after one sentence about what is wrong."""
     if any(word in HELP for word in argv):
-        print("usage: python -m trainer.report RUN [RUN ...]\n\nWrites RUN/report.html for each run folder.")
+        print(USAGE)
         return 0
     return run_command(lambda: report(argv))
 
 
-def report(runs: Sequence[str]) -> None:
-    if not runs or runs[0].startswith("-"):
-        raise ValueError(f"{' '.join(runs) or 'RUN'}: name run folders; python -m trainer.report RUN [RUN ...]")
-    for run_dir in runs:
-        print(write_report(Path(run_dir), defaults_of(Path(run_dir))))
+def report(argv: Sequence[str]) -> None:
+    runs, out = list(argv), None
+    if "--out" in runs:
+        place = runs.index("--out")
+        if place + 1 == len(runs):
+            raise ValueError("--out: names no file; write --out PAGE.html")
+        out = Path(runs[place + 1])
+        del runs[place : place + 2]
+    if not runs or (strange := [word for word in runs if word.startswith("-")]):
+        raise ValueError(f"{strange[0] if runs else 'RUN'}: name run folders; python -m trainer.report RUN [RUN ...]")
+    if len(runs) == 1 and out is not None:
+        raise ValueError(f"--out={out}: is for several runs; the page of one is written to its folder")
+    if len(runs) == 1:
+        print(write_report(Path(runs[0]), defaults_of(Path(runs[0]))))
+    else:
+        print(write_comparison([Path(run) for run in runs], out or Path("comparison.html")))
 
 
 def defaults_of(run_dir: Path) -> dict[str, Any] | None:

@@ -6,23 +6,20 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from data.chat import set_chat_template, stop_ids
 from data.command.flags import parse_command, run_command
 from data.formats.registry import PROMPT_FORMATS, formatted_rows
 from data.formats.template_settings import JsonObject, check_kwargs
-from data.hub import check_hub
 from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
+from rollout.model import load_model
 from rollout.rewards.functions import text_of
 from rollout.rewards.table import RewardTable, load_rewards
-from rollout.servers.model_folder import check_adapter_weights, check_base, read_adapter, trust_hint
 
-TINY_MODEL = Path(__file__).resolve().parents[2] / "trainer" / "tiny"
 SHOWN = 60  # characters of a prompt or completion in the table
 
 
@@ -122,7 +119,7 @@ def _text(source: str, completion: Any) -> str:
 def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]:
     from rollout.engines.local import LocalEngine
 
-    model, tokenizer = _load_model(cfg.model, trust_remote_code=cfg.trust_remote_code)
+    model, tokenizer = load_model(cfg.model, trust_remote_code=cfg.trust_remote_code)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     rows = load_prompts(
@@ -143,47 +140,6 @@ def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion
         stop_ids=stop_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
     )
     return prompts, LocalEngine(model, tokenizer).generate(requests, sampling)
-
-
-def _load_model(name: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """A model and its tokenizer from a hub id, a folder, a finished run (its final/) or an adapter folder."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # nobody is watching
-    place = TINY_MODEL if name == "builtin:tiny" else Path(name)
-    if (place / "final").is_dir():
-        place = place / "final"
-    if not place.is_dir():
-        check_hub("model", name)
-    source = str(place) if place.is_dir() else name
-    base = source
-    is_adapter = (place / "adapter_config.json").is_file()
-    if is_adapter:
-        base = str(read_adapter(source)["base_model_name_or_path"])
-        check_adapter_weights(source)
-        check_base(base)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            base,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,  # a .bin file is a pickle, which is never loaded
-        )
-        if is_adapter:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, source)
-    except (OSError, ValueError) as error:  # what transformers raises for a missing or unreadable model
-        reason = str(error).strip().split("\n")[0]
-        remedy = trust_hint(error) or "; check the path or hub id"
-        raise ValueError(f"model={name}: cannot be loaded ({reason}){remedy}") from None
-    return model.to(device), tokenizer
 
 
 def show(prompts: Sequence[Prompt], completions: Sequence[Completion], table: RewardTable) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from html import escape
@@ -65,6 +65,7 @@ class RunData:
     records: list[dict[str, Any]]  # one per step, in order
     samples: list[dict[str, Any]]
     finished: bool
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # by python -m trainer.evaluate
     logged: list[str] = field(default_factory=list)  # every metric name, in the glossary's order
 
     @property
@@ -82,11 +83,13 @@ class RunData:
 
 def write_report(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> Path:
     """Write report.html into a run folder, atomically, and return its path."""
-    run_dir = Path(run_dir)
-    page = render(load_run(run_dir, defaults)).encode("utf-8", errors="replace")
-    path, temporary = run_dir / "report.html", run_dir / ".tmp-report.html"
+    return write_page(Path(run_dir) / "report.html", render(load_run(Path(run_dir), defaults)))
+
+
+def write_page(path: Path, page: str) -> Path:
+    temporary = path.with_name(f".tmp-{path.name}")
     try:
-        temporary.write_bytes(page)
+        temporary.write_bytes(page.encode("utf-8", errors="replace"))
         os.replace(temporary, path)
     except OSError as error:
         raise ValueError(
@@ -111,6 +114,7 @@ def load_run(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> RunDat
         defaults=defaults,
         records=records,
         samples=read_jsonl(run_dir / "samples.jsonl"),
+        evaluations=read_jsonl(run_dir / "evaluations.jsonl"),
         finished=(run_dir / "final").exists() or (max_steps is not None and last_step >= max_steps),
         logged=sorted(
             {name for record in records for name in record} - {"step"},
@@ -130,6 +134,7 @@ def render(run: RunData) -> str:
         f'<p class="where">{text(run.name)}, written {datetime.now():%Y-%m-%d %H:%M}</p>',
         facts_html(run),
         top_html(run),
+        evaluations_html(run),
         "<h2>Health</h2>",
         health_html(run, episodes),
         samples_html(run),
@@ -138,6 +143,11 @@ def render(run: RunData) -> str:
         "<footer>Light line: every step. Strong line: centred moving mean over a fifteenth of the run. "
         "All numbers are in metrics.jsonl.</footer>",
     ]
+    return page_html(f"{method} {model}: {run.name}", parts)
+
+
+def page_html(title: str, parts: Iterable[str]) -> str:
+    """A self-contained page."""
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     # the policy forbids scripts and the network outright, should an escape ever be missed
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -145,7 +155,7 @@ def render(run: RunData) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(method)} {text(model)}: {text(run.name)}</title>\n<style>\n{style}</style></head>\n"
+        f"<title>{text(title)}</title>\n<style>\n{style}</style></head>\n"
         "<body><main>\n" + "\n".join(part for part in parts if part) + "\n</main></body></html>\n"
     )
 
@@ -233,6 +243,21 @@ def evaluation_html(run: RunData) -> str:
         f'<p class="soft">{text(caption)}</p><p class="outcome">{outcome}</p>'
         f'<table class="plain">{"".join(rows)}</table></div>'
     )
+
+
+def evaluations_html(run: RunData) -> str:
+    """What python -m trainer.evaluate found, one row for each number."""
+    rows = "".join(
+        f'<tr><td class="soft">{text(str(one.get("time", ""))[:16].replace("T", " "))}</td>'
+        f'<td class="mono">{text(one.get("tasks") or " ".join(one.get("data", [])))}</td>'
+        f'<td class="mono">{text(name)}</td><td class="num">{number(value)}</td></tr>'
+        for one in run.evaluations
+        for name, value in (one.get("results") or {}).items()
+        if isinstance(value, int | float)
+    )
+    head = '<tr><th>when (UTC)</th><th>on</th><th>metric</th><th class="num">value</th></tr>'
+    table = f'<div class="card"><table class="plain">{head}{rows}</table></div>'
+    return f"<h2>Evaluations after training</h2>{table}" if rows else ""
 
 
 def tag_html(words: str) -> str:
@@ -468,27 +493,8 @@ def curve_svg(
     """One metric over steps: values as a light line, the smoothed curve as a strong one."""
     assert len(steps) == len(values) > 0, f"{len(steps)} steps, {len(values)} values"
     width, height = size
-    low, high, ticks = value_axis(min(values), max(values))
-    labels = tick_texts(ticks)
-    left = 14 + CHARACTER * max(map(len, labels))
-    first, last = step_range or (steps[0], steps[-1])
-    last = max(last, first + 1)
-
-    def place(step: float, value: float) -> Point:
-        x = left + (step - first) / (last - first) * (width - left - RIGHT)
-        return x, TOP_MARGIN + (high - value) / (high - low) * (height - TOP_MARGIN - BOTTOM)
-
-    body = []
-    for value, shown in zip(ticks, labels, strict=True):
-        y = place(first, value)[1]
-        body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        body.append(f'<text x="{left - 6:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>')
-    stride = max(1, round(nice_step((last - first) / (width / 110))))
-    marks = list(range(math.ceil(first / stride) * stride, last + 1, stride))
-    for step, shown in zip(marks, tick_texts(marks) if len(marks) > 1 else map(str, marks), strict=True):
-        x = place(step, low)[0]
-        anchor = "end" if x + CHARACTER * len(shown) / 2 > width else "middle"
-        body.append(f'<text x="{x:.1f}" y="{height - 7}" text-anchor="{anchor}">{shown}</text>')
+    first = (step_range or steps)[0]
+    body, place, left, (low, high) = axes((min(values), max(values)), step_range or (steps[0], steps[-1]), size)
     if healthy and healthy[1] > low and healthy[0] < high:
         top, bottom = place(first, min(healthy[1], high))[1], place(first, max(healthy[0], low))[1]
         body.append(f'<rect class="band" x="{left:.1f}" y="{top:.1f}" width="{width - left - RIGHT:.1f}" '
@@ -505,6 +511,34 @@ def curve_svg(
         body.append(_line("smooth", [place(*point) for point in kept]))
     body.append(_slices(steps, values, smoothed, place, height))
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">' + "".join(body) + "</svg>"
+
+
+def axes(
+    values: tuple[float, float], across: tuple[float, float], size: tuple[int, int]
+) -> tuple[list[str], Callable[[float, float], Point], float, tuple[float, float]]:
+    """Grid and labels of a chart; the function that places a point; its left edge; the range of the value axis."""
+    width, height = size
+    low, high, ticks = value_axis(*values)
+    labels = tick_texts(ticks)
+    left = 14 + CHARACTER * max(map(len, labels))
+    first, last = across[0], max(across[1], across[0] + 1)
+
+    def place(step: float, value: float) -> Point:
+        x = left + (step - first) / (last - first) * (width - left - RIGHT)
+        return x, TOP_MARGIN + (high - value) / (high - low) * (height - TOP_MARGIN - BOTTOM)
+
+    body = []
+    for value, shown in zip(ticks, labels, strict=True):
+        y = place(first, value)[1]
+        body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        body.append(f'<text x="{left - 6:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>')
+    stride = max(1, round(nice_step((last - first) / (width / 110))))
+    marks = list(range(math.ceil(first / stride) * stride, math.floor(last) + 1, stride))
+    for step, shown in zip(marks, tick_texts(marks) if len(marks) > 1 else map(str, marks), strict=True):
+        x = place(step, low)[0]
+        anchor = "end" if x + CHARACTER * len(shown) / 2 > width else "middle"
+        body.append(f'<text x="{x:.1f}" y="{height - 7}" text-anchor="{anchor}">{shown}</text>')
+    return body, place, left, (low, high)
 
 
 def smooth(values: Sequence[float]) -> list[float]:

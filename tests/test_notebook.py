@@ -1,0 +1,46 @@
+"""docs/quickstart.ipynb runs from top to bottom, as somebody would run it in Jupyter."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tests.entry import ROOT, run_python
+
+NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
+# A cell's last expression is what Jupyter would draw.
+RUN_CELLS = """
+import ast, json, sys
+space = {{}}
+for cell in json.load(open({notebook!r}))["cells"]:
+    if cell["cell_type"] != "code":
+        continue
+    tree = ast.parse("".join(cell["source"]))
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, cell["id"], "exec"), space)
+    if last is not None:
+        shown = eval(compile(ast.Expression(last.value), cell["id"], "eval"), space)
+        print("SHOWN", cell["id"], shown._repr_svg_() if hasattr(shown, "_repr_svg_") else repr(shown))
+"""
+
+
+def test_every_cell_runs_and_the_model_learns_and_answers(tmp_path):
+    script = tmp_path / "cells.py"
+    script.write_text(RUN_CELLS.format(notebook=str(NOTEBOOK)))
+    done = run_python(str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    after = float(re.search(r"held-out reward \(greedy\): [\d.]+ before, ([\d.]+) after", done.stdout)[1])
+    assert after > 0.9
+    shown = dict(re.findall(r"SHOWN (\S+) (.*)", done.stdout))
+    assert "'62'" in shown.values()  # 38+24, with its carry
+    drawn = [text for text in shown.values() if text.startswith("<svg")]
+    assert [text.count("<polyline") >= 2 for text in drawn] == [True, True]
+    assert (tmp_path / "runs" / "own-reward" / "final" / "model.safetensors").is_file()
+
+
+def test_it_is_a_notebook_that_names_only_what_is_there():
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    text = "".join(line for cell in notebook["cells"] for line in cell["source"])
+    for page in re.findall(r"\]\((\w+\.md)\)", text):
+        assert (NOTEBOOK.parent / page).is_file(), page

@@ -1,0 +1,316 @@
+"""What one does with a trained model: generate, evaluate, compare, push. On a run folder around the tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import yaml
+
+from rollout.servers.model_folder import BUILTIN
+from tests.trainer.metrics.test_report import CONFIG
+from trainer import evaluate, generate, push, report
+from trainer.metrics.compare import names_of
+from trainer.metrics.metrics import JsonlLog
+from trainer.metrics.report import write_report
+
+ROWS = [("1+1=", "2"), ("2+5=", "7"), ("3+4=", "7"), ("8+5=", "14")]  # the tiny model knows sums without a carry
+
+
+def asked(question):
+    return [{"role": "user", "content": question}]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished run whose model is the tiny one."""
+    folder = tmp_path / "grpo-demo"
+    folder.mkdir()
+    shutil.copytree(BUILTIN["builtin:tiny"], folder / "final")
+    rows = "".join(json.dumps({"prompt": asked(q), "answer": a}) + "\n" for q, a in ROWS)
+    (tmp_path / "held_out.jsonl").write_text(rows)
+    config = CONFIG | {
+        "model": "org/base", "data": ["org/rows:split=train", str(tmp_path / "held_out.jsonl")], "max_steps": 40,
+        "eval_data": [str(tmp_path / "held_out.jsonl")], "reward_funcs": ["exact_match"], "max_completion_length": 8,
+        "output_dir": str(folder),
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    write_metrics(folder, slope=0.01)
+    sample = {"prompt": asked("1+1="), "completion": "2", "rewards": {"exact_match": 1.0}, "advantage": 0.5, "step": 40}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    return folder
+
+
+def write_metrics(folder, *, slope, steps=40):
+    log = JsonlLog(folder / "metrics.jsonl")
+    for step in range(steps + 1):
+        row = {"loss/total": 1 - slope * step, "reward/mean": slope * step, "time/wall_s": 2.0 * step}
+        if step % 20 == 0:
+            row["eval/reward/mean"] = 0.25 + slope * step
+        log.write(step, row)
+
+
+def test_generate_asks_as_the_run_was_trained(run, capsys, monkeypatch):
+    assert generate.main([str(run), "--prompt", "1+1=", "2+5="]) == 0
+    assert capsys.readouterr().out.split() == ["2", "7"]
+    assert not generate.trained_on_text(str(run))
+    (run / "samples.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2", "step": 1}) + "\n")
+    assert generate.trained_on_text(str(run))  # then a prompt is text to continue
+
+
+def test_generate_keeps_a_conversation_until_new(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(generate, "render_prompt", lambda tok, p, *rest: seen.append(p) or [21, 13, 22, 31])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3+4=\n\nand again\n/new\n1+1=\n"))
+    assert generate.main(["builtin:tiny", "--max-tokens", "4"]) == 0
+    turns = [[m["content"] for m in p] for p in seen]
+    answer = capsys.readouterr().out.splitlines()[0]
+    assert turns == [["3+4="], ["3+4=", answer, "and again"], ["1+1="]]
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["builtin:tiny", "--plain", "--system-prompt", "x"], "system_prompt: has no effect with plain"),
+        (["builtin:tiny", "--top-p", "0.9"], "top_p=0.9: has no effect on greedy answers"),
+        (["./nowhere"], "model=./nowhere: no such folder"),
+    ],
+)
+def test_generate_refuses_in_one_sentence(argv, says, capsys):
+    assert generate.main(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_evaluate_takes_the_runs_own_rows_and_rewards_and_adds_to_its_folder(run, tmp_path, capsys):
+    out = tmp_path / "scored.jsonl"
+    assert evaluate.main([str(run), "--out", str(out)]) == 0
+    assert "reward/mean: 0.7500\n" in capsys.readouterr().out
+    (record,) = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert record["step"] == 40 and record["decoding"] == "greedy" and record["reward_funcs"] == ["exact_match"]
+    assert record["results"]["reward/mean"] == 0.75 and record["results"]["rows"] == 4
+    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["rewards"]["exact_match"] for row in scored] == [1, 1, 1, 0]
+    assert [row["prompt"] for row in scored] == [asked(question) for question, _ in ROWS]
+    page = write_report(run).read_text()
+    assert "Evaluations after training" in page and ">0.750<" in page
+
+
+def test_evaluate_any_model_with_several_samples(run, tmp_path, capsys):
+    rows, flags = str(tmp_path / "held_out.jsonl"), ["--max-rows", "2", "--max-completion-length", "4"]
+    argv = ["builtin:tiny", "--data", rows, "--num-generations", "3", "--temperature", "0.5", *flags]
+    assert evaluate.main(argv) == 0
+    assert "rows: 2\n" in capsys.readouterr().out
+    assert not (run / "evaluations.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        ([], "--data: required"),
+        (["--num-generations", "2"], "num_generations=2: greedy completions of a row are all equal"),
+        (["--limit", "3"], "limit=3: has no effect without --tasks"),
+        (["--tasks", "x", "--data", "a.jsonl"], "has no effect with tasks=x"),
+        (["--max-rows", "0"], "max_rows=0: must be 1 or more"),
+    ],
+)
+def test_evaluate_refuses_in_one_sentence(argv, says, capsys):
+    assert evaluate.main(["builtin:tiny", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+SUMS = """
+task: sums{kind}
+dataset_path: json
+dataset_kwargs: {{data_files: {rows}}}
+output_type: {output}
+test_split: train
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: {target}
+target_delimiter: ""
+{more}
+metric_list:
+  - metric: {metric}
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def test_tasks_of_the_harness_equal_its_own_backend(run, tmp_path, capsys):
+    lm_eval = pytest.importorskip("lm_eval", reason="needs pip install -e '.[eval]'")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from rollout.model import load_model
+
+    rows = tmp_path / "task_rows.jsonl"
+    sums = [(a, b) for a in range(2, 10) for b in range(1, 6)]
+    made = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b), "choices": [str(a + b - 1), str(a + b), str(a)]} for a, b in sums
+    ]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+    texts = {
+        "": ("generate_until", '"{{answer}}"', "generation_kwargs: {until: ['\\n'], max_gen_toks: 6}", "exact_match"),
+        "_choice": ("multiple_choice", "1", 'doc_to_choice: "{{choices}}"', "acc"),
+    }
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for kind, (output, target, more, metric) in texts.items():
+        made = SUMS.format(kind=kind, rows=rows, output=output, target=target, more=more, metric=metric)
+        (folder / f"sums{kind}.yaml").write_text(made)
+    assert evaluate.main([str(run), "--tasks", "sums,sums_choice", "--task-folder", str(folder), "--as-chat"]) == 0
+    ours = json.loads((run / "evaluations.jsonl").read_text())["results"]
+    model, tokenizer = load_model("builtin:tiny")
+    theirs = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer), tasks=["sums", "sums_choice"], log_samples=False,
+        apply_chat_template=True, task_manager=TaskManager(include_path=str(folder)),
+    )["results"]  # fmt: skip
+    assert 0 < ours["sums/exact_match"] < 1
+    assert ours["sums/exact_match"] == theirs["sums"]["exact_match,none"]
+    assert ours["sums_choice/acc"] == theirs["sums_choice"]["acc,none"]
+    assert evaluate.main([str(run), "--tasks", "no_such_task"]) == 2
+    assert "tasks=no_such_task: no such task" in capsys.readouterr().err
+
+
+def test_two_runs_on_one_page(run, tmp_path, capsys):
+    other = tmp_path / "other" / "grpo-demo"
+    shutil.copytree(run, other)
+    (other / "metrics.jsonl").unlink()
+    write_metrics(other, slope=0.005, steps=20)
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    (other / "config.yaml").write_text(yaml.safe_dump(config | {"learning_rate": 0.001, "model": "<b>org</b>"}))
+    out = tmp_path / "both.html"
+    assert report.main([str(run), str(other), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    page = out.read_text()
+    assert "<b>org" not in page and "<script" not in page  # names are escaped
+    assert f"{tmp_path.name}/grpo-demo" in page and "other/grpo-demo" in page
+    for name, across in [
+        ("eval/reward/mean", "steps"),
+        ("eval/reward/mean", "seconds"),
+        ("loss/total", "steps"),
+    ]:
+        chart = page[page.index(f'aria-label="{name} over {across}"') :].partition("</svg>")[0]
+        assert len(re.findall(r'<polyline class="run run-[01]"', chart)) == 2, (name, across)
+    differing = page[page.index("Settings that differ") :].partition("</table>")[0]
+    assert "learning_rate" in differing and "0.001" in differing and "lr_scheduler_type" not in differing
+    assert "0.250 &rarr; 0.650" in page and "0.250 &rarr; 0.350" in page
+
+
+def test_names_of_runs_say_no_more_of_the_path_than_they_must(tmp_path):
+    assert names_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert names_of([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
+
+
+@pytest.mark.parametrize(
+    "argv, says", [(["RUN", "--out"], "--out: names no file"), (["RUN", "--out", "p.html"], "is for several runs"),
+                   (["RUN", "--fast"], "--fast: name run folders"), ([], "RUN: name run folders")]
+)  # fmt: skip
+def test_report_refuses_in_one_sentence(argv, says, run, capsys):
+    assert report.main([str(run) if word == "RUN" else word for word in argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+CARD = """\
+---
+base_model: org/base
+datasets:
+- org/rows
+library_name: transformers
+license: apache-2.0
+pipeline_tag: text-generation
+tags:
+- strop
+- grpo
+---
+
+# my-model
+
+Fine-tuned from [org/base](https://huggingface.co/org/base) by `grpo` with strop, on `org/rows`, `held_out.jsonl`: 40 \
+steps in 1:20.
+
+## Results
+
+| held-out metric | before | after |
+|---|---|---|
+| eval/reward/mean | 0.250 | 0.650 |
+
+| evaluated on | metric | value |
+|---|---|---|
+| held_out.jsonl | reward/mean | 0.750 |
+
+## Training
+
+| step | loss/total | reward/mean |
+|---|---|---|
+| 1 | 0.990 | 0.010 |
+| 7 | 0.930 | 0.070 |
+| 12 | 0.880 | 0.120 |
+| 18 | 0.820 | 0.180 |
+| 23 | 0.770 | 0.230 |
+| 29 | 0.710 | 0.290 |
+| 34 | 0.660 | 0.340 |
+| 40 | 0.600 | 0.400 |
+
+## Use
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="me/my-model")
+```
+
+## Settings that differ from the defaults
+
+"""
+
+
+def test_the_card_of_a_pushed_model(run, tmp_path, capsys):
+    evaluated = {"step": 40, "data": [str(tmp_path / "held_out.jsonl")], "results": {"reward/mean": 0.75}}
+    (run / "evaluations.jsonl").write_text(json.dumps(evaluated) + "\n")
+    out = tmp_path / "folder"
+    assert push.main([str(run), "me/my-model", "--out", str(out), "--license", "apache-2.0"]) == 0
+    assert "hf upload me/my-model" in capsys.readouterr().out
+    card = (out / "README.md").read_text()
+    assert card.startswith(CARD), card
+    assert "| `learning_rate` | 0.0003 |" in card and "`num_generations`" not in card  # 8 is the default
+    assert {path.name for path in out.iterdir()} >= {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "metrics.jsonl",
+    }
+    assert not (out / "report.html").exists() and not (out / "samples.jsonl").exists()
+    for path in (out / "README.md", out / "metrics.jsonl"):
+        assert str(tmp_path) not in path.read_text()
+
+
+def test_push_says_why_it_does_not(run, tmp_path, capsys, monkeypatch):
+    def refused(argv, says):
+        assert push.main(argv) == 2
+        assert says in capsys.readouterr().err
+
+    refused([str(run), "my-model"], "repo=my-model: is not OWNER/NAME")
+    refused([str(tmp_path), "me/x", "--out", str(tmp_path / "o")], "has no config.yaml")
+    refused([str(run), "me/x", "--out", str(run)], "exists already")
+    refused([str(run), "me/x", "--with-report", "--out", str(tmp_path / "o")], "has no report.html")
+    (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
+    refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter needs a base model that is a folder")
+    assert not (tmp_path / "o").exists()
+    assert push.main([str(run), "me/x", "--out", str(tmp_path / "o"), "--base-model", "org/base"]) == 0
+    assert json.loads((tmp_path / "o" / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
+    assert "library_name: peft" in (tmp_path / "o" / "README.md").read_text()
+    import httpx
+    from huggingface_hub import HfApi
+
+    def unreachable(*args, **kwargs):
+        raise httpx.ConnectError("no network")
+
+    monkeypatch.setattr(HfApi, "create_repo", unreachable)
+    refused(
+        [str(run), "me/x", "--base-model", "org/base"],
+        "repo=me/x: not uploaded (no network); write the folder with --out",
+    )

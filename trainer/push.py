@@ -1,0 +1,121 @@
+"""python -m trainer.push RUN REPO: upload the model of a finished run to the hub, with a model card.
+
+    python -m trainer.push runs/grpo-20261115-093000 me/my-model
+    python -m trainer.push runs/grpo-20261115-093000 me/my-model --out folder      # write the folder, upload nothing
+
+The folder holds the exported model, README.md (trainer/run/card.py) and metrics.jsonl. Prompts, completions and paths
+of this machine stay here, unless --with-report adds report.html, which shows samples and all settings.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from data.command.flags import parse_command, run_command
+from trainer.files.atomic_folder import atomic_folder
+from trainer.report import defaults_of
+from trainer.run.card import model_card
+from trainer.run.export import change_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushConfig:
+    """Upload the model of a finished run to the hub, with a model card."""
+
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """Folder of a finished run."""
+    repo: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="REPO")]
+    """Repository on the hub, OWNER/NAME; it is created if it does not exist."""
+    out: str | None = None
+    """Write what would be uploaded to this folder, and upload nothing."""
+    private: bool = False
+    """Create the repository as a private one."""
+    base_model: str | None = None
+    """Hub id of the base model, if the run loaded it from a folder of this machine."""
+    license: str | None = None
+    """License of the model for its card, such as apache-2.0. Mind that of the base model."""
+    with_report: bool = False
+    """Also upload report.html, which shows samples and every setting."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 after one sentence about what is wrong."""
+    return run_command(lambda: push(parse_command(PushConfig, argv, "python -m trainer.push")))
+
+
+def push(cfg: PushConfig) -> None:
+    if cfg.repo.count("/") != 1 or not all(cfg.repo.split("/")):
+        raise ValueError(f"repo={cfg.repo}: is not OWNER/NAME")
+    if cfg.out is not None:
+        out = Path(cfg.out).expanduser()
+        if out.exists():
+            raise ValueError(f"out={cfg.out}: exists already; name a new folder")
+        with atomic_folder(out, "out") as folder:
+            fill(cfg, folder)
+        print(f"{out}: ready; upload it with `hf upload {cfg.repo} {out}`")
+        return
+    with tempfile.TemporaryDirectory(prefix="strop-push-") as name:
+        fill(cfg, Path(name))
+        print(upload(cfg, Path(name)))
+
+
+def fill(cfg: PushConfig, folder: Path) -> None:
+    """Everything that is uploaded."""
+    run = Path(cfg.run).expanduser()
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"run={cfg.run}: has no config.yaml, so it is not a run folder; pass what --output-dir named")
+    if not (run / "final").is_dir():
+        raise ValueError(
+            f"run={cfg.run}: has no final/, it has not finished; resume it, or export a checkpoint with "
+            "python -m trainer.export"
+        )
+    shutil.copytree(run / "final", folder, dirs_exist_ok=True)
+    adapter = folder / "adapter_config.json"
+    base = cfg.base_model
+    if adapter.is_file():
+        named = str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        if base is None and Path(named).is_dir():
+            raise ValueError(
+                f"run={cfg.run}: its adapter needs a base model that is a folder of this machine; name the hub id with "
+                "--base-model, or merge it with python -m trainer.export --merge-lora"
+            )
+        change_json(adapter, base_model_name_or_path=base or named)
+    card = model_card(run, cfg.repo, base_model=base, license=cfg.license, defaults=defaults_of(run))
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    if (run / "metrics.jsonl").is_file():
+        shutil.copy(run / "metrics.jsonl", folder / "metrics.jsonl")
+    if cfg.with_report:
+        if not (run / "report.html").is_file():
+            raise ValueError(f"with_report: {cfg.run} has no report.html; write it with python -m trainer.report")
+        shutil.copy(run / "report.html", folder / "report.html")
+
+
+def upload(cfg: PushConfig, folder: Path) -> str:
+    """The address of the repository."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    instead = f"write the folder with --out, and upload it later with `hf upload {cfg.repo} FOLDER`"
+    try:
+        api = HfApi()
+        api.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
+        api.upload_folder(repo_id=cfg.repo, folder_path=folder, commit_message=f"Upload {Path(cfg.run).name}")
+    except LocalTokenNotFoundError:
+        raise ValueError(f"repo={cfg.repo}: not logged in to the hub; run `hf auth login`, or {instead}") from None
+    except (OfflineModeIsEnabled, HfHubHTTPError, httpx.TransportError, ConnectionError) as error:
+        raise ValueError(f"repo={cfg.repo}: not uploaded ({str(error).splitlines()[0]}); {instead}") from None
+    return f"https://huggingface.co/{cfg.repo}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -166,8 +166,8 @@ def sample(
     cfg: EvaluateConfig, run: dict[str, Any], data: Sequence[str], rewards: Sequence[str]
 ) -> tuple[list[Prompt], list[Completion]]:
     """num_generations completions of each row; the prompts are repeated."""
+    from rollout.engines.load import load_model
     from rollout.engines.local import LocalEngine
-    from rollout.model import load_model
 
     model, tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
     set_chat_template(tokenizer, cfg.chat_template)

@@ -84,8 +84,8 @@ class Answerer:
     """A model with the settings it was trained with."""
 
     def __init__(self, cfg: GenerateConfig) -> None:
+        from rollout.engines.load import load_model
         from rollout.engines.local import LocalEngine
-        from rollout.model import load_model
 
         run = run_settings(cfg.source)
         model, self.tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)

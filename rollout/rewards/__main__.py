@@ -16,7 +16,7 @@ from data.rows.prompts import load_prompts
 from data.training_config import config_for, uses_transform
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
-from rollout.model import load_model
+from rollout.engines.load import load_model
 from rollout.rewards.functions import text_of
 from rollout.rewards.table import RewardTable, load_rewards
 

@@ -144,7 +144,7 @@ def test_tasks_of_the_harness_equal_its_own_backend(run, tmp_path, capsys):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from rollout.model import load_model
+    from rollout.engines.load import load_model
 
     rows = tmp_path / "task_rows.jsonl"
     sums = [(a, b) for a in range(2, 10) for b in range(1, 6)]

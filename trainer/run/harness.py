@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.chat import stop_ids
 from rollout.engine import Request, Sampling
-from rollout.model import load_model
+from rollout.engines.load import load_model
 from trainer.generate import run_settings
 
 if TYPE_CHECKING:

@@ -31,8 +31,11 @@ from tests.entry import ROOT
 from trainer.cli import flag_table, load_method, method_names, parse
 from trainer.config.learning_rates import RATES
 from trainer.config.preference import PairLossType
+from trainer.evaluate import EvaluateConfig
+from trainer.generate import GenerateConfig
 from trainer.metrics.metrics import describe
 from trainer.plan import PlanConfig
+from trainer.push import PushConfig
 from trainer.run.export import ExportConfig
 
 DOCS = ROOT / "docs"
@@ -114,7 +117,7 @@ def test_lists_are_complete():
         (data, TASKS),
     ):  # fmt: skip
         assert not [name for name in names if not re.search(rf"`{name}[`\[:]", text)]
-    table = re.findall(r"^\| ([a-z, ]+) \| (\S+e-\d) \| (\S+e-\d) \|", TEXTS[DOCS / "quickstart.md"], re.MULTILINE)
+    table = re.findall(r"^\| ([a-z_, ]+) \| (\S+e-\d) \| (\S+e-\d) \|", TEXTS[DOCS / "quickstart.md"], re.MULTILINE)
     found = {name: (float(full), float(lora)) for names, full, lora in table for name in names.split(", ")}
     assert found == {name: (rates.full, rates.lora) for name, rates in RATES.items()}
 
@@ -142,6 +145,13 @@ def test_tree_names_folders_that_exist():
 # Commands and flags.
 
 
+AFTER_TRAINING = {
+    "trainer.generate": GenerateConfig,
+    "trainer.evaluate": EvaluateConfig,
+    "trainer.push": PushConfig,
+}
+
+
 def commands(text: str) -> list[tuple[int, str, list[str]]]:
     """(processes, module, arguments) of every `python -m` and torchrun command of a page."""
     found = []
@@ -155,7 +165,7 @@ def commands(text: str) -> list[tuple[int, str, list[str]]]:
 
 def check_command(module: str, words: list[str]) -> None:
     """Parse the command as its program would, up to what it would do."""
-    parsers = {"trainer.plan": PlanConfig, "data.show": ShowConfig, "rollout.rewards": CheckConfig}
+    parsers = {"trainer.plan": PlanConfig, "data.show": ShowConfig, "rollout.rewards": CheckConfig, **AFTER_TRAINING}
     words = [str(ROOT / "trainer/recipes/grpo_tiny.yaml") if word in PLACEHOLDERS else word for word in words]
     if module == "trainer" and words[:1] == ["--method"] and len(words) == 2:
         assert words[1] in {*method_names(), "raft"}, words  # tests/test_smoke.py runs them
@@ -198,7 +208,8 @@ def test_flags_named_in_text_exist(monkeypatch):
     known = {flag.name for name in [*method_names(), "raft"] for flag in flag_table(load_method(name).Config).values()}
     known |= {name.replace("--", "--no-", 1) for name in known}  # what switches a flag off
     known |= {"--config", "--help", "--help-all"} | OTHERS
-    others = [field.name for block in (PlanConfig, ShowConfig, CheckConfig) for field in dataclasses.fields(block)]
+    blocks = (PlanConfig, ShowConfig, CheckConfig, *AFTER_TRAINING.values())
+    others = [field.name for block in blocks for field in dataclasses.fields(block)]
     known |= {"--" + name.replace("_", "-") for name in others}
     wrong = []
     for path, text in TEXTS.items():

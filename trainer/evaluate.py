@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(cfg: EvaluateConfig) -> dict[str, float]:
     """Evaluate, print, and add the result to the run folder."""
     if cfg.tasks:
-        from trainer.run.harness import run_tasks
+        from trainer.harness import run_tasks
 
         result, what = run_tasks(cfg), {"tasks": cfg.tasks, "num_fewshot": cfg.num_fewshot, "limit": cfg.limit}
     else:

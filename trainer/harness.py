@@ -7,21 +7,18 @@ a task asks to generate come from our in-process engine, which is several times 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.chat import stop_ids
 from rollout.engine import Request, Sampling
 from rollout.engines.load import load_model
 from trainer.generate import run_settings
 
-if TYPE_CHECKING:
-    from trainer.evaluate import EvaluateConfig
-
 KNOWN = {"do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks"}  # what the engine can follow
 
 
-def run_tasks(cfg: EvaluateConfig) -> dict[str, float]:
-    """Metrics of each task, named TASK/METRIC, with the harness's standard errors."""
+def run_tasks(cfg: Any) -> dict[str, float]:
+    """Metrics of each task, named TASK/METRIC, with the harness's standard errors; `cfg` is trainer.evaluate's."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager

@@ -63,6 +63,7 @@ GLOSSARY: dict[str, str] = {
     "policy/geometric_dropped_frac": "Fraction of completions dropped by geometric_min or geometric_max.",
     "policy/off_policy_dropped_frac": "Fraction of completions dropped by off_policy_mask_threshold.",
     "policy/entropy_kept_frac": "Fraction of tokens that top_entropy_quantile trains on.",
+    "policy/entropy_coef": "Weight of the entropy bonus in this step, as entropy_target has adapted it.",
     "policy/ess_frac": "Effective sample size of the raw token ratios to the engine, (sum w)^2 / (n sum w^2).",
     "policy/ess_sequence_frac": "The same for the ratios of whole completions.",
     "policy/advantage_std": "Standard deviation of the advantages of the step.",

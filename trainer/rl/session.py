@@ -72,7 +72,7 @@ from trainer.rl.engine_choice import settle_engine
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
 from trainer.rl.groups import GroupBatch, Groups, Unrewarded, per_completion, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
-from trainer.rl.step import StepBatch, prepare
+from trainer.rl.step import EntropyTarget, StepBatch, prepare
 from trainer.run.run import open_run
 
 
@@ -197,6 +197,9 @@ class Session:
         if moving.sync_ref_model:
             self.moving = MovingReference(self.policy, moving.ref_model_mixup_alpha, moving.ref_model_sync_steps)
             self.state["reference"] = self.moving
+        self.entropy = None if cfg.policy_loss.entropy_target is None else EntropyTarget(cfg.policy_loss)
+        if self.entropy is not None:
+            self.state["entropy"] = self.entropy
         self.state |= {f"trained.{module.name}": module for module in self.trained_modules} | dict(extra_state)
 
     def _start(self, advantage: Callable[[GroupRewards], Advantage] | None) -> None:
@@ -342,7 +345,8 @@ class Session:
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
             self.step += 1
             self._steps_left = self.steps_per_rollout - number - 1  # on this rollout
-            yield replace(batches[number % len(batches)], first=number == 0)
+            coef = None if self.entropy is None else self.entropy.coef
+            yield replace(batches[number % len(batches)], first=number == 0, entropy_coef=coef)
 
     def optimizer_step(self, sums: MetricSums, part: StepBatch, *, extra_tokens: int = 0) -> None:
         """`extra_tokens`: what the method computed besides the batch, for the count of tokens."""
@@ -364,7 +368,9 @@ class Session:
 
     def log(self, sums: MetricSums, part: StepBatch, more: Mapping[str, float] | None = None) -> None:
         """One line of metrics.jsonl; `more` are metrics of the method's own."""
-        sampled = self.sampled
+        sampled, means = self.sampled, sums.means()
+        if self.entropy is not None:
+            means |= self._adapt_entropy(sums, means, part)
         metrics = {
             **reward_metrics(sampled.names, sampled.rows, sampled.reward),
             **completion_metrics(sampled.completions),
@@ -374,7 +380,7 @@ class Session:
             **self.rewards.metrics(),
             **(more or {}),
             **self.producer.metrics(self.step - 1),
-            **sums.means(),
+            **means,
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.planner.epoch,
@@ -385,6 +391,14 @@ class Session:
             metrics |= self.evaluate()
         self.run.log(self.step, metrics | self.engine.metrics())
         self.timer = Timer()
+
+    def _adapt_entropy(self, sums: MetricSums, means: Mapping[str, float], part: StepBatch) -> dict[str, float]:
+        if part.entropy_coef is None or "policy/entropy" not in sums.pairs:
+            target = self.cfg.policy_loss.entropy_target
+            raise ValueError(f"entropy_target={target}: this method measures no entropy; leave it out")
+        if "policy/entropy" in means:  # not if no token was trained
+            self.entropy.saw(means["policy/entropy"])
+        return {"policy/entropy_coef": part.entropy_coef}
 
     def evaluate(self) -> dict[str, float]:
         """Of the held-out prompts, by all ranks together."""

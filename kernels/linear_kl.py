@@ -126,62 +126,65 @@ class _Pass:
     """One pass over the tokens; its fields are the results."""
 
     def __init__(self, hidden: Tensor, head: Head, problem: _Problem, *, needs: tuple[bool, ...]) -> None:
-        self.problem, self.student = problem, _Side(hidden, head)
+        self.problem, self.student, self.needs = problem, _Side(hidden, head), needs
         self.teacher = _Side(problem.teacher_hidden, problem.teacher_head)
-        num_tokens, device = hidden.shape[0], hidden.device
+        self.num_tokens, self.vocab, device = hidden.shape[0], head.weight.shape[0], hidden.device
         self.dtype = torch.promote_types(self.student.dtype, self.teacher.dtype)  # of logits and divergences
-        self.divergence = torch.zeros(num_tokens, dtype=self.dtype, device=device)
+        self.divergence = torch.zeros(self.num_tokens, dtype=self.dtype, device=device)
         weight = problem.token_weight
         weight = torch.ones_like(self.divergence) if weight is None else weight.to(device, self.dtype).contiguous()
         self.token_weight = weight
         self.grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None
         self.grad_weight = self.grad_bias = None
-        vocab = head.weight.shape[0]
-        chunk = CHUNK if problem.use_triton else max(1, BLOCK_ELEMENTS // vocab)
-        num_chunks = -(-num_tokens // chunk)
-        if num_chunks:  # split evenly, in multiples of 32 where there are many
-            even = -(-num_tokens // num_chunks)
-            chunk = min(chunk, even if even < 256 else -(-even // 32) * 32)
-        # The rows of a buffer begin at multiples of 32 bytes: an odd vocabulary would slow down the products.
-        columns = -(-vocab // 8) * 8
-        rows = min(chunk, num_tokens)
-        buffers = [torch.empty(rows, columns, dtype=self.dtype, device=device)[:, :vocab] for _ in range(2)]
-        for start in range(0, num_tokens, chunk):
-            part = slice(start, min(start + chunk, num_tokens))
-            rows = part.stop - start
-            dy = self._chunk(part, buffers[0][:rows], buffers[1][:rows], with_gradient=any(needs))
-            if dy is None:
-                continue
-            if needs[0]:
-                torch.mm(dy, self.student.weight, out=self.grad_hidden[part])
-            if needs[1] and num_chunks == 1 and head.weight.dtype == dy.dtype:
-                self.grad_weight = dy.T @ self.student.hidden[part]
-            elif needs[1]:
-                self.grad_weight = _add_product(self.grad_weight, dy.T, self.student.hidden[part], self.student.dtype)
-            if needs[2]:
-                more = dy.sum(dim=0, dtype=self.student.dtype)
-                self.grad_bias = more if self.grad_bias is None else self.grad_bias.add_(more)
-        del buffers
-        for name, needed, like in (("grad_weight", needs[1], head.weight), ("grad_bias", needs[2], head.bias)):
-            if needed:
-                made = getattr(self, name)
-                setattr(self, name, torch.zeros_like(like) if made is None else made.to(like.dtype))
+        self._run()
+        if needs[1]:
+            self.grad_weight = _as(self.grad_weight, head.weight)
+        if needs[2]:
+            self.grad_bias = _as(self.grad_bias, head.bias)
         # Left out, not multiplied: a token of weight 0 may have an infinite divergence.
-        parts = torch.where(self.token_weight == 0, 0.0, self.divergence * self.token_weight)
-        self.loss = parts.sum()
+        self.loss = torch.where(weight == 0, 0.0, self.divergence * weight).sum()
 
-    def _chunk(self, part: slice, y: Tensor, teacher_y: Tensor, *, with_gradient: bool) -> Tensor | None:
+    def _run(self) -> None:
+        chunk = CHUNK if self.problem.use_triton else max(1, BLOCK_ELEMENTS // self.vocab)
+        num_chunks = -(-self.num_tokens // chunk)
+        if num_chunks:  # split evenly, in multiples of 32 where there are many
+            even = -(-self.num_tokens // num_chunks)
+            chunk = min(chunk, even if even < 256 else -(-even // 32) * 32)
+        # The rows of a buffer begin at multiples of 64 bytes: an odd vocabulary would slow down the products.
+        size = min(chunk, self.num_tokens), -(-self.vocab // 16) * 16
+        y, teacher_y = (
+            torch.empty(size, dtype=self.dtype, device=self.divergence.device)[:, : self.vocab] for _ in range(2)
+        )
+        for start in range(0, self.num_tokens, chunk):
+            part = slice(start, min(start + chunk, self.num_tokens))
+            rows = part.stop - start
+            dy = self._chunk(part, y[:rows], teacher_y[:rows])
+            if dy is not None:
+                self._add_gradients(part, dy, is_only=num_chunks == 1)
+
+    def _chunk(self, part: slice, y: Tensor, teacher_y: Tensor) -> Tensor | None:
         """Divergences of some tokens, and d loss / d y in the dtype of the student's products."""
         self.student.product(part, y)
         self.teacher.product(part, teacher_y)
-        options = self.problem.beta, self.problem.temperature
-        divergence, token_weight = self.divergence[part], self.token_weight[part]
-        sides = y, self.student.head, teacher_y, self.teacher.head
-        if not self.problem.use_triton:
-            return _step(*sides, *options, divergence, token_weight, self.student.hidden.dtype, with_gradient)
-        from kernels.linear_kl_triton import step
+        step = _step
+        if self.problem.use_triton:
+            from kernels.linear_kl_triton import step
+        return step(
+            y, self.student.head, teacher_y, self.teacher.head, self.problem.beta, self.problem.temperature,
+            self.divergence[part], self.token_weight[part], self.student.hidden.dtype, any(self.needs),
+        )  # fmt: skip
 
-        return step(*sides, *options, divergence, token_weight, self.student.hidden.dtype, with_gradient)
+    def _add_gradients(self, part: slice, dy: Tensor, *, is_only: bool) -> None:
+        hidden, dtype = self.student.hidden[part], self.student.dtype
+        if self.needs[0]:
+            torch.mm(dy, self.student.weight, out=self.grad_hidden[part])
+        if self.needs[1] and is_only and self.student.head.weight.dtype == dy.dtype:
+            self.grad_weight = dy.T @ hidden  # rounded once; no fp32 sum over chunks
+        elif self.needs[1]:
+            self.grad_weight = _add_product(self.grad_weight, dy.T, hidden, dtype)
+        if self.needs[2]:
+            more = dy.sum(dim=0, dtype=dtype)
+            self.grad_bias = more if self.grad_bias is None else self.grad_bias.add_(more)
 
 
 class _Side:
@@ -200,6 +203,11 @@ class _Side:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
         else:
             out.copy_(a.to(out.dtype) @ b.to(out.dtype))
+
+
+def _as(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """In the dtype of `like`; zeros if there were no tokens."""
+    return torch.zeros_like(like) if gradient is None else gradient.to(like.dtype)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:  # (M, K) @ (K, N)
@@ -227,22 +235,22 @@ def _step(
     """What linear_kl_triton.step does, in plain torch."""
     log_q, slope = _log_probs(y, head, temperature)
     log_p, _ = _log_probs(teacher_y, teacher_head, temperature)
-    q, p = log_q.exp(), log_p.exp()
+    q, p = log_q.exp(), log_p.exp()  # below, not where q > 0: NaN must stay NaN
     u = torch.where((log_q == -math.inf) & (log_p == -math.inf), 0.0, log_p - log_q)
     if beta == 0:
-        divergence.copy_(torch.where(p > 0, p * u, 0.0).sum(dim=1))
+        divergence.copy_(torch.where(p == 0, 0.0, p * u).sum(dim=1))
         dz = q - p
     elif beta == 1:
-        divergence.copy_(torch.where(q > 0, -q * u, 0.0).sum(dim=1))
-        dz = torch.where(q > 0, q * (-u - divergence.unsqueeze(1)), 0.0)
+        divergence.copy_(torch.where(q == 0, 0.0, -q * u).sum(dim=1))
+        dz = torch.where(q == 0, 0.0, q * (-u - divergence.unsqueeze(1)))
     else:
         share = torch.where(u > 0, u.new_full((), 1 - beta), u.new_full((), beta))  # of the smaller in m
         smaller = torch.log1p(share * torch.expm1(-u.abs()))
         q_over_m, p_over_m = -(smaller + u.clamp(min=0)), u.clamp(max=0) - smaller  # logs
-        kl_q = torch.where(q > 0, q * q_over_m, 0.0).sum(dim=1)
-        kl_p = torch.where(p > 0, p * p_over_m, 0.0).sum(dim=1)
+        kl_q = torch.where(q == 0, 0.0, q * q_over_m).sum(dim=1)
+        kl_p = torch.where(p == 0, 0.0, p * p_over_m).sum(dim=1)
         divergence.copy_(beta * kl_p + (1 - beta) * kl_q)
-        dz = torch.where(q > 0, (1 - beta) * q * (q_over_m - kl_q.unsqueeze(1)), 0.0)
+        dz = torch.where(q == 0, 0.0, (1 - beta) * q * (q_over_m - kl_q.unsqueeze(1)))
     if not with_gradient:
         return None
     factor = (token_weight * (head.scale / temperature)).unsqueeze(1)
@@ -279,9 +287,8 @@ def _check(
             if value is not None and not value > 0:
                 raise ValueError(f"{name}head.{key}={value}: must be above 0")
     if len(hidden) != len(teacher_hidden):
-        raise ValueError(
-            f"teacher_hidden: {len(teacher_hidden)} tokens for {len(hidden)} of the student; pass the same"
-        )
+        counts = f"{len(teacher_hidden)} tokens for {len(hidden)} of the student"
+        raise ValueError(f"teacher_hidden: {counts}; pass the same tokens of both")
     vocab, other = head.weight.shape[0], teacher_head.weight.shape[0]
     if vocab != other:
         raise ValueError(

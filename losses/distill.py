@@ -73,9 +73,9 @@ def generalized_jsd(
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:  # (...,)
     """sum_v a (log a - log b), over the v with a > 0."""
-    has_mass = log_a > -torch.inf
-    log_a, log_b = (torch.where(has_mass, x, 0.0) for x in (log_a, log_b))
-    return torch.where(has_mass, log_a.exp() * (log_a - log_b), 0.0).sum(dim=-1)
+    is_empty = log_a == -torch.inf
+    log_a, log_b = (torch.where(is_empty, 0.0, x) for x in (log_a, log_b))
+    return torch.where(is_empty, 0.0, log_a.exp() * (log_a - log_b)).sum(dim=-1)
 
 
 def sampled_reverse_kl(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench import common, ebft, linear_logprob, peers, rollout, table, train_step
+from bench import common, ebft, linear_kl, linear_logprob, peers, rollout, table, train_step
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
 from bench.runs import smollm2
 from tests.entry import ROOT
@@ -175,6 +175,20 @@ def test_linear_logprob_bench_measures_every_section(tmp_path, monkeypatch):
 def test_linear_logprob_bench_names_its_shapes():
     with pytest.raises(ValueError, match="shapes=gpt9: unknown; there is smollm2-135m"):
         linear_logprob.main(shapes=("gpt9",))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_linear_kl_bench_measures_every_section(tmp_path):
+    linear_kl.run_shape((40, 16, 24, 501), tuple(linear_kl.SECTIONS), 0.0, tmp_path / "rows.jsonl")
+    rows = read_rows([tmp_path / "rows.jsonl"])
+    assert {r.bench for r in rows if r.provider == "ours"} == {f"linear_kl/{s}" for s in linear_kl.SECTIONS}
+    assert {r.provider for r in rows} >= {"ours", "torch"}
+    for r in rows:
+        assert r.shape == {"N": 40, "D": 16, "E": 24, "V": 501} and r.floor_ms > 0
+        assert all(0 <= error < 1e-4 for error in r.errors.values()), (r.bench, r.provider, r.errors)
+        assert set(r.errors) == {"divergence", "dX"} | (set() if r.bench == "linear_kl/frozen" else {"dW"})
+    with pytest.raises(ValueError, match="shapes=gpt9: unknown; there is smollm2-135m"):
+        linear_kl.main(shapes=("gpt9",))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")

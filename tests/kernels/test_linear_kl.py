@@ -201,6 +201,17 @@ def test_ids_masked_in_one_head():
                 assert beta in (0, 1) or (got["divergence"] <= math.log(2)).all()
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_what_is_no_number_is_not_hidden(beta):
+    case = make(7, 40, path=TORCH_32)
+    for name in ("hidden", "teacher_hidden"):
+        bad = getattr(case, name).clone()
+        bad[0, 2] = math.nan
+        got = run(case._replace(**{name: bad}), TORCH_32, beta=beta)
+        assert got["divergence"][0].isnan() and got["loss"].isnan() and got["divergence"][1:].isfinite().all()
+        assert name == "teacher_hidden" or got["hidden"][0].isnan().all()
+
+
 # ---- chunks, what gets a gradient, autograd ----
 
 
@@ -310,7 +321,7 @@ def test_wrong_arguments_are_named():
         ({"impl": "cuda"}, "impl=cuda: must be auto, torch or triton"),
         ({"impl": "triton"}, "impl=triton: device cpu: Triton runs on CUDA"),
         ({"teacher_head": short}, r"teacher_head.weight: 30 ids for 37 of the student; .*pass .first\(V\)"),
-        ({"teacher_hidden": case.teacher_hidden[:2]}, "teacher_hidden: 2 tokens, the student has 3"),
+        ({"teacher_hidden": case.teacher_hidden[:2]}, "teacher_hidden: 2 tokens for 3 of the student"),
         ({"hidden": case.hidden[:, :3]}, r"hidden \(3, 3\), head.weight \(37, 16\): expected"),
         ({"hidden": case.hidden.half()}, "hidden: is float16"),
         ({"head": case.head._replace(bias=case.head.bias[:3])}, r"head.bias \(3,\): expected \(37,\)"),

@@ -90,10 +90,22 @@ def test_ids_masked_in_one_head():
 
 
 @interpreted
+@pytest.mark.parametrize("beta", KINDS)
+def test_what_is_no_number_is_not_hidden(beta):
+    case = make(2, 40, path=TRITON_32)
+    for name in ("hidden", "teacher_hidden"):
+        bad = getattr(case, name).clone()
+        bad[0, 2] = math.nan
+        got = run(case._replace(**{name: bad}), TRITON_32, beta=beta)
+        assert got["divergence"][0].isnan() and got["divergence"][1].isfinite()
+        assert name == "teacher_hidden" or got["hidden"][0].isnan().all()
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", PATHS)
 def test_chunks_do_not_change_the_result(monkeypatch, dtype):
     path = PATHS[dtype]
-    case = make(11, 40, path=path)
+    case = make(7, 40, path=path)
     whole = run(case, path, beta=0.3)
     monkeypatch.setattr(fast, "CHUNK", 4)
     got = run(case, path, beta=0.3)

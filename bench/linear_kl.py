@@ -1,0 +1,235 @@
+"""Divergence of a student's and a teacher's head from hidden states, and its gradients: ours, our peers, plain torch.
+
+    python -m bench.linear_kl [--out rows.jsonl] [--shapes qwen3-1.7b ...] [--only jsd forward ...] [--seconds 3]
+
+Sections: `jsd` is the generalised Jensen-Shannon divergence at beta 1/2, `forward` and `reverse` are the KL divergences
+at its ends, all with a trainable student's head; `frozen` is `jsd` with a frozen one. Each is forward and backward of
+the mean over tokens. The floor is the matrix products alone: both logits, d hidden, and d weight unless frozen. Peak
+memory is beyond inputs and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from bench.common import GIB, Row, alternate, emit, make_row, relative_error, require_commit
+from bench.peers import CHUNK_ROWS, FLOOR_ROWS, Made
+from kernels import reference
+from kernels.linear_kl import Head, linear_kl_loss
+from losses.distill import generalized_jsd
+
+# N, D of the student, E of the teacher, V
+SHAPES = {
+    "smollm2-135m": (256, 576, 960, 49152),
+    "qwen3-0.6b": (8192, 1024, 2048, 151936),
+    "qwen3-1.7b": (8192, 2048, 2048, 151936),
+}
+ON_CPU, ON_CUDA = ("smollm2-135m",), ("qwen3-0.6b", "qwen3-1.7b")
+MOST_GIB = 100  # plain torch is left out where what it stores needs more
+SECTIONS = {"jsd": 0.5, "forward": 0.0, "reverse": 1.0, "frozen": 0.5}  # beta of each
+
+Section = Literal["jsd", "forward", "reverse", "frozen"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D)
+    teacher_hidden: Tensor  # (N, E)
+    teacher_weight: Tensor  # (V, E)
+    beta: float
+
+    @property
+    def shape(self) -> dict[str, int]:
+        sizes = (*self.hidden.shape, self.teacher_hidden.shape[1], self.weight.shape[0])
+        return dict(zip(("N", "D", "E", "V"), sizes, strict=True))
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {name: x for name, x in (("dX", self.hidden), ("dW", self.weight)) if x.requires_grad}
+
+    def frozen_head(self) -> Problem:
+        return replace(self, weight=self.weight.detach())
+
+    def sample(self, num_rows: int) -> Problem:
+        hidden = self.hidden.detach()[:num_rows].clone().requires_grad_()
+        return replace(self, hidden=hidden, teacher_hidden=self.teacher_hidden[:num_rows])
+
+
+def make_problem(
+    num_rows: int, width: int, teacher_width: int, vocab: int, *, device: str, dtype: torch.dtype
+) -> Problem:
+    """Logits of deviation 3; a student's and its teacher's agree in part, as those of two language models do."""
+    options = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    weight, teacher_weight = (torch.randn(vocab, k, **options) * k**-0.5 for k in (width, teacher_width))
+    hidden, teacher_hidden = (3 * torch.randn(num_rows, k, **options) for k in (width, teacher_width))
+    common = min(width, teacher_width) * 3 // 4
+    scale = (teacher_width / width) ** 0.5
+    teacher_hidden[:, :common], teacher_weight[:, :common] = hidden[:, :common] * scale, weight[:, :common] / scale
+    made = [x.to(dtype) for x in (hidden, weight, teacher_hidden, teacher_weight)]
+    return Problem(made[0].requires_grad_(), made[1].requires_grad_(), *made[2:], beta=0.5)
+
+
+def with_gradients(p: Problem, loss: Tensor, **made: Tensor) -> Made:
+    leaves = p.leaves()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {name: x.detach() for name, x in made.items()} | dict(zip(leaves, grads, strict=True))
+
+
+def ours(p: Problem) -> Made:
+    weight = torch.full((len(p.hidden),), 1 / len(p.hidden), device=p.hidden.device)
+    heads = Head(p.weight), Head(p.teacher_weight)
+    out = linear_kl_loss(p.hidden, heads[0], p.teacher_hidden, heads[1], beta=p.beta, token_weight=weight)
+    return with_gradients(p, out.loss, divergence=out.divergence)
+
+
+def trl(p: Problem) -> Made:
+    """What its DistillationTrainer calls; it also gives the student's entropy."""
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    divergence, _ = ChunkedDivergenceFunction.apply(
+        p.hidden, p.weight, None, p.teacher_hidden, p.teacher_weight, None, p.beta
+    )
+    return with_gradients(p, divergence.mean(), divergence=divergence)
+
+
+def liger(p: Problem) -> Made:
+    """At beta 1/2 only: elsewhere it weights the two distributions in another way."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    head = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=p.beta)
+    labels = torch.zeros(len(p.hidden), dtype=torch.int64, device=p.hidden.device)  # not used, but not ignored either
+    return with_gradients(p, head(p.hidden, p.weight, p.teacher_hidden, p.teacher_weight, labels, None, None))
+
+
+def stored(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float) -> Tensor:
+    return generalized_jsd(hidden @ weight.T, teacher_hidden @ teacher_weight.T, beta=beta)  # (N,)
+
+
+def torch_stored(p: Problem) -> Made:
+    divergence = stored(p.hidden, p.weight, p.teacher_hidden, p.teacher_weight, p.beta)
+    return with_gradients(p, divergence.mean(), divergence=divergence)
+
+
+@cache
+def compiled() -> Callable[..., Tensor]:
+    return torch.compile(stored, dynamic=False)
+
+
+def torch_compiled(p: Problem) -> Made:
+    divergence = compiled()(p.hidden, p.weight, p.teacher_hidden, p.teacher_weight, p.beta)
+    return with_gradients(p, divergence.mean(), divergence=divergence)
+
+
+def exact(p: Problem) -> Made:
+    """Float64, some rows at a time."""
+    parts, grad_weight, count = [], torch.zeros_like(p.weight, dtype=torch.float64), len(p.hidden)
+    teacher_head = Head(p.teacher_weight.double())
+    for start in range(0, count, CHUNK_ROWS // 2):
+        part = slice(start, start + CHUNK_ROWS // 2)
+        hidden, weight = (x.detach().double().requires_grad_() for x in (p.hidden[part], p.weight))
+        divergence = reference.linear_kl(
+            hidden, Head(weight), p.teacher_hidden[part].double(), teacher_head, beta=p.beta
+        )
+        grads = torch.autograd.grad(divergence.sum() / count, (hidden, weight))
+        grad_weight += grads[1]
+        parts.append((divergence.detach(), grads[0]))
+    divergence, grad_hidden = (torch.cat(x) for x in zip(*parts, strict=True))
+    return {"divergence": divergence, "dX": grad_hidden, "dW": grad_weight}
+
+
+def stored_gib(p: Problem) -> float:
+    """What plain torch holds at its peak: both logits in their dtype, and about a dozen (N, V) in fp32."""
+    return len(p.hidden) * p.weight.shape[0] * (2 * p.hidden.element_size() + 12 * 4) / GIB
+
+
+def matrix_products(p: Problem) -> Callable[[], None]:
+    """Those that no method can do without, alone, in blocks of rows."""
+    hidden, weight, rows = p.hidden.detach(), p.weight.detach(), min(FLOOR_ROWS, len(p.hidden))
+    blocks = [torch.empty(rows, len(weight), dtype=hidden.dtype, device=hidden.device) for _ in range(2)]
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.empty_like(weight) if p.weight.requires_grad else None
+
+    def call() -> None:
+        for i in range(0, len(hidden), rows):
+            part = hidden[i : i + rows]
+            logits, others = (block[: len(part)] for block in blocks)
+            torch.mm(part, weight.T, out=logits)
+            torch.mm(p.teacher_hidden[i : i + rows], p.teacher_weight.T, out=others)
+            torch.mm(logits, weight, out=grad_hidden[i : i + rows])
+            if grad_weight is not None:
+                torch.mm(logits.T, part, out=grad_weight)
+
+    return call
+
+
+def measure(section: str, p: Problem, seconds: float) -> list[Row]:
+    """Time all providers and the floor in one loop, then their errors on a sample of the rows."""
+    p = replace(p, beta=SECTIONS[section])
+    p = p.frozen_head() if section == "frozen" else p
+    solvers: dict[str, Callable[[Problem], Made]] = {"ours": ours, "trl": trl}
+    if p.beta == 0.5 and section != "frozen":
+        solvers["liger"] = liger
+    if (gib := stored_gib(p)) > MOST_GIB:
+        print(f"torch: left out, what it stores needs {gib:.0f} GiB", flush=True)
+    else:
+        solvers |= {"torch": torch_stored} | ({"torch.compile": torch_compiled} if p.hidden.is_cuda else {})
+    calls: dict[str, Callable[[], object]] = {name: partial(solve, p) for name, solve in solvers.items()}
+    timings = alternate({**calls, "floor": matrix_products(p)}, seconds=seconds)
+    # Few enough rows for a float64 run over the whole vocabulary; enough, on a GPU, for more than one chunk.
+    few = p.sample(2560 if p.hidden.is_cuda else 32)
+    truth = exact(few)
+    errors = {
+        name: {key: relative_error(x, truth[key]) for key, x in solvers[name](few).items()}
+        for name in solvers
+        if name in timings
+    }
+    return [
+        make_row(
+            f"linear_kl/{section}", name, timings[name], shape=p.shape,
+            dtype=str(p.hidden.dtype).removeprefix("torch."), work=len(p.hidden), unit="tokens", errors=errors[name],
+            floor=timings["floor"], against={other: timings.get(other) for other in solvers},
+        )
+        for name in errors
+    ]  # fmt: skip
+
+
+def main(
+    out: Path | None = None, shapes: tuple[str, ...] = (), only: tuple[Section, ...] = (), seconds: float = 3.0
+) -> None:
+    """Print all tables; append every row as JSON to `out`.
+
+    Args:
+        out: File to append the rows to.
+        shapes: Names of the shapes to measure; none given means those that suit this machine.
+        only: Sections to run; none given means all on a GPU, jsd on a CPU.
+        seconds: Time for each section and shape, more where 15 rounds (3 on a CPU) take longer.
+    """
+    require_commit()
+    unknown = set(shapes) - SHAPES.keys()
+    if unknown:
+        raise ValueError(f"shapes={' '.join(sorted(unknown))}: unknown; there is {', '.join(SHAPES)}")
+    on_cuda = torch.cuda.is_available()
+    for name in shapes or (ON_CUDA if on_cuda else ON_CPU):
+        run_shape(SHAPES[name], only or (tuple(SECTIONS) if on_cuda else ("jsd",)), seconds, out)
+
+
+def run_shape(shape: tuple[int, int, int, int], sections: tuple[str, ...], seconds: float, out: Path | None) -> None:
+    on_cuda = torch.cuda.is_available()
+    torch._dynamo.reset()  # it compiles at most 8 shapes of a function, and then silently runs it as it is
+    problem = make_problem(
+        *shape, device="cuda" if on_cuda else "cpu", dtype=torch.bfloat16 if on_cuda else torch.float32
+    )
+    for section in sections:
+        emit(measure(section, problem, seconds), out)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

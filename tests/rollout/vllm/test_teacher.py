@@ -65,3 +65,13 @@ def test_a_run_with_a_server_is_that_with_its_model_here(untied_server, tmp_path
     there, here = metrics(tmp_path / "url"), metrics(tmp_path / "here")
     for name in ("policy/reverse_kl", "optim/grad_norm"):
         assert [row[name] for row in there] == pytest.approx([row[name] for row in here], rel=1e-3)
+
+
+def test_a_student_that_a_server_samples(tied_server, tmp_path):
+    """Teacher and student are in this process, the completions come from the server."""
+    common = ("--method", "opd", *TINY, "--teacher", "builtin:tiny_teacher", "--max-steps", "2", "--jsd-beta", "0.5")
+    token = {"STROP_VLLM_TOKEN": tied_server.token}
+    engine = ("--rollout.engine", "vllm", "--vllm.url", tied_server.url)
+    run_ok(*common, *engine, "--output-dir", tmp_path / "run", cwd=tmp_path, **token)
+    first, second = metrics(tmp_path / "run")
+    assert first["policy/jsd"] > 0 and second["optim/grad_norm"] > 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok
+from tests.ranks.grid import METHODS
 from tests.test_ranks import ASLEEP, SFT, TORCHRUN, rank_1_of, two, two_ok
 from tests.test_survival import START
 from trainer.run.checkpoint import find_problem, list_checkpoints
@@ -39,7 +40,7 @@ def grid(scratch: Path) -> tuple[str, bool, str]:
         f"{len(rows)} entries; largest difference of weights {worst['weights']:.1e} of the way they went, of metrics "
         f"{worst['metrics']:.1e}, of a float32 gradient {worst['float32']:.1e}"
     )
-    passed = len(rows) == 56 and worst["weights"] < LIMIT_64 and worst["float32"] < LIMIT_32
+    passed = len(rows) == 4 * len(METHODS) and worst["weights"] < LIMIT_64 and worst["float32"] < LIMIT_32
     return figure, passed and worst["metrics"] < LIMIT_METRICS, "\n".join(table)
 
 

@@ -22,8 +22,8 @@ from trainer.config.checks import check_numbers, refuse_idle
 from trainer.config.preference import PairOptions, check_pair_options
 from trainer.config.sampling import RewardedConfig
 from trainer.methods.dpo import run_pairs
+from trainer.offline.pairs_of_groups import pair_up, sides
 from trainer.policy.reference import Reference, build_reference, wants_copy
-from trainer.rl.pairs_of_groups import pair_up, sides
 from trainer.rl.session import Session
 
 

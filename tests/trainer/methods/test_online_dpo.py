@@ -24,10 +24,10 @@ from trainer.__main__ import main
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.methods import dpo, online_dpo
 from trainer.offline.pairs import pack_pairs, pair_items
+from trainer.offline.pairs_of_groups import pair_up, sides
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference
 from trainer.rl.groups import GroupBatch
-from trainer.rl.pairs_of_groups import pair_up, sides
 
 NAN = float("nan")
 

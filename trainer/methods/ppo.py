@@ -26,7 +26,7 @@ from trainer.config.sampling import SamplingConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
-from trainer.policy.optim import term_metrics, total_loss
+from trainer.policy.optim import term_metrics
 from trainer.rl.critic import Critic, ValueHead, in_rows, load_critic, on_all_ids, values_of
 from trainer.rl.groups import GroupBatch
 from trainer.rl.session import Session
@@ -43,10 +43,7 @@ class Config(SamplingConfig):
     num_generations: int = 1
     """Completions sampled per prompt; nothing is compared within a group."""
     minibatches_per_rollout: int = 4
-    (
-        "Optimizer steps that the completions of one rollout are divided over: it samples so many times as many "
-        "prompts, and each step trains on its part of their groups, num_iterations times."
-    )
+    """Optimizer steps that a rollout is divided over; each trains on its part, num_iterations times."""
     gae_lambda: float = 0.95
     """Trust in the critic: 0 takes its value of the next token, 1 only what was earned in the end."""
     gamma: float = 1.0
@@ -60,7 +57,7 @@ class Config(SamplingConfig):
     cliprange_value: float | None = 0.2
     """How far a value may move from that of the rollout's start and still lower its loss. None: any distance."""
     critic_learning_rate: float = 1e-5
-    """Learning rate of the critic: of the head, or of the value model."""
+    """Learning rate of the critic, head or model; without a warm-up, to learn while the policy's still rises."""
 
     @property
     def fewest_generations(self) -> int:
@@ -71,10 +68,9 @@ class Config(SamplingConfig):
         check_numbers(self, {"between 0 and 1": "gae_lambda", "above 0 and at most 1": "gamma", "0 or above": "vf_coef",
                              "above 0": "cliprange_value critic_learning_rate"})  # fmt: skip
         why = "with ppo, whose critic is the baseline of every token; leave it out"
-        unread = ("scale_rewards", "advantage_estimator", "advantage_kwargs", "multi_objective_aggregation")
-        refuse_idle(self.advantage, why, unread)
-        refuse_idle(self.overlap, "with ppo, where no completion needs another one to compare with; leave it out",
-                    ("dynamic_sampling", "replay_buffer_size"))  # fmt: skip
+        of_groups = ("scale_rewards", "advantage_estimator", "advantage_kwargs", "multi_objective_aggregation")
+        refuse_idle(self.advantage, why, of_groups)
+        refuse_idle(self.overlap, why, ("dynamic_sampling", "replay_buffer_size"))
         if self.policy_loss.skip_zero_advantage_batches:
             raise ValueError("skip_zero_advantage_batches=True: the critic learns from them, too; leave it out")
         if self.value_model is not None:
@@ -84,7 +80,6 @@ class Config(SamplingConfig):
 
 
 def train(cfg: Config) -> None:
-    # Without a warm-up: the critic learns what to expect while the rate of the policy still rises.
     optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0, warmup_steps=None)
     with Session(cfg, trained=lambda s: {"critic": (load_critic(cfg, s.policy), optim)}) as s:
         critic = s.trained["critic"]
@@ -92,7 +87,7 @@ def train(cfg: Config) -> None:
             s.sync_weights()
             batch = s.sample()
             judged = judge(cfg, s.policy, critic, batch)  # values and advantages, by the weights of the rollout's start
-            s.kl = judged.kl
+            s.kl = judged.kl  # logged
             rollout = s.prepare(batch, judged.advantage, rows=judged.rows)
             s.keep_samples(batch, judged.advantage)
             for part in s.updates(*rollout):
@@ -127,7 +122,7 @@ def judge(cfg: Config, policy: Policy, critic: Critic, batch: GroupBatch) -> Jud
     if cfg.advantage.kl_in_reward:
         found = zip(score(cfg, policy, micro_batches), micro_batches, strict=True)
         costs = [k1(now.logp, reference_logps(policy, mb, temperature=cfg.temperature)) for now, mb in found]
-        kl, _ = in_rows(kept, micro_batches, costs)
+        kl = in_rows(kept, micro_batches, costs)[0]
     of_tokens = token_rewards(reward[rows].to(value.dtype), mask, kl, beta=options.beta)
     advantage, target = estimate_advantage(of_tokens, value, mask, gamma=cfg.gamma, lam=cfg.gae_lambda)
     earned = rewards_to_go(of_tokens, mask, gamma=cfg.gamma)
@@ -136,24 +131,23 @@ def judge(cfg: Config, policy: Policy, critic: Critic, batch: GroupBatch) -> Jud
     if cfg.whiten_advantages:
         advantage = whiten(advantage, sums[0])
     on_ids = [on_all_ids(batch.completions, rows, x) for x in (advantage, value, target)]
-    own_kl = None if kl is None else kl.sum(1)
-    return Judged(rows, *on_ids, own_kl, {name: float(x) for name, x in metrics.items() if x.isfinite()})
+    metrics = {name: float(x) for name, x in metrics.items() if x.isfinite()}
+    return Judged(rows, *on_ids, None if kl is None else kl.sum(1), metrics)
 
 
 def backward_both(cfg: Config, policy: Policy, critic: Critic, part: StepBatch, judged: Judged) -> MetricSums:
     """Gradients of the policy loss and of the critic's, which shares the pass if it shares the trunk."""
 
     def loss_of(number: int, value: Tensor) -> LossOut:
-        mb, coef = part.micro_batches[number], cfg.vf_coef if isinstance(critic, ValueHead) else 1.0
-        old, target = (per_token(policy, part.completions, mb, [x[row] for row in part.rows])
-                       for x in (judged.value, judged.target))  # fmt: skip
-        return clipped_value_loss(value, old, target, clip=cfg.cliprange_value, coef=coef)
+        own = [[x[row] for row in part.rows] for x in (judged.value, judged.target)]
+        old, target = (per_token(policy, part.completions, part.micro_batches[number], x) for x in own)
+        return clipped_value_loss(value, old, target, clip=cfg.cliprange_value, coef=cfg.vf_coef)
 
     if isinstance(critic, ValueHead):
         return backward(cfg, policy, part, value_loss=lambda number, states: loss_of(number, critic(states)))
     sums = backward(cfg, policy, part)
     for number, mb in enumerate(part.micro_batches):
         out = loss_of(number, critic(mb))
-        total_loss(out, {"value": part.total["num_tokens"]}).backward()
+        (out.terms["value"].sum / part.total["num_tokens"].clamp(min=1)).backward()
         sums.add(out.metrics | term_metrics(out))
     return sums

@@ -32,7 +32,7 @@ from tests.trainer.rl.group_cases import (
 )
 from trainer.__main__ import main
 from trainer.cli import parse
-from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
+from trainer.config.blocks import ModelConfig, ParallelConfig, PromptConfig, RunConfig
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.methods import ppo
@@ -331,7 +331,6 @@ REFUSED = {
     "replay_buffer_size=8: has no effect with ppo": ["--replay-buffer-size", "8"],
     "skip_zero_advantage_batches=True: the critic learns": ["--skip-zero-advantage-batches"],
     "vf_coef=0.5: has no effect with value_model": ["--value-model", "builtin:tiny", "--vf-coef", "0.5"],
-    "parallel.context=2: a critic needs whole rows": ["--parallel.context", "2"],
     "gae_lambda=1.5: must be between 0 and 1": ["--gae-lambda", "1.5"],
     "gamma=0.0: must be above 0 and at most 1": ["--gamma", "0"],
     "cliprange_value=0.0: must be above 0": ["--cliprange-value", "0"],
@@ -341,11 +340,14 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_settings_that_do_not_apply_are_refused_by_one_sentence(capfd):
+def test_settings_that_do_not_apply_are_refused_by_one_sentence(capfd, monkeypatch):
     for sentence, flags in REFUSED.items():
         assert main([*SHORT, *flags]) == 2, flags
         said = capfd.readouterr().err.strip()
         assert sentence in said, (flags, said)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="parallel.context=2: a critic needs whole rows; leave it out"):
+        make_config(parallel=ParallelConfig(context=2))
 
 
 def test_defaults():

@@ -8,7 +8,7 @@ class Config(SamplingConfig):          # RewardedConfig: without the flags of a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
@@ -21,15 +21,13 @@ from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientCo
 class RewardedConfig(GroupConfig):
     """What every method has that samples completions of prompts and rewards them, whatever its loss."""
 
+    fewest_generations: ClassVar[int] = 2  # 1 for a method that compares nothing within a group
+
     data: Flat[PromptConfig] = field(default_factory=PromptConfig)
     reward: Flat[RewardConfig] = field(default_factory=RewardConfig)
     tools: Flat[ToolConfig] = field(default_factory=ToolConfig)
     openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
-
-    @property
-    def fewest_generations(self) -> int:
-        return 2
 
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)

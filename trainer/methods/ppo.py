@@ -10,7 +10,7 @@ own (--value-model). The KL to the reference is a cost of each token's reward (-
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from trainer.rl.step import StepBatch, backward, pack_completions, per_token, sc
 class Config(SamplingConfig):
     """Proximal policy optimisation: a critic learns what to expect, and each token is judged against it."""
 
+    fewest_generations: ClassVar[int] = 1
     policy_loss: Flat[PolicyLossConfig] = field(
         default_factory=lambda: PolicyLossConfig(skip_zero_advantage_batches=False)
     )
@@ -58,10 +59,6 @@ class Config(SamplingConfig):
     """How far a value may move from that of the rollout's start and still lower its loss. None: any distance."""
     critic_learning_rate: float = 1e-5
     """Learning rate of the critic, head or model; without a warm-up, to learn while the policy's still rises."""
-
-    @property
-    def fewest_generations(self) -> int:
-        return 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

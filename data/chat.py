@@ -55,13 +55,26 @@ T = TypeVar("T")
 
 
 def set_chat_template(tokenizer: Any, name: str) -> None:
-    """Give the tokenizer a built-in template, one from a file, or leave its own (tokenizer_default)."""
+    """Give the tokenizer a built-in template, one from a file, one written out, or its own (tokenizer_default)."""
     if name == "tokenizer_default":
         return
     if name in DELIMITERS:
         check_delimiters(tokenizer, name, f"chat_template={name}", "tokenizer_default, another template")
         tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
         return
+    is_jinja = "{{" in name or "{%" in name
+    template, name = (name, "chat_template") if is_jinja else (_read_template(name), name)
+    tokenizer.chat_template = template
+    _names[template] = name
+    try:  # report a broken template now, by name
+        _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
+    except Endless:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _read_template(name: str) -> str:
     path = Path(name).expanduser()
     choices = "tokenizer_default, " + ", ".join(DELIMITERS)
     if not path.is_file():
@@ -72,14 +85,7 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
         raise ValueError(f"chat_template={name}: cannot be read ({error}); give a UTF-8 text file") from None
     if not template.strip():
         raise ValueError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
-    tokenizer.chat_template = template
-    _names[template] = name
-    try:  # report a broken template now, by name
-        _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
-    except Endless:
-        raise
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    return template
 
 
 def check_delimiters(tokenizer: Any, family: str, what: str, instead: str) -> None:

@@ -1,7 +1,7 @@
 """What a wrong name most likely meant, for error messages: the nearest valid name, or ours for that of another library.
 
-KEYS and METHODS hold the names that people bring from TRL, axolotl and verl. They are hints only: no file of another
-library is converted.
+KEYS and METHODS hold the names that people bring from TRL, axolotl and verl. They are hints only, for a file or a
+command that is half ours; trainer/translate converts whole files.
 """
 
 from __future__ import annotations

@@ -151,6 +151,14 @@ def test_delimiters_must_be_single_tokens(tokenizer_of):
         set_chat_template(tokenizer_of("chatml"), "llama3")
 
 
+def test_a_template_may_be_written_out(tokenizer_of):
+    tokenizer = tokenizer_of("chatml")
+    set_chat_template(tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    assert tokenizer.chat_template.startswith("{% for")
+    with pytest.raises(ValueError, match="^chat_template: "):
+        set_chat_template(tokenizer, "{% for %}")
+
+
 def test_template_refusals(tokenizer_of, tmp_path):
     tokenizer = tokenizer_of("chatml")
     set_chat_template(tokenizer, "tokenizer_default")

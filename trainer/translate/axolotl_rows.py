@@ -243,10 +243,8 @@ def _check_fixed(dataset: Mapping[str, Any], label: str) -> None:
 def template_of(name: Any, jinja: Any) -> str | None:
     """--chat-template for chat_template and chat_template_jinja; None: the tokenizer's own."""
     if jinja is not None:
-        if not Path(str(jinja)).expanduser().is_file():
-            raise ValueError(
-                "chat_template_jinja: is not a file here; write the template to a FILE.jinja, and name that"
-            )
+        if "{" not in str(jinja) and not Path(str(jinja)).expanduser().is_file():
+            raise ValueError(f"chat_template_jinja={jinja}: is neither a template nor a file here; check the path")
         return str(jinja)
     if name is None or str(name).startswith("tokenizer_default"):
         return None

@@ -203,6 +203,7 @@ def test_held_out_rows():
         ({"sdp_attention": True}, {"attn_implementation": "sdpa"}),
         ({"torch_compile": True}, {"compile": True}),
         ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": 0.001}),
+        ({"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"}, {"chat_template": "{{ messages }}"}),
         ({"default_system_message": "Hi."}, {"system_prompt": "Hi."}),
         ({"special_tokens": {"pad_token": "<p>", "eos_token": None}}, {"special_tokens": {"pad_token": "<p>"}}),
         ({"use_tensorboard": True}, {"report_to": ["tensorboard"]}),

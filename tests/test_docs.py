@@ -74,7 +74,9 @@ def slug(heading: str) -> str:
 def test_readme_is_short_and_the_index_names_every_page():
     assert len(README.splitlines()) <= 200
     named = re.findall(r"^\| \[([\w.]+)\]", TEXTS[DOCS / "README.md"], flags=re.MULTILINE)
-    assert sorted([*named, "README.md"]) == sorted(path.name for path in DOCS.glob("*.md"))
+    assert sorted([*named, "README.md"]) == sorted(
+        path.name for path in DOCS.glob("*.*") if path.suffix in (".md", ".ipynb")
+    )
 
 
 def test_links_and_anchors_lead_somewhere():

@@ -10,7 +10,7 @@ import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,6 +306,22 @@ def test_the_best_of_a_group_are_kept():
 def test_a_method_from_outside_has_the_learning_rates_of_its_kind():
     argv = ["--method", "raft", "--model", "m", "--data", "d"]
     assert [parse([*argv, *more])[1].optim.learning_rate for more in ([], ["--lora.r", "4"])] == [1e-6, 1e-5]
+
+
+def test_mistakes_in_a_method_of_ones_own_are_sentences(tmp_path, monkeypatch, capsys):
+    def refused(*argv):
+        assert main([*argv, "--output-dir", str(tmp_path / "run")]) == 2
+        return capsys.readouterr().err
+
+    assert "--method=raft.py: name the module, without .py: --method raft" in refused("--method", "raft.py")
+    estimator = refused("--method", "raft", "--advantage-estimator", "leave_one_out")
+    assert "advantage_estimator=leave_one_out: has no effect here, the method has an advantage of its own" in estimator
+    text = (EXAMPLES / "raft.py").read_text().replace("@dataclass(frozen=True, kw_only=True)", "@dataclass")
+    (tmp_path / "thawed.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert "its Config must be a @dataclass(frozen=True, kw_only=True)" in refused("--method", "thawed")
+    with pytest.raises(AssertionError, match="3 advantages for 2 completions"):
+        prepare(SimpleNamespace(policy_loss=None, correction=None), None, [None, None], torch.zeros(3))
 
 
 @pytest.fixture(scope="module")

@@ -161,6 +161,8 @@ def load_method(name: str) -> ModuleType:
             "--method=__main__: the run's method is in the script that started it; resume it from there, with "
             "RunConfig(resume=FOLDER)"
         )
+    if name.endswith(".py"):
+        raise ValueError(f"--method={name}: name the module, without .py: --method {Path(name).stem}")
     if "." not in name and module_file(Path.cwd(), name) is None:
         hint = method_hint(name, method_names())
         raise ValueError(f"--method={name}: unknown method; {hint} (your own: a file here, or a dotted module path)")
@@ -170,6 +172,10 @@ def load_method(name: str) -> ModuleType:
         if not is_missing(name, error):
             raise  # the module exists, but something it imports does not
         raise ValueError(f"--method={name}: no module {error.name} here or installed; {_own_hint(name)}") from None
+    except TypeError as error:
+        if "frozen" not in str(error):
+            raise
+        raise ValueError(f"--method={name}: its Config must be a @dataclass(frozen=True, kw_only=True)") from None
     for part in ("Config", "train"):
         if not hasattr(module, part):
             raise ValueError(f"--method={name}: has no {part}; a method is a module with Config and train(cfg)")

@@ -72,7 +72,7 @@ class Producer:
 
         `step`: optimizer steps done. `version`: that of the engine's weights; None means `step`.
         """
-        assert self._current is None, "done() comes before the next batch"
+        assert self._current is None, "finish_rollout() comes before the next sample()"
         self._step, self._wait_s, self._ages = step, 0.0, []
         self._version = step if version is None else version
         self._check_age(self._ahead[0].version if self._ahead else self._version)

@@ -127,7 +127,7 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
             policy.model.set_adapter("default")
             policy.model.train(was_training)
     else:
-        assert policy.is_lora, "load_policy(with_reference=True) was not asked for a reference"
+        assert policy.is_lora, "no reference was loaded: pass Session(..., with_reference=True)"
         with policy.model.disable_adapter():
             yield policy.model
 

@@ -60,6 +60,7 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
 from trainer.config.blocks import OptimConfig, steps_per_epoch
+from trainer.config.checks import refuse_idle
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
@@ -107,6 +108,9 @@ class Session:
             minibatches=cfg.minibatches_per_rollout,
             kl_in_reward=cfg.advantage.kl_in_reward,
         )
+        if advantage is not None:
+            why = "here, the method has an advantage of its own; leave it out"
+            refuse_idle(cfg.advantage, why, ("advantage_estimator", "advantage_kwargs", "scale_rewards"))
         if prompts is not None and source is None:
             raise ValueError("Session(prompts=...): needs source=, which says how such rows are completed")
         self.overlap = cfg.overlap

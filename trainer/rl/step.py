@@ -91,6 +91,7 @@ def prepare(
     rollout, if not num_iterations: with more than one, the log-probs of the current weights are kept.
     """
     options, correction = cfg.policy_loss, cfg.correction
+    assert len(advantage) == len(completions), f"{len(advantage)} advantages for {len(completions)} completions"
     trained = [
         row
         for row, c in enumerate(completions)

@@ -57,6 +57,7 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
 from trainer.config.blocks import OptimConfig
+from trainer.config.checks import refuse_idle
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
@@ -104,6 +105,8 @@ class Session:
             minibatches=cfg.minibatches_per_rollout,
             kl_in_reward=cfg.advantage.kl_in_reward,
         )
+        if evaluate is not None:
+            refuse_idle(cfg, "on the evaluation of this method; leave it out", ("num_generations_eval",))
         if prompts is not None and source is None:
             raise ValueError("Session(prompts=...): needs source=, which says how such rows are completed")
         self.overlap = cfg.overlap
@@ -402,7 +405,8 @@ class Session:
 
     def _evaluate(self) -> dict[str, float]:
         check = None if self.unrewarded is None else self.unrewarded.evaluated
-        return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check)
+        num = self.cfg.num_generations_eval
+        return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check, num)
 
     def refresh_ahead(self) -> None:
         """Between two steps on one batch, what is sampled ahead goes on with the current weights."""

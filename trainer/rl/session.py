@@ -111,6 +111,8 @@ class Session:
         if advantage is not None:
             why = "here, the method has an advantage of its own; leave it out"
             refuse_idle(cfg.advantage, why, ("advantage_estimator", "advantage_kwargs", "scale_rewards"))
+        if evaluate is not None:
+            refuse_idle(cfg, "on the evaluation of this method; leave it out", ("num_generations_eval",))
         if prompts is not None and source is None:
             raise ValueError("Session(prompts=...): needs source=, which says how such rows are completed")
         self.overlap = cfg.overlap
@@ -412,7 +414,8 @@ class Session:
 
     def _evaluate(self) -> dict[str, float]:
         check = None if self.unrewarded is None else self.unrewarded.evaluated
-        return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check)
+        num = self.cfg.num_generations_eval
+        return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check, num)
 
     def refresh_ahead(self) -> None:
         """Between two steps on one batch, what is sampled ahead goes on with the current weights."""

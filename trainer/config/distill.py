@@ -119,9 +119,9 @@ class OpdConfig(SamplingConfig):
             why = "without reward functions; name them with --reward-funcs"
             refuse_idle(self.reward, why)
             refuse_idle(self.distill, why, ("reward_coef",))
-            if self.data.eval_data:
+            if self.data.holds_out:
                 raise ValueError(
-                    f"eval_data={' '.join(self.data.eval_data)}: only rewards are measured on held-out rows; name them "
+                    f"{self.data.held_out}: only rewards are measured on held-out rows; name them "
                     "with --reward-funcs, and --reward-coef 0 to train without them"
                 )
             if self.nemo_gym.datasets:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.rewards.options import RewardConfig
-from trainer.config.blocks import Flat, PromptConfig, check_evaluation
+from trainer.config.blocks import NO_HELD_OUT, Flat, PromptConfig, check_evaluation
 from trainer.config.checks import refuse_idle
 from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientConfig
 
@@ -37,8 +37,8 @@ class RewardedConfig(GroupConfig):
             what = "must be 1 or more" if least == 1 else f"a group needs at least {least} completions to compare"
             raise ValueError(f"num_generations={self.num_generations}: {what}")
         self.check_groups()
-        if not self.data.eval_data and not self.data.val_set_size:
-            refuse_idle(self, "without held-out rows; name them with --eval-data", ("num_generations_eval",))
+        if not self.data.holds_out:
+            refuse_idle(self, NO_HELD_OUT, ("num_generations_eval",))
         if self.num_generations_eval > 1 and self.rollout.eval_temperature == 0:
             raise ValueError(
                 f"num_generations_eval={self.num_generations_eval}: greedy completions of a prompt are all the same; "

@@ -351,8 +351,8 @@ class Session:
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
             self.step += 1
             self._steps_left = self.steps_per_rollout - number - 1  # on this rollout
-            coef = None if self.entropy is None else self.entropy.coef
-            yield replace(batches[number % len(batches)], first=number == 0, entropy_coef=coef)
+            bonus = {} if self.entropy is None else {"entropy_coef": self.entropy.coef}
+            yield replace(batches[number % len(batches)], first=number == 0, **bonus)
 
     def optimizer_step(self, sums: MetricSums, part: StepBatch, *, extra_tokens: int = 0) -> None:
         """`extra_tokens`: what the method computed besides the batch, for the count of tokens."""

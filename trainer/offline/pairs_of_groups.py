@@ -32,7 +32,7 @@ class PairStep:
 
     items: list[Item]  # two for each pair, chosen first
     pairs: list[PairBatch]  # micro-batches
-    metrics: dict[str, tuple[float, float]]  # (sum, count)
+    metrics: dict[str, tuple[Tensor, float]]  # (sum, count)
     first: bool = True
 
     @property
@@ -84,10 +84,8 @@ def _pairs_of_part(
     if not micro_batches:
         micro_batches = [pair_batch(empty_batch(policy.row_multiple).to(policy.device), items)]
     num_groups, known = len(batch.groups), [gap for gap in gaps if gap == gap]
-    metrics = {
-        "pairs/ties_frac": (float(num_groups - len(gaps)), float(num_groups)),
-        "pairs/reward_gap": (sum(known), float(len(known))),
-    }
+    sums = {"pairs/ties_frac": (num_groups - len(gaps), num_groups), "pairs/reward_gap": (sum(known), len(known))}
     if all_count(len(gaps), "pairs of the step") == 0:
-        metrics["loss/total"] = (0.0, 1.0)  # a step on ties alone has a gradient of zero
+        sums["loss/total"] = (0.0, 1)  # of ties alone: the gradient is zero
+    metrics = {name: (torch.tensor(float(x), device=policy.device), n) for name, (x, n) in sums.items()}
     return PairStep(items, micro_batches, metrics)

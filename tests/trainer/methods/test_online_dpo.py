@@ -19,6 +19,7 @@ from losses.preference import PairScores, dpo_loss
 from rollout.engine import Completion, Group
 from tests.entry import metrics, repeatable
 from tests.ranks.worker import ids, make_policy
+from tests.second_device import second_device
 from trainer import cli
 from trainer.__main__ import main
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
@@ -255,7 +256,8 @@ def test_a_judge_picks_the_pairs_that_the_answer_would(tmp_path, monkeypatch):
 def test_a_run_of_ties_alone_goes_on(tmp_path, monkeypatch):
     (tmp_path / "my_judge.py").write_text(JUDGES)
     monkeypatch.chdir(tmp_path)
-    rows = run(tmp_path / "run", "--reward-funcs", "my_judge.same", "--lora.r", 2)
+    with second_device():
+        rows = run(tmp_path / "run", "--reward-funcs", "my_judge.same", "--lora.r", 2)
     assert [row["pairs/ties_frac"] for row in rows] == [1.0] * 4 and all(row["optim/grad_norm"] == 0 for row in rows)
     assert all(row["loss/total"] == 0 for row in rows)
 

@@ -1,7 +1,10 @@
-"""Entropy bonus, and training on the most uncertain tokens only (Wang et al. 2025, arXiv:2506.01939).
+"""Entropy bonus, fixed or adaptive, and training on the most uncertain tokens only.
 
     bonus     -coef * mean of H over the tokens that count
+    adaptive  after a step with mean entropy e: coef <- coef + delta if e < target, coef - delta if e > target, never
+              below 0; the next step has a bonus only if e <= target (He et al. 2025, Skywork-OR1, arXiv:2505.22312)
     top mask  keep a token when H >= threshold, the (1 - top) quantile of H over all trained tokens of the step
+              (Wang et al. 2025, arXiv:2506.01939)
 
 The threshold is computed once per step, over all micro-batches and ranks, before the loss runs. Tokens that are not
 kept have weight 0 in the policy loss but still count in its denominator; the bonus counts kept tokens only.
@@ -33,6 +36,12 @@ def entropy_bonus(
     """Averages over tokens for every loss type, whatever the policy term divides by."""
     mask = mask if keep is None else mask & keep
     return LossOut({"entropy": Term(-coef, torch.where(mask, wide(entropy), 0.0).sum(), mask.sum())}, {})
+
+
+def adapted_coef(coef: float, entropy: float, *, target: float, delta: float, most: float | None = None) -> float:
+    """Coefficient for the next step, from the mean entropy of this one."""
+    coef += delta * ((entropy < target) - (entropy > target))
+    return min(max(coef, 0.0), math.inf if most is None else most)
 
 
 @torch.no_grad()

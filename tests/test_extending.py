@@ -44,6 +44,7 @@ from trainer.__main__ import main
 from trainer.cli import parse
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
+from trainer.rl import session
 from trainer.rl.step import backward, prepare
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -313,14 +314,13 @@ def raft(tmp_path_factory) -> tuple[Path, list[list[Completion]]]:
     folder, kept = tmp_path_factory.mktemp("raft") / "run", []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(EXAMPLES)
-        module = example("raft")
-        prepare = module.prepare
+        prepare = session.prepare
 
         def spy(cfg, policy, completions, *rest, **more):
             kept.append(completions)
             return prepare(cfg, policy, completions, *rest, **more)
 
-        monkeypatch.setattr(module, "prepare", spy)
+        monkeypatch.setattr(session, "prepare", spy)
         train(folder, "--method", "raft", "--keep-best", 1, *SHORT)
     return folder, kept
 

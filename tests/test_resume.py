@@ -131,6 +131,7 @@ FLAGS = {
     "moving reference, kl in reward": [
         "--method", "rloo", "--sync-ref-model", "--ref-model-sync-steps", 3, "--ref-model-mixup-alpha", 0.5,
     ],
+    "entropy target": ["--entropy-target", 0.4, "--entropy-coef-step", 0.05, "--minibatches-per-rollout", 2],
     "mini-batches": ["--minibatches-per-rollout", 2, "--num-iterations", 2, "--scale-rewards", "batch"],
 }  # fmt: skip
 

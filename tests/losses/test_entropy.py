@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from losses.entropy import entropy_threshold, keep_top_entropy
+from losses.entropy import adapted_coef, entropy_threshold, keep_top_entropy
 
 
 def test_threshold_is_the_interpolated_quantile():
@@ -33,3 +33,12 @@ def test_a_fraction_outside_its_range_is_refused():
     for top in (0.0, -0.5, 1.5):
         with pytest.raises(ValueError, match="above 0 and at most 1"):
             entropy_threshold(torch.rand(3), top=top)
+
+
+def test_the_adaptive_coefficient_moves_by_delta_within_its_bounds():
+    # The target is 0.2, delta 0.2 and the bound 0.5: below, above, at the target, and at both bounds.
+    moves = [(0.1, 0.1, 0.3), (0.3, 0.3, 0.1), (0.1, 0.2, 0.1), (0.1, 0.3, 0.0), (0.4, 0.1, 0.5)]
+    for coef, entropy, want in moves:
+        moved = adapted_coef(coef, entropy, target=0.2, delta=0.2, most=0.5)
+        assert moved == pytest.approx(want), (coef, entropy)
+    assert adapted_coef(5.0, 0.1, target=0.2, delta=0.25) == 5.25

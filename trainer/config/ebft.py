@@ -121,7 +121,7 @@ STRUCTURED_BLOCKS = {"format": "format.", "rollout": "rollout.", "vllm": "vllm."
                      "correction": "", "overlap": "", "moving": ""}  # fmt: skip
 STRUCTURED_FIELDS = ("num_generations", "max_prompt_length", "max_completion_length", "adaptive_max_tokens",
                      "gt_length_multiplier", "stop", "share_prompt", "num_iterations",
-                     "minibatches_per_rollout")  # fmt: skip
+                     "minibatches_per_rollout", "num_generations_eval")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +180,7 @@ class EbftConfig(GroupConfig):
         if not self.adaptive_max_tokens:
             refuse_idle(self, "without adaptive_max_tokens", ("gt_length_multiplier",))
         why = "here, held-out groups are sampled as those of training are"
+        refuse_idle(self, why, ("num_generations_eval",))
         refuse_idle(self.rollout, why, ("eval_temperature", "eval_top_p", "eval_top_k"), "rollout.")
         why = "here, every completion gets a reward from its features; leave it out"
         refuse_idle(self.overlap, why, ("reroll_start_fraction",))

@@ -234,6 +234,8 @@ class GroupConfig:
 
     num_generations: int = 8
     """Completions sampled per prompt; they form one group."""
+    num_generations_eval: int = 1
+    """Completions sampled per held-out prompt. Above 1, eval/reward/best_of_N is logged too, and sampling is needed."""
     max_prompt_length: int | None = None
     """Leave out prompts with more tokens than this, and log how many; None keeps all."""
     max_completion_length: int = 256
@@ -277,7 +279,9 @@ class GroupConfig:
     def check_groups(self, *, kl_in_reward: bool = False) -> None:
         """What the blocks cannot see alone, for a Config that samples with the engine."""
         self.check_temperature()
-        check_numbers(self, {"1 or more": "max_completion_length num_iterations minibatches_per_rollout"})
+        check_numbers(
+            self, {"1 or more": "max_completion_length num_iterations minibatches_per_rollout num_generations_eval"}
+        )
         check_engine(self.rollout, self.vllm, self.sync, servers_asked(self))
         check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
         check_policy_options(

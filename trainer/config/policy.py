@@ -65,7 +65,16 @@ class PolicyLossConfig(_Options):
     use_bias_correction_kl: bool = True
     """Weight the KL estimate by the importance ratio, so that its gradient is that of the KL."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus, the mean entropy of trained tokens. 0: off."""
+    """Weight of the entropy bonus, the mean entropy of trained tokens. 0: off. With entropy_target, where it starts."""
+    entropy_target: float | None = None
+    (
+        "Hold the mean entropy of trained tokens, in nats, at this or above: the weight of the bonus grows while it is "
+        "lower and falls while it is higher, and there is no bonus then. 0.2 in Skywork-OR1. None: a fixed weight."
+    )
+    entropy_coef_step: float = 1e-4
+    """With entropy_target: how far its weight moves after each optimizer step."""
+    entropy_coef_max: float | None = None
+    """With entropy_target: upper bound of the weight. None: no bound."""
     top_entropy_quantile: float = 1.0
     (
         "Train only on this fraction of the step's tokens, those of highest entropy (0.2 in the paper); ties are "
@@ -81,7 +90,12 @@ class PolicyLossConfig(_Options):
     """Skip completions whose advantage is 0 where they add nothing to the gradient."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"0 or above": "beta entropy_coef", "above 0 and at most 1": "top_entropy_quantile"})
+        rules = {
+            "0 or above": "beta entropy_coef",
+            "above 0 and at most 1": "top_entropy_quantile",
+            "above 0 and finite": "entropy_target entropy_coef_step entropy_coef_max",
+        }
+        check_numbers(self, rules)
         for name, option in OPTIONS.items():
             rule = "0 or above" if option.at_least is not None else "above 0 and finite"
             check_numbers(self, {rule: name} if option.at_least is not None or option.above is not None else {})
@@ -100,6 +114,13 @@ class PolicyLossConfig(_Options):
         if self.beta == 0:
             why = "with beta=0; set --beta, or leave it out"
             refuse_idle(self, why, ("kl_estimator", "use_bias_correction_kl"))
+
+        if self.entropy_target is None:
+            refuse_idle(self, "without entropy_target; set it, too", ("entropy_coef_step", "entropy_coef_max"))
+        if self.entropy_coef_max is not None and self.entropy_coef > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef={self.entropy_coef}: is above entropy_coef_max={self.entropy_coef_max}; lower it"
+            )
 
     def _resolve_loss(self) -> None:
         """Find `loss`, the record, and `loss_options`, its keyword arguments; refuse what the loss does not read."""

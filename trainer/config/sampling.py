@@ -14,6 +14,7 @@ from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.rewards.options import RewardConfig
 from trainer.config.blocks import Flat, PromptConfig, check_evaluation
+from trainer.config.checks import refuse_idle
 from trainer.config.groups import AdvantageConfig, GroupConfig
 
 
@@ -38,6 +39,13 @@ class SamplingConfig(GroupConfig):
             why = "a group needs at least 2 completions to compare" if compares else "must be 1 or more"
             raise ValueError(f"num_generations={self.num_generations}: {why}")
         self.check_groups(kl_in_reward=self.advantage.kl_in_reward)
+        if not self.data.eval_data:
+            refuse_idle(self, "without held-out rows; name them with --eval-data", ("num_generations_eval",))
+        if self.num_generations_eval > 1 and self.rollout.eval_temperature == 0:
+            raise ValueError(
+                f"num_generations_eval={self.num_generations_eval}: greedy completions of a prompt are all the same; "
+                "set --rollout.eval-temperature too"
+            )
         if self.advantage.overlong_margin > self.max_completion_length:
             margin = self.advantage.overlong_margin
             raise ValueError(

@@ -83,21 +83,34 @@ def evaluate_rewards(
     prompts: Sequence[Prompt],
     rewards: Rewards,
     check: Callable[[int, RewardTable], None] | None = None,  # of evaluations without any reward
+    num_generations: int = 1,  # completions of each prompt
 ) -> dict[str, float]:
     """Complete the held-out prompts with the current weights and fixed seeds, and score them by the same rewards."""
     engine.load(version)
-    groups = run_groups(source, [[Request.of(prompt, seed)] for seed, prompt in enumerate(prompts)], engine.tend)
+    seeds = [range(row, num_generations * len(prompts), len(prompts)) for row in range(len(prompts))]
+    requests = [[Request.of(prompt, seed) for seed in own] for prompt, own in zip(prompts, seeds, strict=True)]
+    groups = run_groups(source, requests, engine.tend)
     engine.sleep()
     completions = [completion for group in groups for completion in group]
-    table = rewards.score(list(prompts), completions, step=version)
+    of_each = [prompt for prompt in prompts for _ in range(num_generations)]
+    table = rewards.score(of_each, completions, step=version)
     if check is not None:
         check(version, table)
     totals = [total for total in table.totals if total is not None]
     metrics = {"eval/reward/mean": statistics.fmean(totals) if totals else float("nan")}
+    if num_generations > 1:
+        metrics[f"eval/reward/best_of_{num_generations}"] = best_of(table.totals, num_generations)
     scored = scores_by_function(table.names, table.values)
     metrics |= {f"eval/{name}/mean": statistics.fmean(scores) for name, scores in scored.items()}
     metrics |= logged_metrics(table.logged, "eval")
     return {**metrics, "eval/len_mean": statistics.fmean(len(c.ids) for c in completions), "eval/rows": len(prompts)}
+
+
+def best_of(totals: Sequence[float | None], count: int) -> float:
+    """The highest reward of each prompt's `count` completions, averaged over the prompts that have one."""
+    groups = [[x for x in totals[first : first + count] if x is not None] for first in range(0, len(totals), count)]
+    best = [max(group) for group in groups if group]
+    return statistics.fmean(best) if best else float("nan")
 
 
 def sample_rows(batch: Any, advantage: Sequence[float]) -> list[dict[str, Any]]:

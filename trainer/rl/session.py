@@ -57,6 +57,7 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
 from trainer.config.blocks import OptimConfig
+from trainer.config.checks import refuse_idle
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
@@ -69,7 +70,7 @@ from trainer.rl.engine_choice import settle_engine
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
 from trainer.rl.groups import GroupBatch, Groups, Unrewarded, per_completion, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
-from trainer.rl.step import StepBatch, prepare
+from trainer.rl.step import EntropyTarget, StepBatch, prepare
 from trainer.run.run import open_run
 
 
@@ -104,6 +105,8 @@ class Session:
             minibatches=cfg.minibatches_per_rollout,
             kl_in_reward=cfg.advantage.kl_in_reward,
         )
+        if evaluate is not None:
+            refuse_idle(cfg, "on the evaluation of this method; leave it out", ("num_generations_eval",))
         if prompts is not None and source is None:
             raise ValueError("Session(prompts=...): needs source=, which says how such rows are completed")
         self.overlap = cfg.overlap
@@ -192,6 +195,9 @@ class Session:
         if moving.sync_ref_model:
             self.moving = MovingReference(self.policy, moving.ref_model_mixup_alpha, moving.ref_model_sync_steps)
             self.state["reference"] = self.moving
+        self.entropy = None if cfg.policy_loss.entropy_target is None else EntropyTarget(cfg.policy_loss)
+        if self.entropy is not None:
+            self.state["entropy"] = self.entropy
         self.state |= {f"trained.{module.name}": module for module in self.trained_modules} | dict(extra_state)
 
     def _start(self, advantage: Callable[[GroupRewards], Advantage] | None) -> None:
@@ -336,7 +342,8 @@ class Session:
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
             self.step += 1
             self._steps_left = self.steps_per_rollout - number - 1  # on this rollout
-            yield replace(batches[number % len(batches)], first=number == 0)
+            coef = None if self.entropy is None else self.entropy.coef
+            yield replace(batches[number % len(batches)], first=number == 0, entropy_coef=coef)
 
     def optimizer_step(self, sums: MetricSums, part: StepBatch, *, extra_tokens: int = 0) -> None:
         """`extra_tokens`: what the method computed besides the batch, for the count of tokens."""
@@ -358,7 +365,9 @@ class Session:
 
     def log(self, sums: MetricSums, part: StepBatch, more: Mapping[str, float] | None = None) -> None:
         """One line of metrics.jsonl; `more` are metrics of the method's own."""
-        sampled = self.sampled
+        sampled, means = self.sampled, sums.means()
+        if self.entropy is not None:
+            means |= self._adapt_entropy(sums, means, part)
         metrics = {
             **reward_metrics(sampled.names, sampled.rows, sampled.reward),
             **completion_metrics(sampled.completions),
@@ -368,7 +377,7 @@ class Session:
             **self.rewards.metrics(),
             **(more or {}),
             **self.producer.metrics(self.step - 1),
-            **sums.means(),
+            **means,
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.planner.epoch,
@@ -380,6 +389,14 @@ class Session:
         self.run.log(self.step, metrics | self.engine.metrics())
         self.timer = Timer()
 
+    def _adapt_entropy(self, sums: MetricSums, means: Mapping[str, float], part: StepBatch) -> dict[str, float]:
+        if part.entropy_coef is None or "policy/entropy" not in sums.pairs:
+            target = self.cfg.policy_loss.entropy_target
+            raise ValueError(f"entropy_target={target}: this method measures no entropy; leave it out")
+        if "policy/entropy" in means:  # not if no token was trained
+            self.entropy.saw(means["policy/entropy"])
+        return {"policy/entropy_coef": part.entropy_coef}
+
     def evaluate(self) -> dict[str, float]:
         """Of the held-out prompts, by all ranks together."""
         if self._own_evaluate is not None:
@@ -388,7 +405,8 @@ class Session:
 
     def _evaluate(self) -> dict[str, float]:
         check = None if self.unrewarded is None else self.unrewarded.evaluated
-        return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check)
+        num = self.cfg.num_generations_eval
+        return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check, num)
 
     def refresh_ahead(self) -> None:
         """Between two steps on one batch, what is sampled ahead goes on with the current weights."""

@@ -36,13 +36,14 @@ from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import TokenLogps
 from losses import importance
 from losses.advantage import effective_sample_frac, moments
-from losses.entropy import entropy_bonus, keep_top_entropy
+from losses.entropy import adapted_coef, entropy_bonus, keep_top_entropy
 from losses.importance import sequence_mean, sequence_sum
 from losses.kl import KL_ESTIMATORS, MAX_LOG_RATIO, kl_penalty
 from losses.policy import MIN_LOG_WEIGHT, Tokens, sequence_log_ratio, token_log_ratio
 from losses.types import LossOut, merge
 from rollout.engine import Completion
 from trainer.config.blocks import RunConfig
+from trainer.config.policy import PolicyLossConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_count, all_sum, data_size
 from trainer.parallel.quantile import tolerance_of, top_threshold
@@ -70,6 +71,7 @@ class StepBatch:
     skipped_tokens: int
     first: bool = True  # the weights are still those that prepare saw
     number: int = 0  # of the mini-batch: batch.parts[number] are its groups
+    entropy_coef: float | None = None  # weight of the entropy bonus; None: that of the config
 
 
 def prepare(
@@ -94,7 +96,7 @@ def prepare(
         for row, c in enumerate(completions)
         if c.trained and not (options.mask_truncated_completions and c.finish_reason == "length")
     ]
-    can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and options.entropy_coef == 0
+    can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and not has_bonus(cfg)
     # These two depend on all tokens of a micro-batch or step: only whole micro-batches without advantage are skipped.
     whole = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
     per_completion = isinstance(advantage, Tensor)
@@ -207,6 +209,7 @@ def backward(
     threshold, num_kept = _entropy_threshold(cfg, policy, batch, now)
     shared = cfg.policy_loss.loss.denominator(max_completion_length=cfg.max_completion_length, **batch.total)
     denominators = {"policy": shared, "kl": shared, "entropy": num_kept, "value": batch.total["num_tokens"]}
+    bonus = cfg.policy_loss.entropy_coef if batch.entropy_coef is None else batch.entropy_coef
     sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
     for number, mb in enumerate(batch.micro_batches):
         if batch.idle[number]:
@@ -215,7 +218,7 @@ def backward(
         num_tokens = torch.tensor(len(mb.target), device=policy.device)
 
         def loss_of(tokens: TokenLogps, rows: Tensor, inputs=inputs, num_tokens=num_tokens) -> tuple[Tensor, Any]:
-            out = loss(cfg, tokens, inputs.at(rows), num_tokens)
+            out = loss(cfg, tokens, inputs.at(rows), num_tokens, entropy_coef=bonus)
             return total_loss(out, denominators), (out, tokens.logp.detach())
 
         def of_states(states: Tensor, number=number) -> Tensor:
@@ -233,7 +236,7 @@ def backward(
         sums.add({"loss/total": (total, torch.zeros_like(total))})
     if all(batch.idle):  # or there is no micro-batch at all
         _leave_zero_gradients(policy)
-        add_names(cfg, sums, policy.device)
+        add_names(cfg, sums, policy.device, entropy_coef=bonus)
     # Adds up to 1 over ranks, also where all completions are masked: then losses are written as 0.
     own, of_step = batch.local["num_tokens"], batch.total["num_tokens"]
     share = torch.where(of_step > 0, own / of_step.clamp(min=1), 1 / data_size())
@@ -362,7 +365,9 @@ class TokenInputs(NamedTuple):
         return TokenInputs(*(None if x is None else x[rows] for x in self))
 
 
-def loss(cfg: Any, tokens: TokenLogps, inputs: TokenInputs, micro_batch_tokens: Tensor) -> LossOut:
+def loss(
+    cfg: Any, tokens: TokenLogps, inputs: TokenInputs, micro_batch_tokens: Tensor, *, entropy_coef: float
+) -> LossOut:
     """The policy loss, and KL and entropy terms where they are asked for, over some trained tokens."""
     options, logp = cfg.policy_loss, tokens.logp
     now, mask = logp.detach(), torch.ones_like(logp, dtype=torch.bool)
@@ -388,8 +393,8 @@ def loss(cfg: Any, tokens: TokenLogps, inputs: TokenInputs, micro_batch_tokens: 
             estimator=KL_ESTIMATORS[options.kl_estimator], share=share.weight, count=share.count,
         )  # fmt: skip
         out = merge(out, penalty)
-    if options.entropy_coef:
-        out = merge(out, entropy_bonus(tokens.entropy, mask, coef=options.entropy_coef, keep=inputs.keep_entropy))
+    if entropy_coef:
+        out = merge(out, entropy_bonus(tokens.entropy, mask, coef=entropy_coef, keep=inputs.keep_entropy))
     out.metrics["policy/entropy"] = (tokens.entropy.detach().sum(), mask.sum())
     return out
 
@@ -414,6 +419,38 @@ def correct(cfg: Any, m: importance.Mismatch) -> Tensor:  # (N,)
 
 def has_kl_term(cfg: Any) -> bool:
     return cfg.policy_loss.beta > 0 and not cfg.advantage.kl_in_reward
+
+
+def has_bonus(cfg: Any) -> bool:
+    """Whether the loss may have an entropy bonus, now or later in the run."""
+    return cfg.policy_loss.entropy_coef > 0 or cfg.policy_loss.entropy_target is not None
+
+
+class EntropyTarget:
+    """The weight of an entropy bonus that holds the entropy at a target or above, from step to step; see
+    losses/entropy.py. It follows the metrics of the last step, which are the same on all ranks and read anyway."""
+
+    def __init__(self, options: PolicyLossConfig) -> None:
+        assert options.entropy_target is not None
+        self.options, self.weight = options, options.entropy_coef
+        self.is_low = False  # the entropy of the last step: at most the target
+
+    @property
+    def coef(self) -> float:
+        """Of the next step."""
+        return self.weight if self.is_low else 0.0
+
+    def saw(self, entropy: float) -> None:
+        options = self.options
+        self.is_low = entropy <= options.entropy_target
+        limits = {"delta": options.entropy_coef_step, "most": options.entropy_coef_max}
+        self.weight = adapted_coef(self.weight, entropy, target=options.entropy_target, **limits)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight, "is_low": self.is_low}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight, self.is_low = state["weight"], state["is_low"]
 
 
 # Metrics: sums and counts, of the tokens that were computed unless said otherwise.
@@ -452,7 +489,7 @@ def add_gap_metrics(
     return torch.stack([moments(m.token.exp()), moments(m.total.exp(), one)])
 
 
-def add_names(cfg: Any, sums: MetricSums, device: torch.device) -> None:
+def add_names(cfg: Any, sums: MetricSums, device: torch.device, *, entropy_coef: float) -> None:
     """Metrics of no tokens: ranks must reduce the same names, also one that had nothing to compute."""
     none = torch.zeros(0, device=device)
     kept = none.bool()
@@ -463,7 +500,7 @@ def add_names(cfg: Any, sums: MetricSums, device: torch.device) -> None:
         keep_entropy=kept if cfg.policy_loss.top_entropy_quantile < 1 else None,
     )  # fmt: skip
     zero = none.sum()
-    add_loss_metrics(sums, loss(cfg, TokenLogps(none, none), inputs, zero + 1))
+    add_loss_metrics(sums, loss(cfg, TokenLogps(none, none), inputs, zero + 1, entropy_coef=entropy_coef))
     add_gap_metrics(cfg, sums, inputs, none, none.long(), 0)
     sums.add({"loss/total": (zero, zero)})
 

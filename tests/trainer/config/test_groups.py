@@ -15,7 +15,7 @@ WITH_KL = PolicyLossConfig(beta=0.1)
 
 
 def make(method: Any = grpo, **settings: Any) -> Any:
-    return method.Config(model=ModelConfig(model="m"), data=PromptConfig(data=("d",)), **settings)
+    return method.Config(model=ModelConfig(model="m"), **{"data": PromptConfig(data=("d",)), **settings})
 
 
 def refusal(work: Any) -> str:
@@ -44,6 +44,15 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {"moving": MOVING, "policy_loss": WITH_KL},
         "sync_ref_model=True: the reference is also the feature network, which must not move",
     ),
+    (grpo, {"num_generations_eval": 0}, "num_generations_eval=0: must be 1 or more"),
+    (grpo, {"num_generations_eval": 4}, "num_generations_eval=4: has no effect without held-out rows"),
+    (
+        grpo,
+        {"num_generations_eval": 4, "data": PromptConfig(data=("d",), eval_data=("e",))},
+        "num_generations_eval=4: greedy completions of a prompt are all the same; set --rollout.eval-temperature",
+    ),
+    (ebft, {"num_generations_eval": 4}, "num_generations_eval=4: has no effect here, held-out groups are sampled"),
+    (ebft, {"num_generations_eval": 4, "mode": "strided"}, "num_generations_eval=4: has no effect in mode=strided"),
     (ebft, {"moving": MOVING, "mode": "strided"}, "sync_ref_model=True: has no effect in mode=strided"),
 ]
 

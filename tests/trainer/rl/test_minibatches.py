@@ -14,6 +14,7 @@ import torch
 from data.types import Prompt
 from rollout.engine import Group
 from tests.entry import metrics, repeatable
+from tests.test_ranks import alike, two_ok
 from tests.trainer.rl.group_cases import ADVANTAGE, close, gradient, make_completions, make_config, make_policy
 from trainer.__main__ import main
 from trainer.cli import parse
@@ -189,3 +190,15 @@ def test_staleness_counts_optimizer_steps(tmp_path, monkeypatch):
     )  # fmt: skip
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 2, 3, *(BOUND + n % 4 for n in range(8))]
     assert [row["rollout/queued_groups"] for row in rows] == [0, 4, 4, 4, 0, 4, 4, 4, 0, 0, 0, 0]
+
+
+def test_two_ranks_take_the_steps_of_one(tmp_path):
+    """With a reference that moves and an entropy bonus that adapts, which all ranks must do alike."""
+    argv = ("--method", "grpo", *SHORT, "--minibatches-per-rollout", 2, "--max-steps", 4, "--beta", 0.1,
+            "--sync-ref-model", "--ref-model-sync-steps", 2, "--entropy-target", 0.5, "--entropy-coef-step", 0.1,
+            "--learning-rate", 1e-4)  # fmt: skip
+    one = run(tmp_path / "one", *argv)
+    half = ("--per-device-train-batch-size", 4, "--output-dir", tmp_path / "two")
+    two_ok("trainer", *argv, *half, cwd=tmp_path)
+    alike(metrics(tmp_path / "two"), one, 1e-3)
+    assert [round(row["policy/entropy_coef"], 6) for row in one] == [0, 0.1, 0.2, 0.3]

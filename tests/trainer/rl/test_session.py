@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,3 +61,20 @@ def test_a_moving_reference_is_the_policy_when_it_moves_all_the_way(tmp_path):
     assert [row["policy/ref_kl_k3"] > 0 for row in late] == [False, True, False, True]
     in_reward = ("--beta", 0.1, "--kl-in-reward", *moving, 1)
     assert [abs(row["policy/ref_kl"]) < 1e-6 for row in run(tmp_path / "reward", *in_reward)] == [True] * 4
+
+
+def test_entropy_is_held_at_its_target(tmp_path):
+    """The demo's entropy falls as it learns; with a target it stays there, and the coefficient is what it takes."""
+    longer = (
+        "--data", "task:addition:split=train,size=4096", "--num-generations", 8, "--per-device-train-batch-size", 64,
+        "--max-steps", 60, "--lr-scheduler-type", "constant", "--learning-rate", 2e-4, "--save-steps", 0,
+    )  # fmt: skip
+    target = 0.3
+    falling = run(tmp_path / "falling", *longer)
+    held = run(tmp_path / "held", *longer, "--entropy-target", target, "--entropy-coef-step", 0.05)
+    without, with_it = (statistics.fmean(row["policy/entropy"] for row in rows[-20:]) for rows in (falling, held))
+    assert without < 0.7 * target < 0.9 * target < with_it < 2 * target, (without, with_it)
+    assert "policy/entropy_coef" not in falling[-1] and held[0]["policy/entropy_coef"] == 0
+    for before, row in zip(held, held[1:], strict=False):  # the bonus acts after a step below the target alone
+        assert (row["policy/entropy_coef"] > 0) <= (before["policy/entropy"] <= target), row["step"]
+        assert ("loss/entropy" in row) == (row["policy/entropy_coef"] > 0)

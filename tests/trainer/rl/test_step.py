@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +40,9 @@ from tests.trainer.rl.group_cases import (
     step,
 )
 from tests.trainer.rl.naive_groups import padded, padded_scores
+from trainer.config.policy import PolicyLossConfig
 from trainer.rl import step as group_step
-from trainer.rl.step import backward, prepare
+from trainer.rl.step import EntropyTarget, backward, prepare
 
 CORRECTION_CASES: dict[str, dict[str, Any]] = {
     "off": {"vllm_importance_sampling_correction": False},
@@ -231,6 +233,34 @@ def test_nothing_is_skipped_beside_a_kl_or_entropy_term():
         got, logged, batch = step(make_config(**settings), advantage=zero)
         assert logged["policy/skipped_frac"] == 0.0 and len(batch.completions) == 10
         assert close(got, by_hand(make_config(**settings), advantage=zero)[0]) and got.norm() > 1e-6
+
+
+def test_an_adapted_entropy_bonus_is_that_of_its_coefficient():
+    """Nothing is skipped, also while the coefficient is 0: the next step may have one."""
+    zero, fixed = torch.zeros_like(ADVANTAGE), make_config(num_iterations=1, entropy_coef=0.1)
+    want, logged, _ = step(fixed, advantage=zero)
+    policy, cfg = make_policy(), make_config(num_iterations=1, entropy_target=0.3)
+    policy.model.zero_grad(set_to_none=True)
+    batch = prepare(cfg, policy, make_completions(), zero)
+    assert len(batch.completions) == 10
+    found = backward(cfg, policy, replace(batch, entropy_coef=0.1)).means()
+    assert close(gradient(policy.model), want) and found == logged
+    off = backward(cfg, policy, replace(batch, entropy_coef=0.0)).means()
+    assert gradient(policy.model).norm() == 0 and off["policy/entropy"] == logged["policy/entropy"]
+
+
+def test_the_coefficient_follows_the_entropy_and_acts_only_below_the_target():
+    options = PolicyLossConfig(entropy_target=0.3, entropy_coef_step=0.5, entropy_coef=0.5, entropy_coef_max=1.0)
+    adaptive = EntropyTarget(options)
+    found = []
+    for entropy in (0.4, 0.2, 0.2, 0.2, 0.4, 0.3, 0.2):
+        found.append((adaptive.coef, adaptive.weight))
+        adaptive.saw(entropy)
+    # Before the first step the entropy is not known: there is no bonus.
+    assert found == [(0, 0.5), (0, 0), (0.5, 0.5), (1, 1), (1, 1), (0, 0.5), (0.5, 0.5)]
+    other = EntropyTarget(options)
+    other.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
+    assert (other.coef, other.weight) == (adaptive.coef, adaptive.weight) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)

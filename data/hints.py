@@ -57,7 +57,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "reward_model": ("reward_funcs", "method"),
     **dict.fromkeys(("lam", "gae_lam", "lambda_"), ("gae_lambda",)),
     **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "noptepochs"), ("num_iterations",)),
-    **dict.fromkeys(("num_mini_batches", "ppo_mini_batch_size", "mini_batch_size"), ("minibatches_per_rollout",)),
+    "mini_batch_size": ("minibatches_per_rollout",),
     **dict.fromkeys(("value_clip", "clip_range_vf", "cliprange_vf"), ("cliprange_value",)),
     **dict.fromkeys(("critic_model", "critic_pretrain", "value_model_name_or_path"), ("value_model",)),
     "critic_lr": ("critic_learning_rate",),

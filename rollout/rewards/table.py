@@ -304,12 +304,11 @@ class Rewards:
             else:
                 parts = [self._here(function, scoring, pending.get(place), first_logs[place])]
             logged.add(parts)
-            column, last = self.settled(function, parts, prompts, bad)
+            column, last = self._settled(function, parts, prompts, bad)
             failed = sum(isinstance(score, Fault) for part in parts for score in part.scores)
             gaps.append(Gap(column.count(None) - failed, failed, last))
             columns.append(column)
-        rows = zip(*columns, strict=True) if columns else [()] * len(prompts)  # a judge may need no function
-        values = [list(row) if i not in bad else [None] * len(row) for i, row in enumerate(rows)]
+        values = [list(row) if i not in bad else [None] * len(row) for i, row in enumerate(zip(*columns, strict=True))]
         self._failed += len(bad)
         totals = [_total(row, weights) for row in values]
         largest = max((abs(total) for total in totals if total is not None), default=0.0)
@@ -324,7 +323,7 @@ class Rewards:
             logged=logged.metrics, gaps=gaps,
         )  # fmt: skip
 
-    def settled(
+    def _settled(
         self, function: RewardFunction, parts: Sequence[Scored], prompts: list[Prompt], bad: set[int]
     ) -> tuple[list[float | None], str | None]:
         """(scores of all parts, message of the last fault). A fault stops the run, or adds its row to `bad`."""

@@ -58,7 +58,7 @@ class Config(PairOptions, RewardedConfig):
             )
         refuse_idle(self.overlap, "here, a pair loss has no ratio to clip; leave it out", ("replay_recompute_logps",))
         if self.judge is not None:
-            refuse_idle(self, "with a judge, which sees where completions end; leave it out", ("missing_eos_penalty",))
+            refuse_idle(self, "with a judge, which ranks without rewards; leave it out", ("missing_eos_penalty",))
             why = "with a judge, whose best completion is never without reward; leave it out"
             refuse_idle(self.overlap, why, ("reroll_start_fraction",))
         if self.judge is not None and not self.reward.reward_funcs:

@@ -86,6 +86,10 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     if name is None:
         name = file_tree.get("rl")  # axolotl's: read_tree refuses it, together with the file's other unknown keys
     if name is None:
+        if "model_name_or_path" in file_tree:
+            raise ValueError(
+                f"{config_file}: is a config of TRL; python -m trainer.from_trl {config_file} prints it in our terms"
+            )
         if any(word not in HELP for word in argv):
             raise ValueError(f"--method: missing; pass one of {', '.join(method_names())} or a dotted module of yours")
         print(method_listing())

@@ -4,8 +4,9 @@
     python -m trainer.evaluate Qwen/Qwen3-0.6B --data test.jsonl --reward-funcs exact_match
     python -m trainer.evaluate runs/grpo-20261115-093000 --tasks gsm8k,arc_easy --limit 100
 
-Greedy unless --temperature is set. What is not given is taken from the run's config.yaml. The result is printed and
-added to evaluations.jsonl in the run folder, which the report shows. Tasks need `pip install -e '.[eval]'`.
+Greedy unless --temperature is set. What is not given is taken from the run's config.yaml; of a run with --val-set-size
+the rows that it held out. The result is printed and added to evaluations.jsonl in the run folder, which the report
+shows. Tasks need `pip install -e '.[eval]'`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import tyro
@@ -24,8 +27,9 @@ import tyro
 from data.chat import set_chat_template, stop_ids
 from data.command.flags import parse_command, run_command
 from data.formats.template_settings import JsonObject, check_kwargs
+from data.rows.held_out import train_and_held_out
 from data.rows.prompts import load_prompts
-from data.training_config import config_for, uses_transform
+from data.training_config import KINDS, config_for, uses_transform
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from trainer.generate import run_settings
@@ -130,9 +134,8 @@ def score_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
     from rollout.rewards.table import load_rewards
 
     run = run_settings(cfg.source)
-    data = cfg.data or tuple(run.get("eval_data") or ())
-    if not data:
-        raise ValueError("--data: required, since the source names no held-out rows of its own")
+    check_single_turn(run)
+    data = cfg.data or held_out_specs(run)
     names = cfg.reward_funcs or tuple(run.get("reward_funcs") or ()) or (DEFAULT_REWARD,)
     same = not cfg.reward_funcs or list(cfg.reward_funcs) == list(run.get("reward_funcs") or ())
     weights = cfg.reward_weights or (tuple(run.get("reward_weights") or ()) if same else ())
@@ -162,6 +165,35 @@ def score_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
     return result, {"data": list(data), "reward_funcs": [str(name) for name in names], "decoding": decoding}
 
 
+def held_out_specs(run: dict[str, Any]) -> tuple[str, ...]:
+    """Where the run's held-out rows are: its --eval-data, or the --data that --val-set-size took them from."""
+    if run.get("val_set_size") and KINDS.get(str(run.get("method"))) != "prompts":
+        raise ValueError(
+            f"--data: required, since val_set_size={run['val_set_size']:g} of {run.get('method')} holds out rows that "
+            "are not prompts"
+        )
+    data = run.get("data") if run.get("val_set_size") else run.get("eval_data")
+    if not data:
+        raise ValueError("--data: required, since the source names no held-out rows of its own")
+    return tuple(data)
+
+
+def check_single_turn(run: dict[str, Any]) -> None:
+    """Refuse a run whose completions are not only the model's own text: without the rest it would look worse."""
+    gym = run.get("nemo_gym") or {}
+    for name, value in (
+        ("tools", " ".join(run.get("tools") or ())),
+        ("rollout_func", run.get("rollout_func")),
+        ("openenv.env", (run.get("openenv") or {}).get("env")),
+        ("nemo_gym.datasets", " ".join(gym.get("datasets") or ())),
+    ):
+        if value:
+            raise ValueError(
+                f"{name}={value}: the run was trained with it, and evaluate samples plain completions; evaluate such a "
+                "run with --eval-data in training, or its final/ as a model"
+            )
+
+
 def sample(
     cfg: EvaluateConfig, run: dict[str, Any], data: Sequence[str], rewards: Sequence[str]
 ) -> tuple[list[Prompt], list[Completion]]:
@@ -176,16 +208,23 @@ def sample(
     data_format = cfg.data_format or run.get("data_format") or "auto"
     max_tokens = cfg.max_completion_length or run.get("max_completion_length") or 256
     flags = {"model": "builtin:tiny", "data": tuple(data), "data_format": data_format, "reward_funcs": tuple(rewards)}
-    prompts = load_prompts(
-        data,
-        tokenizer,
+    read = partial(
+        load_prompts,
+        tokenizer=tokenizer,
         data_format=data_format,
         system_prompt=run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt,
         chat_template_kwargs=kwargs,
+        max_prompt_length=None if cfg.data else run.get("max_prompt_length"),
         context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         max_completion_length=max_tokens,
         cfg=config_for("prompts", flags) if uses_transform(data, data_format) else None,
-    )[: cfg.max_rows]
+    )
+    if run.get("val_set_size") and not cfg.data:
+        names = ("data", "eval_data", "val_set_size", "dedup", "max_eval_rows")
+        _, prompts = train_and_held_out(SimpleNamespace(**{name: run[name] for name in names}), run["seed"], read)
+    else:
+        prompts = read(data)
+    prompts = prompts[: cfg.max_rows]
     prompts = [prompt for prompt in prompts for _ in range(cfg.num_generations)]
     requests = [Request.of(prompt, cfg.seed + number) for number, prompt in enumerate(prompts)]
     sampling = Sampling(

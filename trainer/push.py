@@ -23,7 +23,7 @@ import tyro
 from data.command.flags import parse_command, run_command
 from trainer.files.atomic_folder import atomic_folder
 from trainer.report import defaults_of
-from trainer.run.card import model_card
+from trainer.run.card import is_hub_id, model_card
 from trainer.run.export import change_json
 
 
@@ -83,7 +83,7 @@ def fill(cfg: PushConfig, folder: Path) -> None:
     base = cfg.base_model
     if adapter.is_file():
         named = str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
-        if base is None and Path(named).is_dir():
+        if base is None and not is_hub_id(named):
             raise ValueError(
                 f"run={cfg.run}: its adapter needs a base model that is a folder of this machine; name the hub id with "
                 "--base-model, or merge it with python -m trainer.export --merge-lora"

@@ -11,12 +11,15 @@ import sys
 import pytest
 import yaml
 
+from data.rows.held_out import held_out_numbers
 from rollout.servers.model_folder import BUILTIN
 from tests.trainer.metrics.test_report import CONFIG
 from trainer import evaluate, generate, push, report
 from trainer.metrics.compare import names_of
 from trainer.metrics.metrics import JsonlLog
 from trainer.metrics.report import write_report
+from trainer.report import defaults_of
+from trainer.run.card import model_card
 
 ROWS = [("1+1=", "2"), ("2+5=", "7"), ("3+4=", "7"), ("8+5=", "14")]  # the tiny model knows sums without a carry
 
@@ -97,6 +100,36 @@ def test_evaluate_takes_the_runs_own_rows_and_rewards_and_adds_to_its_folder(run
     assert [row["prompt"] for row in scored] == [asked(question) for question, _ in ROWS]
     page = write_report(run).read_text()
     assert "Evaluations after training" in page and ">0.750<" in page
+
+
+def change_config(run, **settings):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | settings))
+
+
+def test_evaluate_takes_the_rows_that_the_run_held_out(run, tmp_path, capsys):
+    rows = [str(tmp_path / "held_out.jsonl")]
+    change_config(run, method="grpo", data=rows, eval_data=[], val_set_size=0.5, dedup=False, max_eval_rows=500, seed=3)
+    assert evaluate.main([str(run), "--out", str(tmp_path / "out.jsonl")]) == 0
+    asked_for = [json.loads(line)["prompt"][-1]["content"] for line in (tmp_path / "out.jsonl").open()]
+    assert asked_for == [ROWS[number][0] for number in sorted(held_out_numbers(4, 0.5, 3))]
+    assert "rows: 2" in capsys.readouterr().out
+    change_config(run, method="sft")
+    assert evaluate.main([str(run)]) == 2
+    assert "--data: required, since val_set_size=0.5 of sft" in capsys.readouterr().err
+
+
+def test_evaluate_leaves_out_the_long_prompts_that_the_run_left_out(run, capsys):
+    change_config(run, max_prompt_length=1)
+    assert evaluate.main([str(run)]) == 2
+    assert "max_prompt_length=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [{"tools": ["calculator"]}, {"rollout_func": "m.f"}, {"openenv": {"env": "m.E"}}])
+def test_evaluate_refuses_runs_whose_completions_need_more_than_the_model(settings, run, capsys):
+    change_config(run, **settings)
+    assert evaluate.main([str(run)]) == 2
+    assert "the run was trained with it" in capsys.readouterr().err
 
 
 def test_evaluate_any_model_with_several_samples(run, tmp_path, capsys):
@@ -288,6 +321,17 @@ def test_the_card_of_a_pushed_model(run, tmp_path, capsys):
         assert str(tmp_path) not in path.read_text()
 
 
+def test_the_card_names_no_path_or_address(run, tmp_path, monkeypatch):
+    secret = ("/home/bob", "rows/train", "10.0.0.7")
+    change_config(
+        run, reward_funcs=["model:/home/bob/secret/rm", "/home/bob/rewards.py:fn", "model:org/rm"], model="/home/bob/m",
+        data=["rows/train.jsonl"], chat_template="~bob/t.jinja", openenv={"env": "http://10.0.0.7:8000"},
+    )  # fmt: skip
+    card = model_card(run, "me/x", defaults=defaults_of(run))
+    assert not any(part in card for part in secret)
+    assert "| `reward_funcs` | model:rm rewards.py:fn model:org/rm |" in card and "datasets:" not in card
+
+
 def test_push_says_why_it_does_not(run, tmp_path, capsys, monkeypatch):
     def refused(argv, says):
         assert push.main(argv) == 2
@@ -298,6 +342,8 @@ def test_push_says_why_it_does_not(run, tmp_path, capsys, monkeypatch):
     refused([str(run), "me/x", "--out", str(run)], "exists already")
     refused([str(run), "me/x", "--with-report", "--out", str(tmp_path / "o")], "has no report.html")
     (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
+    refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter needs a base model that is a folder")
+    (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/gone/base"}))
     refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter needs a base model that is a folder")
     assert not (tmp_path / "o").exists()
     assert push.main([str(run), "me/x", "--out", str(tmp_path / "o"), "--base-model", "org/base"]) == 0

@@ -5,6 +5,7 @@ It names no path of this machine: a local file is shown by its name, a local mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ import yaml
 from trainer.metrics.console import EVAL_HEADLINES, duration, number
 from trainer.metrics.report import RunData, flatten, load_run
 
+# A path of this machine, alone or behind a prefix as in model:/home/me/rm; and the address of a server.
+PATH = re.compile(r"(?<![^\s:=,@\[(\"'])(?:~\w*|\.{1,2})?/[^\s\"']*")
+ADDRESS = re.compile(r"\w+://\S+")
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 SHOWN_STEPS = 8  # rows of the table of metrics
 COLUMNS = ("loss/total", "reward/mean", "reward/accuracy", "policy/entropy")
 # Settings that say where and how a run was made, not what was trained.
@@ -55,7 +60,8 @@ def model_card(
 
 
 def is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and ":" not in name and not Path(name).exists()
+    is_path = name.startswith((".", "/", "~")) or name.endswith(DATA_FILES) or Path(name).exists()
+    return name.count("/") == 1 and ":" not in name and not is_path
 
 
 def data_of(config: Mapping[str, Any]) -> list[str]:
@@ -150,6 +156,6 @@ def is_left_out(key: str, prefixes: Sequence[str] = LEFT_OUT) -> bool:
 
 
 def shown(value: str) -> str:
-    """A setting, with paths of this machine cut to the last name."""
-    words = [Path(word).name if word.startswith(("/", "~", "./", "../")) else word for word in value.split(" ")]
-    return " ".join(words).replace("|", "\\|").replace("\n", " ")
+    """A setting, with paths of this machine cut to the last name, and no address of a server."""
+    value = PATH.sub(lambda found: Path(found[0]).name, ADDRESS.sub("(an address)", value))
+    return value.replace("|", "\\|").replace("\n", " ")

@@ -285,14 +285,17 @@ class _Axolotl:
         floor = number(lowest[0] if lowest[0] is not None else lowest[1], "cosine_min_lr_ratio")
         if name not in SCHEDULES:
             raise ValueError(f"lr_scheduler={name}: is not built here; {suggest(str(name), SCHEDULES)}")
-        name = "cosine_with_min_lr" if floor is not None and name == "cosine" else SCHEDULES[name]
+        has_warmup = name != "constant"  # which has none in transformers; constant_with_warmup has
+        name = "cosine_with_min_lr" if floor and name == "cosine" else SCHEDULES[name]
         self.set("lr_scheduler_type", None if name == "cosine" else name)
-        self.set("min_lr_ratio", floor)
+        self.set("min_lr_ratio", floor or None)
         steps = number(self.take("warmup_steps"), "warmup_steps", int)
         ratio = number(self.take("warmup_ratio"), "warmup_ratio")
-        if steps:
+        if not has_warmup and (steps or ratio):
+            self.note("lr_scheduler=constant: has no warm-up in axolotl, so there is none; write constant_with_warmup")
+        elif steps:
             self.set("warmup_steps", steps)
-        else:
+        elif has_warmup:
             self.set("warmup_ratio", ratio if ratio else 0.03 if ratio is None and steps is None else None)
         optimizer = self.take("optimizer") or "adamw_torch_fused"
         if optimizer not in OPTIMIZERS:
@@ -455,6 +458,8 @@ class _Axolotl:
     def _sampling(self) -> None:
         for key in SAME_TRL:
             self.copy(f"trl.{key}")
+        if self.made.tree.get("loss_type") == "cispo" and "epsilon_high" in self.made.tree:
+            self.set("cispo_cap", self.made.tree.pop("epsilon_high"))  # TRL's name for the bound of CISPO
         for key, full in FULL_DISTRIBUTION.items():
             self._check_full(f"trl.{key}", full)
         self.set("num_generations", number(self.take("trl.num_generations"), "trl.num_generations", int) or 8)

@@ -66,13 +66,15 @@ SAME_EVERYWHERE = ("output_dir", "per_device_train_batch_size", "gradient_accumu
                    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
                    "trust_remote_code", "gradient_checkpointing", "save_total_limit", "neftune_noise_alpha",
                    "router_aux_loss_coef", "warmup_ratio")  # fmt: skip
-SAME_SAMPLING = ("num_generations", "num_generations_eval", "max_completion_length", "max_prompt_length", "temperature",
+SAME_SAMPLING = ("num_generations", "max_completion_length", "max_prompt_length", "temperature",
                  "beta", "num_iterations", "epsilon", "epsilon_high", "mask_truncated_completions", "reward_weights",
                  "chat_template_kwargs", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")  # fmt: skip
 SAME_GRPO = ("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
              "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
              "loss_type", "top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold",
              "use_bias_correction_kl")  # fmt: skip
+OFFLINE_ONLY = ("neftune_noise_alpha", "router_aux_loss_coef")
+ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")  # of use_adaptive_entropy
 SAME_OF = {
     "grpo": (*SAME_SAMPLING, *SAME_GRPO),
     "rloo": SAME_SAMPLING,
@@ -167,7 +169,7 @@ TABLE: dict[str, Key] = {
             "activation_offloading padding_free pad_to_multiple_of packing_strategy eval_packing "
             "precompute_ref_batch_size cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation "
             "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config.* "
-            "vllm_enable_sleep_mode vllm_model_impl vllm_group_port vllm_guided_decoding_regex auto_find_batch_size "
+            "vllm_enable_sleep_mode vllm_model_impl vllm_group_port auto_find_batch_size "
             "eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval fp16_full_eval "
             "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(SPEED)),
     **_each("log_completions num_completions_to_print log_unique_prompts log_multimodal wandb_log_unique_prompts "
@@ -195,9 +197,10 @@ TABLE: dict[str, Key] = {
             refused("the final model is the last one; choose a checkpoint by its evaluation")),
     **_each("fsdp fsdp_config.* parallelism_config.*", refused("start with torchrun, and add --parallel.mode fsdp")),
     "deepspeed": refused("start with torchrun, and add --parallel.mode fsdp"),
-    **_each("generation_kwargs.* vllm_structured_outputs_regex", refused(FULL)),
+    **_each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", refused(FULL)),
     **_each("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
-            refused("the weight of the entropy is fixed here, --entropy-coef")),
+            refused("the weight adapts in another way here; see --entropy-target")),
+    "num_generations_eval": refused("a held-out prompt is completed once here"),
     **_each("normalize_advantages reward_clip_range", refused("rewards are not clipped or scaled in RLOO here")),
     **_each("datasets[].data_dir datasets[].fraction test_split_size",
             refused("name a file, or a part by split=train[:10%]")),
@@ -228,6 +231,8 @@ class _Trl:
     def __init__(self, tree: Mapping[str, Any], kind: str) -> None:
         self.made, self.kind = Translation(), kind
         self.set = self.made.set
+        if not tree.get("use_adaptive_entropy"):
+            tree = {name: value for name, value in tree.items() if name not in ADAPTIVE}
         self.theirs = Theirs(tree, TABLE, "TRL", strict=False)
         self.take = self.theirs.take
         self.without: list[str] = []
@@ -235,7 +240,11 @@ class _Trl:
         self._model()
         self._rows()
         for name in (*SAME_EVERYWHERE, *SAME_OF[kind]):
-            self._same(name)
+            if name in OFFLINE_ONLY and kind in SAMPLING:
+                if self.take(name):
+                    self.without.append(f"{name}={self.take(name)}: is for methods on fixed rows here")
+            else:
+                self._same(name)
         self._lengths()
         self._run()
         if kind in SAMPLING:
@@ -381,6 +390,12 @@ class _Trl:
         elif warmup:
             self.made.tree.pop("warmup_ratio", None)  # transformers prefers the steps
             self.set("warmup_steps", int(warmup))
+        if str(name) == "constant" and (warmup or self.made.tree.get("warmup_ratio")):
+            for key in ("warmup_ratio", "warmup_steps"):
+                self.made.tree.pop(key, None)
+            self.made.notes.append(
+                "lr_scheduler_type=constant: has no warm-up in TRL, so there is none; constant_with_warmup has"
+            )
         optimizer = str(self.take("optim") or "adamw_torch_fused")
         if optimizer not in OPTIMIZERS:
             self.without.append(f"optim={optimizer}: is not built here; AdamW is used")

@@ -186,12 +186,27 @@ def test_held_out_rows():
 # run, adapters, processes
 
 
+@pytest.mark.parametrize("settings", [{}, {"warmup_steps": 5}, {"warmup_ratio": 0.1}])
+def test_constant_has_no_warmup(settings):
+    made = translate({"base_model": "m", "lr_scheduler": "constant", **settings})
+    assert made.tree["lr_scheduler_type"] == "constant"
+    assert not {"warmup_ratio", "warmup_steps"} & made.tree.keys()
+    assert any("constant_with_warmup" in note for note in made.notes) == bool(settings)
+
+
+def test_the_bound_of_cispo():
+    trl = {"loss_type": "cispo", "epsilon_high": 5.0}
+    made = translate({"base_model": "m", "rl": "grpo", "trl": trl})
+    assert made.tree["cispo_cap"] == 5.0 and "epsilon_high" not in made.tree
+
+
 @pytest.mark.parametrize(
     ("settings", "ours"),
     [
         ({"batch_size": 16, "gradient_accumulation_steps": None}, {"gradient_accumulation_steps": 8}),
         ({"max_steps": 5, "num_epochs": 3}, {"max_steps": 5}),
-        ({"lr_scheduler": "constant_with_warmup"}, {"lr_scheduler_type": "constant"}),
+        ({"lr_scheduler": "constant_with_warmup"}, {"lr_scheduler_type": "constant", "warmup_ratio": 0.03}),
+        ({"cosine_min_lr_ratio": 0}, {}),
         ({"cosine_min_lr_ratio": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.1}),
         ({"warmup_steps": 7}, {"warmup_steps": 7}),
         ({"optimizer": "paged_adamw_8bit"}, {"optim": "adamw_8bit"}),

@@ -103,6 +103,22 @@ def test_other_kinds():
     assert (reward.tree["method"], reward.tree["learning_rate"]) == ("rm", 1e-4)
 
 
+def test_constant_has_no_warmup():
+    made, _ = translate({"lr_scheduler_type": "constant", "warmup_ratio": 0.1, "beta": 0.1}, "dpo")
+    assert made.tree["lr_scheduler_type"] == "constant" and "warmup_ratio" not in made.tree
+    assert "constant_with_warmup has" in made.notes[0]
+    made, _ = translate({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, "dpo")
+    assert (made.tree["lr_scheduler_type"], made.tree["warmup_steps"]) == ("constant", 5)
+
+
+def test_what_sampling_cannot_do_is_named_and_not_passed_on():
+    fields = {"num_generations_eval": 4, "neftune_noise_alpha": 5, "entropy_target": 0.2, "entropy_coef_max": 1.0,
+              "vllm_guided_decoding_regex": "a+"}  # fmt: skip
+    made, without = translate(fields, "grpo")
+    assert not set(fields) & made.tree.keys()
+    assert {line.partition("=")[0] for line in without} == {*list(fields)[:2], "vllm_guided_decoding_regex"}
+
+
 def test_an_unknown_field_is_named():
     with pytest.raises(ValueError, match="num_generation: not a key of TRL, did you mean num_generations?"):
         translate({"num_generation": 4}, "grpo")

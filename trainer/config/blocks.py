@@ -247,6 +247,11 @@ class DataConfig:
         """Whether there are held-out rows to evaluate on."""
         return bool(self.eval_data) or self.val_set_size > 0
 
+    @property
+    def held_out_by(self) -> str:
+        """The setting that holds rows out, as name=value."""
+        return f"eval_data={' '.join(self.eval_data)}" if self.eval_data else f"val_set_size={self.val_set_size:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig(DataConfig):

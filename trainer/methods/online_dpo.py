@@ -64,10 +64,10 @@ class Config(PairOptions, RewardedConfig):
         if self.judge is not None and not self.reward.reward_funcs:
             given = ("reward_weights", "reward_num_workers")
             refuse_idle(self.reward, "with a judge alone; name --reward-funcs, or leave it out", given)
-            if self.data.eval_data:
+            if self.data.holds_out:
                 raise ValueError(
-                    f"eval_data={' '.join(self.data.eval_data)}: a judge compares completions and cannot score the "
-                    "one that an evaluation samples; name --reward-funcs to measure, or leave it out"
+                    f"{self.data.held_out_by}: a judge compares completions and cannot score the one that an "
+                    "evaluation samples; name --reward-funcs to measure, or leave it out"
                 )
 
 

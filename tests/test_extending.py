@@ -375,7 +375,7 @@ PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 
 def test_the_page_counts_its_lines():
-    assert len(PAGE.splitlines()) < 250
+    assert len(PAGE.splitlines()) < 270
     counted = dict(re.findall(r"^### .*\[(\w+\.py)\]\(examples/\w+\.py\), (\d+) lines", PAGE, flags=re.MULTILINE))
     assert counted.keys() == {path.name for path in EXAMPLES.glob("*.py")}
     assert counted == {name: str(len((EXAMPLES / name).read_text().splitlines())) for name in counted}

@@ -46,7 +46,8 @@ def score(completions, **columns):
 }
 TOTAL = 2 + 2 + 2 + 0.5 + 7 + 3 + 4
 ENTRIES = ("trainer", "trainer --method grpo", "data.show", "data.reasoning_gym", "rollout.rewards", "rollout.serve",
-           "trainer.plan", "trainer.export", "trainer.report", "trainer.tiny.build", "bench.table")  # fmt: skip
+           "trainer.plan", "trainer.export", "trainer.report", "trainer.generate", "trainer.evaluate", "trainer.push",
+           "trainer.from_trl", "trainer.translate", "trainer.tiny.build", "bench.table")  # fmt: skip
 # Started by our own code only.
 CHILDREN = {
     "rollout.rewards.code_child", "rollout.servers.worker.strop_guard", "rollout.servers.worker.strop_probe",

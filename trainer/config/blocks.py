@@ -248,8 +248,8 @@ class DataConfig:
         return bool(self.eval_data) or self.val_set_size > 0
 
     @property
-    def held_out(self) -> str:
-        """The setting that names them, for messages."""
+    def held_out_by(self) -> str:
+        """The setting that holds rows out, as name=value."""
         return f"eval_data={' '.join(self.eval_data)}" if self.eval_data else f"val_set_size={self.val_set_size:g}"
 
 

@@ -80,6 +80,10 @@ class OpdConfig(SamplingConfig):
         return bool(self.reward.reward_funcs) and self.distill.reward_coef > 0
 
     @property
+    def has_reference(self) -> bool:
+        return self.distill.teacher == "self" or self.policy_loss.beta > 0
+
+    @property
     def fewest_generations(self) -> int:
         return 2 if self.has_reward_advantage else 1
 
@@ -103,6 +107,10 @@ class OpdConfig(SamplingConfig):
                 "teacher=self: with the student's own prompt it is the student, and there is nothing to learn; give it "
                 "another by --teacher-prompt"
             )
+        if cfg.teacher == "self" and self.moving.sync_ref_model:
+            raise ValueError(
+                "sync_ref_model=True: the reference is also teacher=self, which keeps the initial weights; leave it out"
+            )
         if cfg.teacher_url is not None and self.temperature != 1:
             raise ValueError(
                 f"temperature={self.temperature}: a server at teacher_url scores tokens at temperature 1; leave it "
@@ -121,8 +129,8 @@ class OpdConfig(SamplingConfig):
             refuse_idle(self.distill, why, ("reward_coef",))
             if self.data.holds_out:
                 raise ValueError(
-                    f"{self.data.held_out}: only rewards are measured on held-out rows; name them "
-                    "with --reward-funcs, and --reward-coef 0 to train without them"
+                    f"{self.data.held_out_by}: only rewards are measured on held-out rows; name them with "
+                    "--reward-funcs, and --reward-coef 0 to train without them"
                 )
             if self.nemo_gym.datasets:
                 raise ValueError("nemo_gym.datasets: rows of the gym need its reward; name it with --reward-funcs")

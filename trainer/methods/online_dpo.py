@@ -66,8 +66,8 @@ class Config(PairOptions, RewardedConfig):
             refuse_idle(self.reward, "with a judge alone; name --reward-funcs, or leave it out", given)
             if self.data.holds_out:
                 raise ValueError(
-                    f"{self.data.held_out}: a judge compares completions and cannot score the "
-                    "one that an evaluation samples; name --reward-funcs to measure, or leave it out"
+                    f"{self.data.held_out_by}: a judge compares completions and cannot score the one that an "
+                    "evaluation samples; name --reward-funcs to measure, or leave it out"
                 )
 
 

@@ -31,7 +31,7 @@ from trainer.policy.logps import Policy, causal_lm, head_of, predictor_states
 from trainer.rl.given import MixedSource, rows_of
 from trainer.rl.groups import GroupBatch
 from trainer.rl.session import Session
-from trainer.rl.step import StepBatch, backward, prepare
+from trainer.rl.step import StepBatch, backward
 from trainer.rl.teacher import Teacher, open_teacher
 
 
@@ -48,7 +48,6 @@ def train(cfg: Config) -> None:
     }
     with Session(
         cfg,
-        with_reference=cfg.distill.teacher == "self" or cfg.policy_loss.beta > 0,
         frozen=lambda s: {"teacher": s.run.keep(open_teacher(cfg, s.policy))},
         rewards=None if cfg.reward.reward_funcs else lambda s: NoRewards(),
         **(given if fraction < 1 else {}),
@@ -62,9 +61,9 @@ def train(cfg: Config) -> None:
             else:
                 advantage = torch.zeros(len(batch.completions))  # the whole distribution needs none
                 items = teacher.items(batch.groups)
-            rollout = prepare(cfg, s.policy, batch.completions, advantage)
+            rollout = s.prepare(batch, advantage)
             s.keep_samples(batch, shown(advantage, batch))
-            for part in s.updates(rollout):
+            for part in s.updates(*rollout):
                 if cfg.distill.jsd_beta is None:
                     sums = backward(cfg, s.policy, part)
                 else:

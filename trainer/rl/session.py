@@ -351,8 +351,10 @@ class Session:
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
             self.step += 1
             self._steps_left = self.steps_per_rollout - number - 1  # on this rollout
-            bonus = {} if self.entropy is None else {"entropy_coef": self.entropy.coef}
-            yield replace(batches[number % len(batches)], first=number == 0, **bonus)
+            part = replace(batches[number % len(batches)], first=number == 0)
+            if self.entropy is not None and isinstance(part, StepBatch):
+                part = replace(part, entropy_coef=self.entropy.coef)
+            yield part
 
     def optimizer_step(self, sums: MetricSums, part: StepBatch, *, extra_tokens: int = 0) -> None:
         """`extra_tokens`: what the method computed besides the batch, for the count of tokens."""
@@ -399,7 +401,7 @@ class Session:
         self.timer = Timer()
 
     def _adapt_entropy(self, sums: MetricSums, means: Mapping[str, float], part: StepBatch) -> dict[str, float]:
-        if part.entropy_coef is None or "policy/entropy" not in sums.pairs:
+        if not isinstance(part, StepBatch) or "policy/entropy" not in sums.pairs:
             target = self.cfg.policy_loss.entropy_target
             raise ValueError(f"entropy_target={target}: this method measures no entropy; leave it out")
         if "policy/entropy" in means:  # not if no token was trained

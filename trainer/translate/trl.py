@@ -200,7 +200,7 @@ TABLE: dict[str, Key] = {
     **_each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", refused(FULL)),
     **_each("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
             refused("the weight adapts in another way here; see --entropy-target")),
-    "num_generations_eval": refused("a held-out prompt is completed once here"),
+    "num_generations_eval": refused("evaluation is greedy; --num-generations-eval needs --rollout.eval-temperature"),
     **_each("normalize_advantages reward_clip_range", refused("rewards are not clipped or scaled in RLOO here")),
     **_each("datasets[].data_dir datasets[].fraction test_split_size",
             refused("name a file, or a part by split=train[:10%]")),

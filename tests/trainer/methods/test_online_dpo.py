@@ -266,6 +266,7 @@ def test_a_run_of_ties_alone_goes_on(tmp_path, monkeypatch):
     "argv",
     [
         ("--sync-ref-model", "--ref-model-sync-steps", 2, "--num-iterations", 2, "--num-generations", 2),
+        ("--sync-ref-model", "--ref-model-sync-steps", 1, "--minibatches-per-rollout", 2),
         ("--lora.r", 4, "--lora.dropout", 0.1, "--replay-buffer-size", 8, "--dynamic-sampling", "--loss-type", "aot"),
     ],
 )  # fmt: skip
@@ -295,6 +296,7 @@ REFUSED = {
     "judged penalty": (("--judge", "a.b", "--missing-eos-penalty", "1"), "missing_eos_penalty=1.0: .* with a judge"),
     "rerolls": (("--judge", "a.b", "--reroll-start-fraction", "0.5"), "reroll_start_fraction=0.5: .* with a judge"),
     "evaluation": (("--judge", "a.b", "--eval-data", "e"), "eval_data=e: a judge compares completions"),
+    "rows held out": (("--judge", "a.b", "--val-set-size", "4"), "val_set_size=4: a judge compares completions"),
     "workers": (("--judge", "a.b", "--reward-num-workers", "2"), "reward_num_workers=2: has no effect with a judge"),
     "smoothing": (("--loss-type", "ipo", "--label-smoothing", "0.1"), "label_smoothing=0.1: has no effect on ipo"),
     "moving": (("--sync-ref-model", "--lora.r", "4"), "sync_ref_model: no copy to move with LoRA"),

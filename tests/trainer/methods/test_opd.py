@@ -83,6 +83,11 @@ REFUSED = {
     "dynamic sampling": (("--dynamic-sampling",), None, "dynamic_sampling=True: has no effect here, every completion"),
     "replay": (("--replay-buffer-size", "8"), None, "replay_buffer_size=8: has no effect here, every completion"),
     "evaluation": (("--eval-data", "task:addition:split=eval"), None, "eval_data=.*: only rewards are measured"),
+    "rows held out": (("--val-set-size", "0.1"), None, "val_set_size=0.1: only rewards are measured"),
+    "a moving teacher": (
+        ("--sync-ref-model",), ("--teacher", "self", "--teacher-prompt", "a.b"),
+        "sync_ref_model=True: the reference is also teacher=self",
+    ),
     "no rewards": (("--reward-coef", "0.5"), None, "reward_coef=0.5: has no effect without reward functions"),
     "reward weights": (("--reward-weights", "2"), None, "reward_weights=2: has no effect without reward functions"),
     "estimator": (("--scale-rewards", "none"), None, "scale_rewards=none: has no effect without an advantage"),
@@ -494,6 +499,9 @@ NO_REWARDS = (
 RUNS = {
     "no rewards": NO_REWARDS,
     "jsd, two iterations": (*NO_REWARDS, "--jsd-beta", "0.5", "--num-iterations", "2"),
+    "mini-batches": (*NO_REWARDS, "--minibatches-per-rollout", "2", "--entropy-target", "2", "--beta", "0.1",
+                     "--sync-ref-model", "--ref-model-sync-steps", "1"),
+    "jsd, mini-batches": (*NO_REWARDS, "--jsd-beta", "0.5", "--minibatches-per-rollout", "2"),
     "given completions": (*NO_REWARDS[:10], "--data", "rows.jsonl", *NO_REWARDS[12:], "--jsd-beta", "0",
                           "--student-data-fraction", "0.5"),
     "rewards, two iterations": (*SMALL, *MEASURED, "--reward-coef", "0.5", "--num-generations", "4",

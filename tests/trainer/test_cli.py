@@ -296,7 +296,10 @@ def test_bad_method_is_one_sentence(fork):
     ):  # fmt: skip
         assert refusal(*argv) == sentence
     Path("axo.yaml").write_text("rl: dpo\nmodel: m\ndatasets: [{path: x, type: chatml.intel}]\n")  # half ours
+    Path("trl.yaml").write_text("model_name_or_path: m\nlearning_rate: 1e-6\n")
     for argv, sentence in (
+        (["--config", "trl.yaml"],
+         "trl.yaml: is a config of TRL; python -m trainer.from_trl trl.yaml prints it in our terms"),
         (["dpo", "--model", "m"], "dpo: write --method dpo"),
         (["run.yaml"], "run.yaml: write --config run.yaml"),
         (["--config", "axo.yaml"], "axo.yaml: rl: unknown key, rl: dpo is method: dpo here; datasets: unknown key, "

@@ -41,7 +41,7 @@ WIDTH = 10  # int64 columns of the table: four addresses, size, seed, and eight 
 
 
 class Held(NamedTuple):
-    """Tensors of one parameter, all of the same shape."""
+    """Tensors of one parameter, all of the same shape and on the same device."""
 
     weight: Tensor
     grad: Tensor
@@ -101,15 +101,21 @@ def step_(held: Held, rates: Rates, seed: int, gate: Gate | None = None) -> None
 
 def step_all_(updates: Sequence[Update], gate: Gate | None = None) -> None:
     """The same for many parameters, all on one device."""
-    fits = [triton is not None and all(_is_plain(x) and x.is_cuda for x in update.held) for update in updates]
-    kernel_step_all([update for update, fit in zip(updates, fits, strict=True) if fit], gate)
-    for update, fit in zip(updates, fits, strict=True):
-        if not fit:
-            reference_step(*update, gate)
+    fitting, others = [], []
+    for update in updates:
+        (fitting if update.held.weight.is_cuda and fits(update.held) else others).append(update)
+    kernel_step_all(fitting, gate)
+    for update in others:
+        reference_step(*update, gate)
 
 
-def _is_plain(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.is_contiguous()
+def fits(held: Held) -> bool:
+    """Whether the kernel can take them. Written out, as is `_table`: it runs for each parameter in each step."""
+    w, g, m, v = held
+    bfloat16 = torch.bfloat16
+    if triton is None or not (w.dtype is g.dtype is m.dtype is v.dtype is bfloat16):
+        return False
+    return w.is_contiguous() and g.is_contiguous() and m.is_contiguous() and v.is_contiguous()
 
 
 # the kernel ------------------------------------------------------------------------------------------------------
@@ -134,9 +140,11 @@ def kernel_step_all(updates: Sequence[Update], gate: Gate | None = None) -> None
 
 def _table(updates: Sequence[Update], device: torch.device) -> Tensor:  # (num_tensors, WIDTH) int64
     """Addresses change with every backward pass and the rates with every step, so it is made anew each time."""
-    whole = [(*(x.data_ptr() for x in u.held), u.held.weight.numel(), u.seed) for u in updates]
-    numbers = {rates: rates.numbers for rates in {u.rates for u in updates}}
-    parts = np.array([numbers[u.rates] for u in updates], np.float32)
+    whole = [
+        (w.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), w.numel(), seed) for (w, g, m, v), _, seed in updates
+    ]
+    numbers = {rates: rates.numbers for rates in {rates for _, rates, _ in updates}}
+    parts = np.array([numbers[rates] for _, rates, _ in updates], np.float32)
     table = torch.from_numpy(np.concatenate([np.array(whole, np.int64), parts.view(np.int64)], axis=1))
     # The allocator of pinned memory keeps the block until the copy is over, so nothing has to wait for it.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

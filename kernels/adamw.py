@@ -21,11 +21,11 @@ moment. Each is uniform, and any two of them are independent.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,24 +128,25 @@ def kernel_step(held: Held, rates: Rates, seed: int, gate: Gate | None = None) -
 
 def kernel_step_all(updates: Sequence[Update], gate: Gate | None = None) -> None:
     """One launch for all of them."""
-    chunks = _chunks_on(updates[0].held.weight.device, tuple(u.held.weight.numel() for u in updates)) if updates else ()
-    if len(chunks) == 0:  # this rank holds no shard of any of the parameters
+    updates = [update for update in updates if update.held.weight.numel()]  # this rank may hold no shard of some
+    if not updates:
         return
-    gate = gate or open_gate(chunks.device)
+    device = updates[0].held.weight.device
+    chunks = _chunks_on(device, tuple([update.held.weight.numel() for update in updates]))
     _step[len(chunks),](
-        _table(updates, chunks.device), chunks, *gate,
+        _table(updates, device), chunks, *(gate or open_gate(device)),
         WIDTH=WIDTH, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4, maxnreg=96,  # 20 warps at a time; fewer registers spill
     )  # fmt: skip
 
 
 def _table(updates: Sequence[Update], device: torch.device) -> Tensor:  # (num_tensors, WIDTH) int64
     """Addresses change with every backward pass and the rates with every step, so it is made anew each time."""
-    whole = [
-        (w.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), w.numel(), seed) for (w, g, m, v), _, seed in updates
-    ]
-    numbers = {rates: rates.numbers for rates in {rates for _, rates, _ in updates}}
-    parts = np.array([numbers[rates] for _, rates, _ in updates], np.float32)
-    table = torch.from_numpy(np.concatenate([np.array(whole, np.int64), parts.view(np.int64)], axis=1))
+    whole, places, which = array("q"), {}, []
+    for (w, g, m, v), rates, seed in updates:
+        whole.extend((w.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), w.numel(), seed))
+        which.append(places.setdefault(rates, len(places)))
+    numbers = torch.tensor([rates.numbers for rates in places], dtype=torch.float32)[which]
+    table = torch.cat([torch.frombuffer(whole, dtype=torch.int64).view(-1, 6), numbers.view(torch.int64)], dim=1)
     # The allocator of pinned memory keeps the block until the copy is over, so nothing has to wait for it.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
@@ -153,10 +154,10 @@ def _table(updates: Sequence[Update], device: torch.device) -> Tensor:  # (num_t
 @lru_cache(maxsize=8)
 def _chunks_on(device: torch.device, sizes: tuple[int, ...]) -> Tensor:  # (num_chunks, 2) int32
     """Number of the tensor, and of the chunk in it."""
-    counts = -(-np.array(sizes, np.int64) // CHUNK)
-    owner = np.repeat(np.arange(len(sizes)), counts)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return torch.from_numpy(np.stack([owner, within], axis=1).astype(np.int32)).to(device)
+    counts = torch.tensor([-(-size // CHUNK) for size in sizes])
+    owner = torch.arange(len(sizes)).repeat_interleave(counts)
+    within = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    return torch.stack([owner, within], dim=1).to(device, torch.int32)
 
 
 # the same in plain torch -----------------------------------------------------------------------------------------
@@ -210,8 +211,10 @@ if triton is not None:
     def _load(base, size, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):
         place = tl.arange(0, BLOCK)
         if IS_WHOLE:
-            return tl.load(tl.multiple_of(base + place, [16])).to(tl.float32)
-        return tl.load(base + place, place < size, other=0.0).to(tl.float32)
+            x = tl.load(tl.multiple_of(base + place, [16]))
+        else:
+            x = tl.load(base + place, place < size, other=0.0)
+        return x.to(tl.float32)
 
     @triton.jit
     def _store(base, size, x, noise, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):

@@ -115,24 +115,27 @@ def everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 KINDS = ("float32", "float32 fused", "bfloat16")  # torch's AdamW, the same as on a GPU, and ours
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def trained_module(kind: str) -> Any:
+def trained_module(kind: str, device: str) -> Any:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2)).to(getattr(torch, kind.split()[0]))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
+    model = model.to(device, getattr(torch, kind.split()[0]))
     optimizer, schedule = build_optimizer(model, OptimConfig(learning_rate=0.1, lr_scheduler_type="constant"), 4)
     if "fused" in kind:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    assert takes_gate(optimizer) == (kind != "float32")
+    assert takes_gate(optimizer) == (kind != "float32" or device == "cuda")
     return model, optimizer, schedule
 
 
+@on_both
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("gradient", "loss"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan)])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_bad_step_changes_nothing_whichever_optimizer_checks_it(kind, gradient, loss, max_grad_norm):
-    model, optimizer, schedule = trained_module(kind)
+def test_bad_step_changes_nothing_whichever_optimizer_checks_it(kind, gradient, loss, max_grad_norm, device):
+    model, optimizer, schedule = trained_module(kind, device)
     bad_steps = BadSteps(OptimConfig(nan_policy="skip"))
     for good_before in (0, 1):
         before = everything(model, optimizer)
@@ -152,9 +155,10 @@ def test_bad_step_changes_nothing_whichever_optimizer_checks_it(kind, gradient, 
         assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
 
 
+@on_both
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_step_stops_the_run_and_leaves_no_moments(kind):
-    model, optimizer, schedule = trained_module(kind)
+def test_bad_step_stops_the_run_and_leaves_no_moments(kind, device):
+    model, optimizer, schedule = trained_module(kind, device)
     before = everything(model, optimizer)
     gradients(model, math.inf)
     with pytest.raises(ValueError, match="^step 1: gradient norm inf is not finite; lower --learning-rate"):
@@ -162,11 +166,12 @@ def test_bad_step_stops_the_run_and_leaves_no_moments(kind):
     assert same(everything(model, optimizer), before) and not optimizer.state
 
 
+@on_both
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
-def test_gradients_are_clipped_whichever_optimizer_does_it(kind, max_grad_norm):
+def test_gradients_are_clipped_whichever_optimizer_does_it(kind, max_grad_norm, device):
     """The first moment after the first step is a tenth of the gradient."""
-    model, optimizer, schedule = trained_module(kind)
+    model, optimizer, schedule = trained_module(kind, device)
     gradients(model, 2.0)
     norm = 2.0 * math.sqrt(sum(p.numel() for p in model.parameters()))
     assert clip_and_step(model, optimizer, schedule, max_grad_norm, "step 1") == pytest.approx(norm, rel=1e-6)

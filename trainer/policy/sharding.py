@@ -263,7 +263,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:  # ()
     copies = world_size() // sharded[0].device_mesh.size(-1)
     squares = norm_of([local(g) for g in sharded], torch.float64).square() / copies
     total = all_sum(squares, "gradient norm", everyone=True)
-    return (total + norm_of(plain, torch.float64).to(total.device).square()).sqrt()
+    if plain:
+        total = total + norm_of(plain, torch.float64).square()
+    return total.sqrt()
 
 
 def norm_of(tensors: Sequence[torch.Tensor], least: torch.dtype) -> torch.Tensor:  # ()

@@ -204,5 +204,6 @@ def test_step_on_a_gpu_is_one_launch_for_all_weights_and_waits_for_two_numbers_o
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    launched = {event.key: event.count for event in profile.key_averages()}
-    assert launched["_step"] == 1 and sum(launched.values()) < 60, launched
+    on_device = torch.autograd.DeviceType.CUDA
+    launched = [event.name for event in profile.events() if event.device_type == on_device]
+    assert launched.count("_step") == 1 and len(launched) < 60, launched  # there are 200 tensors

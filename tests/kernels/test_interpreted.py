@@ -396,3 +396,94 @@ def test_adamw_is_decided_by_the_seed_and_does_not_write_past_the_tensor():
     held = torch.full((4, 200), 3.0, dtype=torch.bfloat16)
     kernel_step(Held(*(row[:130] for row in held)), RATES, 1)
     assert (held[:, 130:] == 3.0).all() and (held[0, :130] != 3.0).any()
+
+
+def adamw_updates(sizes: list[int], shift: int = 0) -> list:
+    """One update per size, with seeds and rates of its own; tensors start `shift` elements after their storage."""
+    from kernels.adamw import Update
+
+    made = []
+    for number, size in enumerate(sizes):
+        torch.manual_seed(number)
+        held = torch.randn(4, size + shift).bfloat16()[:, shift:]
+        rates = RATES._replace(t=number % 3 + 1, decay=0.1 * (number % 2))
+        made.append(Update(Held(*(row.clone() if shift == 0 else row for row in held)), rates, seed=7 + number))
+        made[-1].held.exp_avg_sq.abs_()
+    return made
+
+
+def after_adamw(updates: list, run) -> list[torch.Tensor]:
+    run(updates)
+    return [x.clone() for update in updates for x in update.held]
+
+
+@interpreted
+def test_adamw_of_a_tensor_does_not_depend_on_what_else_is_in_the_launch():
+    from kernels.adamw import CHUNK, kernel_step, kernel_step_all
+
+    sizes = [0, 1, 33, 4096, CHUNK + 5, 0, 5000]
+    together = after_adamw(adamw_updates(sizes), kernel_step_all)
+    alone = after_adamw(adamw_updates(sizes), lambda updates: [kernel_step(*update) for update in updates])
+    split = after_adamw(adamw_updates(sizes), lambda updates: [kernel_step_all(updates[i::2][::-1]) for i in (0, 1)])
+    assert all(map(torch.equal, together, alone)) and all(map(torch.equal, together, split))
+    before = [x for update in adamw_updates(sizes) for x in update.held]
+    for number, (was, found) in enumerate(zip(before, together, strict=True)):
+        assert len(was) < 2 or torch.equal(was, found) == (number % 4 == 1)  # the gradient is only read
+
+
+@interpreted
+def test_adamw_of_nothing_launches_nothing():
+    from kernels.adamw import kernel_step_all
+
+    kernel_step_all([])
+    kernel_step_all(adamw_updates([0, 0]))
+
+
+@interpreted
+def test_adamw_of_tensors_that_start_anywhere():
+    """Addresses that are no multiple of 16 bytes take the other path of the kernel, with the same result."""
+    from kernels.adamw import kernel_step_all
+
+    sizes = [1, 4096, 9000]
+    plain, shifted = adamw_updates(sizes), adamw_updates(sizes, shift=3)
+    for one, other in zip(plain, shifted, strict=True):
+        for to, source in zip(one.held, other.held, strict=True):
+            to.copy_(source)
+    assert any(x.data_ptr() % 16 for update in shifted for x in update.held)
+    assert all(map(torch.equal, after_adamw(plain, kernel_step_all), after_adamw(shifted, kernel_step_all)))
+
+
+@interpreted
+def test_adamw_divides_gradients_by_the_scale_and_takes_no_step_that_is_called_off():
+    from kernels.adamw import Gate, kernel_step_all
+
+    sizes = [5, 4096, 5000]
+    quarter, scaled, left = (adamw_updates(sizes) for _ in range(3))
+    for update in quarter:
+        update.held.grad.mul_(0.25)  # exact in bfloat16
+    kernel_step_all(quarter)
+    kernel_step_all(scaled, Gate(torch.tensor([4.0]), torch.tensor([0.0])))
+    kernel_step_all(left, Gate(torch.tensor(math.nan), torch.tensor(1.0)))
+    for one, other, same, was in zip(quarter, scaled, left, adamw_updates(sizes), strict=True):
+        for name in ("weight", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(getattr(one.held, name), getattr(other.held, name))
+        assert all(map(torch.equal, same.held, was.held))
+
+
+@interpreted
+def test_adamw_rounds_the_three_numbers_of_a_weight_independently():
+    """Rounding errors of any two are uncorrelated, within a weight and between its neighbours of one Philox call."""
+    from kernels.adamw import BLOCK, kernel_step
+
+    num = 32 * BLOCK
+    ones = torch.ones(num, dtype=torch.bfloat16)
+    rates = RATES._replace(lr=0.002, decay=0.0, t=10**6, beta1=0.999)  # every change is between two neighbours
+    held = Held(ones.clone(), ones * 0.5, ones.clone(), ones.clone())
+    kernel_step(held, rates, 3)
+    errors = torch.stack([x.double() for x in (held.weight, held.exp_avg, held.exp_avg_sq)])
+    assert all(len(row.unique()) == 2 for row in errors)
+    errors = (errors - errors.mean(1, keepdim=True)) / errors.std(1, keepdim=True)
+    for shift in (0, 1, BLOCK, 2 * BLOCK):
+        products = errors @ errors.roll(shift, 1).T / num
+        wanted = torch.eye(3, dtype=torch.float64) if shift == 0 else torch.zeros(3, 3, dtype=torch.float64)
+        assert (products - wanted).abs().max() < 5 / num**0.5

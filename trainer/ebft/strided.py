@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import Item, make_batches
+from data.packing import Item, make_batches, to_device
 from data.strided import Document, StridedBatch, empty_strided, make_strided
 from kernels.draw import signed_64
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
@@ -69,7 +69,7 @@ def continue_all(
     """
     lm, plan = causal_lm(policy.model), cfg.strided.plan
     of_document = [signed_64(sample_seed(seed, number)) for number in numbers]
-    of_document = torch.tensor(of_document, dtype=torch.int64, device=policy.device)
+    of_document = to_device(torch.tensor(of_document, dtype=torch.int64), policy.device)
     of_sample = torch.arange(plan.n_samples_per_prompt, device=policy.device)
     multiple = max(multiple, policy.row_multiple)
     planned = make_strided(documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=multiple)
@@ -99,7 +99,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
     """Gradients of one optimizer step."""
     features, lm = cfg.features, causal_lm(policy.model)
     generated, text = (
-        all_sum(torch.tensor(float(count), device=policy.device))
+        all_sum(torch.full((), float(count), device=policy.device))
         for count in (sum(row.place.numel() for row in step.rows), sum(len(row.ce_target) for row in step.rows))
     )
     denominators = {"policy": generated, "ce": text}

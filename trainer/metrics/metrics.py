@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data.packing import to_device
 from rollout.engines.memory import highest_peak
 from trainer.parallel.comm import all_gather, all_max, all_sum, pick_device, world_size
 
@@ -164,8 +165,8 @@ class MetricSums:
     def add(self, metrics: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
         """Add one micro-batch, without a device sync. Plain numbers work too."""
         for name, (total, count) in metrics.items():
-            total = torch.as_tensor(total).detach().float()
-            row = torch.stack([total, torch.as_tensor(count, device=total.device).detach().float()])  # (2,)
+            total = _number(total, torch.device("cpu"))
+            row = torch.stack([total, to_device(_number(count, total.device), total.device)])  # (2,)
             self.pairs[name] = self.pairs[name] + row if name in self.pairs else row
 
     def means(self) -> dict[str, float]:
@@ -188,6 +189,11 @@ class MetricSums:
         return sorted(
             {name for part in all_gather(own, "names of metrics") for name in json.loads(bytes(part.tolist()))}
         )
+
+
+def _number(x: Tensor | float, device: torch.device) -> Tensor:  # ()
+    """A tensor where it is, or a plain number on the device, filled in there: a copy would be waited for."""
+    return x.detach().float() if isinstance(x, Tensor) else torch.full((), float(x), device=device)
 
 
 class JsonlLog:

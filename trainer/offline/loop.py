@@ -68,7 +68,15 @@ def pack_items(
     run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
 ) -> list[Batch]:
     """Micro-batches on the device, equally many on every rank; each run of `together` items stays in one."""
-    batches = make_batches(
+    batches = make_host_batches(run, policy, items, accumulation=accumulation, together=together)
+    return to_device_and_pad(policy, batches)
+
+
+def make_host_batches(
+    run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
+) -> list[Batch]:
+    """The same before they are copied to the device, of this rank alone."""
+    return make_batches(
         items,
         accumulation=accumulation,
         max_tokens=run.max_tokens_per_micro_batch,
@@ -76,7 +84,6 @@ def pack_items(
         together=together,
         multiple=policy.row_multiple,
     )
-    return to_device_and_pad(policy, batches)
 
 
 class Offline:

@@ -35,7 +35,7 @@ from trainer.metrics.metrics import MetricSums
 from trainer.offline.loop import indices_of_this_rank, rows_of_this_rank
 from trainer.parallel.comm import all_sum, world_size
 from trainer.policy.attention import span_masks
-from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
+from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, skips, token_logps
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import gathered_weights, pad_to_equal_count, to_device_and_pad
 
@@ -134,6 +134,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
                     loss_fn=partial(policy_loss, advantage=of_token, behaviour=behaviour.flatten()),
                     temperature=cfg.temperature,
                     ignore_index=None,
+                    skip=skips(policy),
                     **head_of(lm),
                 )  # fmt: skip
             )
@@ -144,6 +145,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
                     target=row.ce_target,
                     loss_fn=target_loss,
                     ignore_index=None,
+                    skip=skips(policy),
                     **head_of(lm),
                 )  # fmt: skip
             )

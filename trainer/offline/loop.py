@@ -151,16 +151,21 @@ class Offline:
         num_tokens = all_count(num_tokens, "tokens of the step")
         self.counters.prompts += self.num_rows
         self.counters.tokens += num_tokens
-        metrics = {
-            **(more or {}),
-            **sums.means(),
+        means = sums.later()
+        known = {
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.loader.epoch,
             **self.counters.metrics(),
-            **self.timer.metrics(num_tokens),
         }
+        times = self.timer.later(num_tokens)
+
+        def metrics() -> dict[str, float]:
+            return {**(more or {}), **means(), **known, **times()}
+
         if self.run.eval_due(self.step):
-            metrics |= self._evaluate(evaluate)
-        self.run.log(self.step, metrics)
+            self.run.write_pending()
+            self.run.log(self.step, metrics() | self._evaluate(evaluate))
+        else:
+            self.run.log_later(self.step, metrics)
         self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)

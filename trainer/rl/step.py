@@ -197,6 +197,7 @@ def backward(cfg: Any, policy: Policy, batch: StepBatch) -> MetricSums:
     shared = cfg.policy_loss.loss.denominator(max_completion_length=cfg.max_completion_length, **batch.total)
     denominators = {"policy": shared, "kl": shared, "entropy": num_kept}
     sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
+    sparse = threshold is not None and not has_kl_term(cfg)  # few tokens are trained on
     for number, mb in enumerate(batch.micro_batches):
         if batch.idle[number]:
             continue
@@ -207,7 +208,7 @@ def backward(cfg: Any, policy: Policy, batch: StepBatch) -> MetricSums:
             out = loss(cfg, tokens, inputs.at(rows), num_tokens)
             return total_loss(out, denominators), (out, tokens.logp.detach())
 
-        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature)
+        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature, sparse=sparse)
         total.backward()
         for out, _ in parts:
             add_loss_metrics(sums, out)

@@ -30,7 +30,7 @@ from losses import ebft
 from losses.importance import log_difference
 from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
-from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
+from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks, read_numbers
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.loop import indices_of_this_rank, rows_of_this_rank
 from trainer.parallel.comm import all_sum, world_size
@@ -182,22 +182,26 @@ def sample_rows(policy: Policy, documents: Sequence[Document], step: StridedStep
         return []
     number = rows[len(rows) // 2]
     row, place = step.rows[number], len(step.rows[number].anchor) // 2
-    document, anchor = documents[int(row.document[place])], int(row.anchor[place])
+    number_of_document, anchor = torch.stack([row.document[place], row.anchor[place]]).tolist()
+    document = documents[number_of_document]
 
     def text(ids: list[int]) -> str:
         return policy.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     reward = step.measured[number].reward
+    completions = row.input_ids[0, row.place[place]].tolist()  # (n, G)
+    scores = (reward.alignment[place], reward.diversity[place], step.advantage[number][place])  # (n,) each
+    alignment, diversity, advantage = torch.stack([x.double() for x in scores]).tolist()
     return [
         {
             "prompt": text(document.ids[:anchor]),
-            "completion": text(row.input_ids[0, row.place[place, sample]].tolist()),
+            "completion": text(completions[sample]),
             "truth": text(document.ids[anchor : anchor + row.place.shape[2]]),
             "rewards": {
-                "alignment": reward.alignment[place, sample].item(),
-                "diversity": reward.diversity[place, sample].item(),
+                "alignment": alignment[sample],
+                "diversity": diversity[sample],
             },
-            "advantage": step.advantage[number][place, sample].item(),
+            "advantage": advantage[sample],
             "source": document.source,
         }
         for sample in range(row.place.shape[1])
@@ -212,8 +216,12 @@ def step_metrics(network: FeatureNetwork, step: StridedStep) -> dict[str, float]
     advantage = ebft.advantage_of(measured.reward, advantage_estimator=network.cfg.advantage_estimator)
     return {
         **measured_metrics([measured], "reward"),
-        "policy/advantage_std": advantage.std(correction=0).item(),
-        "reward/zero_std_frac": (advantage.abs().amax(dim=1) < 1e-6).float().mean().item(),
+        **read_numbers(
+            {
+                "policy/advantage_std": advantage.std(correction=0),
+                "reward/zero_std_frac": (advantage.abs().amax(dim=1) < 1e-6).float().mean(),
+            }
+        ),
         "rollout/anchors": float(len(measured.cfm)),
     }
 

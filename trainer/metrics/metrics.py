@@ -370,33 +370,33 @@ class Timer:
     """Seconds of one step, part by part. On a GPU laps are events: only reading the times waits for the device."""
 
     def __init__(self) -> None:
-        self._marks: list[Any] = [_mark()]  # the start, and the end of every lap
-        self._names: list[str] = []
-        self._moved: list[tuple[str, str, float]] = []
+        self._start = self._last = _mark()
+        self._laps: list[tuple[str, Any, Any]] = []  # name, begin, end
+        self._moved: dict[int, list[tuple[str, str, float]]] = {}  # after so many laps: from, to, seconds
 
     def lap(self, name: str) -> None:
         """Add the time since the last lap to `name`."""
-        self._marks.append(_mark())
-        self._names.append(name)
+        begin, self._last = self._last, _mark()
+        self._laps.append((name, begin, self._last))
 
     def move(self, from_name: str, to_name: str, seconds: float) -> None:
         """Move some of the time of one part to another."""
-        self._moved.append((from_name, to_name, seconds))
+        self._moved.setdefault(len(self._laps), []).append((from_name, to_name, seconds))
 
     @property
     def seconds(self) -> float:
         """From the start to the last lap."""
-        return _between(self._marks[0], self._marks[-1])
+        return _between(self._start, self._last)
 
     @property
     def parts(self) -> dict[str, float]:
         found: dict[str, float] = {}
-        for name, begin, end in zip(self._names, self._marks, self._marks[1:], strict=False):
+        for number, (name, begin, end) in enumerate(self._laps, start=1):
             found[name] = found.get(name, 0.0) + _between(begin, end)
-        for from_name, to_name, seconds in self._moved:
-            # The host's seconds may be those in which the device still finished the step before.
-            found[from_name] = max(0.0, found[from_name] - seconds)
-            found[to_name] = found.get(to_name, 0.0) + seconds
+            for from_name, to_name, seconds in self._moved.get(number, []):
+                # In these seconds of the host a device may still have worked on the step before.
+                found[from_name] = max(0.0, found[from_name] - seconds)
+                found[to_name] = found.get(to_name, 0.0) + seconds
         return found
 
     def metrics(self, num_tokens: int) -> dict[str, float]:

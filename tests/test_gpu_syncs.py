@@ -61,16 +61,26 @@ class Waits:
     def __init__(self) -> None:
         self.steps: list[Counter[str]] = []
         self.on = False
+        self._show: Any = None  # what shows warnings otherwise
 
     def begin(self) -> None:
-        if not self.on:
-            self.steps.append(Counter())
+        if self.on:
+            return
+        self.steps.append(Counter())
         self.on = True
+        # Here and not in a fixture: pytest has filters of its own for each phase of a test.
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
+        self._show, warnings.showwarning = warnings.showwarning, self._warned
         self._mode("warn")
 
     def end(self) -> None:
-        self._mode("default")
-        self.on = False
+        if self.on:
+            self._mode("default")
+            warnings.showwarning, self.on = self._show, False
+
+    def _warned(self, message: Any, *rest: Any, **more: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            self.add("operation")
 
     def add(self, what: str) -> None:
         frames = [f for f in traceback.extract_stack()[:-2] if Path(f.filename).is_relative_to(ROOT)]
@@ -95,10 +105,6 @@ class Waits:
 def waits(monkeypatch) -> Iterator[Waits]:
     found = Waits()
 
-    def warned(message: Any, *rest: Any, **more: Any) -> None:
-        if found.on and "synchronizing CUDA operation" in str(message):
-            found.add("operation")
-
     def counted(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not found.on:
@@ -117,10 +123,7 @@ def waits(monkeypatch) -> Iterator[Waits]:
     if torch.cuda.is_available():
         stream = torch.cuda.Stream
         monkeypatch.setattr(stream, "synchronize", counted(stream.synchronize, "synchronize"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
-        monkeypatch.setattr(warnings, "showwarning", warned)
-        yield found
+    yield found
     found.end()
 
 
@@ -241,6 +244,16 @@ def test_packing_and_metrics_never_wait(waits):
             means = sums.later()
     assert not waits.steps[-1], waits.steps[-1]
     assert means() == {"loss/nll": 0.4, "loss/total": 2.0, "policy/entropy": 1.0}
+
+
+def test_a_warning_is_counted_each_time(waits):
+    for _ in range(2):
+        with waits.counting():
+            for _ in range(3):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert [step.total() for step in waits.steps] == [3, 3], waits.steps
 
 
 @pytest.mark.skipif(ON_CPU, reason="nothing waits on a CPU")

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -330,15 +330,15 @@ def test_a_rollout_function_of_two_turns(variant, tmp_path):
 def steps(monkeypatch) -> list[tuple[int, int]]:
     """After each step: bytes that torch has allocated on the GPU, and graphs that dynamo has made so far."""
     seen: list[tuple[int, int]] = []
-    plain = Timer.metrics
+    plain = Timer.later
 
-    def look(self: Timer, num_tokens: int) -> dict[str, float]:
+    def look(self: Timer, num_tokens: int) -> Callable[[], dict[str, float]]:
         gc.collect()
         held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         seen.append((held, dynamo_counters["stats"]["unique_graphs"]))
         return plain(self, num_tokens)
 
-    monkeypatch.setattr(Timer, "metrics", look)
+    monkeypatch.setattr(Timer, "later", look)
     return seen
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.packing import Item
+from data.packing import Item, to_device
 from data.types import Pair
 from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
 from losses.types import LossOut
@@ -107,8 +107,8 @@ def run_pairs(
 ) -> MetricSums:
     """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
     items = pair_items(pairs)
-    counts = torch.tensor([len(pairs), sum(len(pair.chosen_ids) for pair in pairs)], device=policy.device)
-    num_pairs, num_tokens = all_sum(counts.float())
+    counts = torch.tensor([len(pairs), sum(len(pair.chosen_ids) for pair in pairs)])
+    num_pairs, num_tokens = all_sum(to_device(counts.float(), policy.device))
     names, weights = cfg.losses
     denominators = {name: num_tokens if name == "sft" else num_pairs for name in names}
     sorts = {"aot", "aot_unpaired"} & set(names)
@@ -120,7 +120,7 @@ def run_pairs(
             label_smoothing=cfg.label_smoothing, discopop_tau=cfg.discopop_tau,
             pair_weight=wpo_weights(policy, mb, logp) if cfg.use_weighting else None,
             targets=targets.select(mb.pairs) if targets else None,
-            nll_sum=-logp[mb.chosen()].sum(), nll_count=mb.lengths[:, 0].sum(),
+            nll_sum=-logp[mb.chosen].sum(), nll_count=mb.lengths[:, 0].sum(),
         )  # fmt: skip
 
     return sum_losses(policy, micro_batches, loss_of, denominators, num_pairs, train=train)

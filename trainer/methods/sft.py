@@ -70,7 +70,7 @@ def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int
 
 def backward(policy: Policy, micro_batches: list[Batch]) -> MetricSums:
     """Gradients of one optimizer step: the sum over all trained tokens, divided once by their number."""
-    num_tokens = all_sum(torch.tensor(float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
+    num_tokens = all_sum(torch.full((), float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
     sums = MetricSums()
 
     def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:

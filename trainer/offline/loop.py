@@ -68,7 +68,15 @@ def pack_items(
     run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
 ) -> list[Batch]:
     """Micro-batches on the device, equally many on every rank; each run of `together` items stays in one."""
-    batches = make_batches(
+    batches = make_host_batches(run, policy, items, accumulation=accumulation, together=together)
+    return to_device_and_pad(policy, batches)
+
+
+def make_host_batches(
+    run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
+) -> list[Batch]:
+    """The same before they are copied to the device, of this rank alone."""
+    return make_batches(
         items,
         accumulation=accumulation,
         max_tokens=run.max_tokens_per_micro_batch,
@@ -76,7 +84,6 @@ def pack_items(
         together=together,
         multiple=policy.row_multiple,
     )
-    return to_device_and_pad(policy, batches)
 
 
 class Offline:
@@ -144,16 +151,21 @@ class Offline:
         num_tokens = all_count(num_tokens, "tokens of the step")
         self.counters.prompts += self.num_rows
         self.counters.tokens += num_tokens
-        metrics = {
-            **(more or {}),
-            **sums.means(),
+        means = sums.later()
+        known = {
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.loader.epoch,
             **self.counters.metrics(),
-            **self.timer.metrics(num_tokens),
         }
+        times = self.timer.later(num_tokens)
+
+        def metrics() -> dict[str, float]:
+            return {**(more or {}), **means(), **known, **times()}
+
         if self.run.eval_due(self.step):
-            metrics |= self._evaluate(evaluate)
-        self.run.log(self.step, metrics)
+            self.run.write_pending()
+            self.run.log(self.step, metrics() | self._evaluate(evaluate))
+        else:
+            self.run.log_later(self.step, metrics)
         self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)

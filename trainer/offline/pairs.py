@@ -6,22 +6,23 @@ Shapes: N trained tokens of a micro-batch, P its pairs; sums over responses are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item
+from data.packing import Batch, Item, empty_batch, to_device
 from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.types import LossOut
 from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import pack_items, read_responses
+from trainer.offline.loop import make_host_batches, read_responses
 from trainer.parallel.comm import all_count
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
+from trainer.policy.sharding import pad_to_equal_count
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,16 @@ class PairBatch:
     pairs: Tensor  # (P,) which pairs of the step it holds
     offset: Tensor  # (N,) position of each trained token in its response; negative in the prompt
     lengths: Tensor  # (P, 2) tokens of the responses
+    chosen: Tensor  # (C,) indices of the trained tokens of the chosen side, prompt tokens included
 
     def sums(self, values: Tensor) -> Tensor:  # (N,) -> (P, 2)
         """Sum over the tokens of each response, without prompt tokens."""
         values = torch.where(self.offset >= 0, values, 0.0)
         return values.new_zeros(len(self.batch.rows)).index_add(0, self.batch.slot, values).view(-1, 2)
 
-    def chosen(self) -> Tensor:  # (N,) bool
-        """Whether a trained token belongs to the chosen side, prompt tokens included."""
-        return self.batch.slot % 2 == 0
+    def to(self, device: torch.device | str) -> PairBatch:
+        tensors = {name: to_device(x, device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, batch=self.batch.to(device), **tensors)
 
 
 def pairs_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Pair]:
@@ -63,14 +65,15 @@ def pack_pairs(
 ) -> list[PairBatch]:
     """Micro-batches of complete pairs, equally many on every rank."""
     items = pair_items(pairs, train_prompt=train_prompt)
-    batches = pack_items(run, policy, items, accumulation=accumulation, together=2)
-    return [pair_batch(batch, pairs) for batch in batches]
+    batches = make_host_batches(run, policy, items, accumulation=accumulation, together=2)
+    of_pairs = [pair_batch(batch, pairs).to(policy.device) for batch in batches]
+    return list(pad_to_equal_count(policy, of_pairs, pair_batch(empty_batch(policy.row_multiple), pairs)))
 
 
 def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:
+    """From a batch in main memory: on a GPU the number of chosen tokens would have to be waited for."""
     numbers = [row // 2 for row in batch.rows[::2]]
-    device = batch.input_ids.device
-    integers = {"dtype": torch.int64, "device": device}  # also if there is no pair
+    integers = {"dtype": torch.int64}  # also if there is no pair
     num_prompt = torch.tensor([len(pairs[row // 2].prompt_ids) for row in batch.rows], **integers)  # (2P,)
     lengths = [[len(pairs[n].chosen_ids), len(pairs[n].rejected_ids)] for n in numbers]
     position = batch.position_ids.flatten()[batch.index] + 1  # (N,) batch.index is that of the token before
@@ -79,6 +82,7 @@ def pair_batch(batch: Batch, pairs: Sequence[Pair]) -> PairBatch:
         pairs=torch.tensor(numbers, **integers),
         offset=position - num_prompt[batch.slot],
         lengths=torch.tensor(lengths, **integers).view(-1, 2),
+        chosen=(batch.slot % 2 == 0).nonzero().flatten(),
     )
 
 

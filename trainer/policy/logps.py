@@ -74,11 +74,15 @@ def token_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> To
     return _token_logps(policy, policy.model, batch, temperature)
 
 
-def token_loss(policy: Policy, batch: Batch, loss_fn: LossFn, *, temperature: float = 1.0) -> tuple[Tensor, list[Any]]:
+def token_loss(
+    policy: Policy, batch: Batch, loss_fn: LossFn, *, temperature: float = 1.0, sparse: bool = False
+) -> tuple[Tensor, list[Any]]:
     """A loss that is a sum over trained tokens, with a third less work at the head than token_logps and its backward.
 
     `loss_fn(tokens, rows)` gets the log-probs of the trained tokens with indices `rows`, a chunk at a time, and returns
     a scalar and anything else. Returns the sum of the scalars, to call backward() on, and a list of the rest.
+
+    `sparse`: most tokens have no gradient, so it pays to wait for the device to say which have one.
 
     With context parallelism each rank computes the loss of all tokens, without that saving.
     """
@@ -89,8 +93,14 @@ def token_loss(policy: Policy, batch: Batch, loss_fn: LossFn, *, temperature: fl
         return loss + tokens.logp[:0].sum(), [more]  # a loss that ignores them still has a backward pass
     hidden = predictor_states(policy, lm, batch)
     return linear_logprob_loss(
-        hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None, **head_of(lm)
-    )
+        hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None,
+        skip=sparse or skips(policy), **head_of(lm),
+    )  # fmt: skip
+
+
+def skips(policy: Policy) -> bool:
+    """Whether the head leaves out tokens without a gradient: on a GPU the host would wait in every micro-batch."""
+    return policy.device.type != "cuda"
 
 
 @torch.no_grad()
@@ -123,7 +133,9 @@ def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: fl
     lm = causal_lm(model)
     part = part_of(lm.config, batch)
     hidden = predictor_states(policy, lm, part.batch, part.num_keys)
-    own = linear_logprob(hidden, target=part.batch.target, temperature=temperature, ignore_index=None, **head_of(lm))
+    own = linear_logprob(
+        hidden, target=part.batch.target, temperature=temperature, ignore_index=None, skip=skips(policy), **head_of(lm)
+    )
     return TokenLogps(*part.gather(*own))
 
 

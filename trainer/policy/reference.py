@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item, make_batches, to_device
 from rollout.servers.model_folder import resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
 from trainer.files.atomic_folder import sync
@@ -33,7 +33,7 @@ class Reference:
 
     def token_logps(self, batch: Batch, items: Sequence[Item]) -> Tensor:  # (N,)
         if self.table is not None:
-            return torch.cat([self.table[key_of(items[row])] for row in batch.rows]).to(batch.target.device)
+            return to_device(torch.cat([self.table[key_of(items[row])] for row in batch.rows]), batch.target.device)
         if self.policy is None:
             return torch.zeros(len(batch.target), device=batch.target.device)
         return reference_logps(self.policy, batch)

@@ -310,7 +310,7 @@ class Session:
     def log(self, sums: MetricSums, part: StepBatch, more: Mapping[str, float] | None = None) -> None:
         """One line of metrics.jsonl; `more` are metrics of the method's own."""
         sampled = self.sampled
-        metrics = {
+        rollout = {
             **reward_metrics(sampled.names, sampled.rows, sampled.reward),
             **completion_metrics(sampled.completions),
             **packing_metrics(part.micro_batches),
@@ -319,16 +319,25 @@ class Session:
             **self.rewards.metrics(),
             **(more or {}),
             **self.producer.metrics(self.step - 1),
-            **sums.means(),
+        }
+        means = sums.later()
+        known = {
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.planner.epoch,
             **self.counters.metrics(),
-            **self.timer.metrics(self.num_tokens),
         }
+        times = self.timer.later(self.num_tokens)
+
+        def metrics() -> dict[str, float]:
+            return {**rollout, **means(), **known, **times()}
+
         if self.held_out and self.run.eval_due(self.step):
-            metrics |= self.evaluate()
-        self.run.log(self.step, metrics | self.engine.metrics())
+            self.run.write_pending()
+            self.run.log(self.step, metrics() | self.evaluate() | self.engine.metrics())
+        else:
+            engine = self.engine.metrics()
+            self.run.log_later(self.step, lambda: metrics() | engine)
         self.timer = Timer()
 
     def evaluate(self) -> dict[str, float]:

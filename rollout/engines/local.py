@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from kernels.draw import signed_64
+from kernels.nf4 import num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
 from rollout.engines.decoder import Decoder
 from rollout.engines.forward import BlockForward, Forward, TransformersForward, block_obstacle, paged_obstacle
@@ -220,7 +221,7 @@ class LocalEngine:
             return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype)]
         in_place = lm is self.model and all(p.dtype == dtype for p in lm.parameters())
         ways: list[Callable[[], Forward]] = [lambda: TransformersForward(lm, dtype, copied=not in_place)]
-        copy_bytes = sum(p.numel() for p in lm.parameters()) * dtype.itemsize
+        copy_bytes = num_weights(lm) * dtype.itemsize
         is_tight = available(self.device) - torch.cuda.memory_allocated(self.device) < 2 * copy_bytes
         if block_obstacle(lm) is None and not (in_place and is_tight):
             context = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 2**16

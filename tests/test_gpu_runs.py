@@ -72,6 +72,9 @@ VARIANTS = {
     "compile": (*EXACT, "--compile"),
     "copy": (*EXACT, "--ref", "copy"),
     "precomputed": (*EXACT, "--ref", "precomputed"),
+    "4bit": ("--lora.r", "4", "--load-in-4bit"),
+    "4bit-exact": (*EXACT, "--lora.r", "4", "--load-in-4bit"),
+    "4bit-compile": (*EXACT, "--lora.r", "4", "--load-in-4bit", "--compile"),
     "adapter_off": ("--lora.r", "4", "--ref", "adapter_off"),
     "precomputed-lora": ("--lora.r", "4", "--ref", "precomputed"),
 }
@@ -273,6 +276,21 @@ def test_compiled_blocks_give_the_same_numbers(runs, method):
     rows, plain = check_whole(runs.here(method, "compile"), method), metrics(runs.here(method, "full"))
     torch._dynamo.reset()
     alike(rows[1], plain[1], limit=3e-3, leave_out=("eval/",))
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_a_base_in_4_bits(runs, method):
+    """The engine samples from the dequantised weights; compiled blocks give the same numbers."""
+    low, exact = (check_whole(runs.here(method, variant), method) for variant in ("4bit", "4bit-exact"))
+    about_the_same(low[1], exact[1], method)
+    check_final(runs.here(method, "4bit"), method)
+    if method in SAMPLES:
+        assert all(row["policy/behaviour_gap"] < GAPS["full"] for row in exact[1:])
+    torch._dynamo.reset()
+    compiled = check_whole(runs.here(method, "4bit-compile"), method)
+    torch._dynamo.reset()
+    by_rounding = BY_ROUNDING if method in REFERENCED else ()
+    alike(compiled[1], exact[1], limit=3e-3, leave_out=(*by_rounding, "eval/"))
 
 
 @pytest.mark.parametrize("method", FAMILIES)

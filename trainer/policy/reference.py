@@ -113,7 +113,7 @@ def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, par
     """Another model, frozen and in compute_dtype; sharded if the policy is."""
     is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
     held = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
-    other = dataclasses.replace(model, model=name, merge_lora=False, trained_dtype=held)
+    other = dataclasses.replace(model, model=name, merge_lora=False, load_in_4bit=False, trained_dtype=held)
     source = load_policy(other, LoraConfig(), policy.device, with_reference=False, load_now=not policy.is_sharded)
     if is_adapter:  # merged in float32, then rounded once; buffers (rotary frequencies) keep their precision
         for parameter in source.model.parameters():

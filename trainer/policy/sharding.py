@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from data.packing import Batch, empty_batch
+from kernels.nf4 import is_4bit
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.comm import all_max, all_sum, context_size, is_main, of_all, passing, world_size
@@ -73,7 +74,10 @@ def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
 
 def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
     mode, reason = cfg.mode, ""
-    if mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
+    if is_4bit(policy.model):
+        assert mode != "fsdp" and cfg.shard is None, "check_4bit() refuses it"
+        mode, reason = "replicate", " (4-bit weights are not sharded)"
+    elif mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
         mode = "fsdp"
     elif mode == "auto":
         # Weights, gradients and two moments, all of one dtype; 8-bit moments take less.

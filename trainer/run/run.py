@@ -44,7 +44,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from data.command.config_file import load_config, save_config
 from data.command.flags import config_to_tree
 from data.user_code import describe_error, users_part
-from trainer.config.blocks import RunConfig
+from trainer.config.blocks import RunConfig, check_4bit
 from trainer.config.defaults import default_tree
 from trainer.config.errors import raised_on_purpose
 from trainer.config.learning_rates import SMALL_MODEL, far_off
@@ -83,6 +83,8 @@ def open_run(cfg: Any, method: str = "") -> Run:
     settings: RunConfig = cfg.run
     method = method or method_of(cfg)
     check_sinks(settings.report_to)
+    if hasattr(cfg, "lora"):  # a method outside the repository may not have the block
+        check_4bit(cfg.model, cfg.lora, getattr(cfg, "parallel", None))
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed % 2**64)

@@ -4,7 +4,9 @@
 
 All parameters of the model, random. Ours and torchao's round at random, torch's to the nearest. The error is that of
 the mean over all weights of what the step adds to them, against the exact step: to the nearest most of it is lost.
-Rates count weights; a step reads and writes seven numbers of two bytes for each.
+Clipped: with the global norm of the gradients, which torch's clip_grad_norm_ then scales in memory; ours are scaled
+while the step reads them, as in training. Rates count weights; a step reads and writes seven numbers of two bytes for
+each, the norm reads one more, and scaling in memory reads and writes two more.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from bench.common import Row, alternate, emit, make_row, require_commit
 from trainer.config.blocks import OptimConfig
 from trainer.parallel.comm import pick_device
 from trainer.plan import known_config
-from trainer.policy.optim import RoundedAdamW
+from trainer.policy.optim import RoundedAdamW, gated_step, values_to_check
 
 RATE = 1e-6
 BETAS = (0.9, 0.999)
@@ -45,19 +47,36 @@ def parameters_of(shape: str, device: torch.device) -> list[nn.Parameter]:
     return made
 
 
-def optimizers(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+def steps(parameters: list[nn.Parameter]) -> dict[str, Callable[[], object]]:
+    """What each provider does in a step; each has moments of its own."""
     groups = [{"params": parameters, "weight_decay": 0.0}]
-    fused = parameters[0].is_cuda
-    made: dict[str, torch.optim.Optimizer] = {
-        "ours": RoundedAdamW(groups, lr=RATE, betas=BETAS, eps=OptimConfig.adam_epsilon),
-        "torch, to the nearest": torch.optim.AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0.0, fused=fused),
+    limit = 0.5 * values_to_check(parameters, None)[0].item()
+
+    def ours() -> RoundedAdamW:
+        return RoundedAdamW(groups, lr=RATE, betas=BETAS, eps=OptimConfig.adam_epsilon)
+
+    def fused() -> torch.optim.AdamW:
+        return torch.optim.AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0.0, fused=parameters[0].is_cuda)
+
+    def clipped(optimizer: torch.optim.Optimizer) -> None:
+        nn.utils.clip_grad_norm_(parameters, limit)
+        optimizer.step()
+
+    def gated(optimizer: RoundedAdamW) -> None:
+        gated_step(optimizer, values_to_check(parameters, None), limit)
+
+    made: dict[str, Callable[[], object]] = {
+        "ours": ours().step,
+        "torch, to the nearest": fused().step,
+        "ours, clipped": partial(gated, ours()),  # before torch's has scaled the gradients
+        "torch, clipped": partial(clipped, fused()),
     }
     try:
         from torchao.optim import _AdamW
     except ImportError:
         print("torchao: not installed", flush=True)
         return made
-    return made | {"torchao": _AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0.0, bf16_stochastic_round=True)}
+    return made | {"torchao": _AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0.0, bf16_stochastic_round=True).step}
 
 
 @torch.no_grad()
@@ -75,9 +94,9 @@ def lost(step: Callable[[], object], parameters: list[nn.Parameter]) -> float:
 def measure(shape: str, seconds: float) -> list[Row]:
     parameters = parameters_of(shape, pick_device())
     num = sum(p.numel() for p in parameters)
-    made = optimizers(parameters)
-    errors = {name: lost(optimizer.step, parameters) for name, optimizer in made.items()}
-    timings = alternate({name: partial(optimizer.step) for name, optimizer in made.items()}, seconds=seconds)
+    made = steps(parameters)
+    errors = {name: lost(step, parameters) for name, step in made.items()}
+    timings = alternate(made, seconds=seconds)
     return [
         make_row(
             "adamw", name, timing, shape={"weights": num, "tensors": len(parameters)}, dtype="bfloat16", work=num,

@@ -61,6 +61,8 @@ OURS = {
     "ours, bf16, compile, no checkpointing": ["--trained-dtype", "bfloat16", "--compile"],
     "ours, compile": ["--gradient-checkpointing", "--compile"],
     "ours, compile, no checkpointing": ["--compile"],
+    "ours, 4bit": ["--gradient-checkpointing", "--load-in-4bit"],
+    "ours, 4bit, compile": ["--gradient-checkpointing", "--load-in-4bit", "--compile"],
 }
 SHOW_S = 10  # seconds between the lines of a run that are shown
 RESULT = "measured: "  # begins a line of the process that measures
@@ -232,8 +234,10 @@ def ways_of(method: str, lora: int) -> list[str]:
             *(f"{way}{LOCAL}" for way in (("ours, compile",) if lora else ("ours, bf16", "ours, bf16, compile"))),
         ]
     if lora:
-        return ["TRL", "TRL, no checkpointing", "ours", "ours, no checkpointing", "ours, compile"]
-    return ["TRL", "TRL, no checkpointing", *(way for way in OURS if "bf16" in way or "compile" not in way)]
+        ours = ["ours", "ours, no checkpointing", "ours, compile", "ours, 4bit", "ours, 4bit, compile"]
+        return ["TRL", "TRL, no checkpointing", *ours]
+    ours = [way for way in OURS if "4bit" not in way and ("bf16" in way or "compile" not in way)]
+    return ["TRL", "TRL, no checkpointing", *ours]
 
 
 def base_of(way: str) -> str:

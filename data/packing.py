@@ -27,6 +27,13 @@ from typing import NamedTuple
 import torch
 
 
+def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """x on the device. A copy from main memory to a GPU goes through pinned memory: the host does not wait for it."""
+    if torch.device(device).type != "cuda" or x.is_cuda or x.numel() == 0:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Item:
     """One sequence: token ids, and which of them are trained."""
@@ -65,7 +72,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        return replace(self, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
 
 
 def empty_batch(multiple: int = 1) -> Batch:

@@ -29,6 +29,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from data.packing import to_device
+
 
 @dataclass(frozen=True)
 class Document:
@@ -156,7 +158,7 @@ class StridedBatch:
 
     def to(self, device: torch.device | str) -> StridedBatch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        return replace(self, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
 
 
 def make_strided(

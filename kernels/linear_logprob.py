@@ -18,7 +18,7 @@ is computed twice. The gradients are
     dz_nv = (1[v = target(n)] - p_nv) dlogp_n - p_nv (z_nv - lse_n + H_n) dH_n
     dh = dy @ w,   dw = dy.T @ h,   db = sum_n dy
 
-and tokens with dlogp_n = dH_n = 0 are skipped where that is known.
+and tokens with dlogp_n = dH_n = 0 are left out of the products, unless skip=False saves the host sync that this takes.
 
 Numerics: products in the input dtype, everything after them in fp32 (fp64 for fp64 inputs), dw accumulated in fp32. The
 target column is kept apart: logp = -softplus(logsumexp over the others - z_target), so a confident target keeps its
@@ -79,15 +79,17 @@ def linear_logprob(
     temperature: float = 1.0,
     ignore_index: int | None = -100,
     entropy: bool = True,
+    skip: bool = True,
     impl: Impl = "auto",
 ) -> TokenLogps:
     """Log-prob of each target, and the entropy of its distribution; differentiable when gradients are enabled.
 
     ignore_index=None means that no token is ignored, and saves the host sync that finds out. A target outside the
-    vocabulary is then not checked: its log-prob is NaN (triton), or torch raises an error.
+    vocabulary is then not checked: its log-prob is NaN (triton), or torch raises an error. skip=False computes tokens
+    without a gradient like all others, which saves a host sync in the backward; their gradients are 0 either way.
     """
     head = _pick(hidden, weight, bias, target, scale, softcap, temperature, impl)
-    options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy}
+    options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy, "skip": skip}
     kept = _kept_tokens(target, weight.shape[0], ignore_index)
     states, targets = (hidden, target) if kept is None else (hidden[kept], target[kept])
     with torch.autocast(hidden.device.type, enabled=False), current_device(hidden):
@@ -116,18 +118,19 @@ def linear_logprob_loss(
     temperature: float = 1.0,
     ignore_index: int | None = -100,
     entropy: bool = True,
+    skip: bool = True,
     impl: Impl = "auto",
 ) -> tuple[Tensor, list[Any]]:
     """Sum of a loss over chunks of tokens, with the gradients computed in the same pass.
 
     `loss_fn(tokens, index)` gets the TokenLogps of a chunk and the (n,) indices of its tokens in `hidden`. It returns
     a scalar and any other value; those values are returned as a list, one per chunk. The loss must be token-separable:
-    its values on the chunks must add up to its value on all tokens. A chunk may be passed twice, so loss_fn must not
-    accumulate state. Gradients flow to hidden, weight and bias, not to tensors that loss_fn closes over. backward() may
-    be called once.
+    its values on the chunks must add up to its value on all tokens. Gradients flow to hidden, weight and bias, not to
+    tensors that loss_fn closes over. backward() may be called once. `ignore_index` and `skip` as in linear_logprob;
+    looking for tokens to skip waits for the first chunk, and for every chunk after one that had some.
     """
     head = _pick(hidden, weight, bias, target, scale, softcap, temperature, impl)
-    options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy}
+    options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy, "skip": skip}
     kept = _kept_tokens(target, weight.shape[0], ignore_index)
     states, targets = (hidden, target) if kept is None else (hidden[kept], target[kept])
     extra: list[Any] = []
@@ -172,7 +175,7 @@ class _Chunk(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    active: Tensor  # (A,) indices within the chunk of tokens that have a gradient
+    active: Tensor | None  # (A,) indices within the chunk of tokens that have a gradient; None: not looked for
     grad_logp: Tensor  # (n,)
     grad_entropy: Tensor | None  # (n,)
 
@@ -188,9 +191,9 @@ class TorchHead:
 
     for start, stop in chunks(head):
         stats = head.forward_chunk(start, stop)
-        plan = head.plan(start, stats, grad_logp, grad_entropy)  # None: stats changed, compute the gradients again
+        plan = head.plan(start, stats, grad_logp, grad_entropy)
         head.backward_chunk(start, stats, plan)
-    head.finish()                                  # False: start over with head.careful = True
+    head.finish()
 
     After either, head.grad_hidden, grad_weight and grad_bias are complete.
     """
@@ -206,7 +209,9 @@ class TorchHead:
         softcap: float | None,
         temperature: float,
         entropy: bool,
+        skip: bool = True,
     ):
+        self.skip = skip
         self.hidden, self.weight, self.target = hidden, weight.to(hidden.dtype), target
         self.weight_dtype = weight.dtype
         self.bias = None if bias is None else bias.to(hidden.dtype)
@@ -247,15 +252,15 @@ class TorchHead:
         grad_logp: Tensor,  # (N,) of the chunk
         grad_entropy: Tensor | None,  # (N,)
     ) -> _Plan:
-        return _Plan(_active_tokens(grad_logp, grad_entropy), grad_logp, grad_entropy)
+        return _Plan(_active_tokens(grad_logp, grad_entropy) if self.skip else None, grad_logp, grad_entropy)
 
     def backward_chunk(self, start: int, chunk: _Chunk, plan: _Plan) -> None:
         active, grad_logp, grad_entropy = plan
-        if len(active) < len(grad_logp):
+        at = slice(start, start + len(grad_logp)) if active is None else start + active
+        if active is not None and len(active) < len(grad_logp):
             chunk = _Chunk(*(None if x is None else x[active] for x in chunk))
             grad_logp = grad_logp[active]
             grad_entropy = None if grad_entropy is None else grad_entropy[active]
-        at = start + active
         g, logp = grad_logp.unsqueeze(1), chunk.logp.unsqueeze(1)
         p = chunk.z.exp()
         dz = -p * g
@@ -269,18 +274,22 @@ class TorchHead:
         dy = dz.scatter_(1, self.target[at].unsqueeze(1), target_dz * chunk.target_slope).mul_(
             self.scale / self.temperature
         )
+        without = None
+        if active is None:  # exact zeros, whatever a token without a gradient holds, even NaN
+            without = ~_is_active(grad_logp, grad_entropy).unsqueeze(1)
+            dy.masked_fill_(without, 0.0)
         low = dy.to(self.hidden.dtype)
         if self.grad_hidden is not None:
             self.grad_hidden[at] = low @ self.weight
         if self.grad_weight is not None:
-            self.grad_weight += low.T @ self.hidden[at]
+            hidden = self.hidden[at]
+            self.grad_weight += low.T @ (hidden if without is None else hidden.masked_fill(without, 0.0))
         if self.grad_bias is not None:
             self.grad_bias += dy.sum(dim=0)
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         if self.grad_weight is not None:
             self.grad_weight = self.grad_weight.to(self.weight_dtype)
-        return True
 
     def backward(
         self,
@@ -295,9 +304,12 @@ class TorchHead:
         self.finish()
 
 
+def _is_active(grad_logp: Tensor, grad_entropy: Tensor | None) -> Tensor:  # (n,) bool
+    return grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
+
+
 def _active_tokens(grad_logp: Tensor, grad_entropy: Tensor | None) -> Tensor:  # (A,)
-    active = grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
-    return active.nonzero().squeeze(1)
+    return _is_active(grad_logp, grad_entropy).nonzero().squeeze(1)
 
 
 def _one_pass(
@@ -306,18 +318,14 @@ def _one_pass(
     gradients: Callable[[int, int, TokenLogps], tuple[Tensor, Tensor | None]],
 ) -> Any:
     """Run one pass over all chunks, with d loss / d (logp, entropy) from `gradients(start, stop, tokens)`."""
-    for careful in (False, True):
-        head = make()
-        head.careful = careful
-        _allocate_grads(head, needs)
-        for start, stop in chunks(head):
-            stats, plan = head.forward_chunk(start, stop), None
-            while plan is None:  # at most twice
-                plan = head.plan(start, stats, *gradients(start, stop, TokenLogps(*stats[:2])))
-            head.backward_chunk(start, stats, plan)
-        if head.finish():
-            return head
-    raise AssertionError("a careful head cannot overflow")
+    head = make()
+    _allocate_grads(head, needs)
+    for start, stop in chunks(head):
+        stats = head.forward_chunk(start, stop)
+        plan = head.plan(start, stats, *gradients(start, stop, TokenLogps(*stats[:2])))
+        head.backward_chunk(start, stats, plan)
+    head.finish()
+    return head
 
 
 def _allocate_grads(head: Any, needs: tuple[bool, ...]) -> None:
@@ -382,8 +390,8 @@ class _Logprob(torch.autograd.Function):
     @staticmethod
     def recompute(ctx, saved, grad_logp, grad_entropy):
         hidden, weight, bias, target, slope, *stats = saved
-        active = _active_tokens(grad_logp, grad_entropy)
-        if is_part := len(active) < len(grad_logp):  # skip tokens without a gradient
+        active = _active_tokens(grad_logp, grad_entropy) if ctx.options["skip"] else None
+        if is_part := active is not None and len(active) < len(grad_logp):  # leave out tokens without a gradient
             grad_logp = grad_logp[active]
             grad_entropy = None if grad_entropy is None else grad_entropy[active]
             stats = [None if x is None else x[active] for x in stats]
@@ -402,7 +410,7 @@ class _Logprob(torch.autograd.Function):
 class _LogprobLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, head_class, options, loss_fn, kept, extra):
-        parts: dict[int, tuple[Tensor, Any]] = {}  # by chunk start; a recomputed chunk replaces its entry
+        parts: dict[int, tuple[Tensor, Any]] = {}  # by chunk start
 
         def gradients(start: int, stop: int, tokens: TokenLogps) -> tuple[Tensor, Tensor | None]:
             index = torch.arange(start, stop, device=hidden.device) if kept is None else kept[start:stop]

@@ -23,8 +23,11 @@ The work is split in one of two ways. In one pass with the loss, by tokens: E of
 In a later backward, by vocabulary columns: c, S and g are known by then, so each slice of d weight is computed once.
 
 If the target is so unlikely that E would overflow (log-prob below -68), S_n shows it, and the token is recomputed with
-c_n the largest logit. Except for such tokens, a log-prob depends only on its own token: order, chunking and N never
+c_n the largest logit. Whether there are such tokens only the device knows: the kernels that recompute them are always
+launched, and return at once if there are none. A log-prob depends only on its own token: order, chunking and N never
 change it.
+
+The host never waits for the device, except with `skip`, which leaves out tokens without a gradient in one pass.
 """
 
 from __future__ import annotations
@@ -155,10 +158,10 @@ def _exp_product(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=["sums", "moments"])
 def _reduce_sums(
-    sums, moments, target_logit, other_sum, total, logp, entropy, num_tokens, num_blocks,
+    sums, moments, target_logit, other_sum, total, logp, entropy, num_overflowed, num_tokens, num_blocks, limit,
     ENTROPY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """S, 1 + S, log-prob and entropy of each token from its partial sums."""
+    """S, 1 + S, log-prob and entropy of each token from its partial sums; counts tokens that may have overflowed."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     s = tl.zeros((BLOCK, TOKENS), tl.float32)
     q = tl.zeros((BLOCK, TOKENS), tl.float32)
@@ -179,22 +182,149 @@ def _reduce_sums(
     tl.store(logp + token, -log_total, mask=token < num_tokens)
     if ENTROPY:
         tl.store(entropy + token, log_total - tl.sum(q, 0) * LN2 / u, mask=token < num_tokens)
+    overflowed = (s1 >= limit) & (token < num_tokens)  # a NaN is not
+    tl.atomic_add(num_overflowed, tl.sum(overflowed.to(tl.int32), 0))
+
+
+@triton.jit
+def _logit_tile(
+    hidden, weight, bias, target, token, column, num_tokens, vocab, width, hidden_stride, weight_stride, scale, softcap,
+    factor, excluded, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Logits of some tokens at some columns in log2 units; `excluded` at the target and beyond the vocabulary."""
+    row, line = token.to(tl.int64)[:, None] * hidden_stride, column.to(tl.int64)[:, None] * weight_stride
+    y = tl.zeros((TOKENS, BLOCK_N), tl.float32)
+    for start in range(0, width, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(hidden + row + at, mask=(token < num_tokens)[:, None] & (at < width), other=0.0)
+        w = tl.load(weight + line + at, mask=(column < vocab)[:, None] & (at < width), other=0.0)
+        if UPCAST:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        y = tl.dot(x, w.T, y, input_precision="ieee")
+    if BIAS:
+        y += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
+    target_id = tl.load(target + token, mask=token < num_tokens, other=-1)
+    is_excluded = (column[None, :] >= vocab) | (column[None, :] == target_id[:, None])
+    return tl.where(is_excluded, excluded, _capped(y, scale, softcap, factor, SOFTCAP))
+
+
+# Tokens that overflowed, in three launches that return at once if there are none: the largest logit that each program
+# finds in its columns; exponentials and sums with that of all programs as the reference; log-prob and entropy. Tiles
+# are those of _exp_product, so that a later backward, which calls that one, finds the same logits to the last bit.
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "vocab"], do_not_specialize_on_alignment=["bias", "target", "other_sum", "highest"]
+)
+def _redo_highest(
+    hidden, weight, bias, target, other_sum, highest, num_overflowed, num_tokens, vocab, width, hidden_stride,
+    weight_stride, scale, softcap, factor, limit, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if tl.load(num_overflowed) > 0:
+        for first in range(0, num_tokens, TOKENS):
+            token = first + tl.arange(0, TOKENS)
+            redo = tl.load(other_sum + token, mask=token < num_tokens, other=0.0) >= limit
+            if tl.max(redo.to(tl.int32), 0) > 0:
+                found = tl.full((TOKENS,), float("-inf"), tl.float32)
+                for n in range(program * BLOCK_N, vocab, PROGRAMS * BLOCK_N):
+                    z = _logit_tile(
+                        hidden, weight, bias, target, token, n + tl.arange(0, BLOCK_N), num_tokens, vocab, width,
+                        hidden_stride, weight_stride, scale, softcap, factor, float("-inf"), BIAS, SOFTCAP, UPCAST,
+                        TOKENS, BLOCK_N, BLOCK_K,
+                    )  # fmt: skip
+                    found = tl.maximum(found, tl.max(z, 1))
+                tl.store(highest + program.to(tl.int64) * num_tokens + token, found, mask=redo)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "vocab"],
+    do_not_specialize_on_alignment=["bias", "target", "other_sum", "highest", "reference", "sums", "moments"],
+)
+def _redo_sums(
+    hidden, weight, bias, target, other_sum, highest, reference, sums, moments, out, num_overflowed, num_tokens, vocab,
+    width, hidden_stride, weight_stride, out_stride, scale, softcap, factor, limit, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, STORE: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if tl.load(num_overflowed) > 0:
+        for first in range(0, num_tokens, TOKENS):
+            token = first + tl.arange(0, TOKENS)
+            redo = tl.load(other_sum + token, mask=token < num_tokens, other=0.0) >= limit
+            if tl.max(redo.to(tl.int32), 0) > 0:
+                c = tl.full((TOKENS,), float("-inf"), tl.float32)
+                for each in range(0, PROGRAMS):
+                    at = highest + each * num_tokens + token.to(tl.int64)
+                    c = tl.maximum(c, tl.load(at, mask=redo, other=0.0))
+                for n in range(program * BLOCK_N, vocab, PROGRAMS * BLOCK_N):
+                    column = n + tl.arange(0, BLOCK_N)
+                    z = _logit_tile(
+                        hidden, weight, bias, target, token, column, num_tokens, vocab, width, hidden_stride,
+                        weight_stride, scale, softcap, factor, float("-inf"), BIAS, SOFTCAP, UPCAST, TOKENS, BLOCK_N,
+                        BLOCK_K,
+                    )  # fmt: skip
+                    d = tl.maximum(z - c[:, None], EXCLUDED)  # -inf times 0 would be NaN
+                    e = tl.exp2(d)
+                    part = (n // BLOCK_N) * num_tokens + token.to(tl.int64)
+                    tl.store(sums + part, tl.sum(e, 1), mask=redo)
+                    if ENTROPY:
+                        tl.store(moments + part, tl.sum(d * e, 1), mask=redo)
+                    if STORE:
+                        to = out + token.to(tl.int64)[:, None] * out_stride + column[None, :]
+                        tl.store(to, e.to(out.dtype.element_ty), mask=redo[:, None] & (column < vocab)[None, :])
+                if program == 0:
+                    tl.store(reference + token, c, mask=redo)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_blocks"],
+    do_not_specialize_on_alignment=["sums", "moments", "target_logit", "reference", "other_sum", "total"],
+)
+def _redo_reduce(
+    sums, moments, target_logit, reference, other_sum, total, logp, entropy, num_overflowed, num_tokens, num_blocks,
+    limit, ENTROPY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As _reduce_sums, with a reference that is not the target's logit."""
+    if tl.load(num_overflowed) > 0:
+        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        redo = tl.load(other_sum + token, mask=token < num_tokens, other=0.0) >= limit
+        s = tl.zeros((BLOCK, TOKENS), tl.float32)
+        q = tl.zeros((BLOCK, TOKENS), tl.float32)
+        for start in range(0, num_blocks, BLOCK):
+            block = start + tl.arange(0, BLOCK)
+            at = block.to(tl.int64)[:, None] * num_tokens + token[None, :]
+            mask = (block < num_blocks)[:, None] & redo[None, :]
+            s += tl.load(sums + at, mask=mask, other=0.0)
+            if ENTROPY:
+                q += tl.load(moments + at, mask=mask, other=0.0)
+        d = tl.load(target_logit + token, mask=redo, other=0.0) - tl.load(reference + token, mask=redo, other=0.0)
+        at_target = tl.exp2(d)
+        s1 = tl.sum(s, 0)
+        u = s1 + at_target
+        log_total = tl.log(u)
+        tl.store(other_sum + token, s1, mask=redo)
+        tl.store(total + token, u, mask=redo)
+        tl.store(logp + token, d * LN2 - log_total, mask=redo)
+        if ENTROPY:
+            tl.store(entropy + token, log_total - (tl.sum(q, 0) + d * at_target) * LN2 / u, mask=redo)
 
 
 @triton.jit(
     do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["grad_logp", "grad_entropy", "target_coef"]
 )
 def _gradient_coefs(
-    grad_logp, grad_entropy, logp, entropy, other_sum, total, target_logit, reference, target_coef, other_coef, active,
-    counts, num_tokens, k, factor, limit, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    grad_logp, grad_entropy, logp, entropy, other_sum, total, target_logit, target_coef, other_coef, active,
+    count, num_tokens, k, factor, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each token's target_coef, other_coef and whether it has a gradient; counts of active and of overflowed tokens."""
+    """Each token's target_coef, other_coef and whether it has a gradient; and how many have one."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
     g = tl.load(grad_logp + token, mask=mask, other=0.0)
     s = tl.load(other_sum + token, mask=mask, other=0.0)
     t = tl.load(total + token, mask=mask, other=1.0)
-    z = tl.load(target_logit + token, mask=mask, other=0.0)
     is_active = g != 0
     to_target = g * (s / t) * k
     if ENTROPY:
@@ -203,15 +333,13 @@ def _gradient_coefs(
         is_active |= h != 0
         to_target -= tl.exp(log_p) * (log_p + tl.load(entropy + token, mask=mask, other=0.0)) * h * k
     if SOFTCAP:
+        z = tl.load(target_logit + token, mask=mask, other=0.0)
         to_target *= 1.0 - (z / factor) * (z / factor)
-    # A recomputed token has a reference other than its target logit. A NaN token compares unequal and is not redone.
-    overflowed = mask & (s >= limit) & (z == tl.load(reference + token, mask=mask, other=0.0))
     # Inactive tokens get exact zeros: they may hold anything, even NaN.
     tl.store(target_coef + token, tl.where(is_active, to_target, 0.0), mask=mask)
     tl.store(other_coef + token, tl.where(is_active, -k * g / t, 0.0), mask=mask)
     tl.store(active + token, is_active, mask=mask)
-    tl.atomic_add(counts, tl.sum(is_active.to(tl.int32), 0))
-    tl.atomic_add(counts + 1, tl.sum(overflowed.to(tl.int32), 0))
+    tl.atomic_add(count, tl.sum(is_active.to(tl.int32), 0))
 
 
 @triton.jit
@@ -362,6 +490,7 @@ class TritonHead:
         softcap: float | None,
         temperature: float,
         entropy: bool,
+        skip: bool = True,
     ):
         self.hidden, self.weight, self.weight_dtype = _aligned(hidden), _aligned(weight.to(hidden.dtype)), weight.dtype
         self.target, self.bias = target.contiguous(), None if bias is None else bias.to(hidden.dtype).contiguous()
@@ -370,8 +499,8 @@ class TritonHead:
         self.factor = LOG2E / temperature * (scale if softcap is None else softcap)
         (self.num_tokens, self.width), self.vocab = hidden.shape, weight.shape[0]
         self.chunk = _even_chunk(self.num_tokens, CHUNK)
-        self.careful = self.overflowed = False
-        self.last: tuple[int, _AsyncCounts] | None = None  # size of the last chunk, and its counts
+        self.skip = skip
+        self.last: tuple[int, _AsyncCount] | None = None  # size of the last chunk, and how many had a gradient
         self.exponentials = self.grad_hidden = self.grad_weight = self.grad_bias = self.target_coef = self.order = None
 
     def score(self) -> Stats:
@@ -380,9 +509,6 @@ class TritonHead:
         stats = parts[0]
         if len(parts) > 1:
             stats = Stats(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))
-        overflowed = stats.other_sum >= OVERFLOW_LIMIT
-        if overflowed.any():
-            self._recompute(0, overflowed.nonzero().squeeze(1), stats, None)
         return stats
 
     def allocate_grads(self, *, hidden: bool, weight: bool, bias: bool) -> None:
@@ -412,21 +538,18 @@ class TritonHead:
         stats: Stats,
         grad_logp: Tensor,  # (N,) of the chunk
         grad_entropy: Tensor | None,  # (N,)
-    ) -> Plan | None:
-        plan, active, counts = self._plan(start, stats, grad_logp, grad_entropy)
-        counts = _AsyncCounts(counts)
-        # Reading the counts makes the host wait for the device, and then the device for the host. If every token of the
-        # last chunk had a gradient, assume the same of this one and read its counts while its products run.
-        if self._last_was_full() and not self.careful:
-            self.last = (len(active), counts)
+    ) -> Plan:
+        plan, active, count = self._plan(start, stats, grad_logp, grad_entropy)
+        if not self.skip:
+            return plan
+        counting, last = _AsyncCount(count), self.last
+        self.last = (len(active), counting)
+        # Reading the count makes the host wait for the device, and then the device for the host. If every token of the
+        # last chunk had a gradient, assume the same of this one; its count is read with the next chunk.
+        if last is not None and last[1].read() == last[0]:
             return plan
         source = _pack_active(active)  # queued before the wait, in case it is needed
-        count, num_overflowed = counts.read()
-        if num_overflowed:
-            overflowed = (stats.other_sum >= OVERFLOW_LIMIT) & (stats.target_logit == stats.reference)
-            self._recompute(start, overflowed.nonzero().squeeze(1), stats, self.exponentials)
-            return None
-        self.last = (len(active), counts)
+        count = counting.read()
         return plan._replace(count=count, source=None if count == len(active) else source[:count])
 
     def backward_chunk(self, start: int, stats: Stats, plan: Plan) -> None:
@@ -467,10 +590,7 @@ class TritonHead:
                 _product(e[part, : self.vocab], self.weight), start, plan, part, apply_coef=not rewritten
             )
 
-    def finish(self) -> bool:
-        self._last_was_full()
-        if self.overflowed:
-            return False
+    def finish(self) -> None:
         self.exponentials = None  # freed before anything else is allocated
         if self.grad_bias is not None and self.num_tokens:
             self.grad_bias.index_put_((self.target,), self.target_coef, accumulate=True)
@@ -481,7 +601,6 @@ class TritonHead:
             out = None if total.dtype == self.weight_dtype else torch.empty_like(self.weight, dtype=self.weight_dtype)
             self.grad_weight = total if out is None else out
             self._finish_weight(total, self.grad_weight, 0)
-        return True
 
     def backward(
         self,
@@ -536,10 +655,12 @@ class TritonHead:
             SOFTCAP=self.softcap is not None, BLOCK=1024,
         )  # fmt: skip
         sums, moments = self._exponentials(start, stop, reference, store)
+        num_overflowed = torch.zeros(1, dtype=torch.int32, device=device)
         _reduce_sums[(triton.cdiv(num_tokens, 16),)](
-            sums, moments, target_logit, other_sum, total, logp, entropy, num_tokens, len(sums), ENTROPY=self.entropy,
-            TOKENS=16, BLOCK=64,
+            sums, moments, target_logit, other_sum, total, logp, entropy, num_overflowed, num_tokens, len(sums),
+            OVERFLOW_LIMIT, ENTROPY=self.entropy, TOKENS=16, BLOCK=64,
         )  # fmt: skip
+        self._redo_overflowed(start, stop, stats, num_overflowed, sums, moments, store)
         return stats
 
     def _exponentials(
@@ -550,7 +671,7 @@ class TritonHead:
         if columns is not None:
             weight, bias = weight[columns], None if bias is None else bias[columns]
         num_tokens, vocab, device = stop - start, weight.shape[0], hidden.device
-        m, n, k = (128, 256, 64) if hidden.dtype == torch.bfloat16 else (32, 64, 32)
+        m, n, k = _tile(hidden.dtype)
         num_blocks = triton.cdiv(vocab, n)
         sums = moments = None
         if columns is None:
@@ -571,43 +692,46 @@ class TritonHead:
         )  # fmt: skip
         return sums, moments
 
-    def _recompute(self, start: int, index: Tensor, stats: Stats, store: Tensor | None) -> None:
-        """Recompute in plain torch the (few, if any) tokens whose target is too unlikely to be the reference."""
-        for part in index.split(256):
-            y = _product(self.hidden[start + part], self.weight.T)
-            y = (y if self.bias is None else y + self.bias.float()) * self.scale
-            y = y if self.softcap is None else self.softcap * torch.tanh(y / self.softcap)
-            z = y * (self.k / self.scale)
-            at = self.target[start + part].unsqueeze(1)
-            target_logit = z.gather(1, at)
-            z.scatter_(1, at, -torch.inf)
-            reference = z.amax(1, keepdim=True)
-            d, target_logit = z - reference, (target_logit - reference).squeeze(1)
-            e = d.exp()
-            stats.other_sum[part] = e.sum(1)
-            stats.total[part] = stats.other_sum[part] + target_logit.exp()
-            stats.logp[part] = target_logit - stats.total[part].log()
-            stats.reference[part] = reference.squeeze(1) * LOG2E
-            if stats.entropy is not None:
-                d.scatter_(1, at, 0.0)
-                moment = (d * e).sum(1) + target_logit * target_logit.exp()
-                stats.entropy[part] = stats.total[part].log() - moment / stats.total[part]
-            if store is not None:
-                store[part, : self.vocab] = e.to(store.dtype)
+    def _redo_overflowed(
+        self, start: int, stop: int, stats: Stats, num_overflowed: Tensor, sums: Tensor, moments: Tensor | None,
+        store: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Recompute the (few, if any) tokens whose target is too unlikely to be the reference; uses up the sums."""
+        hidden, target, num_tokens = self.hidden[start:stop], self.target[start:stop], stop - start
+        device, (m, n, k) = hidden.device, _tile(hidden.dtype)
+        programs = _num_programs(device)
+        highest = torch.empty(programs, num_tokens, device=device)
+        out = hidden if store is None else store  # without STORE nothing is written to it
+        sizes = (num_overflowed, num_tokens, self.vocab, self.width, hidden.stride(0), self.weight.stride(0))
+        scales = (self.scale, 1.0 if self.softcap is None else self.softcap, self.factor, OVERFLOW_LIMIT)
+        options = {"BIAS": self.bias is not None, "SOFTCAP": self.softcap is not None, "UPCAST": device.type == "cpu",
+                   "TOKENS": m, "BLOCK_N": n, "BLOCK_K": k, "PROGRAMS": programs,
+                   "num_warps": 8, "num_stages": 2}  # fmt: skip
+        _redo_highest[(programs,)](
+            hidden, self.weight, self.bias, target, stats.other_sum, highest, *sizes, *scales, **options
+        )
+        _redo_sums[(programs,)](
+            hidden, self.weight, self.bias, target, stats.other_sum, highest, stats.reference, sums, moments, out,
+            *sizes, out.stride(0), *scales, STORE=store is not None, ENTROPY=self.entropy, **options,
+        )  # fmt: skip
+        _redo_reduce[(triton.cdiv(num_tokens, 16),)](
+            sums, moments, stats.target_logit, stats.reference, stats.other_sum, stats.total, stats.logp, stats.entropy,
+            num_overflowed, num_tokens, len(sums), OVERFLOW_LIMIT, ENTROPY=self.entropy, TOKENS=16, BLOCK=64,
+        )  # fmt: skip
 
     def _plan(
         self, start: int, stats: Stats, grad_logp: Tensor, grad_entropy: Tensor | None
-    ) -> tuple[Plan, Tensor, Tensor]:  # a plan that takes every token, (n,) which have a gradient, (2,) counts
+    ) -> tuple[Plan, Tensor, Tensor]:  # a plan that takes every token, (n,) which have a gradient, (1,) how many
         # autograd may pass one number expanded with stride 0; the kernels assume stride 1
         grad_logp = grad_logp.contiguous()
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
         num_tokens = len(grad_logp)
         other_coef, target_coef = torch.empty_like(stats.other_sum), self.target_coef[start : start + num_tokens]
         active = torch.empty(num_tokens, dtype=torch.bool, device=other_coef.device)
-        counts = torch.zeros(2, dtype=torch.int32, device=other_coef.device)
+        count = torch.zeros(1, dtype=torch.int32, device=other_coef.device)
         _gradient_coefs[(triton.cdiv(num_tokens, 256),)](
             grad_logp, grad_entropy, stats.logp, stats.entropy, stats.other_sum, stats.total, stats.target_logit,
-            stats.reference, target_coef, other_coef, active, counts, num_tokens, self.k, self.factor, OVERFLOW_LIMIT,
+            target_coef, other_coef, active, count, num_tokens, self.k, self.factor,
             SOFTCAP=self.softcap is not None, ENTROPY=grad_entropy is not None, BLOCK=256,
         )  # fmt: skip
         scaled = None
@@ -620,16 +744,7 @@ class TritonHead:
                 self.hidden[start:], other_coef, active, scaled, self.width, self.hidden.stride(0),
                 SCALE=grad_entropy is None and self.softcap is None, BLOCK=1024,
             )  # fmt: skip
-        return Plan(num_tokens, None, scaled, other_coef, target_coef, grad_logp, grad_entropy), active, counts
-
-    def _last_was_full(self) -> bool:
-        """Whether every token of the last chunk had a gradient. Also records an overflow that went unnoticed there."""
-        if self.last is None:
-            return False
-        num_tokens, counts = self.last
-        count, num_overflowed = counts.read()
-        self.overflowed |= num_overflowed > 0
-        return count == num_tokens
+        return Plan(num_tokens, None, scaled, other_coef, target_coef, grad_logp, grad_entropy), active, count
 
     def _rewrite(self, e: Tensor, vocab: int, stats: Stats, plan: Plan) -> None:
         columns = (stats.total, stats.reference, stats.entropy, plan.grad_logp, plan.grad_entropy)
@@ -674,20 +789,20 @@ class TritonHead:
         return torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device)
 
 
-class _AsyncCounts:
-    """Copies a few integers to the host asynchronously; only read() waits for them."""
+class _AsyncCount:
+    """Copies an integer to the host asynchronously; only read() waits for it."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor) -> None:  # (1,)
         self.host, self.event = x, None
         if x.is_cuda:
             self.host, self.event = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
             self.host.copy_(x, non_blocking=True)
             self.event.record()
 
-    def read(self) -> list[int]:
+    def read(self) -> int:
         if self.event is not None:
             self.event.synchronize()
-        return self.host.tolist()
+        return int(self.host[0])
 
 
 def obstacle(
@@ -727,6 +842,10 @@ def _aligned(x: Tensor) -> Tensor:
     """x with rows that a tensor descriptor can read: contiguous and 16-byte aligned. Copies only if needed."""
     ok = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if ok else x.clone(memory_format=torch.contiguous_format)
+
+
+def _tile(dtype: torch.dtype) -> tuple[int, int, int]:  # tokens, columns, width
+    return (128, 256, 64) if dtype == torch.bfloat16 else (32, 64, 32)
 
 
 def _num_programs(device: torch.device) -> int:

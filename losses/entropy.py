@@ -54,7 +54,7 @@ def entropy_threshold(
     if not 0 < top <= 1:
         raise ValueError(f"top_entropy_quantile={top}: must be above 0 and at most 1; 1 trains on every token")
     if len(entropy) == 0:
-        return wide(entropy).new_tensor(-math.inf)
+        return wide(entropy).new_full((), -math.inf)
     position = (1 - top) * (len(entropy) - 1)
     below = math.floor(position)
     ordered = wide(entropy).sort().values  # kthvalue has no deterministic form on CUDA

@@ -50,7 +50,7 @@ def _weighted_loss(
     """Sum over completions, each times its class's weight. The count ignores the weights: they scale the loss."""
     assert {x.shape for x in (loss, logp, label)} == {(len(loss),)} and label.dtype == torch.bool, "shapes do not match"
     weighted = torch.where(label, desirable_weight * loss, undesirable_weight * loss)  # (B,)
-    term = Term(1.0, weighted.sum(), loss.new_tensor(len(loss)))
+    term = Term(1.0, weighted.sum(), loss.new_full((), len(loss)))
     with torch.no_grad():
         metrics = {}
         for side, is_side in (("chosen", label), ("rejected", ~label)):

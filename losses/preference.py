@@ -332,7 +332,7 @@ def pair_metrics(
         "policy/logp_chosen": wide(logp_w),
         "policy/logp_rejected": wide(logp_l),
     }
-    count = wide(reward_w).new_tensor(len(reward_w))
+    count = wide(reward_w).new_full((), len(reward_w))
     return {name: (value.sum(), count) for name, value in sums.items()}
 
 
@@ -371,5 +371,5 @@ def dpo_loss(
         loss = function(s, **{key: options[key] for key in used})  # (B,)
         if pair_weight is not None:
             loss = loss * pair_weight
-        terms[name] = Term(weight, loss.sum(), loss.new_tensor(len(loss)))
+        terms[name] = Term(weight, loss.sum(), loss.new_full((), len(loss)))
     return LossOut(terms, pair_metrics(beta * s.c, beta * s.r, s.logp_w, s.logp_l))

@@ -132,7 +132,7 @@ def cpo_loss(
     function = CPO_LOSSES[loss_type]
     loss = function(s, **{key: options[key] for key in options_of(function)})  # (B,)
     terms = {
-        loss_type: Term(1.0, loss.sum(), loss.new_tensor(len(loss))),
+        loss_type: Term(1.0, loss.sum(), loss.new_full((), len(loss))),
         "nll": Term(cpo_alpha, -s.sum_w.sum(), s.len_w.sum()),
     }
     reward_w, reward_l = (s.mean_w, s.mean_l) if loss_type in MEAN_LOSSES else (s.sum_w, s.sum_l)
@@ -171,7 +171,7 @@ def orpo_loss(
 ) -> LossOut:
     assert {x.shape for x in s} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s]}"
     log_odds = log_odds_ratio(s)  # (B,)
-    count = log_odds.new_tensor(len(log_odds))
+    count = log_odds.new_full((), len(log_odds))
     terms = {
         "nll": Term(1.0, wide(nll_sum), nll_count),
         "odds": Term(alpha, -F.logsigmoid(log_odds).sum(), count),

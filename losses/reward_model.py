@@ -41,7 +41,7 @@ def bradley_terry(
     distance = score_w - score_l  # (B,)
     required = torch.zeros_like(distance) if margin is None else wide(margin)  # (B,)
     assert required.shape == distance.shape, f"margin {tuple(required.shape)} vs scores {tuple(distance.shape)}"
-    count = distance.new_tensor(len(distance))
+    count = distance.new_full((), len(distance))
     terms = {"bradley_terry": Term(1.0, -F.logsigmoid(distance - required).sum(), count)}
     if center_coefficient is not None:
         terms["center"] = Term(center_coefficient, (score_w + score_l).square().sum(), count)

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,9 @@ VARIANTS = {
     "compile": (*EXACT, "--compile"),
     "copy": (*EXACT, "--ref", "copy"),
     "precomputed": (*EXACT, "--ref", "precomputed"),
+    "4bit": ("--lora.r", "4", "--load-in-4bit"),
+    "4bit-exact": (*EXACT, "--lora.r", "4", "--load-in-4bit"),
+    "4bit-compile": (*EXACT, "--lora.r", "4", "--load-in-4bit", "--compile"),
     "adapter_off": ("--lora.r", "4", "--ref", "adapter_off"),
     "precomputed-lora": ("--lora.r", "4", "--ref", "precomputed"),
 }
@@ -276,6 +279,21 @@ def test_compiled_blocks_give_the_same_numbers(runs, method):
     alike(rows[1], plain[1], limit=3e-3, leave_out=("eval/",))
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_a_base_in_4_bits(runs, method):
+    """The engine samples from the dequantised weights; compiled blocks give the same numbers."""
+    low, exact = (check_whole(runs.here(method, variant), method) for variant in ("4bit", "4bit-exact"))
+    about_the_same(low[1], exact[1], method)
+    check_final(runs.here(method, "4bit"), method)
+    if method in SAMPLES:
+        assert all(row["policy/behaviour_gap"] < GAPS["full"] for row in exact[1:])
+    torch._dynamo.reset()
+    compiled = check_whole(runs.here(method, "4bit-compile"), method)
+    torch._dynamo.reset()
+    by_rounding = BY_ROUNDING if method in REFERENCED else ()
+    alike(compiled[1], exact[1], limit=3e-3, leave_out=(*by_rounding, "eval/"))
+
+
 @pytest.mark.parametrize("method", FAMILIES)
 def test_resumed_after_the_first_step_it_does_the_second_again(runs, method, tmp_path):
     run = tmp_path / "run"
@@ -331,15 +349,15 @@ def test_a_rollout_function_of_two_turns(variant, tmp_path):
 def steps(monkeypatch) -> list[tuple[int, int]]:
     """After each step: bytes that torch has allocated on the GPU, and graphs that dynamo has made so far."""
     seen: list[tuple[int, int]] = []
-    plain = Timer.metrics
+    plain = Timer.later
 
-    def look(self: Timer, num_tokens: int) -> dict[str, float]:
+    def look(self: Timer, num_tokens: int) -> Callable[[], dict[str, float]]:
         gc.collect()
         held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         seen.append((held, dynamo_counters["stats"]["unique_graphs"]))
         return plain(self, num_tokens)
 
-    monkeypatch.setattr(Timer, "metrics", look)
+    monkeypatch.setattr(Timer, "later", look)
     return seen
 
 

@@ -15,7 +15,8 @@ L layers, D width, H query heads, G key-value heads, K head size, I width inside
 parameters; n tokens of a micro-batch on this GPU (packed, so all are real). h = bytes of a trained weight, w = of a
 number in the residual stream, c = of one in the matrix products: full fine-tuning holds float32 weights and multiplies
 in bfloat16 under autocast (h 4, w 4, c 2); --trained-dtype bfloat16 has 2, 2, 2, and --dtype float32 has 4, 4, 4. The
-frozen base of a LoRA run, and blocks that FSDP gathers in bfloat16, have w 2, c 2.
+frozen base of a LoRA run, and blocks that FSDP gathers in bfloat16, have w 2, c 2. With --load-in-4bit the matrices of
+that base take PACKED bytes a weight, and c more for the one in use.
 
 Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor, on a CPU; the peak of a step there; the
 head's buffers and the peak of a checkpointed bfloat16 step, against rows measured on an H200; AdamW's moments, against
@@ -45,6 +46,7 @@ CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/linear_logprob_triton.py, 
 TRITON_HEAD = (9, 10)  # compute capabilities that it runs on: Hopper and Blackwell
 TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
 SCALED, SMALLEST = 256, 4096  # torchao's 8-bit moments: numbers of a scale, and of the smallest tensor that has them
+PACKED = 0.5 + 2 / 64  # bytes of a weight in kernels/nf4.py: a code, and its part of a bfloat16 scale
 GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
 RESERVE = 2.0  # GiB, assumed: CUDA context, NCCL, cuBLAS workspaces, gaps in the allocator
@@ -123,6 +125,7 @@ class Work:
 
     tokens: int
     lora_r: int = 0
+    in_4bit: bool = False  # a frozen base in 4 bits
     held: int = 4  # h: bytes of a weight when all are trained
     compute: int = 2  # c
     checkpointing: bool = False
@@ -227,8 +230,9 @@ def kept(s: Sizes, work: Work) -> dict[str, float]:
         in_8bit = sum(num for num, own in parts if own >= SMALLEST and own % SCALED == 0)
     else:
         in_8bit = 0
+    base = work.compute * s.params - (work.compute - PACKED) * s.matrices * work.in_4bit
     whole = {
-        "weights": (work.held if work.full else work.compute) * s.params,
+        "weights": work.held * s.params if work.full else base,
         "adapters": 4 * s.adapter(work.lora_r),
         "gradients": trained_bytes * trained,
         "optimizer state": 2 * (1 + 4 / SCALED) * in_8bit + 2 * trained_bytes * (trained - in_8bit),
@@ -351,10 +355,11 @@ def moments(s: Sizes, work: Work) -> list[Moment]:
     # float32), that of the residual stream, and the new gradient of one matrix before it is accumulated.
     wide = 2 * c + (4 if work.lora_r and c == 2 else 0)
     matrix = d * s.inner * (w + c * (w != c)) if work.full and work.accumulates else 0
-    worst = n * (wide * s.inner + w * d) + matrix + reduced
+    unpacked = c * d * s.inner * work.in_4bit  # the dequantised weight of the matrix in use
+    worst = n * (wide * s.inner + w * d) + matrix + unpacked + reduced
     found = [Moment("log-prob head", stays, c * work.rows * d + head_bytes(s, work) + gathered)]
     if work.checkpointing:  # autocast's cache holds the casts of all blocks until the forward ends
-        forward = n * (4 * c * s.inner + w * d) + gathered
+        forward = n * (4 * c * s.inner + w * d) + unpacked + gathered
         found.append(Moment("forward, casts of all weights", stays, forward + casts(s, work)))
     found.append(Moment("backward of a block", stays + block * work.checkpointing, worst + waits, new))
     if is_first:  # in the first block, the others have their gradients and it has only that of its last matrix
@@ -519,7 +524,8 @@ def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
     compute = BYTES[{"cuda": "bfloat16", "cpu": "float32"}[device] if cfg.model.dtype == "auto" else cfg.model.dtype]
     tokens, is_part = micro_batch(cfg)
     work = Work(
-        tokens=tokens, lora_r=cfg.lora.r, held=BYTES[cfg.model.trained_dtype], compute=compute,
+        tokens=tokens, lora_r=cfg.lora.r, in_4bit=cfg.model.load_in_4bit, held=BYTES[cfg.model.trained_dtype],
+        compute=compute,
         checkpointing=cfg.model.gradient_checkpointing, head=method_of(cfg).head_for(cfg.parallel.context),
         has_reference=has_reference(cfg), others=compute * sum(sizes_for(cfg, name).params for name in frozen(cfg)),
         optim=cfg.optim.optim, accumulates=is_part, context=cfg.parallel.context,
@@ -544,7 +550,7 @@ def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
     from trainer.policy.sharding import room_for_a_copy
 
     parallel, world = cfg.parallel, world_size()
-    if world == 1 or parallel.mode == "replicate":
+    if world == 1 or parallel.mode == "replicate" or work.in_4bit:
         return 1
     if parallel.mode == "auto":
         replica = kept(s, replace(work, optim="adamw", others=0.0, critic=0.0))
@@ -710,12 +716,15 @@ def advice(s: Sizes, work: Work, cfg: Any) -> list[Advice]:
         found = [Advice(f"--max-{name} {length // 2}", saves(tokens=half), remark)]
     rank, remark = (RANK, ": only adapters are trained") if work.full else (max(1, work.lora_r // 2), "")
     is_wide = work.full and work.held == 4 and work.compute == 2
+    is_alone = work.shards == work.context == 1
+    in_full = work.lora_r > 0 and not work.in_4bit and is_alone and work.head != "none"
     second = hasattr(cfg, "reference") and (work.has_reference or work.others)
     for is_possible, flag, changed, said in (
         (not work.checkpointing, "--gradient-checkpointing", {"checkpointing": True}, ", a third more time"),
         (work.optim == "adamw", "--optim adamw_8bit", {"optim": "adamw_8bit"}, " of moments (needs torchao)"),
         (is_wide, "--trained-dtype bfloat16", {"held": 2}, ", in a new run: weights, gradients and moments"),
         (True, f"--lora.r {rank}", {"lora_r": rank}, f", in a new run{remark}"),
+        (in_full, "--load-in-4bit", {"in_4bit": True}, ", in a new run: the frozen base in 4 bits"),
         (second, "--ref precomputed", {"has_reference": False, "others": 0.0}, ": no second model while training"),
     ):
         if is_possible:
@@ -848,6 +857,8 @@ class PlanConfig:
     ref: Literal["auto", "precomputed"] = "auto"
     """How the reference is held. precomputed: its log-probs are on disk, and no copy is in memory."""
     lora: Lora = field(default_factory=Lora)
+    load_in_4bit: bool = False
+    """Hold the frozen base of a LoRA run in 4 bits."""
     max_tokens_per_micro_batch: int = 8192
     """Most tokens of one forward pass."""
     gradient_checkpointing: bool = False
@@ -885,6 +896,15 @@ class PlanConfig:
                 f"trained_dtype=bfloat16: has no effect on adapters, and is less precise than dtype=float32 "
                 f"(lora.r={self.lora.r}, dtype={self.dtype}); leave it out"
             )
+        if self.load_in_4bit:
+            if not self.lora.r:
+                raise ValueError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
+            if METHODS[self.method].head == "none":
+                raise ValueError(f"load_in_4bit=True: not for reward models (method={self.method}); leave it out")
+            is_sharded = self.parallel.mode == "fsdp" or self.parallel.shard is not None
+            if is_sharded or self.parallel.context > 1:
+                name = "fsdp" if is_sharded else f"parallel.context={self.parallel.context}"
+                raise ValueError(f"load_in_4bit=True: not supported with {name}; leave one of them out")
         for name, value in (("shard", self.parallel.shard), ("context", self.parallel.context)):
             if value is not None and (value < 1 or self.gpus % value):
                 raise ValueError(f"parallel.{name}={value}: must divide the {self.gpus} GPUs")
@@ -968,14 +988,15 @@ def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
     """The settings compared: replicate and, with several GPUs, fsdp, each without and with gradient checkpointing."""
     parallel = cfg.parallel
     base = Work(
-        tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, held=BYTES[cfg.trained_dtype],
-        compute=BYTES[cfg.dtype], has_reference=cfg.has_reference, optim=cfg.optim, triton=card.triton_head,
-        context=parallel.context, head=METHODS[cfg.method].head_for(parallel.context), others=cfg.others,
+        tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, in_4bit=cfg.load_in_4bit,
+        held=BYTES[cfg.trained_dtype], compute=BYTES[cfg.dtype], has_reference=cfg.has_reference, optim=cfg.optim,
+        triton=card.triton_head, context=parallel.context, head=METHODS[cfg.method].head_for(parallel.context),
+        others=cfg.others,
     )  # fmt: skip
     modes = {}
     if cfg.gpus == 1 or (parallel.mode != "fsdp" and parallel.shard is None):
         modes["replicate"] = base
-    if cfg.gpus > 1 and parallel.mode != "replicate":
+    if cfg.gpus > 1 and parallel.mode != "replicate" and not cfg.load_in_4bit:
         modes["fsdp"] = replace(base, shards=parallel.shard or cfg.gpus)
     return {
         name + suffix: replace(work, checkpointing=bool(suffix))
@@ -1023,6 +1044,7 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
     num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
     sharing = f", a slice of it on each of {cfg.parallel.context}" if cfg.parallel.context > 1 else ""
     held = f", weights held in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
+    held = ", base in 4 bits" if cfg.load_in_4bit else held
     out = [
         f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; {cfg.method}, {cfg.dtype}, {cfg.optim}{held}",
         f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {rooms} for tensors of the trainer; "

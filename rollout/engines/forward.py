@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from kernels.decode_attention import Rows, decode_attention, seen_by, supports
 from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
+from kernels.nf4 import Linear4bit
 
 NAME = "strop_paged"  # our name among transformers' attention implementations
 
@@ -438,7 +439,7 @@ def base_of(module: nn.Module) -> Any:
 
 
 def merged(module: nn.Module) -> Tensor:
-    """The weight with its adapters, added up in float32."""
+    """The weight with its adapters, added up in float32; that of a 4-bit layer is dequantised."""
     weight = base_of(module).weight.detach()
     if not hasattr(module, "base_layer"):
         return weight
@@ -492,8 +493,8 @@ def block_obstacle(lm: Any) -> str | None:
 
 
 def mergeable(module: nn.Module) -> bool:
-    """A plain linear layer, or one with plain LoRA adapters."""
-    if type(base_of(module)) is not nn.Linear:
+    """A plain or 4-bit linear layer, or one with plain LoRA adapters."""
+    if type(base_of(module)) not in (nn.Linear, Linear4bit):
         return False
     if not hasattr(module, "base_layer"):
         return True

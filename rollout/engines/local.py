@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from kernels.draw import signed_64
+from kernels.nf4 import num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
 from rollout.engines.decoder import Decoder
 from rollout.engines.forward import (
@@ -244,7 +245,7 @@ class LocalEngine:
         copied = not in_place and adapters_obstacle(lm) is None
         options = {"autocast_dtype": self.autocast_dtype, "copied": copied}
         ways: list[Callable[[], Forward]] = [lambda: TransformersForward(lm, dtype, **options)]
-        copy_bytes = sum(p.numel() for p in lm.parameters()) * dtype.itemsize
+        copy_bytes = num_weights(lm) * dtype.itemsize
         is_tight = available(self.device) - torch.cuda.memory_allocated(self.device) < 2 * copy_bytes
         if block_obstacle(lm) is None and not (in_place and is_tight):
             ways.insert(0, lambda: BlockForward(lm, dtype))

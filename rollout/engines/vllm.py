@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from kernels.nf4 import is_4bit
 from rollout.engine import LOOK_S, Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.engines.probe import Probe, score_rows
@@ -83,7 +84,10 @@ class VllmEngine:
         self.launched: list[Launched] = []  # the servers that we started; empty: given by address
         self.loop = Loop()
         self.pool = self.weights = self._watch = None
-        lora_rank = lora_rank if wants_adapters(sync.backend, self.colocate) else 0
+        # A 4-bit base is sent dequantised, unless adapters for the servers' full base are asked for.
+        is_rounded = is_4bit(local.model)
+        is_lora = source.is_lora and not (is_rounded and sync.backend == "auto")
+        lora_rank = lora_rank if is_lora and wants_adapters(sync.backend, self.colocate) else 0
         try:
             for replica in range(0 if cfg.url else cfg.replicas):
                 self.launched.append(launch(
@@ -104,7 +108,13 @@ class VllmEngine:
                 restart=self._restart if self.launched else None,
             )  # fmt: skip
             self._run(self.pool.connect())
-            backend = pick_backend(sync.backend, servers, is_lora=source.is_lora, device_uuid=uuid_of(device))
+            backend = pick_backend(sync.backend, servers, is_lora=is_lora, device_uuid=uuid_of(device))
+            if backend == "lora" and is_rounded:
+                self._probe.rounded = True
+                log(
+                    "vLLM: servers hold the full base, the trainer holds it in 4 bits; importance weights correct the "
+                    "difference, which is policy/behaviour_gap"
+                )
             mover = make_sync(sync, backend, source, self.loop, servers, device)
             if isinstance(mover, LoraSync):
                 mover.in_use = self.in_use

@@ -162,6 +162,35 @@ def tokens_without_a_gradient_are_skipped(path: Path) -> None:
 
 
 @every_path
+def tokens_without_a_gradient_are_not_looked_for(path: Path) -> None:
+    """skip=False: all tokens enter the products, gradients are the same, and a NaN without a gradient stays alone."""
+    case = make(N, D, V, path=path)
+    silent = torch.arange(N, device=path.device) % 3 == 0
+    case = case._replace(c=case.c.masked_fill(silent, 0.0))
+    bad = case._replace(hidden=case.hidden.masked_fill(silent.unsqueeze(1), float("nan")))
+    for loss in ("logp", "both"):
+        want = heads.truth(case, loss=loss)
+        for given in (case, bad):
+            leaves = heads.leaves_of(given)
+            full = given._replace(**leaves)
+
+            def loss_fn(tokens: fast.TokenLogps, index: Tensor, loss: str = loss) -> tuple[Tensor, None]:
+                logp, entropy = (torch.where(silent[index], 0.0, x) for x in tokens)
+                return heads.LOSSES[loss](logp, entropy, case.c[:, index]), None
+
+            arguments = (full.hidden, full.weight, full.target)
+            options = {"bias": full.bias, "impl": path.impl, "skip": False}
+            with heads.counted_tokens(path) as counts:
+                total, _ = fast.linear_logprob_loss(*arguments, loss_fn, **options)
+            assert sum(counts) == N, counts
+            general, _ = loss_fn(fast.linear_logprob(*arguments, **options), torch.arange(N, device=path.device))
+            for scalar in (total, general):
+                found = dict(zip(leaves, torch.autograd.grad(scalar, list(leaves.values())), strict=True))
+                assert (found["hidden"][silent] == 0).all()
+                assert_same(found, want, path, what=f"{loss}")
+
+
+@every_path
 def nan_tokens_without_a_gradient(path: Path) -> None:
     """A masked position may hold anything: neither the loss nor a gradient may depend on it."""
     case = make(N, D, V, path=path)

@@ -211,7 +211,10 @@ def counted_tokens(path: Path) -> Iterator[list[int]]:
     counts, backward_chunk = [], head.backward_chunk
 
     def spy(self, start, stats, plan):
-        counts.append(len(plan.active) if head is fast.TorchHead else plan.count)
+        if head is not fast.TorchHead:
+            counts.append(plan.count)
+        else:
+            counts.append(len(plan.grad_logp if plan.active is None else plan.active))
         return backward_chunk(self, start, stats, plan)
 
     with mock.patch.object(head, "backward_chunk", spy):

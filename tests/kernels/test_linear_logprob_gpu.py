@@ -33,18 +33,19 @@ TOKENS = (1, 127, 128, 129, 1000)
 
 @pytest.fixture(autouse=True)
 def recomputed(monkeypatch, request) -> list[int]:
-    """Numbers of tokens recomputed in torch; any fails a test that does not request this fixture by name."""
+    """Numbers of recomputed tokens; any fails a test that does not request this fixture by name."""
     from kernels import linear_logprob_triton
 
     counts: list[int] = []
-    recompute = linear_logprob_triton.TritonHead._recompute
+    redo = linear_logprob_triton.TritonHead._redo_overflowed
 
-    def spy(self, start, index, stats, store):
-        assert "recomputed" in request.function.__code__.co_varnames, f"{len(index)} tokens were recomputed in torch"
-        counts.append(len(index))
-        return recompute(self, start, index, stats, store)
+    def spy(self, start, stop, stats, num_overflowed, *rest):
+        if count := int(num_overflowed):
+            assert "recomputed" in request.function.__code__.co_varnames, f"{count} tokens were recomputed"
+            counts.append(count)
+        return redo(self, start, stop, stats, num_overflowed, *rest)
 
-    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_recompute", spy)
+    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_redo_overflowed", spy)
     yield counts
     torch.cuda.empty_cache()
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kernels.linear_logprob import BLOCK_ELEMENTS, linear_logprob_loss
+from kernels.nf4 import BYTES_PER_WEIGHT
 from rollout.engines import local
 from tests.entry import metrics
 from trainer import plan
@@ -45,6 +46,7 @@ from trainer.plan import (
     sizes_of,
 )
 from trainer.policy import sharding
+from trainer.policy.load import quantize_layers
 from trainer.policy.optim import build_optimizer
 from trainer.rl import engine_choice
 
@@ -110,7 +112,8 @@ SAVED = [
     ("llama", SMALL, {}), ("qwen3", WIDE, {}), ("qwen3", SMALL, {"compute": 4}), ("qwen3", SMALL, {"held": 2}),
     ("llama", WIDE, {"compute": 4, "checkpointing": True}), ("qwen3", SMALL, {"checkpointing": True}),
     ("llama", SMALL, {"lora_r": 8}), ("qwen3", WIDE, {"lora_r": 8}), ("llama", WIDE, {"lora_r": 8, "compute": 4}),
-    ("qwen3", SMALL, {"lora_r": 8, "compute": 4}),
+    ("qwen3", SMALL, {"lora_r": 8, "compute": 4}), ("qwen3", WIDE, {"lora_r": 8, "in_4bit": True}),
+    ("llama", SMALL, {"lora_r": 8, "compute": 4, "in_4bit": True}),
 ]  # fmt: skip
 
 
@@ -125,6 +128,9 @@ def test_saved_activations_are_those_of_autograd():
         assert (s.qk_norm, s.params) == (kind == "qwen3", sum(x.numel() for x in model.parameters()))
         if work.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if work.in_4bit:
+            quantize_layers(model, torch.device("cpu"))
+            assert kept(s, work)["weights"] == sum(x.nbytes for x in model.parameters())
         if work.lora_r:
             wrapped = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
             assert s.adapter(8) == sum(x.numel() for x in wrapped.parameters() if x.requires_grad)
@@ -306,6 +312,15 @@ def test_largest_micro_batch_is_the_last_that_fits(sizes):
         assert plan.largest(s, work, 0.5) == 0, options
 
 
+def test_a_base_in_4_bits_saves_its_matrices_but_for_one(sizes):
+    s = sizes["llama-3.1-8b"]
+    work = Work(tokens=8192, lora_r=16, checkpointing=True, head="any loss")
+    less = (2 - plan.PACKED) * s.matrices
+    weights = [kept(s, x)["weights"] for x in (work, replace(work, in_4bit=True))]
+    assert weights[0] - weights[1] == less
+    assert peak(s, work) - peak(s, replace(work, in_4bit=True)) == less - 2 * 4096 * 14336 > 9 * GIB
+
+
 def test_flops_per_token(sizes):
     s = sizes["llama-3.1-8b"]
     num = s.params - s.embedding
@@ -321,7 +336,7 @@ def test_numbers_copied_from_elsewhere_are_still_those():
     assert (triton_head.CHUNK, triton_head.PART, triton_head.SLICE) == (
         plan.CHUNK, plan.PART, plan.SLICE
     )  # fmt: skip
-    assert BLOCK_ELEMENTS == plan.TORCH_BLOCK
+    assert (BLOCK_ELEMENTS, BYTES_PER_WEIGHT) == (plan.TORCH_BLOCK, plan.PACKED)
     assert RunConfig.max_tokens_per_micro_batch == PlanConfig.max_tokens_per_micro_batch
     assert OptimConfig.optim == PlanConfig.optim
     assert (local.PAGE["cuda"], engine_choice.SPARE) == (plan.PAGE, plan.RESERVE * GIB)
@@ -402,6 +417,16 @@ def test_columns_are_those_of_the_parallel_flags():
     assert (shared.shards, shared.own, shared.head) == (8, 8192 // 4, "any loss")
 
 
+IN_4BIT = {"shape": "qwen3-0.6b", "load_in_4bit": True, "lora": plan.Lora(r=8)}
+
+
+def test_a_base_in_4_bits_is_never_sharded(capsys):
+    argv = ["--shape", "llama-3.1-8b", "--gpu", "h200", "--gpus", "8", "--lora.r", "16", "--load-in-4bit"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "base in 4 bits" in printed and "fsdp" not in printed
+
+
 def test_command_refuses_in_one_sentence(capsys, tmp_path):
     for argv, said in (
         (["--model", str(tmp_path)], "holds neither config.json"),
@@ -423,6 +448,10 @@ def test_command_refuses_in_one_sentence(capsys, tmp_path):
         ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(context=5)}, "parallel.context=5: must divide"),
         ({"shape": "qwen3-0.6b", "parallel": Parallel(mode="fsdp")}, "parallel.mode=fsdp: has no effect with one GPU"),
         ({"shape": "qwen3-0.6b", "gpus": 2, "parallel": Parallel(mode="replicate", shard=2)}, "parallel.shard=2: has"),
+        ({"shape": "qwen3-0.6b", "load_in_4bit": True}, "train adapters with --lora.r 16"),
+        (IN_4BIT | {"gpus": 2, "parallel": Parallel(mode="fsdp")}, "not supported with fsdp"),
+        (IN_4BIT | {"gpus": 2, "parallel": Parallel(context=2)}, "not supported with parallel.context=2"),
+        (IN_4BIT | {"method": "rm"}, "not for reward models"),
         ({"shape": "qwen3-0.6b", "trained_dtype": "bfloat16", "dtype": "float32"}, "trained_dtype=bfloat16"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -602,6 +631,9 @@ def test_advice_is_about_this_run():
     s = plan.sizes_for(cfg)
     flags = [one.flag for one in plan.advice(s, plan.work_of(cfg, s, "cuda"), cfg)]
     # one sequence fills a micro-batch; adapters are too small for 8-bit moments; the rest is set
+    assert sorted(flags) == ["--load-in-4bit", "--lora.r 4", "--max-length 512"]
+    packed = replace(cfg, model=replace(model, load_in_4bit=True))
+    flags = [one.flag for one in plan.advice(s, plan.work_of(packed, s, "cuda"), packed)]
     assert sorted(flags) == ["--lora.r 4", "--max-length 512"]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -190,17 +190,23 @@ def measured_metrics(measured: Sequence[MeasuredFeatures], area: str) -> dict[st
     diversity = torch.cat([part.reward.diversity for part in measured])
     prefix = "eval/reward" if area == "eval" else "reward"
     metrics = {
-        f"{prefix}/mean": (alignment - diversity).mean().item(),
-        f"{area}/alignment/mean": alignment.mean().item(),
-        f"{area}/diversity/mean": diversity.mean().item(),
-        f"{area}/cfm": torch.cat([part.cfm for part in measured]).mean().item(),
+        f"{prefix}/mean": (alignment - diversity).mean(),
+        f"{area}/alignment/mean": alignment.mean(),
+        f"{area}/diversity/mean": diversity.mean(),
+        f"{area}/cfm": torch.cat([part.cfm for part in measured]).mean(),
     }
     if area == "reward":
-        metrics["reward/std"] = (alignment - diversity).std(correction=1).item() if alignment.numel() > 1 else 0.0
+        several = alignment.numel() > 1
+        metrics["reward/std"] = (alignment - diversity).std(correction=1) if several else alignment.new_zeros(())
     unbiased = [part.cfm_unbiased for part in measured if part.cfm_unbiased is not None]
     if unbiased:
-        metrics[f"{area}/cfm_unbiased"] = torch.cat(unbiased).mean().item()
-    return metrics
+        metrics[f"{area}/cfm_unbiased"] = torch.cat(unbiased).mean()
+    return read_numbers(metrics)
+
+
+def read_numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:  # () each
+    """All of them in one copy from the device."""
+    return dict(zip(metrics, torch.stack([x.double() for x in metrics.values()]).tolist(), strict=True))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import Item, make_batches
+from data.packing import Item, make_batches, to_device
 from data.strided import Document, StridedBatch, empty_strided, make_strided
 from kernels.draw import signed_64
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
@@ -30,12 +30,12 @@ from losses import ebft
 from losses.importance import log_difference
 from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
-from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
+from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks, read_numbers
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.loop import indices_of_this_rank, rows_of_this_rank
 from trainer.parallel.comm import all_sum, world_size
 from trainer.policy.attention import span_masks
-from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, token_logps
+from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, skips, token_logps
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import gathered_weights, pad_to_equal_count, to_device_and_pad
 
@@ -69,7 +69,7 @@ def continue_all(
     """
     lm, plan = causal_lm(policy.model), cfg.strided.plan
     of_document = [signed_64(sample_seed(seed, number)) for number in numbers]
-    of_document = torch.tensor(of_document, dtype=torch.int64, device=policy.device)
+    of_document = to_device(torch.tensor(of_document, dtype=torch.int64), policy.device)
     of_sample = torch.arange(plan.n_samples_per_prompt, device=policy.device)
     multiple = max(multiple, policy.row_multiple)
     planned = make_strided(documents, plan, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=multiple)
@@ -99,7 +99,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
     """Gradients of one optimizer step."""
     features, lm = cfg.features, causal_lm(policy.model)
     generated, text = (
-        all_sum(torch.tensor(float(count), device=policy.device))
+        all_sum(torch.full((), float(count), device=policy.device))
         for count in (sum(row.place.numel() for row in step.rows), sum(len(row.ce_target) for row in step.rows))
     )
     denominators = {"policy": generated, "ce": text}
@@ -134,6 +134,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
                     loss_fn=partial(policy_loss, advantage=of_token, behaviour=behaviour.flatten()),
                     temperature=cfg.temperature,
                     ignore_index=None,
+                    skip=skips(policy),
                     **head_of(lm),
                 )  # fmt: skip
             )
@@ -144,6 +145,7 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
                     target=row.ce_target,
                     loss_fn=target_loss,
                     ignore_index=None,
+                    skip=skips(policy),
                     **head_of(lm),
                 )  # fmt: skip
             )
@@ -180,22 +182,26 @@ def sample_rows(policy: Policy, documents: Sequence[Document], step: StridedStep
         return []
     number = rows[len(rows) // 2]
     row, place = step.rows[number], len(step.rows[number].anchor) // 2
-    document, anchor = documents[int(row.document[place])], int(row.anchor[place])
+    number_of_document, anchor = torch.stack([row.document[place], row.anchor[place]]).tolist()
+    document = documents[number_of_document]
 
     def text(ids: list[int]) -> str:
         return policy.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     reward = step.measured[number].reward
+    completions = row.input_ids[0, row.place[place]].tolist()  # (n, G)
+    scores = (reward.alignment[place], reward.diversity[place], step.advantage[number][place])  # (n,) each
+    alignment, diversity, advantage = torch.stack([x.double() for x in scores]).tolist()
     return [
         {
             "prompt": text(document.ids[:anchor]),
-            "completion": text(row.input_ids[0, row.place[place, sample]].tolist()),
+            "completion": text(completions[sample]),
             "truth": text(document.ids[anchor : anchor + row.place.shape[2]]),
             "rewards": {
-                "alignment": reward.alignment[place, sample].item(),
-                "diversity": reward.diversity[place, sample].item(),
+                "alignment": alignment[sample],
+                "diversity": diversity[sample],
             },
-            "advantage": step.advantage[number][place, sample].item(),
+            "advantage": advantage[sample],
             "source": document.source,
         }
         for sample in range(row.place.shape[1])
@@ -210,8 +216,12 @@ def step_metrics(network: FeatureNetwork, step: StridedStep) -> dict[str, float]
     advantage = ebft.advantage_of(measured.reward, advantage_estimator=network.cfg.advantage_estimator)
     return {
         **measured_metrics([measured], "reward"),
-        "policy/advantage_std": advantage.std(correction=0).item(),
-        "reward/zero_std_frac": (advantage.abs().amax(dim=1) < 1e-6).float().mean().item(),
+        **read_numbers(
+            {
+                "policy/advantage_std": advantage.std(correction=0),
+                "reward/zero_std_frac": (advantage.abs().amax(dim=1) < 1e-6).float().mean(),
+            }
+        ),
         "rollout/anchors": float(len(measured.cfm)),
     }
 

@@ -131,7 +131,7 @@ def add_target(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], sums: 
     if not cfg.features.ce_coef:
         return 0
     micro_batches = target_batches(cfg, policy, prompts, cfg.run.gradient_accumulation_steps)
-    count = all_sum(torch.tensor(float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
+    count = all_sum(torch.full((), float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
 
     def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         out = ebft.target_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=cfg.features.ce_coef)

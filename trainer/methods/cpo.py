@@ -79,7 +79,7 @@ def train(cfg: Config) -> None:
 def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, train: bool) -> MetricSums:
     """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
     lengths = torch.cat([mb.lengths[:, 0] for mb in micro_batches]).float()  # (pairs of the step,) of chosen responses
-    num_pairs, num_tokens = all_sum(torch.stack([lengths.new_tensor(len(lengths)), lengths.sum()]))
+    num_pairs, num_tokens = all_sum(torch.stack([lengths.new_full((), len(lengths)), lengths.sum()]))
 
     def loss_of(mb: PairBatch, logp: Tensor) -> LossOut:
         return cpo_loss(

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from data.packing import Item
+from data.packing import Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
@@ -74,8 +74,8 @@ def run_pairs(
     train: bool,
 ) -> MetricSums:
     """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
-    counts = torch.tensor([len(items) // 2, sum(sum(item.mask) for item in items[::2])], device=policy.device)
-    num_pairs, num_tokens = all_sum(counts.float())
+    counts = torch.tensor([len(items) // 2, sum(sum(item.mask) for item in items[::2])])
+    num_pairs, num_tokens = all_sum(to_device(counts.float(), policy.device))
     names, weights = cfg.losses
     denominators = {name: num_tokens if name == "sft" else num_pairs for name in names}
     sorts = {"aot", "aot_unpaired"} & set(names)
@@ -87,7 +87,7 @@ def run_pairs(
             label_smoothing=cfg.label_smoothing, discopop_tau=cfg.discopop_tau,
             pair_weight=wpo_weights(policy, mb, logp) if cfg.use_weighting else None,
             targets=targets.select(mb.pairs) if targets else None,
-            nll_sum=-logp[mb.chosen()].sum(), nll_count=mb.lengths[:, 0].sum(),
+            nll_sum=-logp[mb.chosen].sum(), nll_count=mb.lengths[:, 0].sum(),
         )  # fmt: skip
 
     return sum_losses(policy, micro_batches, loss_of, denominators, num_pairs, train=train)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item
+from data.packing import Batch, Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Labelled
 from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
@@ -101,7 +101,7 @@ def reference_point(policy: Policy, reference: Reference, rows: LabelledStep) ->
         logp, ref_logp, _ = log_ratios(policy, reference, batch, items)
         ratios.append(logp - ref_logp)
     ratio = torch.cat(ratios)  # (B,), one mismatched row for each row
-    total, count = all_sum(torch.stack([ratio.sum(), ratio.new_tensor(len(ratio))]))
+    total, count = all_sum(torch.stack([ratio.sum(), ratio.new_full((), len(ratio))]))
     return kl_reference_point(total, count)
 
 
@@ -110,12 +110,12 @@ def run_rows(
 ) -> tuple[MetricSums, Tensor]:  # and (B,) rewards in the order of the rows
     """Loss, metrics and (train) gradients of one step: z0 first, then every micro-batch against it."""
     z0 = reference_point(policy, reference, rows)
-    num_rows = all_sum(torch.tensor(float(len(rows.label)), device=policy.device))
+    num_rows = all_sum(torch.full((), float(len(rows.label)), device=policy.device))
     sums = MetricSums()
     rewards = torch.zeros(len(rows.label), dtype=torch.float64, device=policy.device)
     for batch in rows.batches:
         logp, ref_logp, entropy = log_ratios(policy, reference, batch, rows.items)
-        numbers = torch.tensor(batch.rows, dtype=torch.int64, device=policy.device)
+        numbers = to_device(torch.tensor(batch.rows, dtype=torch.int64), policy.device)
         out = loss(cfg, logp, ref_logp, rows.label[numbers], z0)
         total = total_loss(out, {cfg.loss_type: num_rows})
         if train:

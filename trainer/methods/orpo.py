@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from data.packing import to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.reference_free import FreeScores, orpo_loss
@@ -68,14 +69,13 @@ def pack(cfg: Config, policy: Policy, pairs: list[Pair], accumulation: int) -> l
 
 def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, train: bool) -> MetricSums:
     """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
-    chosen = torch.cat([mb.chosen() for mb in micro_batches]).float()  # (trained tokens of the step,)
-    num_pairs, num_tokens = all_sum(
-        torch.stack([chosen.new_tensor(sum(len(mb.pairs) for mb in micro_batches)), chosen.sum()])
-    )
+    counts = torch.tensor([[len(mb.pairs), len(mb.chosen)] for mb in micro_batches]).view(-1, 2).sum(dim=0)
+    num_pairs, num_tokens = all_sum(to_device(counts.float(), policy.device))
 
     def loss_of(mb: PairBatch, logp: Tensor) -> LossOut:
         scores = FreeScores(*mb.sums(logp).T, *mb.lengths.T)
-        return orpo_loss(scores, -logp[mb.chosen()].sum(), mb.chosen().sum(), alpha=cfg.orpo_alpha)
+        count = torch.full((), len(mb.chosen), device=logp.device)
+        return orpo_loss(scores, -logp[mb.chosen].sum(), count, alpha=cfg.orpo_alpha)
 
     return sum_losses(policy, micro_batches, loss_of, {"nll": num_tokens, "odds": num_pairs}, num_pairs, train=train)
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item
+from data.packing import Batch, Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.rows.stepwise import load_steps
 from data.types import Steps
@@ -92,12 +92,12 @@ def pack(cfg: Config, scorer: Policy, solutions: list[Steps], accumulation: int)
 def labels_of(mb: Batch, solutions: list[Steps]) -> Tensor:  # (N,)
     """Labels of the marked tokens, in the batch's order."""
     labels = [label for row in mb.rows for label in solutions[row].labels if label != UNLABELLED]
-    return torch.tensor(labels, dtype=torch.int64, device=mb.index.device)
+    return to_device(torch.tensor(labels, dtype=torch.int64), mb.index.device)
 
 
 def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps]) -> MetricSums:
     """Gradients of one optimizer step: the sum over all labelled steps, divided once by their number."""
-    num_steps = all_sum(torch.tensor(float(sum(len(mb.index) for mb in micro_batches)), device=scorer.device))
+    num_steps = all_sum(torch.full((), float(sum(len(mb.index) for mb in micro_batches)), device=scorer.device))
     sums = MetricSums()
     for mb in micro_batches:
         out = stepwise_loss(scores_at(scorer, mb), labels_of(mb, solutions))

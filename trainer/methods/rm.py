@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.format_options import FormatOptions
-from data.packing import Batch
+from data.packing import Batch, to_device
 from data.rows.held_out import train_and_held_out
 from data.rows.pairs import load_pairs
 from data.types import Pair
@@ -100,12 +100,12 @@ def margins(pairs: list[Pair], like: Tensor) -> Tensor | None:
     """(B,) margins of the data, 0 for a pair without one; None if no pair has one."""
     if all(pair.margin is None for pair in pairs):
         return None
-    return torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=like.dtype, device=like.device)
+    return to_device(torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=like.dtype), like.device)
 
 
 def backward(cfg: Config, scorer: Policy, micro_batches: list[Batch], pairs: list[Pair]) -> MetricSums:
     """Gradients of one optimizer step: the sum over all pairs, divided once by their number."""
-    num_pairs = all_sum(torch.tensor(float(len(pairs)), device=scorer.device))
+    num_pairs = all_sum(torch.full((), float(len(pairs)), device=scorer.device))
     sums = MetricSums()
     for mb in micro_batches:
         out = loss_of(cfg, scorer, mb, pairs)

@@ -99,7 +99,7 @@ def backward(
     policy: Policy, micro_batches: list[Batch], loss: Callable[[Tensor, Tensor], LossOut] = sft_loss
 ) -> MetricSums:
     """Gradients of one optimizer step: the sum over all trained tokens, divided once by their number."""
-    num_tokens = all_sum(torch.tensor(float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
+    num_tokens = all_sum(torch.full((), float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
     sums = MetricSums()
 
     def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data.packing import to_device
 from rollout.engines.memory import highest_peak
 from trainer.parallel.comm import all_gather, all_max, all_sum, pick_device, world_size
 
@@ -177,21 +178,30 @@ class MetricSums:
     def add(self, metrics: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
         """Add one micro-batch, without a device sync. Plain numbers work too."""
         for name, (total, count) in metrics.items():
-            total = torch.as_tensor(total).detach().float()
-            row = torch.stack([total, torch.as_tensor(count, device=total.device).detach().float()])  # (2,)
+            total = _number(total, torch.device("cpu"))
+            row = torch.stack([total, to_device(_number(count, total.device), total.device)])  # (2,)
             self.pairs[name] = self.pairs[name] + row if name in self.pairs else row
 
     def means(self) -> dict[str, float]:
         """Global sum / global count of every name; names with a count of zero are left out."""
+        return self.later()()
+
+    def later(self) -> Callable[[], dict[str, float]]:
+        """means() in two parts: sums over ranks and a copy to the host now, the wait for that copy when called."""
         names = self._names()  # every rank must reduce the same ones, in the same order
         if not names:
-            return {}
-        device = next(iter(self.pairs.values())).device if self.pairs else pick_device()
+            return dict
+        found = [row.device for row in self.pairs.values()] or [pick_device()]
+        device = next((device for device in found if device.type == "cuda"), found[0])
         nothing = torch.zeros(2, device=device)
-        rows = [self.pairs[name].to(device) if name in self.pairs else nothing for name in names]
-        sums = all_sum(torch.stack(rows), "metrics")  # (num_metrics, 2)
-        rows = sums.tolist()  # the step's one host sync
-        return {name: total / count for name, (total, count) in zip(names, rows, strict=True) if count > 0}
+        rows = [to_device(self.pairs[name], device) if name in self.pairs else nothing for name in names]
+        copy = HostCopy(all_sum(torch.stack(rows), "metrics"))  # (num_metrics, 2)
+
+        def means() -> dict[str, float]:
+            rows = zip(names, copy.read().tolist(), strict=True)
+            return {name: total / count for name, (total, count) in rows if count > 0}
+
+        return means
 
     def _names(self) -> list[str]:
         """Names of all ranks: a rank may lack some."""
@@ -201,6 +211,27 @@ class MetricSums:
         return sorted(
             {name for part in all_gather(own, "names of metrics") for name in json.loads(bytes(part.tolist()))}
         )
+
+
+class HostCopy:
+    """Copies a tensor to the host without waiting; read() waits for the copy, not for what was launched after it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.host, self.event = x, None
+        if x.is_cuda:
+            self.host, self.event = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
+            self.host.copy_(x, non_blocking=True)
+            self.event.record()
+
+    def read(self) -> Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host
+
+
+def _number(x: Tensor | float, device: torch.device) -> Tensor:  # ()
+    """A tensor where it is, or a plain number on the device, filled in there: a copy would be waited for."""
+    return x.detach().float() if isinstance(x, Tensor) else torch.full((), float(x), device=device)
 
 
 class JsonlLog:
@@ -349,37 +380,71 @@ def open_sinks(
 
 
 class Timer:
-    """Seconds of one step, part by part."""
+    """Seconds of one step, part by part. On a GPU laps are events: only reading the times waits for the device."""
 
     def __init__(self) -> None:
-        self.started = self.last = time.perf_counter()
-        self.parts: dict[str, float] = {}
+        self._start = self._last = _mark()
+        self._laps: list[tuple[str, Any, Any]] = []  # name, begin, end
+        self._moved: dict[int, list[tuple[str, str, float]]] = {}  # after so many laps: from, to, seconds
 
     def lap(self, name: str) -> None:
         """Add the time since the last lap to `name`."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # kernels run on after Python has returned
-        now = time.perf_counter()
-        self.parts[name] = self.parts.get(name, 0.0) + now - self.last
-        self.last = now
+        begin, self._last = self._last, _mark()
+        self._laps.append((name, begin, self._last))
 
     def move(self, from_name: str, to_name: str, seconds: float) -> None:
         """Move some of the time of one part to another."""
-        self.parts[from_name] -= seconds
-        self.parts[to_name] = self.parts.get(to_name, 0.0) + seconds
+        self._moved.setdefault(len(self._laps), []).append((from_name, to_name, seconds))
 
     @property
     def seconds(self) -> float:
         """From the start to the last lap."""
-        return self.last - self.started
+        return _between(self._start, self._last)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for number, (name, begin, end) in enumerate(self._laps, start=1):
+            found[name] = found.get(name, 0.0) + _between(begin, end)
+            for from_name, to_name, seconds in self._moved.get(number, []):
+                # In these seconds of the host a device may still have worked on the step before.
+                found[from_name] = max(0.0, found[from_name] - seconds)
+                found[to_name] = found.get(to_name, 0.0) + seconds
+        return found
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
-        return {
-            **{f"time/{name}": seconds for name, seconds in self.parts.items()},
-            "time/step_s": self.seconds,
-            "perf/tokens_per_s": num_tokens / self.seconds,
-            "mem/peak_gib": float(all_max(torch.tensor(peak_gib()), "peak memory")),
-        }
+        return self.later(num_tokens)()
+
+    def later(self, num_tokens: int) -> Callable[[], dict[str, float]]:
+        """metrics() in two parts: memory now, by all ranks; the wait for the device when called."""
+        peak = float(all_max(torch.tensor(peak_gib()), "peak memory"))
+
+        def metrics() -> dict[str, float]:
+            seconds = self.seconds
+            return {
+                **{f"time/{name}": part for name, part in self.parts.items()},
+                "time/step_s": seconds,
+                "perf/tokens_per_s": num_tokens / seconds,
+                "mem/peak_gib": peak,
+            }
+
+        return metrics
+
+
+def _mark() -> Any:
+    """The time on the host, or on a GPU an event at the end of what has been launched so far."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 class Counters:

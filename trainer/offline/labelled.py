@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item
+from data.packing import Batch, Item, to_device
 from data.rows.unpaired import load_labelled
 from data.types import Labelled
 from trainer.offline.loop import pack_items, read_responses
@@ -64,5 +64,5 @@ def pack_labelled(
     batches, of_partners = (
         pack_items(cfg.run, policy, items, accumulation=accumulation) for items in (matched, mismatched)
     )
-    label = torch.tensor([row.label for row in rows], dtype=torch.bool, device=policy.device)
+    label = to_device(torch.tensor([row.label for row in rows], dtype=torch.bool), policy.device)
     return LabelledStep(label, [*matched, *mismatched], batches, of_partners)

@@ -70,7 +70,22 @@ def pack_items(
     run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
 ) -> list[Batch]:
     """Micro-batches on the device, equally many on every rank; each run of `together` items stays in one."""
-    batches = make_batches(
+    host = make_host_batches(run, policy, items, accumulation=accumulation, together=together)
+    batches = to_device_and_pad(policy, host)
+    tell_router(policy, batches)
+    return batches
+
+
+def tell_router(policy: Policy, batches: Sequence[Batch]) -> None:
+    if policy.router is not None:
+        policy.router.begin(batches)
+
+
+def make_host_batches(
+    run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
+) -> list[Batch]:
+    """The same before they are copied to the device, of this rank alone."""
+    return make_batches(
         items,
         accumulation=accumulation,
         max_tokens=run.max_tokens_per_micro_batch,
@@ -78,10 +93,6 @@ def pack_items(
         together=together,
         multiple=policy.row_multiple,
     )
-    batches = to_device_and_pad(policy, batches)
-    if policy.router is not None:
-        policy.router.begin(batches)
-    return batches
 
 
 class Offline:
@@ -156,17 +167,23 @@ class Offline:
         num_tokens = all_count(num_tokens, "tokens of the step")
         self.counters.prompts += self.num_rows
         self.counters.tokens += num_tokens
-        metrics = {
-            **(more or {}),
-            **sums.means(),
-            **(self.policy.router.end() if self.policy.router is not None else {}),
+        means = sums.later()
+        if self.policy.router is not None:
+            more = {**(more or {}), **self.policy.router.end()}
+        known = {
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.loader.epoch,
             **self.counters.metrics(),
-            **self.timer.metrics(num_tokens),
         }
+        times = self.timer.later(num_tokens)
+
+        def metrics() -> dict[str, float]:
+            return {**(more or {}), **means(), **known, **times()}
+
         if self.run.eval_due(self.step):
-            metrics |= self._evaluate(evaluate)
-        self.run.log(self.step, metrics)
+            self.run.write_pending()
+            self.run.log(self.step, metrics() | self._evaluate(evaluate))
+        else:
+            self.run.log_later(self.step, metrics)
         self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)

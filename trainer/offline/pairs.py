@@ -6,22 +6,23 @@ Shapes: N trained tokens of a micro-batch, P its pairs; sums over responses are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item
+from data.packing import Batch, Item, empty_batch, to_device
 from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.types import LossOut
 from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import pack_items, read_responses
+from trainer.offline.loop import make_host_batches, read_responses, tell_router
 from trainer.parallel.comm import all_count
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
+from trainer.policy.sharding import pad_to_equal_count
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,16 @@ class PairBatch:
     pairs: Tensor  # (P,) which pairs of the step it holds
     offset: Tensor  # (N,) number of each trained token among those of its response; negative in the prompt
     lengths: Tensor  # (P, 2) trained tokens of the responses
+    chosen: Tensor  # (C,) indices of the trained tokens of the chosen side, prompt tokens included
 
     def sums(self, values: Tensor) -> Tensor:  # (N,) -> (P, 2)
         """Sum over the tokens of each response, without prompt tokens."""
         values = torch.where(self.offset >= 0, values, 0.0)
         return values.new_zeros(len(self.batch.rows)).index_add(0, self.batch.slot, values).view(-1, 2)
 
-    def chosen(self) -> Tensor:  # (N,) bool
-        """Whether a trained token belongs to the chosen side, prompt tokens included."""
-        return self.batch.slot % 2 == 0
+    def to(self, device: torch.device | str) -> PairBatch:
+        tensors = {name: to_device(x, device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, batch=self.batch.to(device), **tensors)
 
 
 def pairs_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Pair]:
@@ -66,21 +68,25 @@ def pack_pairs(
 
 def pack_pair_items(run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int) -> list[PairBatch]:
     """Micro-batches of complete pairs, equally many on every rank. `items`: two for each pair, chosen first."""
-    batches = pack_items(run, policy, items, accumulation=accumulation, together=2)
-    return [pair_batch(batch, items) for batch in batches]
+    batches = make_host_batches(run, policy, items, accumulation=accumulation, together=2)
+    of_pairs = [pair_batch(batch, items).to(policy.device) for batch in batches]
+    of_pairs = list(pad_to_equal_count(policy, of_pairs, pair_batch(empty_batch(policy.row_multiple), items)))
+    tell_router(policy, [mb.batch for mb in of_pairs])
+    return of_pairs
 
 
 def pair_batch(batch: Batch, items: Sequence[Item]) -> PairBatch:
-    device = batch.input_ids.device
-    integers = {"dtype": torch.int64, "device": device}  # also if there is no pair
+    """From a batch in main memory: on a GPU the number of chosen tokens would have to be waited for."""
+    integers = {"dtype": torch.int64}  # also if there is no pair
     of_prompt = torch.tensor([sum(items[row].mask[: items[row].prompt_length]) for row in batch.rows], **integers)
     trained = torch.bincount(batch.slot, minlength=len(batch.rows))  # (2P,), the prompt included if it is trained
     first = trained.cumsum(0) - trained  # (2P,) trained tokens come in the order of rows
     return PairBatch(
         batch=batch,
         pairs=torch.tensor([row // 2 for row in batch.rows[::2]], **integers),
-        offset=torch.arange(len(batch.slot), device=device) - (first + of_prompt)[batch.slot],
+        offset=torch.arange(len(batch.slot)) - (first + of_prompt)[batch.slot],
         lengths=(trained - of_prompt).view(-1, 2),
+        chosen=(batch.slot % 2 == 0).nonzero().flatten(),
     )
 
 

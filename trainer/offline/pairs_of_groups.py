@@ -82,7 +82,7 @@ def _pairs_of_part(
             gaps.append(float(reward[place, best] - reward[place, worst]))
     micro_batches = pack_pair_items(cfg.run, policy, items, accumulation=cfg.run.gradient_accumulation_steps)
     if not micro_batches:
-        micro_batches = [pair_batch(empty_batch(policy.row_multiple).to(policy.device), items)]
+        micro_batches = [pair_batch(empty_batch(policy.row_multiple), items).to(policy.device)]
     num_groups, known = len(batch.groups), [gap for gap in gaps if gap == gap]
     sums = {"pairs/ties_frac": (num_groups - len(gaps), num_groups), "pairs/reward_gap": (sum(known), len(known))}
     if all_count(len(gaps), "pairs of the step") == 0:

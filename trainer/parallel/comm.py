@@ -165,7 +165,7 @@ def all_count(count: int, name: str = "count", *, everyone: bool = False) -> int
 
 def mean_over_ranks(x: Tensor) -> float:
     """Mean over the elements of all parts of the data."""
-    total, count = all_sum(torch.stack([x.double().sum(), x.new_tensor(x.numel(), dtype=torch.float64)]), "mean")
+    total, count = all_sum(torch.stack([x.double().sum(), x.new_full((), x.numel(), dtype=torch.float64)]), "mean")
     return float(total / count.clamp(min=1))
 
 

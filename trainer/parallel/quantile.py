@@ -35,4 +35,4 @@ def top_threshold(
     The threshold is lowered by `tolerance`, relative, so that values just below it count as equal.
     """
     found = entropy_threshold(torch.cat(all_gather(x, "entropies")), top=top)
-    return found if found.isinf() else found - tolerance * found.abs()
+    return torch.where(found.isinf(), found, found - tolerance * found.abs())

@@ -62,6 +62,10 @@ def load_scorer(
 ) -> Policy:
     """A model with a scoring head; a head found in the folder is kept, else a new one is initialised, or is zero."""
     check_adapters(cfg, lora)
+    if cfg.load_in_4bit:
+        raise ValueError(
+            "load_in_4bit=True: a reward model is exported merged, which needs the full base; leave it out"
+        )
     compute_dtype = pick_dtype(cfg.dtype, device)
     path, base, adapter = find_model(cfg.model)
     dtype = held_dtype(cfg, compute_dtype) if lora.r == 0 else compute_dtype

@@ -4,8 +4,9 @@
     policy = parallelize(cfg.parallel, policy)          # trainer/policy/sharding.py
 
 Trained weights are float32, or bfloat16 with --trained-dtype; matrix products run in `compute_dtype` (autocast if that
-is bfloat16). Frozen weights (the base of a LoRA run, a reference copy) are held in `compute_dtype`. Dropout of the base
-model is off, so that trainer and rollout engine compute the same log-probs from the same weights.
+is bfloat16). Frozen weights (the base of a LoRA run, a reference copy) are held in `compute_dtype`; with --load-in-4bit
+the linear layers of that base, except its head, are held in NF4 (kernels/nf4.py). Dropout of the base model is off, so
+that trainer and rollout engine compute the same log-probs from the same weights.
 
 With several processes the model is built without its weights, and each rank reads its shards once they are known:
 
@@ -32,8 +33,9 @@ from torch import Tensor, nn
 from data.chat import set_chat_template, set_special_tokens
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
+from kernels.nf4 import Linear4bit
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
-from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.parallel.comm import is_main, world_size
@@ -60,11 +62,14 @@ def load_policy(
     trains_base = lora.r == 0
     base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    # Merging needs the weights, and so do DoRA's lengths and modules that are trained in full, which are copies.
-    later = world_size() > 1 and not load_now and not (adapter and trains_base) and lora.plain
+    # Quantising and merging need the weights, and so do DoRA's lengths and modules trained in full, which are copies.
+    needs_all = cfg.load_in_4bit or (adapter and trains_base) or not lora.plain
+    later = world_size() > 1 and not load_now and not needs_all
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
     if files is None:
         model = load_causal_lm(base, cfg, base_dtype, device)
+    if cfg.load_in_4bit:
+        quantize_layers(model, device)
     policy = Policy(
         model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype, files=files
     )
@@ -113,10 +118,23 @@ def find_model(name: str) -> tuple[str, str, str | None]:
 
 def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
     """Refuse settings that have no effect with adapters, or without them."""
+    check_4bit(cfg, lora)
     if cfg.merge_lora and lora.r == 0:
         raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
     if cfg.trained_dtype != "float32" and lora.r > 0:
         raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
+
+
+def quantize_layers(lm: Any, device: torch.device) -> None:
+    """Replace the linear layers by 4-bit ones on `device`; embeddings, norms and head stay as they are.
+
+    One at a time, from main memory: the device never holds the full base.
+    """
+    head = lm.get_output_embeddings()
+    for module in list(lm.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                setattr(module, name, Linear4bit.of(child, device))
 
 
 def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:

@@ -82,6 +82,7 @@ def token_loss(
     *,
     temperature: float = 1.0,
     also: Callable[[Tensor], Tensor] | None = None,
+    sparse: bool = False,
 ) -> tuple[Tensor, list[Any]]:
     """A loss that is a sum over trained tokens, with a third less work at the head than token_logps and its backward.
 
@@ -90,6 +91,8 @@ def token_loss(
 
     `also` is a further scalar of the (N, D) states that the tokens are predicted from, added to the sum: the loss of
     another head, out of the same pass.
+
+    `sparse`: most tokens have no gradient, so it pays to wait for the device to say which have one.
 
     With context parallelism each rank computes the loss of all tokens, without that saving and without `also`.
     """
@@ -101,9 +104,15 @@ def token_loss(
         return loss + tokens.logp[:0].sum(), [more]  # a loss that ignores them still has a backward pass
     hidden = predictor_states(policy, lm, batch)
     total, parts = linear_logprob_loss(
-        hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None, **head_of(lm)
-    )
+        hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None,
+        skip=sparse or skips(policy), **head_of(lm),
+    )  # fmt: skip
     return total if also is None else total + also(hidden), parts
+
+
+def skips(policy: Policy) -> bool:
+    """Whether the head leaves out tokens without a gradient: on a GPU the host would wait in every micro-batch."""
+    return policy.device.type != "cuda"
 
 
 @torch.no_grad()
@@ -136,7 +145,9 @@ def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: fl
     lm = causal_lm(model)
     part = part_of(lm.config, batch)
     hidden = predictor_states(policy, lm, part.batch, part.num_keys)
-    own = linear_logprob(hidden, target=part.batch.target, temperature=temperature, ignore_index=None, **head_of(lm))
+    own = linear_logprob(
+        hidden, target=part.batch.target, temperature=temperature, ignore_index=None, skip=skips(policy), **head_of(lm)
+    )
     return TokenLogps(*part.gather(*own))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.nf4 import Linear4bit
 from rollout.sync.tensor_header import Spec
 from trainer.files.tensor_files import write_tensors
 from trainer.policy.adapters import ADAPTER
@@ -31,7 +32,7 @@ class ExportedModel:
 
     `lm` is a transformers model, with or without adapters, on any device: only its names and shapes are used. `get`
     takes a name of its state_dict and returns the full tensor; for a sharded model all ranks call it in the same order.
-    W + scaling B A is computed in float32 and rounded once.
+    W + scaling B A is computed in float32 and rounded once. A 4-bit layer has the one name "weight", dequantised.
     """
 
     def __init__(self, lm: Any, dtype: torch.dtype, get: Callable[[str], Tensor]) -> None:
@@ -40,7 +41,7 @@ class ExportedModel:
         if self.layers:
             refuse_others(lm.peft_config[ADAPTER])
         self.names = dict(self._names())
-        shapes = lm.state_dict()
+        shapes = packed_as_weights(lm, lm.state_dict())
         # Of a sharded tensor too, the full shape.
         self.meta = {
             name: torch.empty(shapes[own].shape, dtype=shapes[own].dtype, device="meta")
@@ -61,7 +62,7 @@ class ExportedModel:
         """(name without an adapter, name here); of tied tensors, the first."""
         ignored = [re.compile(pattern) for pattern in getattr(self.lm, "_keys_to_ignore_on_save", None) or ()]
         seen: set[int] = set()
-        for own, tensor in self.lm.state_dict(keep_vars=True).items():
+        for own, tensor in packed_as_weights(self.lm, self.lm.state_dict(keep_vars=True)).items():
             name = own.replace(".base_layer.", ".").replace(f".modules_to_save.{ADAPTER}.", ".")
             inner = ".lora_" in own or ".original_module." in own or ".modules_to_save." in name
             if inner or any(pattern.search(name) for pattern in ignored) or id(tensor) in seen:
@@ -87,6 +88,20 @@ class ExportedModel:
     def _in_checkpoint(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert models whose file layout differs from memory (fused experts), a block at a time."""
         return block_by_block(self.lm, named) if self.converts else named
+
+
+def packed_as_weights(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state_dict of `lm` whose 4-bit layers have a weight, on the meta device, instead of codes and absmax."""
+    layers = {name: module for name, module in lm.named_modules() if isinstance(module, Linear4bit)}
+    found = {}
+    for name, tensor in state.items():
+        prefix, _, leaf = name.rpartition(".")
+        if prefix in layers and leaf == "codes":
+            layer = layers[prefix]
+            found[f"{prefix}.weight"] = torch.empty(layer.shape, dtype=layer.dtype, device="meta")
+        elif prefix not in layers or leaf != "absmax":
+            found[name] = tensor
+    return found
 
 
 def block_by_block(lm: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,8 @@
     grad_norm = clip_and_step(policy.model, optimizer, schedule, max_grad_norm, where, sums, bad_steps)
 
 A step whose loss or gradient is not finite stops the run with an error that names it, or is skipped (--nan-policy). A
-skipped step changes neither weights nor moments; the schedule advances, and its metrics are logged.
+skipped step changes neither weights nor moments; the schedule advances, and its metrics are logged. Where the optimizer
+allows it, the device itself clips and calls off the step: the host launches it first, and then reads norm and loss.
 
 With --trained-dtype bfloat16 weights and moments are bfloat16 (kernels/adamw.py); with --optim adamw_8bit moments are
 8 bit (torchao). Checkpoints hold 8-bit moments as float32, so that any number of ranks can read them, and, if they are
@@ -24,13 +25,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from kernels.adamw import Held, Rates, step_
+from kernels.adamw import Gate, Held, Rates, Update, step_all_
 from losses.types import LossOut
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums
 from trainer.parallel.comm import all_sum, context_size, is_main, tensors_from_main
 from trainer.parallel.dtensor import is_dtensor, local
-from trainer.policy.sharding import clip_gradients, sum_gradients
+from trainer.policy.sharding import gradient_norm, scale_gradients, sum_gradients
 
 SCALE = "_scale"
 NO_WARMUP = 10_000  # steps after which inverse_sqrt has fallen to sqrt(1/2), without a warm-up
@@ -129,37 +130,104 @@ def clip_and_step(
 ) -> float:
     """Sum gradients over ranks, clip, check, step. A step that is not finite is never applied (`bad_steps`).
 
-    `sums` are the metrics of the step, whose loss is checked too.
+    `sums` are the metrics of the step, whose loss is checked too. The host waits once, for the gradient norm and the
+    loss; an optimizer that takes a gate works on meanwhile.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     limit = max_grad_norm if max_grad_norm > 0 else math.inf
     sum_gradients(model)
-    grad_norm = clip_gradients(trained, limit)
+    checked = values_to_check(trained, sums)
+    read = read_later(checked)
+    is_gated, known = takes_gate(optimizer), set(optimizer.state)
+    if is_gated:
+        gated_step(optimizer, checked, limit)
+    grad_norm, *loss = read()
     bad_steps = bad_steps or BadSteps()
-    if problem := not_finite(grad_norm, sums):
+    if problem := not_finite(grad_norm, *loss):
+        if is_gated:
+            take_back(optimizer, known)
         bad_steps.skip(problem, where)
     else:
-        optimizer.step()
+        if not is_gated:
+            scale_gradients(trained, grad_norm, limit)
+            optimizer.step()
         bad_steps.end()
     optimizer.zero_grad(set_to_none=True)
     advance(schedule)
     return grad_norm
 
 
+def read_later(values: Tensor) -> Callable[[], list[float]]:
+    """Start a copy to the host; the call waits for it, but not for work that was launched in between."""
+    if not values.is_cuda:
+        return values.tolist
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> list[float]:
+        arrived.synchronize()
+        return copy.tolist()
+
+    return wait
+
+
+# a step that the device clips, or calls off ----------------------------------------------------------------------
+
+
+def takes_gate(optimizer: Optimizer) -> bool:
+    """Whether its step divides gradients by `grad_scale`, and changes nothing where `found_inf` is 1."""
+    if isinstance(optimizer, RoundedAdamW):
+        return True
+    if not isinstance(optimizer, AdamW) or not all(group["fused"] for group in optimizer.param_groups):
+        return False
+    return not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def gated_step(
+    optimizer: Any,
+    checked: Tensor,  # (N,) gradient norm, and what else must be finite
+    limit: float,
+) -> None:
+    """A step with gradients clipped to the norm `limit`, which changes nothing if a number is not finite."""
+    optimizer.grad_scale = ((checked[0] + 1e-6) / limit).clamp(min=1.0).float()
+    optimizer.found_inf = 1.0 - checked.isfinite().all().float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def take_back(
+    optimizer: Optimizer,
+    known: set[Tensor],  # parameters that had moments before, each (...)
+) -> None:
+    """The device has called off the last step, so that weights and moments are as before: let the rest be so too."""
+    if isinstance(optimizer, RoundedAdamW):  # torch's counts on the device
+        optimizer.take_back()
+    for parameter in optimizer.state.keys() - known:
+        del optimizer.state[parameter]
+
+
 # steps that are not finite ---------------------------------------------------------------------------------------
 
 
-def not_finite(grad_norm: float, sums: MetricSums | None) -> str | None:
-    """What of this step is not finite, or None; the same on every rank, as gradient norm and loss are global.
+def values_to_check(trained: list[nn.Parameter], sums: MetricSums | None) -> Tensor:  # (1,) or (2,) float64
+    """Gradient norm, and the loss of the step if it is known; both global, so the same on every rank.
 
-    A loss may be infinite with a finite gradient (a target of probability 0 in float32). Reading it here costs no extra
-    wait: the gradient norm has just synchronised with the device.
+    A loss may be infinite with a finite gradient (a target of probability 0 in float32).
     """
+    values = [gradient_norm(trained)]
+    if sums is not None and "loss/total" in sums.pairs:
+        values.append(all_sum(sums.pairs["loss/total"][0], "loss", everyone=True))
+    return torch.stack([value.to(values[0].device, torch.float64) for value in values])
+
+
+def not_finite(grad_norm: float, loss: float = 0.0) -> str | None:
+    """What of this step is not finite, or None."""
     if not math.isfinite(grad_norm):
         return f"gradient norm {grad_norm}"
-    if sums is None or "loss/total" not in sums.pairs:
-        return None
-    loss = float(all_sum(sums.pairs["loss/total"][0], "loss", everyone=True))
     return None if math.isfinite(loss) else f"loss {loss}"
 
 
@@ -256,23 +324,45 @@ class RoundedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        number = 0  # of the parameter, which seeds its random bits
+        """Takes `grad_scale` and `found_inf` as torch's fused AdamW does, if they are set (kernels.adamw.Gate)."""
+        updates, number = [], 0  # of the parameter, which seeds its random bits
         for group in self.param_groups:
+            fixed = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            rates: dict[int, Rates] = {}  # by the number of the step
             for parameter in group["params"]:
                 number += 1
-                if parameter.grad is None:
+                if (grad := parameter.grad) is None:
                     continue
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                t = int(state["step"])
-                rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], t)
-                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                held = Held(*(local(tensor) for tensor in tensors))
-                step_(held, rates, seed=(t << 16 ^ number) % 2**31)
+                t = count_step(state["step"], 1)
+                if t not in rates:
+                    rates[t] = Rates(*fixed, t)
+                held = Held(parameter, grad, state["exp_avg"], state["exp_avg_sq"])
+                if is_dtensor(parameter):
+                    held = Held(*map(local, held))
+                updates.append(Update(held, rates[t], (t << 16 ^ number) % 2**31))
+        is_gated = hasattr(self, "grad_scale")
+        step_all_(updates, Gate(self.grad_scale, self.found_inf) if is_gated else None)
+
+    def take_back(self) -> None:
+        """Count the last step no more; the gradients must still be there."""
+        for parameter, state in self.state.items():
+            if parameter.grad is not None:
+                count_step(state["step"], -1)
+
+
+def count_step(
+    count: Tensor,  # () float32, on the CPU
+    change: int,
+) -> int:
+    """Change the count and return it. It runs for every parameter, and numpy is faster than torch for one number."""
+    number = count.numpy()
+    number += change
+    return int(number)
 
 
 def as_saved(slots: dict[str, Tensor]) -> dict[str, Tensor]:

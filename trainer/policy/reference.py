@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item, make_batches, to_device
 from rollout.servers.model_folder import resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
 from trainer.files.atomic_folder import sync
@@ -33,7 +33,7 @@ class Reference:
 
     def token_logps(self, batch: Batch, items: Sequence[Item]) -> Tensor:  # (N,)
         if self.table is not None:
-            return torch.cat([self.table[key_of(items[row])] for row in batch.rows]).to(batch.target.device)
+            return to_device(torch.cat([self.table[key_of(items[row])] for row in batch.rows]), batch.target.device)
         if self.policy is None:
             return torch.zeros(len(batch.target), device=batch.target.device)
         return reference_logps(self.policy, batch)
@@ -113,7 +113,7 @@ def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, par
     """Another model, frozen and in compute_dtype; sharded if the policy is."""
     is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
     held = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
-    other = dataclasses.replace(model, model=name, merge_lora=False, trained_dtype=held)
+    other = dataclasses.replace(model, model=name, merge_lora=False, load_in_4bit=False, trained_dtype=held)
     source = load_policy(other, LoraConfig(), policy.device, with_reference=False, load_now=not policy.is_sharded)
     if is_adapter:  # merged in float32, then rounded once; buffers (rotary frequencies) keep their precision
         for parameter in source.model.parameters():

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -26,10 +25,11 @@ import torch
 from torch import nn
 
 from data.packing import Batch, empty_batch
+from kernels.nf4 import is_4bit
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.comm import all_max, all_sum, context_size, is_main, of_all, passing, world_size
-from trainer.parallel.dtensor import gather, is_dtensor, reshard
+from trainer.parallel.dtensor import gather, is_dtensor, local, reshard
 from trainer.parallel.watch import log
 from trainer.policy.load import blocks_of, fill, to_meta
 from trainer.policy.logps import Policy, causal_lm, check_logps
@@ -86,7 +86,10 @@ def refuse_sharded(policy: Policy) -> None:
 
 def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
     mode, reason = cfg.mode, ""
-    if mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
+    if is_4bit(policy.model):
+        assert mode != "fsdp" and cfg.shard is None, "check_4bit() refuses it"
+        mode, reason = "replicate", " (4-bit weights are not sharded)"
+    elif mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
         mode = "fsdp"
     elif mode == "auto":
         # Weights, gradients and two moments, all of one dtype; 8-bit moments take less.
@@ -265,25 +268,45 @@ def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield held
 
 
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:  # ()
+    """Global norm of all gradients in float32 or wider, the same on every rank; the host does not wait for it."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    sharded = [g for g in grads if is_dtensor(g)]
+    plain = [g for g in grads if not is_dtensor(g)]
+    if not sharded:
+        return norm_of(plain, torch.float32)
+    copies = world_size() // sharded[0].device_mesh.size(-1)
+    squares = norm_of([local(g) for g in sharded], torch.float64).square() / copies
+    total = all_sum(squares, "gradient norm", everyone=True)
+    if plain:
+        total = total + norm_of(plain, torch.float64).square()
+    return total.sqrt()
+
+
+def norm_of(tensors: Sequence[torch.Tensor], least: torch.dtype) -> torch.Tensor:  # ()
+    """Norm of all of them together, in `least` or wider: torch would round that of bfloat16 to bfloat16."""
+    norms: list[torch.Tensor] = []
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        same = [x for x in tensors if x.dtype == dtype]
+        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, least))  # on a GPU few launches for all
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize, default=least)
+    return torch.stack([norm.to(widest) for norm in norms]).norm() if norms else torch.zeros((), dtype=least)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
+    """Scale gradients of global norm `norm` so that it becomes `limit`; smaller ones stay as they are."""
+    scale = limit / (norm + 1e-6)
+    if scale < 1.0:
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        for dtype in dict.fromkeys(g.dtype for g in grads):
+            torch._foreach_mul_([g for g in grads if g.dtype == dtype], scale)
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Clip gradients to the global norm `limit`; returns the norm before clipping."""
     parameters = list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not any(is_dtensor(p) for p in parameters):
-        if not any(g.dtype == torch.bfloat16 for g in grads):
-            return float(nn.utils.clip_grad_norm_(parameters, limit))
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]  # torch would round it to bfloat16
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm := torch.stack(norms).norm())
-        return float(norm)
-    sharded = [g.to_local() for g in grads if is_dtensor(g)]
-    copies = world_size() // next(g for g in grads if is_dtensor(g)).device_mesh.size(-1)
-    device = sharded[0].device
-    squares = torch.stack([g.double().square().sum() for g in sharded]).sum() / copies
-    total = all_sum(squares.to(device), "gradient norm", everyone=True)
-    plain = [g for g in grads if not is_dtensor(g)]
-    total = total + sum((g.double().square().sum() for g in plain), start=torch.zeros_like(total))
-    norm = float(total.sqrt())
-    if norm > limit and math.isfinite(norm):
-        for g in (*sharded, *plain):
-            g.mul_(limit / (norm + 1e-6))
+    norm = float(gradient_norm(parameters))
+    scale_gradients(parameters, norm, limit)
     return norm

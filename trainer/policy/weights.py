@@ -46,6 +46,8 @@ class PolicyWeights:
         return self._exported.tensors()
 
     def _get(self, name: str) -> Tensor:
+        if name not in self._state:  # of a 4-bit layer, which has codes
+            return causal_lm(self.policy.model).get_submodule(name.removesuffix(".weight")).weight
         tensor = self._state[name].detach()
         is_merged = ".base_layer." in name or ".lora_" in name  # in float32, and rounded once
         if tensor.is_floating_point() and not is_merged:

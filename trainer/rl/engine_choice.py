@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from data.types import Prompt
+from kernels.nf4 import num_weights
 from rollout.engines.local import PAGE
 from rollout.servers.command import check_build, find_python
 from trainer.config.checks import refuse_idle
@@ -122,7 +123,8 @@ def to_come(module: nn.Module, optim: str, cast: int) -> int:
 def engine_bytes(cfg: Any, policy: Policy, prompt_length: int) -> tuple[int, int]:
     """(copy of the weights with adapters merged in, keys and values of one group), on every rank."""
     size, model = policy.compute_dtype.itemsize, causal_lm(policy.model)
-    copy = size * sum(p.numel() for p in model.parameters() if not (policy.is_lora and p.requires_grad))
+    adapter = sum(p.numel() for p in model.parameters() if policy.is_lora and p.requires_grad)
+    copy = size * (num_weights(model) - adapter)
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not heads:  # recurrent layers only: no cache that grows

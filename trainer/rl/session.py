@@ -376,10 +376,10 @@ class Session:
 
     def log(self, sums: MetricSums, part: StepBatch, more: Mapping[str, float] | None = None) -> None:
         """One line of metrics.jsonl; `more` are metrics of the method's own."""
-        sampled, means = self.sampled, sums.means()
+        sampled = self.sampled
         if self.entropy is not None:
-            means |= self._adapt_entropy(sums, means, part)
-        metrics = {
+            more = {**(more or {}), **self._adapt_entropy(sums, part)}
+        rollout = {
             **reward_metrics(sampled.names, sampled.rows, sampled.reward),
             **completion_metrics(sampled.completions),
             **packing_metrics(part.micro_batches),
@@ -388,22 +388,33 @@ class Session:
             **self.rewards.metrics(),
             **(more or {}),
             **self.producer.metrics(self.step - 1),
-            **means,
+        }
+        means = sums.later()
+        known = {
             "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.planner.epoch,
             **self.counters.metrics(),
-            **self.timer.metrics(self.num_tokens),
         }
+        times = self.timer.later(self.num_tokens)
+
+        def metrics() -> dict[str, float]:
+            return {**rollout, **means(), **known, **times()}
+
         if self.held_out and self.run.eval_due(self.step):
-            metrics |= self.evaluate()
-        self.run.log(self.step, metrics | self.engine.metrics())
+            self.run.write_pending()
+            self.run.log(self.step, metrics() | self.evaluate() | self.engine.metrics())
+        else:
+            engine = self.engine.metrics()
+            self.run.log_later(self.step, lambda: metrics() | engine)
         self.timer = Timer()
 
-    def _adapt_entropy(self, sums: MetricSums, means: Mapping[str, float], part: StepBatch) -> dict[str, float]:
+    def _adapt_entropy(self, sums: MetricSums, part: StepBatch) -> dict[str, float]:
+        """Waits for the device: the next step needs the coefficient."""
         if not isinstance(part, StepBatch) or "policy/entropy" not in sums.pairs:
             target = self.cfg.policy_loss.entropy_target
             raise ValueError(f"entropy_target={target}: this method measures no entropy; leave it out")
+        means = sums.means()
         if "policy/entropy" in means:  # not if no token was trained
             self.entropy.saw(means["policy/entropy"])
         return {"policy/entropy_coef": part.entropy_coef}

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item, make_batches, to_device
 from kernels.linear_logprob import TokenLogps
 from losses import importance
 from losses.advantage import effective_sample_frac, moments
@@ -106,7 +106,7 @@ def prepare(
     kept = [completions[row] for row in rows]
     micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
     if per_completion:
-        own = advantage[rows].to(policy.device, _wide(policy))  # (K,)
+        own = to_device(advantage[rows].to(_wide(policy)), policy.device)  # (K,)
         of_tokens = [own[mb.sequence] for mb in micro_batches]
     else:
         of_tokens = [per_token(policy, kept, mb, [advantage[row] for row in rows]) for mb in micro_batches]
@@ -117,7 +117,7 @@ def prepare(
     num_tokens = sum(completions[row].trained for row in trained)
 
     def number(x: int) -> Tensor:
-        return torch.tensor(float(x), device=policy.device)
+        return torch.full((), float(x), device=policy.device)
 
     num_micro_batches = sum(len(mb.target) > 0 for mb in micro_batches)  # without the empty ones that pad the list
     counts = torch.stack([number(num_tokens), number(len(trained)), number(num_micro_batches)])
@@ -167,7 +167,7 @@ def per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequenc
         x for i in mb.rows for x, own in zip(values[i], kept[i].mask or [True] * len(kept[i].ids), strict=True) if own
     ]
     assert len(flat) == len(mb.target), (len(flat), len(mb.target))
-    return torch.tensor(flat, dtype=_wide(policy), device=policy.device)
+    return to_device(torch.tensor(flat, dtype=_wide(policy)), policy.device)
 
 
 def _start(cfg: Any, policy: Policy, batch: StepBatch, given: list[Sequence[float] | None]) -> list[TokenLogps]:
@@ -214,11 +214,12 @@ def backward(
     denominators = {"policy": shared, "kl": shared, "entropy": num_kept, "value": batch.total["num_tokens"]}
     bonus = cfg.policy_loss.entropy_coef if batch.entropy_coef is None else batch.entropy_coef
     sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
+    sparse = threshold is not None and not has_kl_term(cfg)  # few tokens are trained on
     for number, mb in enumerate(batch.micro_batches):
         if batch.idle[number]:
             continue
         inputs = token_inputs(cfg, batch, number, None if now is None else now[number], threshold)
-        num_tokens = torch.tensor(len(mb.target), device=policy.device)
+        num_tokens = torch.full((), len(mb.target), device=policy.device)
 
         def loss_of(tokens: TokenLogps, rows: Tensor, inputs=inputs, num_tokens=num_tokens) -> tuple[Tensor, Any]:
             out = loss(cfg, tokens, inputs.at(rows), num_tokens, entropy_coef=bonus)
@@ -230,7 +231,7 @@ def backward(
             return total_loss(out, denominators)
 
         also = None if value_loss is None else of_states
-        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature, also=also)
+        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature, also=also, sparse=sparse)
         total.backward()
         for out, _ in parts:
             add_loss_metrics(sums, out)
@@ -307,7 +308,7 @@ def token_inputs(
     per_completion = {"mask": mask, "sequence": mb.slot, "num_sequences": len(mb.rows)}
     start = None if batch.start is None else batch.start[number].logp
     old = behaviour if correction.proximal_policy == "behaviour" else start
-    lengths = torch.tensor([batch.completions[row].trained for row in mb.rows], device=mb.target.device)
+    lengths = to_device(torch.tensor([batch.completions[row].trained for row in mb.rows]), mb.target.device)
     reference = None if batch.reference is None else batch.reference[number]
     inputs = TokenInputs(batch.advantage[number], lengths[mb.slot], behaviour, old, reference)
     trainer_logp = start if start is not None or now is None else now.logp

@@ -31,7 +31,7 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -45,7 +45,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from data.command.config_file import load_config, save_config
 from data.command.flags import config_to_tree
 from data.user_code import describe_error, users_part
-from trainer.config.blocks import RunConfig
+from trainer.config.blocks import RunConfig, check_4bit
 from trainer.config.defaults import default_tree
 from trainer.config.errors import raised_on_purpose
 from trainer.config.learning_rates import SMALL_MODEL, far_off
@@ -85,6 +85,8 @@ def open_run(cfg: Any, method: str = "") -> Run:
     settings: RunConfig = cfg.run
     method = method or method_of(cfg)
     check_sinks(settings.report_to)
+    if hasattr(cfg, "lora"):  # a method outside the repository may not have the block
+        check_4bit(cfg.model, cfg.lora, getattr(cfg, "parallel", None))
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed % 2**64)
@@ -143,6 +145,8 @@ class Run:
         self._save_step = self.start_step  # of the last save, which may still be running
         self._saver = Saver()
         self._last_step = -1
+        self._pending: tuple[int, Callable[[], Mapping[str, float]]] | None = None  # a step that log_later was told of
+        self._defers = torch.cuda.is_available()
         self._watch = Watch()
         self._console: Console | None = None
         self._metrics: JsonlLog | None = None
@@ -155,6 +159,7 @@ class Run:
 
     def __exit__(self, kind: object, ended_by: BaseException | None = None, *_: object) -> None:
         try:
+            self._write_last(failed=kind is not None)
             self._saver.wait() if kind is None else self._saver.end()
         finally:
             try:
@@ -250,8 +255,37 @@ class Run:
                 gap = max(1.0, float(self.steps_per_epoch / times))
                 self.note(f"{name}={times}: every {gap:.4g} steps, an epoch has {float(self.steps_per_epoch):.6g}")
 
+    def log_later(self, step: int, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """log(step, metrics()), on a GPU once the next step is on its way, so that the device is not waited for.
+
+        Whatever depends on the line writes it first: the next line, a checkpoint, the end of the run by any cause; and
+        a method before it evaluates (write_pending).
+        """
+        self.write_pending()
+        if self._defers:
+            self._pending = (step, metrics)
+        else:
+            self.log(step, metrics())
+
+    def write_pending(self) -> None:
+        """Write the line that log_later has kept, if any."""
+        if self._pending is not None:
+            (step, metrics), self._pending = self._pending, None
+            self.log(step, metrics())
+
+    def _write_last(self, *, failed: bool) -> None:
+        """At the end of the run; after an error, which may be the device's, that one is reported."""
+        step = self._pending and self._pending[0]
+        try:
+            self.write_pending()
+        except Exception as error:
+            if not failed:
+                raise
+            log(f"the metrics of step {step} could not be read or written ({describe_error(error)})")
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of this step as one line, health findings added, and show it."""
+        self.write_pending()
         assert self._metrics is not None and self._console is not None, "restore() comes before log()"
         assert step > self._last_step, f"step {step} logged after step {self._last_step}: one line per step, in order"
         metrics = dict(metrics)
@@ -294,6 +328,8 @@ class Run:
         the previous save failed."""
         self._saver.poll()
         settings = self.cfg.run
+        if settings.loss_watchdog_threshold is not None:
+            self.write_pending()
         every, per_epoch = settings.save_steps, settings.saves_per_epoch
         due = self._marks(step, every, per_epoch) > self._marks(self._save_step, every, per_epoch)
         last = step == self.total_steps and (every if per_epoch is None else per_epoch)
@@ -323,6 +359,7 @@ class Run:
     def save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         """Write checkpoints/step-N, in the background by default. Log the step first: a resumed run does not repeat
         it."""
+        self.write_pending()
         assert step == self._last_step, f"checkpoint of step {step}, but the last step logged is {self._last_step}"
         self._flush()
         settings = self.cfg.run
@@ -340,6 +377,7 @@ class Run:
         from trainer.metrics.report import write_report  # only needed here
 
         assert self._console is not None, "restore() comes before finish()"
+        self.write_pending()
         self._saver.wait()
         self._console.stop()
         self._flush()
@@ -444,6 +482,9 @@ class OtherRank(Run):
             restore_rng(self.checkpoint)
         stop.work_begins()
         return self.start_step
+
+    def log_later(self, step: int, metrics: Callable[[], Mapping[str, float]]) -> None:
+        self._last_step = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._last_step = step

@@ -14,6 +14,7 @@ from trainer.metrics.metrics import (
     GLOSSARY,
     JsonlLog,
     MetricSums,
+    Timer,
     check_sinks,
     describe,
     open_sinks,
@@ -63,6 +64,25 @@ def test_means_reduce_once_in_sorted_order(monkeypatch):
     sums.add({"b/x": (3.0, 1), "a/x": (1.0, 2)})
     assert sums.means() == {"a/x": 0.5, "b/x": 3.0}
     assert seen == [[[1.0, 2.0], [3.0, 1.0]]]
+
+
+def test_means_may_be_read_later_than_they_are_summed():
+    sums = MetricSums()
+    sums.add({"loss/nll": (torch.tensor(6.0), 2)})
+    later = sums.later()
+    sums.add({"loss/nll": (torch.tensor(1.0), 1)})
+    assert later() == {"loss/nll": 3.0} and sums.means() == {"loss/nll": 7 / 3}
+
+
+def test_laps_of_a_step_add_up_and_moved_seconds_never_leave_less_than_none():
+    timer = Timer()
+    timer.lap("rollout_s")
+    timer.move("rollout_s", "reward_s", 5.0)
+    timer.lap("train_s")
+    timer.lap("train_s")
+    found = timer.metrics(10)
+    assert found["time/reward_s"] == 5.0 and found["time/rollout_s"] == 0.0 < found["time/train_s"]
+    assert found["perf/tokens_per_s"] == 10 / found["time/step_s"] and found["mem/peak_gib"] > 0
 
 
 def test_jsonl_round_trip_is_exact(tmp_path):

@@ -14,7 +14,7 @@ from tests.entry import metrics
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums, describe
-from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step, not_finite
+from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step, not_finite, takes_gate
 from trainer.rl import session
 from trainer.run.run import Run
 
@@ -100,12 +100,84 @@ def test_count_in_a_row_ends_with_a_good_step_and_survives_a_resume():
 
 
 def test_infinite_loss_with_a_finite_gradient_is_bad_too():
-    sums = MetricSums()
-    assert not_finite(1.0, None) is None and not_finite(1.0, sums) is None
-    sums.add({"loss/total": (3.0, 2.0)})
-    assert not_finite(1.0, sums) is None and not_finite(math.nan, sums) == "gradient norm nan"
-    sums.add({"loss/total": (math.inf, 1.0)})
-    assert not_finite(1.0, sums) == "loss inf"
+    assert not_finite(1.0) is None and not_finite(1.0, 3.0) is None
+    assert not_finite(math.nan, 3.0) == "gradient norm nan" and not_finite(1.0, math.inf) == "loss inf"
+
+
+def gradients(model: torch.nn.Module, value: float) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+
+
+def everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [value.clone() for slots in optimizer.state.values() for value in slots.values()]
+    return [p.detach().clone() for p in model.parameters()] + moments
+
+
+KINDS = ("float32", "float32 fused", "bfloat16")  # torch's AdamW, the same as on a GPU, and ours
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def trained_module(kind: str, device: str) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
+    model = model.to(device, getattr(torch, kind.split()[0]))
+    optimizer, schedule = build_optimizer(model, OptimConfig(learning_rate=0.1, lr_scheduler_type="constant"), 4)
+    if "fused" in kind:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert takes_gate(optimizer) == (kind != "float32" or device == "cuda")
+    return model, optimizer, schedule
+
+
+@on_both
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("gradient", "loss"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan)])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_bad_step_changes_nothing_whichever_optimizer_checks_it(kind, gradient, loss, max_grad_norm, device):
+    model, optimizer, schedule = trained_module(kind, device)
+    bad_steps = BadSteps(OptimConfig(nan_policy="skip"))
+    for good_before in (0, 1):
+        before = everything(model, optimizer)
+        sums = MetricSums()
+        sums.add({"loss/total": (loss, 1.0)})
+        gradients(model, gradient)
+        norm = clip_and_step(model, optimizer, schedule, max_grad_norm, "step 1", sums, bad_steps)
+        assert same(everything(model, optimizer), before) and len(optimizer.state) == 4 * good_before
+        assert math.isfinite(norm) == (gradient == 1.0) and bad_steps.counters.skipped_steps == good_before + 1
+        assert all(p.grad is None for p in model.parameters()) and schedule.last_epoch == 2 * good_before + 1
+        sums = MetricSums()
+        sums.add({"loss/total": (1.0, 1.0)})
+        gradients(model, 1.0)
+        clip_and_step(model, optimizer, schedule, max_grad_norm, "step 2", sums, bad_steps)
+        assert not same(everything(model, optimizer), before) and bad_steps.counters.skipped_in_a_row == 0
+        assert {float(slots["step"]) for slots in optimizer.state.values()} == {good_before + 1.0}
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
+@on_both
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_step_stops_the_run_and_leaves_no_moments(kind, device):
+    model, optimizer, schedule = trained_module(kind, device)
+    before = everything(model, optimizer)
+    gradients(model, math.inf)
+    with pytest.raises(ValueError, match="^step 1: gradient norm inf is not finite; lower --learning-rate"):
+        clip_and_step(model, optimizer, schedule, 1.0, "step 1")
+    assert same(everything(model, optimizer), before) and not optimizer.state
+
+
+@on_both
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
+def test_gradients_are_clipped_whichever_optimizer_does_it(kind, max_grad_norm, device):
+    """The first moment after the first step is a tenth of the gradient."""
+    model, optimizer, schedule = trained_module(kind, device)
+    gradients(model, 2.0)
+    norm = 2.0 * math.sqrt(sum(p.numel() for p in model.parameters()))
+    assert clip_and_step(model, optimizer, schedule, max_grad_norm, "step 1") == pytest.approx(norm, rel=1e-6)
+    moments = torch.cat([slots["exp_avg"].flatten().double() for slots in optimizer.state.values()])
+    expected = 0.1 * (0.5 if max_grad_norm == 0.5 else norm)
+    assert moments.norm().item() == pytest.approx(expected, rel=1e-5 if kind != "bfloat16" else 3e-3)
 
 
 def test_first_step_skipped_warns_of_nothing():

@@ -8,8 +8,9 @@ from torch import nn
 
 from losses.types import LossOut, Term
 from trainer.config.blocks import OptimConfig
+from trainer.metrics.metrics import MetricSums
 from trainer.policy.optim import build_optimizer, clip_and_step, lr_factor, term_metrics, total_loss
-from trainer.policy.sharding import clip_gradients
+from trainer.policy.sharding import clip_gradients, gradient_norm
 
 
 def make_model() -> nn.Module:
@@ -273,3 +274,39 @@ def test_muon_refuses_what_it_cannot_step():
     model.peft_config = {}
     with pytest.raises(ValueError, match="optim=muon: is for full matrices, not for the factors of LoRA; use adamw"):
         build_optimizer(model, OptimConfig(optim="muon"), 4)
+
+
+def test_norm_is_that_of_all_gradients_whatever_their_dtypes():
+    model = nn.Sequential(nn.Linear(3, 4).bfloat16(), nn.Linear(4, 2).double(), nn.LayerNorm(2))
+    model[2].bias.requires_grad_(False)
+    set_gradients(model, 0.5)
+    model[2].bias.grad = None
+    count = sum(p.numel() for p in model.parameters()) - 2
+    norm = gradient_norm(model.parameters())
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(0.5 * math.sqrt(count), rel=1e-7)
+    assert clip_gradients(model.parameters(), 1.0) == norm.item()
+    assert clip_gradients(model.parameters(), 1.0) == pytest.approx(1.0, rel=1e-2)  # some are rounded to bfloat16
+    assert clip_gradients([], 1.0) == 0.0
+
+
+@pytest.mark.gpu
+def test_step_on_a_gpu_is_one_launch_for_all_weights_and_waits_for_two_numbers_only():
+    """The wait for norm and loss is for an event, which torch does not count as a synchronisation."""
+    model = nn.Sequential(*(nn.Linear(65, 65) for _ in range(100))).to("cuda", torch.bfloat16)
+    optimizer, schedule = build_optimizer(model, OptimConfig(lr_scheduler_type="constant"), 4)
+    sums = MetricSums()
+    sums.add({"loss/total": (torch.ones((), device="cuda"), torch.ones((), device="cuda"))})
+    set_gradients(model, 1.0)
+    clip_and_step(model, optimizer, schedule, 1.0, "step 1", sums)  # compiles, and makes the list of chunks
+    set_gradients(model, 1.0)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            clip_and_step(model, optimizer, schedule, 1.0, "step 2", sums)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    launched = [event.name for event in profile.events() if event.device_type == on_device]
+    assert launched.count("_step") == 1 and len(launched) < 60, launched  # there are 200 tensors

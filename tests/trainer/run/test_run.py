@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,12 @@ def make_policy(width: int = 4) -> Policy:
     return Policy(model=model, tokenizer=None, source="none", device=torch.device("cpu"), compute_dtype=torch.float32)
 
 
-def train(cfg: Config, *, width: int = 4, kill_at: int = -1, interrupt_at: int = -1, method: str = "sft") -> Run:
+def train(
+    cfg: Config, *, width: int = 4, kill_at: int = -1, interrupt_at: int = -1, method: str = "sft", defers: bool = False
+) -> Run:
     """A loop of the shape that methods have; everything random in it comes from the global generators."""
     with open_run(cfg, method) as run:
+        run._defers = defers  # True: as on a GPU
         policy = make_policy(width)
         optimizer = AdamW(policy.model.parameters(), lr=1e-2)
         schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -109,7 +113,7 @@ def train(cfg: Config, *, width: int = 4, kill_at: int = -1, interrupt_at: int =
             counters["tokens"] += 3
             last = {"eval/reward/mean": 0.75} if step == cfg.run.max_steps else {}
             metrics = {"loss/total": loss.item(), "optim/grad_norm": 50.0, "data/tokens_total": counters["tokens"]}
-            run.log(step, metrics | last)
+            run.log_later(step, partial(dict, metrics | last))
             run.sample(step, [{"prompt": "1+1=", "completion": str(step), "rewards": {"exact_match": 1.0}}])
             if step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -229,6 +233,59 @@ def test_watchdog_counts_on_after_a_resume(tmp_path):
     watched(tmp_path / "a", losses[:6], save_steps=2)
     with pytest.raises(ValueError, match="up to step 7, which is saved"):
         watched(tmp_path / "a", losses, save_steps=2, resume="latest")
+
+
+@pytest.mark.parametrize("save_steps", [1, 3, 0])
+def test_lines_that_are_read_later_are_the_same(save_steps, tmp_path):
+    direct, later = (
+        train(config(tmp_path / str(defers), save_steps=save_steps, save_async=False), defers=defers)
+        for defers in (False, True)
+    )
+    text = (direct.dir / "metrics.jsonl").read_text()
+    assert (later.dir / "metrics.jsonl").read_text() == text and "health/grad_norm_high" in text
+
+
+def test_a_line_is_written_with_the_next_step_or_before_what_depends_on_it(tmp_path):
+    policy = make_policy()
+    optimizer = AdamW(policy.model.parameters())
+    rest = (policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+    read = []
+    with open_run(config(tmp_path / "a", save_async=False), "sft") as run:
+        run._defers = True
+        run.begin(9, "")
+        run.restore(*rest)
+        for step in range(1, 7):
+            run.log_later(step, lambda step=step: read.append(step) or {"loss/total": float(step)})
+            assert read == list(range(1, step))
+            run.maybe_save(step, *rest)  # at 3 and 6
+            assert read == list(range(1, step + (step % 3 == 0)))
+            if step % 3 == 0:
+                assert steps(run.dir) == list(range(1, step + 1))
+        run.log_later(7, lambda: read.append(7) or {})
+        run.log(8, {})  # as a step with an evaluation
+        assert read == list(range(1, 8)) and steps(run.dir) == list(range(1, 9))
+        run.log_later(9, dict)
+    assert steps(run.dir) == list(range(1, 10))
+
+
+def test_an_interrupt_or_error_leaves_no_line_behind(tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt, match="interrupted after step 5"):
+        train(config(tmp_path / "a", save_steps=0), interrupt_at=5, defers=True)
+    assert steps(tmp_path / "a") == list(range(6))
+
+    def lost() -> dict[str, float]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    policy = make_policy()
+    optimizer = AdamW(policy.model.parameters())
+    with pytest.raises(ValueError, match="the real reason"), open_run(config(tmp_path / "b"), "sft") as run:
+        run._defers = True
+        run.begin(9, "")
+        run.restore(policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+        run.log_later(1, lost)
+        raise ValueError("the real reason")
+    said = capsys.readouterr()
+    assert "the metrics of step 1 could not be read or written" in said.out + said.err
 
 
 def test_health_findings_are_in_the_metrics_and_on_the_console(tmp_path, capsys):

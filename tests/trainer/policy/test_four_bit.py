@@ -1,0 +1,292 @@
+"""--load-in-4bit: the policy against a twin whose full base holds the dequantised weights, engines, files, and runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data.packing import Batch, Item, make_batches
+from kernels.nf4 import BYTES_PER_WEIGHT, Linear4bit, is_4bit, num_weights
+from rollout.engine import Request, Sampling
+from rollout.engines.forward import BlockForward, Forward, TransformersForward, block_obstacle
+from rollout.engines.local import LocalEngine
+from rollout.engines.probe import Probe
+from tests.entry import metrics, repeatable
+from tests.entry import run as run_trainer
+from trainer.__main__ import main
+from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, check_4bit
+from trainer.policy.heads import load_scorer
+from trainer.policy.load import load_policy
+from trainer.policy.logps import Policy, causal_lm, reference_logps, token_logps
+from trainer.policy.reference import load_frozen
+from trainer.policy.sharding import pick_mode
+from trainer.policy.weights import PolicyWeights
+from trainer.rl.engine_choice import engine_bytes
+from trainer.run.export import ExportConfig, export_checkpoint
+
+CPU = torch.device("cpu")
+TINY = "builtin:tiny"
+LORA = LoraConfig(r=4)
+ROWS = ("--data", "task:addition:split=train,size=64", "--eval-data", "task:addition:split=eval,size=8")
+DPO = ("--method", "dpo", *ROWS, "--per-device-train-batch-size", 8)
+GRPO = ("--method", "grpo", *ROWS, "--per-device-train-batch-size", 16, "--num-generations", 4)
+FOUR = ("--model", TINY, "--lora.r", 4, "--load-in-4bit", "--save-steps", 1)
+
+
+def load(model: str = TINY, lora: LoraConfig = LORA, *, with_reference: bool = False, **settings: Any) -> Policy:
+    torch.manual_seed(0)
+    cfg = ModelConfig(model=model, **{"load_in_4bit": True, **settings})
+    return load_policy(cfg, lora, CPU, with_reference=with_reference)
+
+
+def shake(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.05 * torch.randn(p.shape, generator=generator))
+
+
+@pytest.fixture
+def policy() -> Policy:
+    policy = load()
+    shake(policy.model)
+    return policy
+
+
+@pytest.fixture
+def twin() -> Policy:
+    return twin_of(load())
+
+
+def twin_of(policy: Policy) -> Policy:
+    """The same adapter on a full base of the dequantised weights."""
+    packed = {name: m for name, m in causal_lm(policy.model).named_modules() if isinstance(m, Linear4bit)}
+    twin = load(load_in_4bit=False)
+    with torch.no_grad():
+        for name, layer in packed.items():
+            causal_lm(twin.model).get_submodule(name).weight.copy_(layer.weight)
+    shake(twin.model)
+    return twin
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randint(100, (n,), generator=generator).tolist() for n in (9, 4, 7)]
+    return make_batches([Item(ids, [False] + [True] * (len(ids) - 1)) for ids in rows], max_tokens=64)[0]
+
+
+def gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    logp, entropy = token_logps(policy, batch())
+    (logp * torch.linspace(-1, 1, len(logp)) + 0.3 * entropy).sum().backward()
+    return logp.detach(), {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+# ---- the policy ----
+
+
+def test_linear_layers_are_packed_and_ends_are_not(policy):
+    lm = causal_lm(policy.model)
+    linear = {name for name, m in lm.named_modules() if isinstance(m, Linear4bit)}
+    assert len(linear) == 7 * lm.config.num_hidden_layers and all(name.endswith(".base_layer") for name in linear)
+    assert type(lm.get_output_embeddings()) is nn.Linear and is_4bit(policy.model)
+    full = load(load_in_4bit=False)
+    assert num_weights(policy.model) == num_weights(full.model) == sum(p.numel() for p in full.model.parameters())
+    packed = [lm.get_submodule(name) for name in linear]
+    held = sum(m.codes.nbytes + m.absmax.nbytes for m in packed)
+    assert held == BYTES_PER_WEIGHT * sum(m.in_features * m.out_features for m in packed)
+    trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
+    new, same = load(), full  # a new adapter starts as that of a full base does
+    a = {name: p for name, p in new.model.named_parameters() if "lora_A" in name}
+    assert a and all(torch.equal(p, same.model.get_parameter(name)) for name, p in a.items())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_logps_and_gradients_are_those_of_the_dequantised_base(twin, checkpointing):
+    policy = load(gradient_checkpointing=checkpointing)
+    shake(policy.model)
+    (ours, grads), (plain, expected) = gradients(policy), gradients(twin)
+    torch.testing.assert_close(ours, plain)
+    assert grads.keys() == expected.keys() and grads
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_products(twin):
+    policy = load(dtype="bfloat16")
+    shake(policy.model)
+    layer = next(m for m in policy.model.modules() if isinstance(m, Linear4bit))
+    assert layer.weight.dtype == torch.bfloat16
+    logp, grads = gradients(policy)
+    torch.testing.assert_close(logp, gradients(twin)[0], rtol=0.02, atol=0.1)
+    assert all(g.dtype == torch.float32 for g in grads.values())
+
+
+def test_the_reference_is_the_packed_base(policy):
+    ref = reference_logps(policy, batch())
+    torch.testing.assert_close(ref, token_logps(load(), batch()).logp)  # a new adapter adds nothing
+    full = token_logps(load(load_in_4bit=False), batch()).logp
+    assert 1e-3 < (ref - full).abs().mean() < 0.5
+
+
+def test_another_reference_is_loaded_in_full(policy):
+    model = ModelConfig(model=TINY, load_in_4bit=True)
+    other = load_frozen("ref_model", TINY, model, policy, None)
+    assert not is_4bit(other.model) and not other.is_lora
+
+
+def test_compiled_blocks_give_the_same(policy, monkeypatch):
+    plain = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: plain(self, backend="aot_eager", **options))
+    compiled = load(compile=True)
+    shake(compiled.model)
+    (ours, grads), (eager, expected) = gradients(compiled), gradients(policy)
+    torch.testing.assert_close(ours, eager)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+# ---- engines and servers ----
+
+
+@pytest.mark.parametrize("way", ["blocks", "copy", "in place"])
+def test_the_engine_samples_from_what_is_trained(policy, way):
+    lm = causal_lm(policy.model)
+    assert block_obstacle(lm) is None
+    ways: dict[str, Forward] = {
+        "blocks": lambda: BlockForward(lm, torch.float32, longest=64),
+        "copy": lambda: TransformersForward(lm, torch.float32, copied=True),
+        "in place": lambda: TransformersForward(lm, torch.float32),
+    }
+    engine = LocalEngine(policy.model, policy.tokenizer)
+    engine._ways = lambda: [ways[way]]
+    for version in range(2):
+        engine.load(version)
+        made = engine.generate([Request(prompt_ids=[5, 6, 7], seed=seed) for seed in range(4)], Sampling(max_tokens=6))
+        scored = engine.score([(c.prompt_ids, c.ids) for c in made], 1.0)
+        for completion, logps in zip(made, scored, strict=True):
+            assert completion.logps == pytest.approx(logps, abs=1e-4)
+        shake(policy.model)
+    assert type(engine._forward) is type(ways[way]())
+
+
+def test_servers_get_the_dequantised_weights_merged(policy, twin, tmp_path):
+    ours, plain = (PolicyWeights(p, torch.bfloat16) for p in (policy, twin))
+    assert ours.specs() == plain.specs()
+    for (name, tensor), (other, expected) in zip(ours.tensors(), plain.tensors(), strict=True):
+        assert name == other and torch.equal(tensor, expected), name
+    ours.save_adapter(tmp_path / "a")
+    plain.save_adapter(tmp_path / "b")
+    assert len({(tmp_path / x / "adapter_model.safetensors").read_bytes() for x in "ab"}) == 1
+
+
+def test_the_probe_allows_servers_of_the_full_base(policy):
+    probe = Probe(LocalEngine(policy.model, policy.tokenizer), tolerance=None)
+    rows = probe.sequences(32)
+    full = load(load_in_4bit=False)
+    shake(full.model)
+    ours, theirs = probe.score(rows), Probe(LocalEngine(full.model, full.tokenizer), tolerance=None).score(rows)
+    gap, limit, _ = probe.gap(ours, theirs, "float32")
+    assert gap > limit
+    probe.rounded = True
+    gap, limit, kind = probe.gap(ours, theirs, "float32")
+    assert 0 < gap < limit and kind == "on average"
+
+
+def test_room_for_the_engines_copy_counts_all_weights(policy):
+    cfg = type("Config", (), {"num_generations": 4, "max_completion_length": 8})
+    assert engine_bytes(cfg, policy, 8) == engine_bytes(cfg, load(load_in_4bit=False), 8)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "lora", "message"),
+    [
+        ({}, LoraConfig(), "load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16"),
+        ({"merge_lora": True}, LORA, "trainer.export RUN OUT --merge-lora"),
+    ],
+)
+def test_what_4_bits_cannot_do_is_refused(settings, lora, message):
+    with pytest.raises(ValueError, match=message):
+        load(lora=lora, **settings)
+
+
+def test_scorers_are_refused():
+    with pytest.raises(ValueError, match="load_in_4bit=True: a reward model"):
+        load_scorer(ModelConfig(model=TINY, load_in_4bit=True), LORA, CPU, kind="sequence")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "fsdp"}, "FSDP cannot shard 4-bit weights .parallel.mode=fsdp"),
+        ({"shard": 2}, "parallel.shard=2"),
+        ({"cpu_offload": True}, "parallel.cpu_offload=True"),
+        ({"context": 2}, "not supported with parallel.context=2"),
+    ],
+)
+def test_sharding_is_refused_by_name(monkeypatch, settings, message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=message):
+        check_4bit(ModelConfig(model=TINY, load_in_4bit=True), LORA, ParallelConfig(**settings))
+
+
+def test_auto_replicates(monkeypatch, policy):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parallel = ParallelConfig()
+    check_4bit(ModelConfig(model=TINY, load_in_4bit=True), LORA, parallel)
+    monkeypatch.setattr("trainer.policy.sharding.room_for_a_copy", lambda device: 0)
+    monkeypatch.setattr("trainer.policy.sharding.is_main", lambda: False)
+    assert pick_mode(parallel, policy) == "replicate"
+    assert pick_mode(parallel, dataclasses.replace(policy, model=nn.Linear(3, 3))) == "fsdp"
+
+
+# ---- runs ----
+
+
+@pytest.mark.parametrize("method", [DPO, GRPO], ids=["dpo", "grpo"])
+def test_two_steps_and_the_adapter_on_the_full_base(method, tmp_path):
+    whole, merged = tmp_path / "whole", tmp_path / "merged"
+    argv = [*map(str, (*method, *FOUR))]
+    assert main([*argv, "--max-steps", "2", "--output-dir", str(whole)]) == 0
+    rows = metrics(whole)
+    if "grpo" in argv:
+        gaps = [row["policy/behaviour_gap"] for row in rows if "policy/behaviour_gap" in row]
+        assert len(gaps) == 2 and max(gaps) < 1e-4
+    assert not (whole / "final" / "model.safetensors").exists()
+    adapter = json.loads((whole / "final" / "adapter_config.json").read_text())
+    assert Path(adapter["base_model_name_or_path"]).is_dir()
+
+    export_checkpoint(ExportConfig(source=str(whole), out=str(merged), merge_lora=True))
+    full = load(str(merged), LoraConfig(), load_in_4bit=False)
+    continued = load(str(whole / "final"), LORA, load_in_4bit=False)
+    torch.testing.assert_close(token_logps(full, batch()).logp, token_logps(continued, batch()).logp)
+    again = load(str(whole / "final"), LORA)
+    assert is_4bit(again.model)
+
+
+def test_resume_repeats_the_steps(tmp_path):
+    argv = (*DPO, *FOUR, "--max-steps", 2)
+    assert main([*map(str, argv), "--output-dir", str(tmp_path / "run")]) == 0
+    first = metrics(tmp_path / "run")
+    last = max((tmp_path / "run" / "checkpoints").iterdir(), key=lambda path: path.name)
+    shutil.rmtree(last)
+    shutil.rmtree(tmp_path / "run" / "final")
+    assert main(["--resume", str(tmp_path / "run")]) == 0
+    assert last.is_dir() and (tmp_path / "run" / "final").is_dir()
+    assert repeatable(metrics(tmp_path / "run")) == repeatable(first)
+
+
+def test_flags_that_do_not_go_together_are_one_sentence(tmp_path):
+    done = run_trainer(*DPO, "--model", TINY, "--load-in-4bit", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") <= 1 and "--lora.r 16" in done.stderr

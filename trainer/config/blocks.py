@@ -208,6 +208,8 @@ def check_4bit(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | 
         return
     if lora.r == 0:
         raise ValueError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
+    if lora.dora:
+        raise ValueError("load_in_4bit=True: not supported with lora.dora, which needs the full weights; leave one out")
     if parallel is None:
         return
     if parallel.context > 1:

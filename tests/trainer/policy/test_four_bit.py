@@ -162,7 +162,7 @@ def test_the_engine_samples_from_what_is_trained(policy, way):
     lm = causal_lm(policy.model)
     assert block_obstacle(lm) is None
     ways: dict[str, Forward] = {
-        "blocks": lambda: BlockForward(lm, torch.float32, longest=64),
+        "blocks": lambda: BlockForward(lm, torch.float32),
         "copy": lambda: TransformersForward(lm, torch.float32, copied=True),
         "in place": lambda: TransformersForward(lm, torch.float32),
     }

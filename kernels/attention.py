@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 TILE = 128  # flex_attention's default sparse block, and what its kernels are tuned for
+GRAPHS = 64  # of one function that Dynamo may make
 
 
 class Spans(NamedTuple):
@@ -150,6 +151,10 @@ def flex_attend(
     Compiled at the first call; new head sizes, dtypes and grad modes recompile, lengths and masks do not. Raises if
     compilation is off or fails, because uncompiled flex_attention silently runs dense.
     """
+    if (
+        torch.compiler.is_compiling()
+    ):  # part of a compiled block; reading the mask's lengths would tie its graph to them
+        return _attend(query, key, value, block_mask.mask_mod.spans, [getattr(block_mask, n) for n in _LISTS], scale)
     if query.device.type != "cuda":
         raise ValueError(f"query.device={query.device}: flex_attend runs on CUDA; elsewhere use dense_mask with sdpa")
     rows, _, num_queries, _ = query.shape
@@ -160,11 +165,8 @@ def flex_attend(
         shape = tuple(block_mask.shape)
         raise ValueError(f"block_mask.shape={shape}: the inputs need {(rows, 1, num_queries, num_keys)}")
     lists = [getattr(block_mask, name) for name in _LISTS]
-    arguments = (query, key, value, block_mask.mask_mod.spans, lists, scale)
-    if torch.compiler.is_compiling():  # inside a compiled model: part of its graph
-        return _attend(*arguments)
     with _one_graph_for_all_lengths():
-        return _compiled()(*arguments)
+        return _compiled()(query, key, value, block_mask.mask_mod.spans, lists, scale)
 
 
 @contextmanager
@@ -178,8 +180,20 @@ def _one_graph_for_all_lengths() -> Iterator[None]:
     import torch._dynamo as dynamo  # imported here: it takes two seconds, which runs without flex attention save
     import torch.fx.experimental._config as symbolic_shapes
 
-    with dynamo.config.patch(recompile_limit=64, specialize_float=True), symbolic_shapes.patch(use_duck_shape=False):
+    with (
+        dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True),
+        symbolic_shapes.patch(use_duck_shape=False),
+    ):
         yield
+
+
+def compile_for_all_lengths() -> None:
+    """The same for the rest of the process: a compiled block with flex_attend in it is compiled when first called."""
+    import torch._dynamo as dynamo
+    import torch.fx.experimental._config as symbolic_shapes
+
+    dynamo.config.recompile_limit, dynamo.config.specialize_float = GRAPHS, True
+    symbolic_shapes.use_duck_shape = False
 
 
 @functools.cache

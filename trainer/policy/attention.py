@@ -180,7 +180,6 @@ def attend(
     return _flex(type(module).__name__, query, key, value, attention_mask, dropout, scaling, asked), None
 
 
-@torch.compiler.disable
 def _flex(
     name: str,
     query: Tensor,
@@ -191,7 +190,6 @@ def _flex(
     scaling: float | None,
     asked: dict[str, Any],
 ) -> Tensor:  # (R, Q, H, K)
-    """Outside the graph of a compiled block, which would recompile for every mask; flex_attend compiles on its own."""
     refused = [what for what, value in asked.items() if value is not None] + ["dropout"] * (dropout > 0)
     if refused:
         raise ValueError(f"{name}: flex attention here has no {refused[0]}")

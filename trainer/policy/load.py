@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from data.chat import set_chat_template, set_special_tokens
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
+from kernels.attention import compile_for_all_lengths
 from kernels.nf4 import Linear4bit
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
@@ -242,7 +243,8 @@ def blocks_of(lm: Any, source: str) -> nn.ModuleList:
 
 
 def compile_blocks(lm: Any, source: str) -> None:
-    """In place, so that names and hooks stay; with dynamic shapes, since rows differ in length."""
+    """In place, so that names and hooks stay; one graph, attention included, for every block, length and mask."""
+    compile_for_all_lengths()
     for block in blocks_of(lm, source):
         block.compile(dynamic=True)
 

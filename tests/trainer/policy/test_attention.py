@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from data.packing import Batch, Item, make_batches
+from kernels import attention as kernel
 from kernels.attention import Spans, block_mask, dense_mask
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
@@ -175,6 +176,28 @@ def test_tile_lists_reach_flex_attend_from_every_layer(kind, layout, flex_calls)
     assert_same(got, want)
     for name, gradient in got_grads.items():
         assert (gradient - want_grads[name]).norm() <= 1e-4 * want_grads[name].norm(), name
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("llama", 1), ("qwen3", 1), ("gemma3", 2)])  # gemma3: two layer types
+def test_a_compiled_block_is_one_graph_with_its_attention_for_all_masks(kind, expected):
+    """Forward only: flex_attention has no backward on a CPU."""
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    plain, flex = (policy_of(make_model(kind, initializer_range=0.1)) for _ in range(2))
+    use_flex(flex.model)
+    for block in flex.model.base_model.layers:
+        block.compile(backend=count, dynamic=True, fullgraph=True)
+    with kernel._one_graph_for_all_lengths(), torch.no_grad():
+        for length in (150, 300, 200, 500, 260):
+            items = [Item([i % VOCAB for i in range(n)], [False] + [True] * (n - 1)) for n in (length, 31, 70)]
+            (batch,) = make_batches(items, max_tokens=4096, multiple=128)
+            assert_same(predictor_states(flex, flex.model, batch), predictor_states(plain, plain.model, batch))
+    assert len(graphs) == expected
 
 
 def test_a_model_that_fails_with_flex_is_told_of_sdpa(monkeypatch):

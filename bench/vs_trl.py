@@ -2,6 +2,8 @@
 
     python -m bench.vs_trl dpo [--shape qwen3-1.7b] [--lora 0] [--out rows.jsonl]
     python -m bench.vs_trl dpo --shape llama-3.1-8b --lora 16
+    python -m bench.vs_trl sft [--shape qwen3-1.7b] [--lora 0]
+    python -m bench.vs_trl kto [--shape qwen3-1.7b] [--lora 0]
     python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # TRL has vLLM in its own process
     python -m bench.vs_trl grpo --prompts 64 --completion 256 --trl-accumulation 8
     python -m bench.vs_trl grpo --lora 16 --ways TRL "ours, compile, local"
@@ -9,21 +11,37 @@
 In grpo, ways named `local` sample in the trainer's process, the others on a vLLM server of ours. TRL and the local ways
 have the GPU to themselves; the server starts after them, or beside TRL's engine if there is no local way.
 
-Weights are random, prompts have 256 tokens, responses of pairs are log-normal (median 200, at most 767), completions
-have 512. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), data loading and logging included;
-TRL first, while the GPU is cool. A step is the time from one step's end to the next one's, the first few are left out,
-and the last one where its rows were sampled during the step before. The rate is that of all these steps together and
-counts real tokens, prompt and response, once for each sequence; ratios are of seconds per token.
+Weights are random, prompts have 256 tokens, responses of rows are log-normal (median 200, at most 767), completions of
+grpo have 512. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), data loading and logging
+included; TRL first, while the GPU is cool. Both train the same rows in the same order, grpo aside, where each draws its
+own prompts. In sft the loss is of the responses alone. Ours packs the rows of a step into one, as by default; TRL pads
+them to the longest, as by default: its packing and padding-free batches need FlashAttention to keep rows apart, and
+packing puts other rows into a step. In kto both sides score each prompt also with another prompt's response, for the
+reference point; these tokens are not counted.
+
+A step is the time from one step's end to the next one's, the first few are left out, and the last one where its rows
+were sampled during the step before. The rate is that of all these steps together and counts real tokens, prompt and
+response, once for each sequence; ratios are of seconds per token. `speedup over TRL` is by the median step: TRL's time
+over the way's own, per token of an average step.
+
+dpo, sft and kto go on for some steps that are not timed, in which kernels are recorded (bench/runs/kernel_times.py):
+`gpu_busy` is the part of two steps in which at least one kernel runs, and products_ms, attention_ms, ... are
+milliseconds a step of groups of kernels.
+
+The error is that of the first step's loss, relative to its exact value: log 2 in dpo and 1/2 in kto, where policy and
+reference are one; in sft the loss of the same rows by transformers in float32, one at a time. In grpo it is the mean
+distance of the trainer's log-probs from the engine's, over all sampled tokens of the last step.
 
 Ways differ by what they hold: TRL is given bfloat16 weights, its leanest setting, ours are float32 as by default or
-bfloat16 with random rounding (--trained-dtype). GiB in dpo is the most that tensors took; in grpo it is all that was in
-use on the GPU, engines, servers and CUDA contexts included, looked at in the same way for both. `planned` is what
-trainer/plan.py says of the largest step. Parts of a step (rollout_s, reward_s, train_s, ...) are medians.
+bfloat16 with random rounding (--trained-dtype). GiB in grpo is all that was in use on the GPU, engines, servers and
+CUDA contexts included, looked at in the same way for both; elsewhere it is the most that tensors took. `planned` is
+what trainer/plan.py says of the largest step. Parts of a step (rollout_s, reward_s, train_s, ...) are medians.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import secrets
@@ -37,7 +55,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +63,14 @@ import torch
 import tyro
 
 from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
+from bench.runs.kernel_times import EXTRA_STEPS
+from data.loader import Loader
+from trainer.config.blocks import RunConfig
 from trainer.plan import KNOWN, known_config
 
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
-WARMUP = {"dpo": 4, "grpo": 2}  # steps that compile and allocate
+WARMUP = {"dpo": 4, "sft": 4, "kto": 4, "grpo": 2}  # steps that compile and allocate
 PROMPT, LONGEST = 256, 1024
 PORT = 8123  # of our server
 OURS = {
@@ -67,14 +88,13 @@ OURS = {
 SHOW_S = 10  # seconds between the lines of a run that are shown
 RESULT = "measured: "  # begins a line of the process that measures
 TRL = {"TRL": True, "TRL, no checkpointing": False}
-# dpo: the loss of the first step, where policy and reference are one, against log 2. grpo: mean distance of the
-# trainer's log-probs from the engine's, over all sampled tokens of the last step.
-ERRORS = {"dpo": "first_loss", "grpo": "logp_gap"}
+ERRORS = {"dpo": "first_loss", "sft": "first_loss", "kto": "first_loss", "grpo": "logp_gap"}
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each step after the first few: seconds and tokens; GiB at the peak; how far from right, as ERRORS says."""
+    """Of each step after the first few: seconds and tokens; GiB at the peak; how far from right."""
 
     seconds: list[float]
     tokens: list[float]
@@ -82,6 +102,7 @@ class Measured:
     error: float
     parts: dict[str, float]  # seconds of the parts of the last step, where they are known
     planned_gib: float | None = None
+    kernels: dict[str, float] = field(default_factory=dict)  # of bench/runs/kernel_times.py
 
 
 def dpo(
@@ -103,14 +124,80 @@ def dpo(
         steps: Steps of each run, the first few untimed.
     """
     require_commit()
+    rows = [
+        {"prompt": prompt, "chosen": first, "rejected": second}
+        for prompt, first, second in prompts_and_responses(pairs * (steps + EXTRA_STEPS), 2)
+    ]
+    offline("dpo", out, shape, lora, ways, rows, pairs, steps, exact=math.log(2))
+
+
+def sft(
+    out: Path | None = None,
+    shape: str = "qwen3-1.7b",
+    lora: int = 0,
+    ways: tuple[str, ...] = (),
+    rows: int = 16,
+    steps: int = 14,
+) -> None:
+    """Responses to prompts: forward, backward, AdamW.
+
+    Args:
+        out: File to append the rows to.
+        shape: One of trainer.plan's, or tiny.
+        lora: Rank of adapters; 0 trains all weights.
+        ways: Which to run, by name; empty: all that make sense.
+        rows: Rows of a step.
+        steps: Steps of each run, the first few untimed.
+    """
+    require_commit()
+    texts = prompts_and_responses(rows * (steps + EXTRA_STEPS), 1)
+    made = [{"prompt": prompt, "completion": response} for prompt, response in texts]
+    offline("sft", out, shape, lora, ways, made, rows, steps, exact=None)
+
+
+def kto(
+    out: Path | None = None,
+    shape: str = "qwen3-1.7b",
+    lora: int = 0,
+    ways: tuple[str, ...] = (),
+    rows: int = 16,
+    steps: int = 14,
+) -> None:
+    """Labelled responses: forward of policy and reference, also of mismatched rows, backward, AdamW.
+
+    Args:
+        out: File to append the rows to.
+        shape: One of trainer.plan's, or tiny.
+        lora: Rank of adapters; 0 trains all weights.
+        ways: Which to run, by name; empty: all that make sense.
+        rows: Rows of a step.
+        steps: Steps of each run, the first few untimed.
+    """
+    require_commit()
+    texts = prompts_and_responses(rows * (steps + EXTRA_STEPS), 1)
+    made = [
+        {"prompt": prompt, "completion": response, "label": i % 2 == 0} for i, (prompt, response) in enumerate(texts)
+    ]
+    offline("kto", out, shape, lora, ways, made, rows, steps, exact=0.5)
+
+
+def offline(
+    method: str, out: Path | None, shape: str, lora: int, ways: tuple[str, ...], rows: Rows, per_step: int, steps: int,
+    *, exact: float | None,  # loss of the first step; None: by transformers
+) -> None:  # fmt: skip
     with scratch() as folder:
         config = make_model(shape, folder / "model")
-        make_pairs(folder / "rows.jsonl", pairs * steps)
-        flags = ["--method", "dpo", "--data", str(folder / "rows.jsonl"), "--max-length", str(LONGEST)]
-        flags += ["--per-device-train-batch-size", str(pairs), "--max-tokens-per-micro-batch", "16384"]
-        job = {"method": "dpo", "rows": pairs, "lora": lora, "steps": steps}
-        size = {"pairs": pairs, "P": PROMPT, "layers": config.num_hidden_layers, "D": config.hidden_size, "lora": lora}
-        measure("dpo", folder, ways, flags, job, size, out)
+        ordered = in_our_order(rows)
+        write_rows(folder / "rows.jsonl", rows)
+        write_rows(folder / "ordered.jsonl", ordered)
+        exact = exact_nll(folder / "model", ordered[:per_step]) if exact is None else exact
+        flags = ["--method", method, "--data", str(folder / "rows.jsonl"), "--max-length", str(LONGEST)]
+        flags += ["--per-device-train-batch-size", str(per_step), "--max-tokens-per-micro-batch", "16384"]
+        job = {"method": method, "rows": per_step, "lora": lora, "steps": steps, "extra": EXTRA_STEPS, "exact": exact}
+        job |= {"sequences": per_step * (2 if method == "dpo" else 1)}
+        name = "pairs" if method == "dpo" else "rows"
+        size = {name: per_step, "P": PROMPT, "layers": config.num_hidden_layers, "D": config.hidden_size, "lora": lora}
+        measure(method, folder, ways, flags, job, size, out)
 
 
 def grpo(
@@ -149,12 +236,13 @@ def grpo(
         raise ValueError(f"trl_accumulation={trl_accumulation}: must divide the {rows} completions of a step")
     with scratch() as folder:
         config = make_model(shape, folder / "model")
-        make_prompts(folder / "rows.jsonl", prompts * steps)
+        write_rows(folder / "rows.jsonl", [{"prompt": text} for (text,) in prompts_and_responses(prompts * steps, 0)])
         flags = ["--method", "grpo", "--data", str(folder / "rows.jsonl"), *shlex.split(more)]
         flags += ["--per-device-train-batch-size", str(rows), "--num-generations", str(group)]
         flags += ["--max-completion-length", str(completion), "--reward-funcs", "bench.vs_trl.reward"]
         flags += ["--max-tokens-per-micro-batch", "65536"]
         job = {"method": "grpo", "rows": rows, "group": group, "completion": completion, "steps": steps}
+        job |= {"extra": 0}
         pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * LONGEST * rows
         job |= {"share": share, "lora": lora, "pool_bytes": pool_bytes, "accumulation": trl_accumulation}
         size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion} | ({"lora": lora} if lora else {})
@@ -179,18 +267,19 @@ def measure(
         raise ValueError(
             f"ways={served[0]}: with lora={job['lora']} only local ways are measured; add {LOCAL[2:]} to it"
         )
-    flags = [*flags, "--model", str(folder / "model"), "--max-steps", str(job["steps"]), "--save-steps", "0"]
+    flags = [*flags, "--model", str(folder / "model"), "--save-steps", "0"]
+    flags += ["--max-steps", str(job["steps"] + job["extra"])]
     flags += ["--lora.r", str(job["lora"]), "--lora.alpha", str(2 * job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
-    rates: dict[str, float] = {}  # of TRL's ways
+    rows: dict[str, Row] = {}  # of TRL's ways
     missing = list(chosen)
 
     def take(jobs: dict[str, dict[str, Any]]) -> None:
         for way, made in run(jobs):
             missing.remove(way)
-            row = row_of(method, way, made, rates, size)
+            row = row_of(method, way, made, rows, size)
             if way in TRL:
-                rates[way] = row.rate
+                rows[way] = row
             emit([row], out)
 
     def ours(names: list[str], urls: list[str]) -> dict[str, dict[str, Any]]:
@@ -208,19 +297,21 @@ def measure(
         raise SystemExit(f"not measured: {', '.join(missing)}")
 
 
-def row_of(method: str, way: str, made: Measured, trl: dict[str, float], size: dict[str, int]) -> Row:
+def row_of(method: str, way: str, made: Measured, trl: dict[str, Row], size: dict[str, int]) -> Row:
     timing = Timing([1000 * s for s in made.seconds], made.peak_gib)
     step_tokens = sum(made.tokens) / len(made.tokens)
-    extra = {"step_tokens": step_tokens, **made.parts}
+    extra = {"step_tokens": step_tokens, **made.parts, **made.kernels}
     if made.planned_gib is not None:
         extra |= {"planned_gib": made.planned_gib, "planned_over_peak": made.planned_gib / made.peak_gib}
+    for name, other in trl.items():
+        extra[f"speedup over {name}"] = other.ms_p50 / other.extra["step_tokens"] * step_tokens / timing.p50
     row = make_row(
         f"vs_trl/{method}", way, timing, shape=size, dtype="bfloat16", work=step_tokens, unit="tokens",
         errors={ERRORS[method]: made.error}, extra=extra,
     )  # fmt: skip
     # Not by the median step: one that samples ahead waits more in one step and less in the next.
     rate = sum(made.tokens) / sum(made.seconds)
-    return replace(row, rate=rate, ratio_to={name: other / rate for name, other in trl.items()})
+    return replace(row, rate=rate, ratio_to={name: other.rate / rate for name, other in trl.items()})
 
 
 OVERWRITE = "--overwrite-output-dir"
@@ -358,19 +449,49 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join(f"w{rng.randint(1, 500)}" for _ in range(count))
 
 
-def make_pairs(path: Path, count: int) -> None:
+def prompts_and_responses(count: int, responses: int) -> list[tuple[str, ...]]:
+    """Texts of so many prompts, each with so many responses."""
     rng = random.Random(0)
 
     def response() -> str:
         return " " + words(rng, min(LONGEST - PROMPT - 1, max(8, round(rng.lognormvariate(5.3, 0.6)))))
 
-    rows = [{"prompt": words(rng, PROMPT), "chosen": response(), "rejected": response()} for _ in range(count)]
+    return [(words(rng, PROMPT), *(response() for _ in range(responses))) for _ in range(count)]
+
+
+def write_rows(path: Path, rows: Rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_prompts(path: Path, count: int) -> None:
-    rng = random.Random(0)
-    path.write_text("".join(json.dumps({"prompt": words(rng, PROMPT)}) + "\n" for _ in range(count)))
+@dataclass(frozen=True)
+class Place:
+    row: int
+
+
+def in_our_order(rows: Rows) -> Rows:
+    """As the trainer takes them in its first epoch."""
+    loader = Loader([Place(i) for i in range(len(rows))], batch_size=len(rows), seed=RunConfig().seed)
+    return [rows[place.row] for place in loader.next()]
+
+
+@torch.no_grad()
+def exact_nll(model: Path, rows: Rows) -> float:
+    """Mean negative log-likelihood of the tokens of all responses and of their ends, in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+    total, count = 0.0, 0
+    for row in rows:
+        ids = [*tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer.eos_token_id]
+        logits = lm(torch.tensor([ids], device=device)).logits[0, PROMPT - 1 : -1]  # (R, V)
+        target = torch.tensor(ids[PROMPT:], device=device)
+        total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
+        count += len(target)
+    del lm
+    torch.cuda.empty_cache()
+    return total / count
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -380,6 +501,6 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 if __name__ == "__main__":
     try:
-        tyro.extras.subcommand_cli_from_dict({"dpo": dpo, "grpo": grpo})
+        tyro.extras.subcommand_cli_from_dict({"dpo": dpo, "sft": sft, "kto": kto, "grpo": grpo})
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import statistics
 import sys
 import time
@@ -13,11 +12,13 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
 
 from bench.common import watched
+from bench.runs.kernel_times import Watch
 from bench.vs_trl import RESULT, Measured, reward
 from trainer.metrics.metrics import read_jsonl
 
@@ -29,12 +30,18 @@ def run_ours(job: dict[str, Any]) -> Measured:
     from trainer.__main__ import main
     from trainer.run.run import Run
 
-    Run.finish = lambda self, policy: self.close()  # writing the result is no step
-    code = main(job["flags"])
+    watch, save = Watch(job["steps"]), Run.maybe_save
+
+    def maybe_save(run: Run, step: int, *args: Any) -> None:
+        save(run, step, *args)
+        watch.step_ended(step)
+
+    with patch.multiple(Run, finish=lambda run, policy: run.close(), maybe_save=maybe_save):  # exporting is no step
+        code = main(job["flags"])
     if code:
         raise SystemExit(code)
     folder = Path(job["flags"][job["flags"].index("--output-dir") + 1])
-    records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] > 0]
+    records = [record for record in read_jsonl(folder / "metrics.jsonl") if 0 < record["step"] <= job["steps"]]
     seconds = [b["time/wall_s"] - a["time/wall_s"] for a, b in pairwise(records)]
     tokens = [step_tokens(job, a, b) for a, b in pairwise(records)]
     last = records[-1]
@@ -49,7 +56,8 @@ def run_ours(job: dict[str, Any]) -> Measured:
     made = Measured(seconds[timed], tokens[timed], last["mem/peak_gib"], 0.0, parts)
     if job["method"] == "grpo":
         return replace(made, error=last["policy/behaviour_gap"])
-    return replace(made, error=first_loss_error(records[0]["loss/total"]), planned_gib=planned(job, max(tokens)))
+    error = abs(records[0]["loss/total"] / job["exact"] - 1)
+    return replace(made, error=error, planned_gib=planned(job, max(tokens)), kernels=watch.found)
 
 
 def step_tokens(job: dict[str, Any], before: dict[str, float], after: dict[str, float]) -> float:
@@ -58,17 +66,13 @@ def step_tokens(job: dict[str, Any], before: dict[str, float], after: dict[str, 
     return after["data/tokens_total"] - before["data/tokens_total"]
 
 
-def first_loss_error(loss: float) -> float:
-    return abs(loss / math.log(2) - 1)
-
-
 def planned(job: dict[str, Any], tokens: float) -> float:
     """GiB that the planner gives for this run, at its largest step."""
     from trainer.cli import parse
     from trainer.plan import planned_peak
 
     _, cfg, _ = parse(job["flags"])
-    return planned_peak(cfg, int(tokens), trained_tokens=int(tokens) - 2 * job["rows"] * PROMPT_TOKENS) / 2**30
+    return planned_peak(cfg, int(tokens), trained_tokens=int(tokens) - job["sequences"] * PROMPT_TOKENS) / 2**30
 
 
 def run_trl(job: dict[str, Any]) -> Measured:
@@ -80,20 +84,26 @@ def run_trl(job: dict[str, Any]) -> Measured:
     ends: list[float] = []
     counts: list[float] = []
     shown: list[dict[str, float]] = []
+    peaks = [0.0]
+    watch = Watch(job["steps"])
+    offline = job["method"] != "grpo"
 
     class Clock(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if on_cuda:
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if len(ends) < job["steps"]:
+                if on_cuda:
+                    torch.cuda.synchronize()
+                    peaks.append(torch.cuda.max_memory_allocated() / 2**30)
+                ends.append(time.perf_counter())
+            watch.step_ended(state.global_step)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-            if "num_tokens" in logs:
+            if "num_tokens" in logs and len(counts) < job["steps"]:
                 counts.append(logs["num_tokens"])
                 shown.append(dict(logs))
 
     options = {
-        "output_dir": str(folder / "trl"), "max_steps": job["steps"],
+        "output_dir": str(folder / "trl"), "max_steps": job["steps"] + job["extra"],
         "per_device_train_batch_size": job["rows"] // job.get("accumulation", 1),
         "gradient_accumulation_steps": job.get("accumulation", 1),
         "gradient_checkpointing": job["checkpointing"], "logging_steps": 1, "save_strategy": "no", "report_to": "none",
@@ -101,7 +111,8 @@ def run_trl(job: dict[str, Any]) -> Measured:
     }  # fmt: skip
     dtype = torch.bfloat16 if on_cuda else torch.float32
     model = AutoModelForCausalLM.from_pretrained(str(folder / "model"), dtype=dtype)
-    rows = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "cache"))
+    file = str(folder / ("ordered.jsonl" if offline else "rows.jsonl"))
+    rows = load_dataset("json", data_files=file, split="train", cache_dir=str(folder / "cache"))
     shared = {"model": model, "train_dataset": rows, "callbacks": [Clock()]}
     shared["processing_class"] = AutoTokenizer.from_pretrained(folder / "model")
     if job["lora"]:
@@ -110,10 +121,20 @@ def run_trl(job: dict[str, Any]) -> Measured:
         shared["peft_config"] = LoraConfig(
             r=job["lora"], lora_alpha=2 * job["lora"], target_modules="all-linear", task_type="CAUSAL_LM"
         )
+    if offline:
+        options |= {"max_length": 1024, "train_sampling_strategy": "sequential"}
     if job["method"] == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        trainer = DPOTrainer(args=DPOConfig(**options, max_length=1024), **shared)
+        trainer = DPOTrainer(args=DPOConfig(**options), **shared)
+    elif job["method"] == "sft":
+        from trl import SFTConfig, SFTTrainer
+
+        trainer = SFTTrainer(args=SFTConfig(**options, completion_only_loss=True), **shared)
+    elif job["method"] == "kto":
+        from trl import KTOConfig, KTOTrainer
+
+        trainer = KTOTrainer(args=KTOConfig(**options), **shared)
     else:
         from trl import GRPOConfig, GRPOTrainer
 
@@ -127,12 +148,11 @@ def run_trl(job: dict[str, Any]) -> Measured:
     tokens = [b - a for a, b in pairwise(counts)]
     assert len(tokens) == len(seconds), f"{len(counts)} counts of tokens for {len(ends)} steps"
     timed = slice(job["warmup"] - 1, None)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
     if job["method"] == "grpo":
         error = shown[-1].get("sampling/sampling_logp_difference/mean", 0.0)  # without vLLM it samples by itself
     else:
-        error = first_loss_error(shown[0]["loss"])
-    return Measured(seconds[timed], tokens[timed], peak, error, {})
+        error = abs(shown[0]["loss"] / job["exact"] - 1)
+    return Measured(seconds[timed], tokens[timed], max(peaks), error, {}, kernels=watch.found)
 
 
 def main(jobs: dict[str, dict[str, Any]]) -> None:

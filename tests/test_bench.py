@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench import common, ebft, linear_kl, linear_logprob, peers, rollout, table, train_step
+from bench import common, ebft, linear_kl, linear_logprob, peers, rollout, table, train_step, vs_trl
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
-from bench.runs import smollm2
+from bench.runs import kernel_times, smollm2, vs_trl_run
+from bench.runs.kernel_times import Kernel
 from tests.entry import ROOT
 
 RESULTS = sorted((ROOT / "bench" / "results").rglob("*.jsonl"))
@@ -117,7 +118,7 @@ def entries() -> list[tuple[str, str]]:
     return [
         (name, entry)
         for name in sorted(set(makers) - {"common"})
-        for entry in (("dpo", "grpo") if name == "vs_trl" else ("main",))
+        for entry in (("dpo", "sft", "kto", "grpo") if name == "vs_trl" else ("main",))
     ]
 
 
@@ -246,6 +247,71 @@ def test_rollout_names_what_it_cannot_read():
         rollout.main(engine="local", cases=("1x2x3x4",), lengths=("full", "full"))
     with pytest.raises(ValueError, match="shape=gpt9: not known here; there is tiny, smollm2-135m, qwen3-0.6b"):
         rollout.main(engine="local", shape="gpt9")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_vs_trl_measures_every_offline_method_of_ours(tmp_path, monkeypatch):
+    def in_this_process(jobs):
+        return ((way, vs_trl_run.run_ours(job)) for way, job in jobs.items())
+
+    monkeypatch.setattr(vs_trl, "run", in_this_process)
+    for module in (vs_trl, vs_trl_run):
+        monkeypatch.setattr(module, "PROMPT", 8)
+        monkeypatch.setattr(module, "LONGEST", 40)
+    out = tmp_path / "rows.jsonl"
+    vs_trl.dpo(out, shape="tiny", ways=("ours",), pairs=1, steps=6)
+    vs_trl.sft(out, shape="tiny", ways=("ours",), rows=2, steps=6)
+    vs_trl.kto(out, shape="tiny", ways=("ours",), rows=2, steps=6)
+    for r, name in zip(read_rows([out]), ("dpo", "sft", "kto"), strict=True):
+        assert r.bench == f"vs_trl/{name}" and r.errors["first_loss"] < 1e-6, "the first loss is that of the exact rows"
+        assert r.rate > 0 and 2 * (8 + 8) < r.extra["step_tokens"] <= 2 * 40
+
+
+def test_vs_trl_gives_both_sides_the_rows_of_a_step(tmp_path):
+    rows = [{"prompt": str(i)} for i in range(12)]
+    ordered = vs_trl.in_our_order(rows)
+    assert ordered != rows and sorted(ordered, key=str) == sorted(rows, key=str)
+
+
+def test_vs_trl_compares_by_the_median_step_too():
+    def measured(*seconds: float) -> vs_trl.Measured:
+        return vs_trl.Measured(list(seconds), [100.0] * len(seconds), 1.0, 0.0, {}, kernels={"gpu_busy": 0.9})
+
+    trl = vs_trl.row_of("dpo", "TRL", measured(3.0, 3.0, 3.0), {}, {"pairs": 1})
+    ours = vs_trl.row_of("dpo", "ours", measured(1.0, 1.0, 4.0), {"TRL": trl}, {"pairs": 1})
+    assert ours.extra["speedup over TRL"] == pytest.approx(3) and ours.ratio_to["TRL"] == pytest.approx(2 / 3)
+    assert ours.extra["gpu_busy"] == 0.9
+
+
+def test_kernel_times_counts_what_overlaps_once_and_the_last_two_steps_only():
+    marks = [Kernel("at::cuda::spin_kernel(long)", start, start + 1) for start in (0, 1000, 2000, 3000)]
+    steps = [
+        Kernel("nvjet_tst_128", 100, 900),  # of the first step
+        Kernel("nvjet_tst_128", 1000, 1500),
+        Kernel("Memcpy HtoD (Pinned -> Device)", 1400, 1600),  # beside the product
+        Kernel("_step", 2000, 2300),
+        Kernel("triton_poi_fused__to_copy_mul_1", 2900, 3100),  # runs past the end
+    ]
+    found = kernel_times.summary([*steps, *marks])
+    assert found["gpu_busy"] == pytest.approx((600 + 300 + 100) / 2000)
+    assert (found["products_ms"], found["copies_ms"], found["optimizer_ms"]) == pytest.approx((0.25, 0.1, 0.15))
+    assert found["elementwise_ms"] == pytest.approx(0.1) and next(iter(found)) == "gpu_busy"
+    assert kernel_times.summary(steps) == {}, "without marks nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("attention", ("triton_tem_fused_flex_attention_0", "void cutlass::device_kernel<flash::FwdSm90>")),
+        ("products", ("sm90_xmma_gemm_bf16", "void cutlass::Kernel2<cutlass_80>", "nvjet_tst_192x192")),
+        ("optimizer", ("_step", "void at::native::multi_tensor_apply_kernel<FusedAdam>")),
+        ("head", ("_exp_product", "_finish_weight", "_redo_sums")),
+        ("copies", ("Memset (Device)", "at::native::direct_copy_kernel_cuda")),
+        ("elementwise", ("triton_red_fused__to_copy_mean_pow", "void at::native::vectorized_elementwise_kernel<4>")),
+    ],
+)
+def test_kernel_times_knows_kernels_by_name(group, names):
+    assert [kernel_times.group_of(name) for name in names] == [group] * len(names)
 
 
 def test_smollm2_clock_stands_still_during_evaluations(tmp_path, monkeypatch):

@@ -19,10 +19,8 @@ import torch._dynamo
 
 from bench.common import watched
 from bench.runs.kernel_times import Watch
-from bench.vs_trl import RESULT, Measured, reward
+from bench.vs_trl import LONGEST, PROMPT, RESULT, Measured, reward
 from trainer.metrics.metrics import read_jsonl
-
-PROMPT_TOKENS = 256
 
 
 def run_ours(job: dict[str, Any]) -> Measured:
@@ -62,7 +60,7 @@ def run_ours(job: dict[str, Any]) -> Measured:
 
 def step_tokens(job: dict[str, Any], before: dict[str, float], after: dict[str, float]) -> float:
     if job["method"] == "grpo":  # a shared prompt counts once for each completion
-        return job["rows"] * (after["rollout/len_mean"] + PROMPT_TOKENS)
+        return job["rows"] * (after["rollout/len_mean"] + PROMPT)
     return after["data/tokens_total"] - before["data/tokens_total"]
 
 
@@ -72,7 +70,7 @@ def planned(job: dict[str, Any], tokens: float) -> float:
     from trainer.plan import planned_peak
 
     _, cfg, _ = parse(job["flags"])
-    return planned_peak(cfg, int(tokens), trained_tokens=int(tokens) - job["sequences"] * PROMPT_TOKENS) / 2**30
+    return planned_peak(cfg, int(tokens), trained_tokens=int(tokens) - job["sequences"] * PROMPT) / 2**30
 
 
 def run_trl(job: dict[str, Any]) -> Measured:
@@ -122,7 +120,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
             r=job["lora"], lora_alpha=2 * job["lora"], target_modules="all-linear", task_type="CAUSAL_LM"
         )
     if offline:
-        options |= {"max_length": 1024, "train_sampling_strategy": "sequential"}
+        options |= {"max_length": LONGEST, "train_sampling_strategy": "sequential"}
     if job["method"] == "dpo":
         from trl import DPOConfig, DPOTrainer
 
@@ -140,7 +138,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
 
         options |= {
             "num_generations": job["group"], "max_completion_length": job["completion"], "use_vllm": on_cuda,
-            "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"], "vllm_max_model_length": 1024,
+            "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"], "vllm_max_model_length": LONGEST,
         }  # fmt: skip
         trainer = GRPOTrainer(args=GRPOConfig(**options), reward_funcs=[reward], **shared)
     trainer.train()

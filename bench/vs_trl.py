@@ -340,6 +340,7 @@ def base_of(way: str) -> str:
 
 def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
     flags = list(OURS[base_of(way)])
+    flags += [] if "--compile" in flags else ["--compile", "false"]
     if method == "grpo":
         flags += ["--rollout.engine", "local" if way.endswith(LOCAL) else "vllm"]
     if urls:

@@ -110,6 +110,19 @@ def test_all_models_of_a_step_are_compiled_and_only_if_auto_says_so(policy, comp
     assert compiled == [] and capsys.readouterr().err == ""
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", RUNS)
+def test_a_long_run_on_a_gpu_is_compiled(method, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compile_choice, "ENOUGH_STEPS", 3)
+    start = ["--method", method, "--model", "builtin:tiny", *RUNS[method], "--max-steps", "3"]
+    assert main([*start, "--output-dir", "run"]) == 0
+    assert "compile=auto: on, 3 steps win back" in capsys.readouterr().err
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["compile"] is True
+    assert main([*start, "--max-steps", "2", "--output-dir", "short"]) == 0
+    assert "compile=auto: off, a run of 2 steps is too short" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("method", RUNS)
 def test_a_run_writes_the_decision_and_its_resume_keeps_it(method, tmp_path, monkeypatch, capsys, compiled):
     monkeypatch.chdir(tmp_path)

@@ -63,7 +63,6 @@ import torch
 import tyro
 
 from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
-from bench.runs.kernel_times import EXTRA_STEPS
 from data.loader import Loader
 from trainer.config.blocks import RunConfig
 from trainer.plan import KNOWN, known_config
@@ -71,6 +70,7 @@ from trainer.plan import KNOWN, known_config
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
 WARMUP = {"dpo": 4, "sft": 4, "kto": 4, "grpo": 2}  # steps that compile and allocate
+EXTRA_STEPS = 4  # after the timed ones, for bench/runs/kernel_times.py
 PROMPT, LONGEST = 256, 1024
 PORT = 8123  # of our server
 OURS = {
@@ -340,6 +340,7 @@ def base_of(way: str) -> str:
 
 def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
     flags = list(OURS[base_of(way)])
+    flags += [] if "--compile" in flags else ["--compile", "false"]
     if method == "grpo":
         flags += ["--rollout.engine", "local" if way.endswith(LOCAL) else "vllm"]
     if urls:

@@ -103,7 +103,7 @@ def clipped_value_loss(
     """0.5 max((v - R)^2, (clip(v) - R)^2) of each token, clip(v) within `clip` of the old value."""
     value = wide(value)
     old_value, target = old_value.to(value.dtype), target.to(value.dtype)
-    error, count = (value - target).square(), torch.tensor(float(len(value)), device=value.device)
+    error, count = (value - target).square(), torch.full((), float(len(value)), device=value.device)
     metrics = {}
     if clip is not None:
         near = torch.maximum(torch.minimum(value, old_value + clip), old_value - clip)

@@ -191,7 +191,7 @@ def check_whole(run: Path, method: str) -> list[dict[str, Any]]:
         assert {name for name in row if name.startswith("eval/")} >= {"eval/rows"}, row.keys()
     for row in rows[1:]:
         assert "loss/total" in row and row["optim/grad_norm"] > 0 and row["data/tokens_total"] > 0
-    for step in (1, 2):
+    for step in (2,) if method == "ppo" else (1, 2):  # ppo saves between rollouts, and its first has more steps
         assert find_problem(run / "checkpoints" / f"step-{step:08d}") is None
     assert (run / "config.yaml").is_file() and "<html" in (run / "report.html").read_text()
     if method in SAMPLES:
@@ -240,7 +240,7 @@ def test_low_precision_gives_about_the_numbers_of_the_cpu(runs, variant, method)
 def about_the_same(row: dict[str, Any], twin: dict[str, Any], method: str) -> None:
     """The first step in bfloat16 beside float32. What samples draws other tokens, and can be no closer than those."""
     if method in SAMPLES:
-        assert row["policy/behaviour_gap"] < 0.1
+        assert method == "online_dpo" or row["policy/behaviour_gap"] < 0.1  # its loss has no engine's log-probs
         assert row["policy/entropy"] == pytest.approx(twin["policy/entropy"], rel=0.3)
         return
     for name in ("loss/total", "policy/entropy"):

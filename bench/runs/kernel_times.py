@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-COUNTED = 2  # steps
-WATCHED = COUNTED + 1
-EXTRA_STEPS = WATCHED + 1  # ours writes its metrics at once after the last step of a run, so that one is not watched
+from bench.vs_trl import EXTRA_STEPS
+
+WATCHED = EXTRA_STEPS - 1  # ours writes its metrics at once after the last step of a run, so that one is not watched
+COUNTED = WATCHED - 1
 MARK = "spin_kernel"  # of torch.cuda._sleep
 # The first that fits. Products of the log-prob head by cuBLAS count as matrix products.
 GROUPS = {

@@ -59,6 +59,10 @@ class Flag:
         return self.members == (bool,)
 
     @property
+    def may_be_bool(self) -> bool:
+        return bool in self.members
+
+    @property
     def is_list(self) -> bool:
         return any(get_origin(member) in LISTS for member in self.members)
 
@@ -166,7 +170,7 @@ def read_argv(argv: Sequence[str], table: dict[str, Flag]) -> Values:
         key = name.lstrip("-").replace("-", "_")
         head, _, last = key.rpartition(".")
         positive = f"{head}.{last[3:]}" if head else last[3:]
-        is_negated = key not in table and last.startswith("no_") and positive in table and table[positive].is_bool
+        is_negated = key not in table and last.startswith("no_") and positive in table and table[positive].may_be_bool
         if positional and (is_negated or key in table):  # --merge-lora RUN OUT
             count = 0 if is_negated else _num_words(table[key], words)
             loose, words = loose + words[count:], words[:count]
@@ -224,11 +228,13 @@ def _checked_words(words: Sequence[str], flag: Flag, label: str) -> tuple[str, .
         if len(words) > 1 or word not in ("true", "false"):
             raise ValueError(f"{label}={' '.join(words)}: must be true or false")
         return (word.capitalize(),)
+    if not words and flag.may_be_bool:  # a union with bool
+        return ("True",)
     if not words:
         raise ValueError(f"{label}: needs a value; one that starts with - is attached with =")
     if len(words) > 1:
         raise ValueError(f"{label}={' '.join(words)}: takes one value, got {len(words)}; quote it if it holds spaces")
-    if bool in flag.members and words[0].lower() in ("true", "false"):  # a union with bool
+    if flag.may_be_bool and words[0].lower() in ("true", "false"):
         return (words[0].capitalize(),)
     return (words[0],)
 
@@ -278,7 +284,7 @@ def _words_of(value: Any, flag: Flag, label: str) -> tuple[str, ...]:
         return tuple(_word(item, label) for item in items)
     if isinstance(value, dict) and any(get_origin(member) is dict for member in flag.members):
         return (_json(value, label),)
-    if isinstance(value, bool) and bool not in flag.members:
+    if isinstance(value, bool) and not flag.may_be_bool:
         raise ValueError(f"{label}={value}: YAML reads this as true or false; put it in quotes")
     return _checked_words((_word(value, label),), flag, label)
 

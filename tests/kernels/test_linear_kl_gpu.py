@@ -67,7 +67,7 @@ def test_real_size(beta):
     """Two chunks of 3,000 tokens, of a student and a wider teacher."""
     case = draw(3000, 1024, 2048, VOCAB)
     got, want = run(case, AUTO_16, beta=beta), exact(case, beta=beta)
-    assert (got["divergence"] - want["divergence"]).abs().max() < 3e-5
+    assert (got["divergence"] - want["divergence"]).abs().max() < 1e-4  # of up to 10, from sums over all ids
     assert got["loss"].item() == pytest.approx((want["divergence"] * case.token_weight).sum().item(), rel=1e-5)
     for name in ("hidden", "weight"):
         assert got[name].dtype == torch.bfloat16 and error(got[name], want[name]) < 4e-3, name

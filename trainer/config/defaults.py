@@ -12,7 +12,7 @@ from trainer.config.learning_rates import rates_of
 
 def default_tree(config: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Nested like config.yaml; a setting that must be given is absent. `settings`: those of the run, because the
-    learning rate has another default with LoRA, and the engine is the one that auto became."""
+    learning rate has another default with LoRA, and auto has become an engine, or whether to compile."""
     tree: dict[str, Any] = {}
     for field, _, block, prefix in config_fields(config):
         default = default_of(field)
@@ -27,5 +27,7 @@ def default_tree(config: type, settings: Mapping[str, Any]) -> dict[str, Any]:
             tree[field.name] = default
     if "rollout" in tree and (settings.get("rollout") or {}).get("engine") == "local":
         tree["rollout"] = tree["rollout"] | {"engine": "local"}
+    if "compile" in tree and settings.get("compile") is False:
+        tree["compile"] = False
     rates, lora = rates_of(config), settings.get("lora") or {}
     return tree | ({"learning_rate": rates.lora} if rates and lora.get("r") else {})

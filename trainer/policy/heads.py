@@ -87,7 +87,7 @@ def load_scorer(
     if is_new and zero_head:
         for parameter in head_of(scorer.model).parameters():
             nn.init.zeros_(parameter)
-    if cfg.compile:
+    if cfg.compile is True:  # auto: as in load_policy
         compile_blocks(causal_lm(scorer.model), base)
     return scorer
 

@@ -101,7 +101,7 @@ def load_policy(
     policy.model.train()
     if files is None:
         check_logps(policy)
-    if cfg.compile:
+    if cfg.compile is True:  # auto: once the number of steps is known (trainer/policy/compile_choice.py)
         for model in (policy.model, policy.reference):
             if model is not None:
                 compile_blocks(causal_lm(model), base)

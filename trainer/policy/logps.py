@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Policy:
     reshard_after_forward: bool = True  # of sharded blocks
     reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
     router: Any = None  # trainer/policy/router.py, of a model with experts whose load is balanced
+    beside: list[Policy] = field(default_factory=list)  # other models of each step: --compile auto compiles them too
     files: TensorFiles | None = None  # of a model without weights yet: parallelize() reads each rank's shards
 
     @property

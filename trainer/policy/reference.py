@@ -103,6 +103,7 @@ def build_reference(
     if cfg.ref_model:
         source = load_frozen("ref_model", cfg.ref_model, model, policy, parallel)
         if cfg.ref != "precomputed":
+            policy.beside.append(source)
             return Reference(dataclasses.replace(source, reference=source.model))
     if cfg.ref == "precomputed":
         return Reference(None, precompute(Path(cfg.ref_cache).expanduser(), run, source, items))

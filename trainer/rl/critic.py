@@ -85,6 +85,7 @@ def load_critic(cfg: Any, policy: Policy) -> Critic:
             f"value_model={cfg.value_model}: runs with flex attention, and model={cfg.model.model} cannot; set "
             "--attn-implementation sdpa"
         )
+    policy.beside.append(scorer)
     return ValueModel(scorer)
 
 

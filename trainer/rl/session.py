@@ -64,6 +64,7 @@ from trainer.config.checks import refuse_idle
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
+from trainer.policy.compile_choice import settle_compile
 from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, clip_and_step
 from trainer.policy.reference import MovingReference
@@ -172,6 +173,7 @@ class Session:
         loader = Loader(self.prompts, batch_size=cfg.prompts_per_rollout, seed=cfg.run.seed)
         self.total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
         self.steps_per_epoch = steps_per_epoch(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
+        cfg = self.cfg = run.cfg = settle_compile(cfg, self.policy, self.total_steps)
         if hasattr(self.rewards, "run"):  # reward functions may ask for the progress of the run
             epochs = self.total_steps * cfg.prompts_per_rollout / (steps * loader.rows_per_epoch)
             self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)

@@ -59,6 +59,7 @@ def open_teacher(cfg: Any, policy: Policy) -> Teacher | TeacherServer:
     with named_as_teacher():
         check_vocabulary(cfg, policy.tokenizer)
         source = load_frozen("teacher", cfg.distill.teacher, cfg.model, policy, cfg.parallel)
+    policy.beside.append(source)
     return Teacher(cfg, policy, dataclasses.replace(source, reference=source.model))
 
 

@@ -137,8 +137,7 @@ class _Axolotl:
         self._attention()
         if self.take("gradient_checkpointing"):
             self.set("gradient_checkpointing", True)
-        if self.take("torch_compile") is True:
-            self.set("compile", True)
+        self.set("compile", self.take("torch_compile"))
         self.copy("default_system_message", "system_prompt")
         special = self.take("special_tokens")
         self.theirs.take_all("special_tokens")

@@ -43,7 +43,7 @@ MODEL: dict[str, Key] = {
     **_each("sdp_attention eager_attention flash_attention flex_attention xformers_attention",
             to("attn_implementation: sdpa and eager; any other kernel: auto")),
     "gradient_checkpointing": to("gradient_checkpointing"),
-    "torch_compile": to("compile (auto: off)"),
+    "torch_compile": to("compile"),
     "chat_template": to("chat_template"),
     "chat_template_jinja": to("chat_template: FILE.jinja, or the template itself"),
     "default_system_message": to("system_prompt"),

@@ -286,8 +286,7 @@ class _Trl:
             self.set("dtype", "float32")
         kernel = self.take("attn_implementation")
         self.set("attn_implementation", kernel if kernel in ("sdpa", "eager") else None)
-        if self.take("torch_compile"):
-            self.set("compile", True)
+        self.set("compile", self.take("torch_compile"))
         if self.take("use_peft"):
             self._lora()
         for name, times in (("load_in_4bit", "four times"), ("load_in_8bit", "twice")):

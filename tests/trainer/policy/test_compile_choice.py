@@ -1,0 +1,145 @@
+"""`--compile auto`: what it becomes, what is logged, which models are compiled, and that a run's resume keeps it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from tests.entry import metrics
+from trainer import cli
+from trainer.__main__ import main
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.config.defaults import default_tree
+from trainer.policy import compile_choice
+from trainer.policy.compile_choice import ENOUGH_STEPS, Choice, choose, obstacle, settle_compile
+from trainer.policy.load import load_policy
+from trainer.policy.logps import causal_lm
+
+CPU = torch.device("cpu")
+RUNS = {
+    "sft": ("--data", "task:addition:size=8", "--per-device-train-batch-size", "4"),
+    "grpo": ("--data", "task:addition:size=8", "--max-completion-length", "4", "--per-device-train-batch-size", "8"),
+}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=True)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Modules whose compile() was called, which then does nothing."""
+    called: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: called.append(self))
+    return called
+
+
+def parse(*argv: str):
+    return cli.parse(["--method", "sft", "--model", "m", "--data", "d", *argv])[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ((), "auto"),
+        (("--compile",), True),
+        (("--compile", "--packing"), True),
+        (("--no-compile",), False),
+        (("--compile", "auto"), "auto"),
+        (("--compile", "true"), True),
+        (("--compile", "False"), False),
+    ],
+)
+def test_flag_is_auto_true_or_false_and_true_without_a_value(words, meant):
+    assert parse(*words).model.compile is meant
+
+
+@pytest.mark.parametrize(("written", "meant"), [("true", True), ("false", False), ("auto", "auto"), ("on", True)])
+def test_yaml_booleans_are_accepted(written, meant, tmp_path):
+    (tmp_path / "own.yaml").write_text(f"compile: {written}\n")
+    assert parse("--config", str(tmp_path / "own.yaml")).model.compile is meant
+
+
+def test_another_value_is_refused():
+    with pytest.raises(ValueError, match=r"^--compile=sometimes: expected one of auto or true or false$"):
+        parse("--compile", "sometimes")
+
+
+def test_number_of_steps_decides_on_a_gpu():
+    assert choose("cpu", 10**6, "") == Choice(False, "")
+    off, on = choose("cuda", ENOUGH_STEPS - 1, ""), choose("cuda", ENOUGH_STEPS, "")
+    assert not off.compile and "compile=auto: off, a run of 199 steps is too short" in off.line
+    assert on.compile and "compile=auto: on, 200 steps win back" in on.line
+    refused = choose("cuda", 10**6, "the model is sharded")
+    assert refused == (False, "compile=auto: off, the model is sharded; --compile turns it on")
+
+
+def test_obstacles_are_sharding_experts_and_blocks_that_are_not_found(policy):
+    assert obstacle(policy) == ""
+
+    def like(sharded: bool = False, **settings):
+        text = SimpleNamespace(**{"num_hidden_layers": 2} | settings)
+        model = nn.Module()
+        model.config, model.base_model = SimpleNamespace(get_text_config=lambda: text), nn.Module()
+        return SimpleNamespace(model=model, source="m", is_sharded=sharded)
+
+    assert "sharded" in obstacle(like(sharded=True))
+    assert "experts" in obstacle(like(num_experts_per_tok=2))
+    assert "blocks were not found" in obstacle(like())
+
+
+def test_all_models_of_a_step_are_compiled_and_only_if_auto_says_so(policy, compiled, monkeypatch, capsys):
+    beside = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
+    monkeypatch.setattr(policy, "beside", [beside])
+    monkeypatch.setattr(policy, "device", torch.device("cuda", 0))
+    assert settle_compile(parse(), policy, 10).model.compile is False and compiled == []
+    assert "compile=auto: off" in capsys.readouterr().err
+    assert settle_compile(parse(), policy, 1000).model.compile is True
+    models = [causal_lm(model) for model in (policy.model, policy.reference, beside.model)]
+    assert compiled == [block for lm in models for block in lm.base_model.layers]
+    assert capsys.readouterr().err.count("compile=auto: on, 1000 steps") == 1
+    compiled.clear()
+    for words in (("--compile",), ("--compile", "false")):  # nothing to choose, and load_policy has done it
+        cfg = parse(*words)
+        assert settle_compile(cfg, policy, 1000) is cfg
+    assert compiled == [] and capsys.readouterr().err == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", RUNS)
+def test_a_long_run_on_a_gpu_is_compiled(method, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compile_choice, "ENOUGH_STEPS", 3)
+    start = ["--method", method, "--model", "builtin:tiny", *RUNS[method], "--max-steps", "3"]
+    assert main([*start, "--output-dir", "run"]) == 0
+    assert "compile=auto: on, 3 steps win back" in capsys.readouterr().err
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["compile"] is True
+    assert main([*start, "--max-steps", "2", "--output-dir", "short"]) == 0
+    assert "compile=auto: off, a run of 2 steps is too short" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", RUNS)
+def test_a_run_writes_the_decision_and_its_resume_keeps_it(method, tmp_path, monkeypatch, capsys, compiled):
+    monkeypatch.chdir(tmp_path)
+    start = ["--method", method, "--model", "builtin:tiny", *RUNS[method], "--max-steps", "1", "--save-steps", "1"]
+    assert main([*start, "--output-dir", "off"]) == 0
+    assert "compile=auto" not in capsys.readouterr().err  # on a CPU there is nothing to choose
+    saved = yaml.safe_load((tmp_path / "off" / "config.yaml").read_text())
+    assert saved["compile"] is False and compiled == []
+    assert default_tree(type(cli.parse(start)[1]), saved)["compile"] is False  # in report.html it is no change
+
+    monkeypatch.setattr(compile_choice, "choose", lambda *_: Choice(True, "compile=auto: on, for a test"))
+    assert main([*start, "--output-dir", "on"]) == 0
+    assert "compile=auto: on, for a test" in capsys.readouterr().err and len(compiled) > 0
+    monkeypatch.setattr(compile_choice, "choose", None)  # would fail if it were asked again
+    for name, decided in (("off", False), ("on", True)):
+        compiled.clear()
+        assert main(["--resume", name, "--max-steps", "2"]) == 0
+        assert [row["step"] for row in metrics(tmp_path / name)] == [1, 2]
+        assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["compile"] is decided
+        assert bool(compiled) == decided, "as at the start of the run"

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from data.chat import set_chat_template, set_special_tokens
 from data.formats.template_settings import check_kwargs
@@ -246,7 +247,25 @@ def compile_blocks(lm: Any, source: str) -> None:
     """In place, so that names and hooks stay; one graph, attention included, for every block, length and mask."""
     compile_for_all_lengths()
     for block in blocks_of(lm, source):
+        if getattr(block, "gradient_checkpointing", False) and world_size() == 1:
+            recompute_inside(block)
         block.compile(dynamic=True)
+
+
+def recompute_inside(block: nn.Module) -> None:
+    """Checkpoint within the block's graph instead of around it.
+
+    The compiler then leaves out of the recomputation what the backward pass does not need, such as the last product of
+    the block. Sharded blocks keep the checkpoint around them, which gathers their weights again.
+    """
+    forward, block.gradient_checkpointing = block.forward, False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return forward(*args, **kwargs)
+
+    block.forward = call
 
 
 # weights that each rank reads after sharding ---------------------------------------------------------------------

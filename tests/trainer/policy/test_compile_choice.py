@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
+from data.packing import Item, make_batches
 from tests.entry import metrics
 from trainer import cli
 from trainer.__main__ import main
@@ -17,7 +20,7 @@ from trainer.config.defaults import default_tree
 from trainer.policy import compile_choice
 from trainer.policy.compile_choice import ENOUGH_STEPS, Choice, choose, obstacle, settle_compile
 from trainer.policy.load import load_policy
-from trainer.policy.logps import causal_lm
+from trainer.policy.logps import causal_lm, token_logps
 
 CPU = torch.device("cpu")
 RUNS = {
@@ -143,3 +146,34 @@ def test_a_run_writes_the_decision_and_its_resume_keeps_it(method, tmp_path, mon
         assert [row["step"] for row in metrics(tmp_path / name)] == [1, 2]
         assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["compile"] is decided
         assert bool(compiled) == decided, "as at the start of the run"
+
+
+def test_recomputation_inside_the_graph_leaves_out_the_last_product(monkeypatch):
+    """Of the seven products of a block the backward pass needs six again; gradients are those without a graph."""
+    products: list[int] = []
+
+    def counted(graph, inputs):
+        products.append(sum("aten.mm" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def gradients(**settings):
+        loaded = load_policy(
+            ModelConfig(model="builtin:tiny", dtype="float32", gradient_checkpointing=True, **settings),
+            LoraConfig(), CPU, with_reference=False,
+        )  # fmt: skip
+        for length in (20, 31):
+            item = Item([i % 200 for i in range(length)], [False] + [True] * (length - 1))
+            (batch,) = make_batches([item], max_tokens=64)
+            token_logps(loaded, batch).logp.sum().backward()
+        return {name: p.grad for name, p in loaded.model.named_parameters()}
+
+    backend = aot_autograd(fw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
+    plain = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **o: plain(self, backend=backend, fullgraph=True, **o))
+    want = gradients()
+    torch._dynamo.reset()
+    got = gradients(compile=True)
+    torch._dynamo.reset()
+    assert products == [7, 6 + 14]
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)

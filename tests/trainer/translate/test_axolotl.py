@@ -6,7 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
+from trainer.cli import parse
+from trainer.config.blocks import LoraConfig
 from trainer.translate.axolotl import is_axolotl, translate
 from trainer.translate.axolotl_table import TABLE
 from trainer.translate.keys import find
@@ -234,6 +237,18 @@ def test_the_bound_of_cispo():
 def test_a_setting(settings, ours):
     tree = tree_of(**settings)
     assert {key: tree[key] for key in ours} == ours
+
+
+def test_a_flag_that_turns_lora_off_leaves_out_the_files_other_settings_of_it(tmp_path, capsys):
+    settings = {**BASE, "adapter": "lora", "lora_r": 16, "lora_alpha": 32, "merge_lora": True,
+                "datasets": [{"path": "rows.jsonl", "type": "alpaca"}]}  # fmt: skip
+    (tmp_path / "lora.yml").write_text(yaml.safe_dump(settings))
+    _, cfg, _ = parse(["--config", str(tmp_path / "lora.yml"), "--lora.r", "0"])
+    assert cfg.lora == LoraConfig() and not cfg.model.merge_lora
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"--lora.r 0: lora.alpha, lora.target_modules, merge_lora of {tmp_path / 'lora.yml'} left out"
+    with pytest.raises(ValueError, match="lora.alpha=8: has no effect with lora.r=0"):  # both are flags
+        parse(["--config", str(tmp_path / "lora.yml"), "--lora.r", "0", "--lora.alpha", "8"])
 
 
 def test_fsdp_has_an_effect_only_with_several_processes(monkeypatch):

@@ -216,7 +216,8 @@ def _file_tree(argv: Sequence[str], *, tell: bool = False) -> dict[str, Any]:
     if not is_axolotl(tree):
         return _as_now(tree)
     try:
-        made = translate(tree, method=_peek(argv, "method"), engine=_peek(argv, "rollout.engine"))
+        names = {"method": "method", "engine": "rollout.engine", "max_steps": "max_steps"}
+        made = translate(tree, **{name: _peek(argv, key) for name, key in names.items()})
     except ValueError as error:
         raise ValueError(f"{config_file}: {error}") from None
     for variable, value in made.environment.items():

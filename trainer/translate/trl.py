@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.translate.keys import Key, Theirs, Translation, idle, number, refused, to
+from data.sources import SUFFIXES
+from trainer.translate import keys
+from trainer.translate.keys import EIGHT_BITS, FOUR_BITS, QUANTISED, Key, Theirs, Translation, idle, number, refused, to
 
 INSIDE = "always so here"
 SPEED = "speed or memory only, we choose"
@@ -74,7 +76,9 @@ SAME_GRPO = ("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_p
              "loss_type", "top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold",
              "use_bias_correction_kl")  # fmt: skip
 OFFLINE_ONLY = ("neftune_noise_alpha", "router_aux_loss_coef")
-ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")  # of use_adaptive_entropy
+# Fields of use_adaptive_entropy: our flag, and TRL's default.
+ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
+            "entropy_coef_max": ("entropy_coef_max", 1.0)}  # fmt: skip
 SAME_OF = {
     "grpo": (*SAME_SAMPLING, *SAME_GRPO),
     "rloo": SAME_SAMPLING,
@@ -114,12 +118,14 @@ TABLE: dict[str, Key] = {
     "lora_modules_to_save": to("lora.modules_to_save"),
     "use_rslora": to("lora.rslora"),
     "use_dora": to("lora.dora"),
-    **_each("load_in_4bit load_in_8bit", to("a bfloat16 base, with a note")),
+    "load_in_4bit": to(FOUR_BITS),
+    "load_in_8bit": to(EIGHT_BITS),
     **_each("dataset_name datasets[].path", to("data: path")),
     **_each("dataset_config datasets[].name", to("data: name")),
     **_each("dataset_train_split datasets[].split", to("data: split")),
     "datasets[].data_files": to("data: an entry for each file"),
     "dataset_test_split": to("eval_data: split"),
+    "test_split_size": to("val_set_size"),
     "lr_scheduler_type": to("lr_scheduler_type"),
     "lr_scheduler_kwargs.min_lr_rate": to("min_lr_ratio"),
     "lr_scheduler_kwargs.*": refused("this setting of a schedule is not built here"),
@@ -149,6 +155,10 @@ TABLE: dict[str, Key] = {
     "reward_funcs": to("reward_funcs"),
     "reward_model_name_or_path": to("reward_funcs: model:NAME"),
     "max_tool_calling_iterations": to("max_turns"),
+    **_each("use_adaptive_entropy entropy_target", to("entropy_target")),
+    "entropy_coef_delta": to("entropy_coef_step, with use_adaptive_entropy"),
+    "entropy_coef_max": to("entropy_coef_max, with use_adaptive_entropy"),
+    "entropy_coef_min": to("0; more has no equivalent"),
     **_each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it has no "
                                                        "equivalent")),
     # preferences, SFT
@@ -170,8 +180,9 @@ TABLE: dict[str, Key] = {
             "precompute_ref_batch_size cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation "
             "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config.* "
             "vllm_enable_sleep_mode vllm_model_impl vllm_group_port auto_find_batch_size "
-            "eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval fp16_full_eval "
-            "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(SPEED)),
+            "eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval fp16_full_eval",
+            idle(SPEED)),
+    **_each("bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(QUANTISED)),
     **_each("log_completions num_completions_to_print log_unique_prompts log_multimodal wandb_log_unique_prompts "
             "log_completions_hub_repo", idle("samples.jsonl and report.html hold them")),
     **_each("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir "
@@ -198,11 +209,9 @@ TABLE: dict[str, Key] = {
     **_each("fsdp fsdp_config.* parallelism_config.*", refused("start with torchrun, and add --parallel.mode fsdp")),
     "deepspeed": refused("start with torchrun, and add --parallel.mode fsdp"),
     **_each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", refused(FULL)),
-    **_each("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
-            refused("the weight adapts in another way here; see --entropy-target")),
     "num_generations_eval": refused("evaluation is greedy; --num-generations-eval needs --rollout.eval-temperature"),
     **_each("normalize_advantages reward_clip_range", refused("rewards are not clipped or scaled in RLOO here")),
-    **_each("datasets[].data_dir datasets[].fraction test_split_size",
+    **_each("datasets[].data_dir datasets[].fraction",
             refused("name a file, or a part by split=train[:10%]")),
     "max_grad_value": refused("gradients are clipped by their norm here"),
 }  # fmt: skip
@@ -232,7 +241,7 @@ class _Trl:
         self.made, self.kind = Translation(), kind
         self.set = self.made.set
         if not tree.get("use_adaptive_entropy"):
-            tree = {name: value for name, value in tree.items() if name not in ADAPTIVE}
+            tree = {name: value for name, value in tree.items() if name not in (*ADAPTIVE, "entropy_coef_min")}
         self.theirs = Theirs(tree, TABLE, "TRL", strict=False)
         self.take = self.theirs.take
         self.without: list[str] = []
@@ -290,9 +299,11 @@ class _Trl:
             self.set("compile", True)
         if self.take("use_peft"):
             self._lora()
-        for name, times in (("load_in_4bit", "four times"), ("load_in_8bit", "twice")):
-            if self.take(name):
-                self.made.notes.append(f"{name}: the base stays in bfloat16, which takes {times} the memory")
+        for name in ("load_in_4bit", "load_in_8bit"):
+            if self.take(name) and name == "load_in_4bit" and keys.PASS_LOAD_IN_4BIT:
+                self.set(name, True)
+            elif self.take(name):
+                self.made.notes.append(keys.quantised_note(name))
 
     def _lora(self) -> None:
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
@@ -324,10 +335,17 @@ class _Trl:
         entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
         self.set("data", entries or None)
         self.held_out = False
-        if name is not None and str(self.take("eval_strategy") or "no") != "no":
-            split = self.take("dataset_test_split") or "test"
+        size, split = self.take("test_split_size"), str(self.take("dataset_test_split") or "test")
+        is_file = str(name).lower().endswith(SUFFIXES)  # which has one split, train
+        if size:
+            self.set("val_set_size", number(size, "test_split_size"))
+            self.held_out = True
+        elif name is not None and self._evaluates() and not (is_file and not split.startswith("train")):
             self.set("eval_data", [{**entries[0], "split": split}])
             self.held_out = True
+
+    def _evaluates(self) -> bool:
+        return str(self.take("eval_strategy") or "no") != "no"
 
     def _lengths(self) -> None:
         if self.take("max_seq_length") is not None and "max_length" not in self.made.tree:
@@ -358,6 +376,13 @@ class _Trl:
             self._steps("eval_steps", every or logged or 10)
         elif strategy == "epoch" and self.held_out:
             self.set("evals_per_epoch", 1)
+        elif self._evaluates():
+            when = "--evals-per-epoch 1" if strategy == "epoch" else f"--eval-steps {every or logged or 10:g}"
+            rows, split = self.take("dataset_name"), self.take("dataset_test_split") or "test"
+            why = f"{rows} is one file, without a split {split}" if rows else "the config names no held-out rows"
+            self.made.notes.append(
+                f"eval_strategy={strategy}: {why}; add --eval-data FILE or --val-set-size 0.1, and {when}"
+            )
         services = self.take("report_to")
         services = [services] if isinstance(services, str) else services or []
         known = [name for name in services if name in ("wandb", "tensorboard")]
@@ -409,8 +434,13 @@ class _Trl:
             value = self.take(name)
             if value is not None and value not in full:
                 self.without.append(f"{name}={value}: {FULL}")
-        if tree.get("loss_type") == "cispo" and "epsilon_high" in tree:
-            tree["cispo_cap"] = tree.pop("epsilon_high")  # TRL's name for the bound of CISPO
+        keys.bound_cispo(self.made)
+        if self.take("use_adaptive_entropy"):
+            for name, (ours, default) in ADAPTIVE.items():
+                given = number(self.take(name), name)
+                self.set(ours, default if given is None else given)
+            if self.take("entropy_coef_min"):
+                self.without.append(f"entropy_coef_min={self.take('entropy_coef_min')}: the weight falls to 0 here")
         if not tree.get("beta", 0.05 if self.kind == "rloo" else 0):
             tree.pop("use_bias_correction_kl", None)
         if not tree.get("sync_ref_model"):

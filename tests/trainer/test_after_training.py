@@ -231,6 +231,8 @@ def test_two_runs_on_one_page(run, tmp_path, capsys):
     differing = page[page.index("Settings that differ") :].partition("</table>")[0]
     assert "learning_rate" in differing and "0.001" in differing and "lr_scheduler_type" not in differing
     assert "0.250 &rarr; 0.650" in page and "0.250 &rarr; 0.350" in page
+    assert page.count('data-label="held-out reward"') == 2  # on a narrow page each number stands beside its name
+    assert page.count('aria-label="eval/reward/mean over steps"') == 2  # a large chart, and a small one to read there
 
 
 def test_names_of_runs_say_no_more_of_the_path_than_they_must(tmp_path):

@@ -585,8 +585,10 @@ class _Axolotl:
             return
         asynchronous = self.take("trl.async_prefetch")
         self.set("rollout.engine", "vllm")
-        host = self.take("trl.vllm_server_host") or self.take("vllm.host") or "0.0.0.0"
-        port = number(self.take("trl.vllm_server_port") or self.take("vllm.port"), "trl.vllm_server_port", int)
+        client = {name: self.take(f"trl.vllm_server_{name}") for name in ("host", "port")}
+        server = {name: self.take(f"vllm.{name}") for name in ("host", "port")}
+        host = client["host"] or server["host"] or "0.0.0.0"
+        port = number(client["port"] or server["port"], "trl.vllm_server_port", int)
         if str(host) in LOCAL_HOSTS:
             self.set("vllm.port", port)
             for key in SAME_VLLM:

@@ -104,10 +104,11 @@ UNLIMITED = 1 << 20  # tokens, for max_length: null; the model's context is the 
 TABLE: dict[str, Key] = {
     **_each(" ".join({*SAME_EVERYWHERE, *(name for names in SAME_OF.values() for name in names)}), SAME),
     "max_seq_length": to("max_length"),
+    "truncation_mode": to("keep_start: what happens here; keep_end: the same, with a note"),
     "num_train_epochs": to("num_train_epochs"),
     "max_steps": to("max_steps"),
     "model_name_or_path": to("model"),
-    **_each("dtype torch_dtype", to("trained_dtype")),
+    **_each("dtype torch_dtype", to("trained_dtype, dtype")),
     **_each("bf16", to("dtype")),
     "attn_implementation": to("attn_implementation: sdpa and eager; any other kernel: auto"),
     "use_peft": to("lora.r"),
@@ -196,8 +197,25 @@ TABLE: dict[str, Key] = {
             idle(PROCESSES)),
     **_each("do_train do_eval do_predict save_only_model save_safetensors overwrite_output_dir disable_dropout "
             "lora_task_type enable_jit_checkpoint restore_callback_states_from_checkpoint model_init_kwargs.dtype "
-            "model_init_kwargs.torch_dtype model_init_kwargs.attn_implementation truncation_mode", idle(INSIDE)),
+            "model_init_kwargs.torch_dtype model_init_kwargs.attn_implementation", idle(INSIDE)),
     "model_revision": idle("main is loaded"),
+    # of older versions
+    **_each("padding_value label_pad_token_id is_encoder_decoder dataset_batch_size num_of_sequences chars_per_token "
+            "max_target_length dispatch_batches split_batches", idle(ROWS)),
+    **_each("use_logits_to_keep use_liger_loss vllm_enable_prefix_caching vllm_dtype half_precision_backend "
+            "fp16_backend fp16_opt_level torchdynamo jit_mode_eval use_ipex past_index", idle(SPEED)),
+    **_each("generate_during_eval include_inputs_for_metrics tpu_metrics_debug", idle(LOGS)),
+    **_each("vllm_device no_cuda use_mps_device tpu_num_cores tp_size mp_parameters ray_scope sharded_ddp "
+            "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap", idle(PROCESSES)),
+    **_each("push_to_hub_model_id push_to_hub_organization push_to_hub_token", idle(HUB)),
+    "use_legacy_prediction_loop": idle(INSIDE),
+    "evaluation_strategy": to("eval_steps, evals_per_epoch"),
+    "vllm_max_model_len": to("vllm.max_model_len"),
+    "force_use_ref_model": to("ref: copy"),
+    **_each("model_adapter_name ref_adapter_name", refused("an adapter has no name here; the reference is the base, or "
+                                                           "--ref-model")),
+    "ref_model_init_kwargs.*": refused("the model is loaded as its config says"),
+    "adafactor": refused("this optimizer is not built here; AdamW is used"),
     # no equivalent
     "fp16": refused("float16 is not built here; bfloat16 is used on a GPU"),
     "label_smoothing_factor": refused("smoothing of the cross-entropy is not built here"),
@@ -242,6 +260,8 @@ class _Trl:
         self.set = self.made.set
         if not tree.get("use_adaptive_entropy"):
             tree = {name: value for name, value in tree.items() if name not in (*ADAPTIVE, "entropy_coef_min")}
+        if tree.get("evaluation_strategy") is not None and tree.get("eval_strategy") is None:
+            tree = {**tree, "eval_strategy": tree["evaluation_strategy"]}  # the name of before
         self.theirs = Theirs(tree, TABLE, "TRL", strict=False)
         self.take = self.theirs.take
         self.without: list[str] = []
@@ -260,6 +280,8 @@ class _Trl:
             self._sampling()
         if kind in ("dpo", "kto") and self.take("precompute_ref_log_probs"):
             self.set("ref", "precomputed")
+        elif kind in ("dpo", "kto") and self.take("force_use_ref_model"):
+            self.set("ref", "copy")
         if kind == "sft":
             self._sft()
         for name, value in DEFAULTS[kind].items():
@@ -289,9 +311,10 @@ class _Trl:
         weights = self.take("dtype") or self.take("torch_dtype")
         if weights == "bfloat16" and not self.take("use_peft"):
             self.set("trained_dtype", "bfloat16")
+            self.set("dtype", "bfloat16")
         elif weights not in (None, "auto", "float32", "bfloat16"):
             self.without.append(f"dtype={weights}: is not built here; float32 weights are trained")
-        if self.take("bf16") is False and not self.theirs.tree.get("fp16"):
+        if self.take("bf16") is False and not self.theirs.tree.get("fp16") and "trained_dtype" not in self.made.tree:
             self.set("dtype", "float32")
         kernel = self.take("attn_implementation")
         self.set("attn_implementation", kernel if kernel in ("sdpa", "eager") else None)
@@ -348,6 +371,8 @@ class _Trl:
         return str(self.take("eval_strategy") or "no") != "no"
 
     def _lengths(self) -> None:
+        if self.take("truncation_mode") == "keep_end":
+            self.made.notes.append("truncation_mode=keep_end: a response beyond max_length loses its end here")
         if self.take("max_seq_length") is not None and "max_length" not in self.made.tree:
             self.set("max_length", self.take("max_seq_length"))
         if "max_length" in self.theirs.tree and self.theirs.tree["max_length"] is None and self.kind not in SAMPLING:
@@ -368,6 +393,7 @@ class _Trl:
             self.set("saves_per_epoch", 1)
         elif every is not None:
             self._steps("save_steps", every)
+        self.take("evaluation_strategy")
         strategy, every = str(self.take("eval_strategy") or "no"), number(self.take("eval_steps"), "eval_steps")
         logged = number(self.take("logging_steps"), "logging_steps")
         if logged is not None:
@@ -484,7 +510,8 @@ class _Trl:
             self.set("vllm.colocate", True)
             share = number(self.take("vllm_gpu_memory_utilization"), "vllm_gpu_memory_utilization")
             self.set("vllm.gpu_memory_utilization", share or VLLM_DEFAULTS["vllm.gpu_memory_utilization"])
-            self.set("vllm.max_model_len", self.take("vllm_max_model_length"))
+            older = self.take("vllm_max_model_len")
+            self.set("vllm.max_model_len", self.take("vllm_max_model_length") or older)
             self.set("vllm.tensor_parallel_size", self.take("vllm_tensor_parallel_size"))
             return
         url, host = self.take("vllm_server_base_url"), self.take("vllm_server_host")

@@ -313,6 +313,7 @@ def test_keys_without_effect_are_listed_once_with_their_reason():
 
 
 def test_a_quantised_base_is_named(monkeypatch):
+    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", False)
     made = translate({**BASE, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True})
     assert "load_in_4bit" not in made.tree and "the base stays in bfloat16" in made.notes[0]
     monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", True)
@@ -378,6 +379,8 @@ def test_wandb_gets_its_project_by_the_environment():
 def test_settings_of_servers():
     server = {"use_vllm": True, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 300}
     block = {"gpu_memory_utilization": 0.85, "tensor_parallel_size": 2, "dtype": "auto", "host": "0.0.0.0"}
+    made = translate({**BASE, "rl": "grpo", "trl": server, "vllm": block | {"port": 8000}})
+    assert made.idle == {}
     tree = tree_of(rl="grpo", trl=server, vllm=block)
     assert tree["rollout"] == {"engine": "vllm"}
     assert tree["vllm"] == {"port": 8000, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.85, "timeout": 300.0}

@@ -103,6 +103,15 @@ def test_other_kinds():
     assert (reward.tree["method"], reward.tree["learning_rate"]) == ("rm", 1e-4)
 
 
+def test_fields_of_older_versions():
+    fields = {"evaluation_strategy": "steps", "eval_steps": 5, "dataset_name": "org/rows", "padding_value": 1,
+              "force_use_ref_model": True, "torch_dtype": "bfloat16", "bf16": True}  # fmt: skip
+    made, without = translate(fields, "dpo")
+    assert (made.tree["eval_steps"], made.tree["ref"], without, made.notes) == (5, "copy", [], [])
+    assert made.idle == {"preparation and caching of rows": ["padding_value"]}
+    assert made.tree["trained_dtype"] == made.tree["dtype"] == "bfloat16"  # auto is float32 on a CPU
+
+
 def test_constant_has_no_warmup():
     made, _ = translate({"lr_scheduler_type": "constant", "warmup_ratio": 0.1, "beta": 0.1}, "dpo")
     assert made.tree["lr_scheduler_type"] == "constant" and "warmup_ratio" not in made.tree

@@ -71,7 +71,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 # key of another library -> what to do, where the name of one of our keys does not say it
 NOTES: dict[str, str] = {
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
-                    "no hub upload, so upload RUN/final yourself"),
+                    "no upload by a run, python -m trainer.push does it"),
     "datasets": "use data (an entry's type is format here)",
 }  # fmt: skip
 # method of another library -> what to use here

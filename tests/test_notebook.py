@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from xml.etree import ElementTree
 
 from tests.entry import ROOT, run_python
+from trainer.metrics.metrics import JsonlLog
+from trainer.notebook import curves
 
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
 # A cell's last expression is what Jupyter would draw.
@@ -44,3 +47,13 @@ def test_it_is_a_notebook_that_names_only_what_is_there():
     text = "".join(line for cell in notebook["cells"] for line in cell["source"])
     for page in re.findall(r"\]\((\w+\.md)\)", text):
         assert (NOTEBOOK.parent / page).is_file(), page
+
+
+def test_names_of_metrics_are_escaped(tmp_path):
+    name = "reward/regex:<b>a&b</b>/mean"
+    (tmp_path / "config.yaml").write_text("method: grpo\n")
+    log = JsonlLog(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        log.write(step, {name: 0.1 * step})
+    drawn = ElementTree.fromstring(curves(tmp_path, name)._repr_svg_())
+    assert f"{name}: 0.2" in [part.text for part in drawn.iter() if part.text]

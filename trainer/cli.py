@@ -50,6 +50,8 @@ DRY_RUN = "--dry-run"
 # Two settings of one thing: either takes the place of both in a layer below.
 INSTEAD = (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch"), ("warmup_steps", "warmup_ratio"),
            ("eval_data", "val_set_size"))  # fmt: skip
+# Settings of adapters outside the block lora.
+OF_LORA = ("merge_lora", "vllm_lora_sync", "load_in_4bit")
 METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that exclude another one, which a recipe may set.
@@ -112,6 +114,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
     if "model" not in values:
         values = _recipe_values(module, str(name), table, values) | values
     values |= read_tree({"method": str(name)}, table, "--method")
+    if resume is None:
+        values = _without_adapters(values)
     if resume is not None:
         if values["overwrite_output_dir"].words == ("True",):
             raise ValueError("--overwrite-output-dir: would delete the run to resume; leave out one of the two")
@@ -212,7 +216,8 @@ def _file_tree(argv: Sequence[str], *, tell: bool = False) -> dict[str, Any]:
     if not is_axolotl(tree):
         return _as_now(tree)
     try:
-        made = translate(tree, method=_peek(argv, "method"), engine=_peek(argv, "rollout.engine"))
+        names = {"method": "method", "engine": "rollout.engine", "max_steps": "max_steps"}
+        made = translate(tree, **{name: _peek(argv, key) for name, key in names.items()})
     except ValueError as error:
         raise ValueError(f"{config_file}: {error}") from None
     for variable, value in made.environment.items():
@@ -228,6 +233,18 @@ def _over(values: Values, later: Values) -> Values:
     """Both layers, of which the later wins."""
     replaced = {other for pair in INSTEAD for one, other in (pair, pair[::-1]) if one in later and other not in later}
     return {key: given for key, given in values.items() if key not in replaced} | later
+
+
+def _without_adapters(values: Values) -> Values:
+    """With --lora.r 0 on the command line a file's other settings of adapters would be refused: leave them out."""
+    rank = values.get("lora.r")
+    if rank is None or rank.source is not None or rank.words != ("0",):
+        return values
+    dropped = [key for key, given in values.items()
+               if given.source is not None and (key.startswith("lora.") or key in OF_LORA)]  # fmt: skip
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"--lora.r 0: {', '.join(dropped)} of {values[dropped[0]].source} left out", file=sys.stderr)
+    return {key: given for key, given in values.items() if key not in dropped}
 
 
 def _as_yaml(cfg: Any, values: Values) -> str:

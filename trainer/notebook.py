@@ -6,6 +6,7 @@ curves("runs/quickstart", "reward/mean", "eval/reward/mean")
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 
 from trainer.metrics.report import SMALL, curve_svg, load_run
@@ -40,7 +41,7 @@ def curves(run_dir: str | Path, *names: str) -> Curves:
             raise ValueError(f"{name}: the run logged no such metric; it has {', '.join(run.logged)}")
         chart = curve_svg(steps, values, label=name, step_range=(0, run.last_step))
         left = place * (width + GAP)
-        parts.append(f'<text class="name" x="{left + 14}" y="14">{name}: {values[-1]:.3g}</text>')
+        parts.append(f'<text class="name" x="{left + 14}" y="14">{escape(name)}: {values[-1]:.3g}</text>')
         parts.append(chart.replace("<svg ", f'<svg x="{left}" y="{HEAD}" width="{width}" height="{height}" ', 1))
     whole = len(names) * (width + GAP) - GAP
     return Curves(

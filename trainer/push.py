@@ -21,6 +21,7 @@ from typing import Annotated
 import tyro
 
 from data.command.flags import parse_command, run_command
+from rollout.servers.model_folder import BUILTIN
 from trainer.files.atomic_folder import atomic_folder
 from trainer.report import defaults_of
 from trainer.run.card import is_hub_id, model_card
@@ -83,7 +84,13 @@ def fill(cfg: PushConfig, folder: Path) -> None:
     base = cfg.base_model
     if adapter.is_file():
         named = str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
-        if base is None and not is_hub_id(named):
+        builtin = [name for name, path in BUILTIN.items() if named in (name, str(path))]
+        if base is None and builtin:
+            raise ValueError(
+                f"run={cfg.run}: its adapter is for {builtin[0]}, which is part of strop and not on the hub; write the "
+                "whole model to a folder with python -m trainer.export --merge-lora, and upload that"
+            )
+        if base is None and not is_hub_id(named, run):
             raise ValueError(
                 f"run={cfg.run}: its adapter needs a base model that is a folder of this machine; name the hub id with "
                 "--base-model, or merge it with python -m trainer.export --merge-lora"

@@ -231,6 +231,8 @@ def test_two_runs_on_one_page(run, tmp_path, capsys):
     differing = page[page.index("Settings that differ") :].partition("</table>")[0]
     assert "learning_rate" in differing and "0.001" in differing and "lr_scheduler_type" not in differing
     assert "0.250 &rarr; 0.650" in page and "0.250 &rarr; 0.350" in page
+    assert page.count('data-label="held-out reward"') == 2  # on a narrow page each number stands beside its name
+    assert page.count('aria-label="eval/reward/mean over steps"') == 2  # a large chart, and a small one to read there
 
 
 def test_names_of_runs_say_no_more_of_the_path_than_they_must(tmp_path):
@@ -332,6 +334,22 @@ def test_the_card_names_no_path_or_address(run, tmp_path, monkeypatch):
     assert "| `reward_funcs` | model:rm rewards.py:fn model:org/rm |" in card and "datasets:" not in card
 
 
+def test_the_card_shows_no_prompt_and_escapes_names(run, tmp_path, monkeypatch):
+    evaluated = {"step": 40, "data": ["org/held"], "results": {"regex:a|b/mean": 0.5, "rows": 32}}
+    (run / "evaluations.jsonl").write_text(json.dumps(evaluated) + "\n")
+    change_config(run, system_prompt="You are Bob's secret helper.")
+    card = model_card(run, "me/x", defaults=defaults_of(run))
+    assert "system_prompt" not in card and "helper" not in card
+    assert "| org/held | regex:a\\|b/mean | 0.500 |" in card and "| org/held | rows | 32 |" in card
+
+
+def test_a_relative_path_is_no_hub_id(run, tmp_path, monkeypatch):
+    (tmp_path / "models" / "base").mkdir(parents=True)  # beside the run, where it was started
+    change_config(run, model="models/base", data=["models/base", "org/rows"])
+    card = model_card(run, "me/x", defaults=defaults_of(run))
+    assert "Fine-tuned from a local model" in card and "on `base`, `org/rows`" in card and "models/base" not in card
+
+
 def test_push_says_why_it_does_not(run, tmp_path, capsys, monkeypatch):
     def refused(argv, says):
         assert push.main(argv) == 2
@@ -345,6 +363,9 @@ def test_push_says_why_it_does_not(run, tmp_path, capsys, monkeypatch):
     refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter needs a base model that is a folder")
     (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/gone/base"}))
     refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter needs a base model that is a folder")
+    tiny = str(BUILTIN["builtin:tiny"])
+    (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": tiny}))
+    refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter is for builtin:tiny, which is part of strop")
     assert not (tmp_path / "o").exists()
     assert push.main([str(run), "me/x", "--out", str(tmp_path / "o"), "--base-model", "org/base"]) == 0
     assert json.loads((tmp_path / "o" / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"

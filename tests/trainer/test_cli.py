@@ -234,12 +234,12 @@ def test_bad_flag_is_one_sentence(fork):
         (["--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
         (["--load-in-8bit", "x"], "--load-in-8bit: unknown flag; --help-all lists them all"),
         (["--run-name", "x"], "--run-name: unknown flag; did you mean --output-dir?"),
-        (["--push-to-hub"], "--push-to-hub: unknown flag; no hub upload, so upload RUN/final yourself"),
+        (["--push-to-hub"], "--push-to-hub: unknown flag; no upload by a run, python -m trainer.push does it"),
         (
             ["--model-name-or-path", "x", "--qqq", "--dataset-name", "y", "--hub-model-id", "z"],
             "--model-name-or-path: unknown flag, use --model; --qqq: unknown flag; --dataset-name: unknown flag, use "
-            "--data; --hub-model-id: unknown flag, no hub upload, so upload RUN/final yourself; --help-all lists them "
-            "all",
+            "--data; --hub-model-id: unknown flag, no upload by a run, python -m trainer.push does it; --help-all "
+            "lists them all",
         ),
         (
             ["--attn-implementation", "flash_attention_2"],

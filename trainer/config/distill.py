@@ -88,6 +88,11 @@ class OpdConfig(SamplingConfig):
         return 2 if self.has_reward_advantage else 1
 
     def __post_init__(self) -> None:
+        if self.num_generations == 1 and self.has_reward_advantage:
+            raise ValueError(
+                "num_generations=1: an advantage from rewards compares at least 2 completions of a prompt; raise it, "
+                "or set --reward-coef 0 to only measure the rewards"
+            )
         super().__post_init__()
         self._check_teacher()
         self._check_rewards()

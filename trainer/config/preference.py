@@ -77,7 +77,10 @@ def check_pair_options(cfg: Any) -> None:
         raise ValueError("reference_free: ref, ref_model and ref_cache have no effect with it; leave them out")
     fixed = cfg.reference_free or cfg.reference.ref == "precomputed" or cfg.reference.ref_model
     if cfg.moving.sync_ref_model and (cfg.lora.r > 0 or fixed):
-        raise ValueError("sync_ref_model: no copy to move with LoRA, ref_model, ref=precomputed or reference_free")
+        raise ValueError(
+            "sync_ref_model=True: no copy to move with LoRA, ref_model, ref=precomputed or reference_free; leave it "
+            "out, or train all weights with --ref copy"
+        )
     check_numbers(
         cfg,
         {

@@ -19,6 +19,7 @@ from trainer.metrics.report import (
     MAX_POINTS,
     SMALL,
     SPARSE,
+    Point,
     RunData,
     _line,
     axes,
@@ -38,6 +39,7 @@ from trainer.metrics.report import (
 COLOURS = 8  # of report.css; further runs repeat them with a dashed line
 MAX_RUNS = 24  # more lines than this are no picture
 OF_A_RUN = {"output_dir", "run_id", "resume", "overwrite_output_dir"}  # settings that always differ
+SHORT = 12  # characters of a setting that stay on one line, as 1e-05
 X_LABELS = {"step": "steps", "time/wall_s": "seconds"}
 
 
@@ -103,6 +105,10 @@ def runs_html(runs: Sequence[RunData], names: Sequence[str], head: str | None) -
     label = (head or "").removeprefix("eval/").removesuffix("/mean").replace("_", " ")
     columns = ["", "run", "method", "model", "steps", "wall time", "tokens per second", "peak GiB"]
     columns += [f"held-out {label}"] if head else []
+
+    def cell(column: str, kind: str, value: str) -> str:
+        return f'<td class="{kind}" data-label="{text(column)}">{value}</td>'  # a narrow page shows it as "label value"
+
     cells = "".join(f"<th{' class=num' if n > 3 else ''}>{text(column)}</th>" for n, column in enumerate(columns))
     rows = []
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -112,16 +118,16 @@ def runs_html(runs: Sequence[RunData], names: Sequence[str], head: str | None) -
             f'<td><svg class="key" viewBox="0 0 22 10"><line class="{colour(place)}" x1="1" x2="21" y1="5" y2="5"/>'
             "</svg></td>",
             f'<td class="mono">{text(name)}{"" if run.finished else " (unfinished)"}</td>',
-            f"<td>{text(run.config.get('method', ''))}</td>",
-            f'<td class="mono">{text(run.config.get("model", ""))}</td>',
-            f'<td class="num">{run.last_step}</td>',
-            f'<td class="num">{text(duration(seconds))}</td>',
-            f'<td class="num">{number(sorted(speed)[len(speed) // 2]) if speed else ""}</td>',
-            f'<td class="num">{f"{max(memory):.2f}" if memory else ""}</td>',
+            cell("method", "", text(run.config.get("method", ""))),
+            cell("model", "mono", text(run.config.get("model", ""))),
+            cell("steps", "num", str(run.last_step)),
+            cell("wall time", "num", text(duration(seconds))),
+            cell("tokens per second", "num", number(sorted(speed)[len(speed) // 2]) if speed else ""),
+            cell("peak GiB", "num", f"{max(memory):.2f}" if memory else ""),
         ]
         if head:
             values = run.values(head)
-            own.append(f'<td class="num">{" &rarr; ".join(map(number, values[:: len(values) - 1 or 1][:2]))}</td>')
+            own.append(cell(columns[-1], "num", " &rarr; ".join(map(number, values[:: len(values) - 1 or 1][:2]))))
         rows.append(f"<tr>{''.join(own)}</tr>")
     return f'<div class="card scroll"><table class="plain runs"><tr>{cells}</tr>{"".join(rows)}</table></div>'
 
@@ -142,6 +148,22 @@ def chart_html(runs: Sequence[RunData], name: str, across: str = "step", size: t
     if not lines:
         return ""
     values = [value for _, points in lines for _, value in points]
+    spread = max(values) - min(values)
+    ends = ", ".join(precise(points[-1][1], spread) for _, points in lines)
+    label = f"{name} over {X_LABELS[across]}"
+    svg = lines_svg(lines, label, size)
+    if size == LARGE:  # whose text would be too small on a narrow page
+        svg = f'<div class="wide-only">{svg}</div><div class="narrow-only">{lines_svg(lines, label, SMALL)}</div>'
+    return (
+        f'<div class="card"><div class="chart-head"><span class="mono">{text(name)}</span>'
+        f'<span class="tag">over {X_LABELS[across]}</span><span class="last">last {ends}</span></div>{svg}'
+        f'<p class="definition">{text(definition(name))}</p></div>'
+    )
+
+
+def lines_svg(lines: Sequence[tuple[int, list[Point]]], label: str, size: tuple[int, int]) -> str:
+    """The points of each run, by its place among the runs."""
+    values = [value for _, points in lines for _, value in points]
     last = max(x for _, points in lines for x, _ in points)
     body, place_of, _, _ = axes((min(values), max(values)), (0, last), size)
     for place, points in lines:
@@ -152,15 +174,7 @@ def chart_html(runs: Sequence[RunData], name: str, across: str = "step", size: t
         if len(points) < SPARSE:
             for x, y in (place_of(*point) for point in points):
                 body.append(f'<circle class="{colour(place)}" cx="{x:.1f}" cy="{y:.1f}" r="2"/>')
-    spread = max(values) - min(values)
-    ends = ", ".join(precise(points[-1][1], spread) for _, points in lines)
-    label = f"{name} over {X_LABELS[across]}"
-    svg = f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
-    return (
-        f'<div class="card"><div class="chart-head"><span class="mono">{text(name)}</span>'
-        f'<span class="tag">over {X_LABELS[across]}</span><span class="last">last {ends}</span></div>{svg}'
-        f'<p class="definition">{text(definition(name))}</p></div>'
-    )
+    return f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
 
 
 def colour(place: int) -> str:
@@ -175,9 +189,13 @@ def differences_html(runs: Sequence[RunData], names: Sequence[str]) -> str:
     if not different:
         return '<h2>Settings that differ</h2><p class="soft">None, apart from the folder.</p>'
     head = "<tr><th></th>" + "".join(f"<th>{text(name)}</th>" for name in names) + "</tr>"
+
+    def cell(value: str) -> str:
+        return f'<td class="mono{" short" if len(value) <= SHORT else ""}">{text(value)}</td>'
+
     rows = "".join(
         f'<tr><td class="mono">{text(key)}</td>'
-        + "".join(f'<td class="mono">{text(own.get(key, "no such setting"))}</td>' for own in settings)
+        + "".join(cell(own.get(key, "no such setting")) for own in settings)
         + "</tr>"
         for key in different
     )

@@ -237,6 +237,11 @@ def number(value: float) -> str:
     return f"{value:.0f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
 
 
+def figure(value: float) -> str:
+    """A count as it is, 32; any other number short."""
+    return str(value) if isinstance(value, int) else number(value)
+
+
 def duration(seconds: float) -> str:
     """0:42, 12:05, 3:00:09, 2d 3:00:09."""
     minutes, second = divmod(round(seconds), 60)

@@ -368,7 +368,7 @@ def check_sinks(report_to: Iterable[str]) -> None:
             raise ValueError(f"report_to={name}: not a place metrics can go; use tensorboard, wandb or none")
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a folder wandb/ of earlier runs has no origin
-            raise ValueError(f"report_to={name}: the package is not installed; run `pip install {name}`")
+            raise ValueError(f"report_to={name}: is not installed; pip install {name}, or use --report-to none")
 
 
 def open_sinks(

@@ -20,7 +20,7 @@ from typing import Any
 
 from data.command.config_file import load_config
 from rollout.rewards.weights import parse_weight
-from trainer.metrics.console import EVAL_HEADLINES, duration, eval_decoding, number, train_decoding
+from trainer.metrics.console import EVAL_HEADLINES, duration, eval_decoding, figure, number, train_decoding
 from trainer.metrics.health import Episode, replay
 from trainer.metrics.metrics import GLOSSARY, describe, read_jsonl
 
@@ -250,7 +250,7 @@ def evaluations_html(run: RunData) -> str:
     rows = "".join(
         f'<tr><td class="soft">{text(str(one.get("time", ""))[:16].replace("T", " "))}</td>'
         f'<td class="mono">{text(one.get("tasks") or " ".join(one.get("data", [])))}</td>'
-        f'<td class="mono">{text(name)}</td><td class="num">{number(value)}</td></tr>'
+        f'<td class="mono">{text(name)}</td><td class="num">{figure(value)}</td></tr>'
         for one in run.evaluations
         for name, value in (one.get("results") or {}).items()
         if isinstance(value, int | float)

@@ -15,6 +15,7 @@ not sharded, the scales of their blocks, which restore the same codes. --optim m
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -307,13 +308,19 @@ def small_adamw(groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
     betas = (cfg.adam_beta1, cfg.adam_beta2)
     if cfg.optim == "adamw":
         return RoundedAdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon)
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise ValueError(
-            f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install -e '.[small]'"
-        ) from None
+    check_installed(cfg)
+    from torchao.optim import AdamW8bit
+
     return AdamW8bit(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, bf16_stochastic_round=True)
+
+
+def check_installed(cfg: OptimConfig) -> None:
+    """Whether the optimizer's package is there; open_run asks before a model is loaded."""
+    if cfg.optim == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise ValueError(
+            f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install -e '.[small]', or use "
+            "--optim adamw"
+        )
 
 
 class RoundedAdamW(Optimizer):

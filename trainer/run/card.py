@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from trainer.metrics.console import EVAL_HEADLINES, duration, number
+from trainer.metrics.console import EVAL_HEADLINES, duration, figure, number
 from trainer.metrics.report import RunData, flatten, load_run
 
 # A path of this machine, alone or behind a prefix as in model:/home/me/rm; and the address of a server.
@@ -21,9 +21,10 @@ ADDRESS = re.compile(r"\w+://\S+")
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 SHOWN_STEPS = 8  # rows of the table of metrics
 COLUMNS = ("loss/total", "reward/mean", "reward/accuracy", "policy/entropy")
-# Settings that say where and how a run was made, not what was trained.
-LEFT_OUT = ("output_dir", "run_id", "resume", "overwrite_output_dir", "report_to", "save_", "logging_steps", "vllm.",
-            "sync.", "rollout.cache", "stop_grace_s", "parallel.timeout_s", "ref_cache")  # fmt: skip
+# Settings that say where and how a run was made, not what was trained, and prompts, which are not published.
+LEFT_OUT = ("system_prompt", "output_dir", "run_id", "resume", "overwrite_output_dir", "report_to", "save_",
+            "logging_steps", "vllm.", "sync.", "rollout.cache", "stop_grace_s", "parallel.timeout_s",
+            "ref_cache")  # fmt: skip
 
 
 def model_card(
@@ -36,11 +37,11 @@ def model_card(
 ) -> str:
     run = load_run(run_dir, defaults)
     method, given = str(run.config.get("method", "")), str(run.config.get("model", ""))
-    base = base_model or (given if is_hub_id(given) else None)
+    base = base_model or (given if is_hub_id(given, run_dir) else None)
     is_lora = (run_dir / "final" / "adapter_config.json").is_file()
     front = {
         "base_model": base,
-        "datasets": [name for name in data_of(run.config) if is_hub_id(name)],
+        "datasets": [name for name in data_of(run.config, run_dir) if is_hub_id(name, run_dir)],
         "library_name": "peft" if is_lora else "transformers",
         "license": license,
         "pipeline_tag": None if method in ("rm", "prm") else "text-generation",
@@ -50,8 +51,8 @@ def model_card(
     parts = [
         "---\n" + yaml.safe_dump(front, sort_keys=True) + "---",
         f"# {repo.rpartition('/')[2]}",
-        summary(run, method, base or "a local model", is_lora),
-        results(run),
+        summary(run, run_dir, method, base or "a local model", is_lora),
+        results(run, run_dir),
         progress(run),
         usage(repo, method, is_lora),
         settings(run),
@@ -59,37 +60,44 @@ def model_card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def is_hub_id(name: str) -> bool:
-    is_path = name.startswith((".", "/", "~")) or name.endswith(DATA_FILES) or Path(name).exists()
-    return name.count("/") == 1 and ":" not in name and not is_path
+def is_hub_id(name: str, run_dir: Path) -> bool:
+    """Whether it is OWNER/NAME. A path such as models/base looks the same: it is one if something is there, seen from
+    here or from a folder above the run, since a run mostly writes below the folder that it was started in."""
+    if name.count("/") != 1 or ":" in name or name.startswith((".", "/", "~")) or name.endswith(DATA_FILES):
+        return False
+    return not any((folder / name).exists() for folder in (Path.cwd(), *run_dir.resolve().parents))
 
 
-def data_of(config: Mapping[str, Any]) -> list[str]:
+def data_of(config: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Sources of rows without their options; a file by its name alone."""
-    names = []
-    for spec in config.get("data") or ():
-        name = spec if str(spec).startswith(("task:", "reasoning_gym:")) else str(spec).partition(":")[0]
-        names.append(name if is_hub_id(name) or ":" in name else Path(name).name)
-    return names
+    return [base_name(str(spec), run_dir) for spec in config.get("data") or ()]
 
 
-def summary(run: RunData, method: str, base: str, is_lora: bool) -> str:
+def base_name(spec: str, run_dir: Path) -> str:
+    if spec.startswith(("task:", "reasoning_gym:")):
+        return spec
+    name = spec.partition(":")[0]
+    return name if is_hub_id(name, run_dir) else Path(name).name
+
+
+def summary(run: RunData, run_dir: Path, method: str, base: str, is_lora: bool) -> str:
     wall = run.values("time/wall_s")
     took = duration(wall[-1] if wall else sum(run.values("time/step_s")))
-    data = ", ".join(f"`{name}`" for name in data_of(run.config)) or "rows of an environment"
+    data = ", ".join(f"`{name}`" for name in data_of(run.config, run_dir)) or "rows of an environment"
     link = f"[{base}](https://huggingface.co/{base})" if "/" in base else base
     kind = "A LoRA adapter of" if is_lora else "Fine-tuned from"
     return f"{kind} {link} by `{method}` with strop, on {data}: {run.last_step} steps in {took}."
 
 
-def results(run: RunData) -> str:
+def results(run: RunData, run_dir: Path) -> str:
     """Held-out metrics before and after, and later evaluations."""
     names = [name for name in run.logged if name.startswith("eval/") and run.values(name)]
     names.sort(key=lambda name: (EVAL_HEADLINES.index(name) if name in EVAL_HEADLINES else 99, name))
-    rows = [f"| {name} | {number(run.values(name)[0])} | {number(run.values(name)[-1])} |" for name in names]
+    rows = [f"| {cell(name)} | {figure(run.values(name)[0])} | {figure(run.values(name)[-1])} |" for name in names]
     parts = ["## Results\n\n| held-out metric | before | after |\n|---|---|---|\n" + "\n".join(rows)] if rows else []
     later = [
-        f"| {one.get('tasks') or ' '.join(map(base_name, one.get('data', [])))} | {name} | {number(value)} |"
+        f"| {cell(one.get('tasks') or ' '.join(base_name(spec, run_dir) for spec in one.get('data', [])))} | "
+        f"{cell(name)} | {figure(value)} |"
         for one in run.evaluations
         for name, value in (one.get("results") or {}).items()
         if isinstance(value, int | float)
@@ -97,10 +105,6 @@ def results(run: RunData) -> str:
     if later:
         parts.append("| evaluated on | metric | value |\n|---|---|---|\n" + "\n".join(later))
     return "\n\n".join(parts)
-
-
-def base_name(spec: str) -> str:
-    return spec if spec.startswith("task:") or is_hub_id(spec.partition(":")[0]) else Path(spec.partition(":")[0]).name
 
 
 def progress(run: RunData) -> str:
@@ -147,7 +151,7 @@ def settings(run: RunData) -> str:
         for key, value in flatten(run.config)
         if defaults.get(key) != value and key not in ("method", "model", "data", "eval_data") and not is_left_out(key)
     ]
-    rows = "\n".join(f"| `{key}` | {shown(value)} |" for key, value in changed)
+    rows = "\n".join(f"| `{key}` | {cell(shown(value))} |" for key, value in changed)
     return f"## Settings that differ from the defaults\n\n| setting | value |\n|---|---|\n{rows}" if rows else ""
 
 
@@ -157,5 +161,9 @@ def is_left_out(key: str, prefixes: Sequence[str] = LEFT_OUT) -> bool:
 
 def shown(value: str) -> str:
     """A setting, with paths of this machine cut to the last name, and no address of a server."""
-    value = PATH.sub(lambda found: Path(found[0]).name, ADDRESS.sub("(an address)", value))
-    return value.replace("|", "\\|").replace("\n", " ")
+    return PATH.sub(lambda found: Path(found[0]).name, ADDRESS.sub("(an address)", value))
+
+
+def cell(value: object) -> str:
+    """Text in a Markdown table."""
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -57,6 +57,7 @@ from trainer.metrics.metrics import JsonlLog, Sink, check_sinks, open_sinks, rea
 from trainer.parallel.comm import any_rank, from_main, on_main, world_size
 from trainer.parallel.watch import log
 from trainer.policy.logps import Policy
+from trainer.policy.optim import check_installed
 from trainer.run import determinism, stop
 from trainer.run.checkpoint import (
     Saver,
@@ -85,8 +86,11 @@ def open_run(cfg: Any, method: str = "") -> Run:
     settings: RunConfig = cfg.run
     method = method or method_of(cfg)
     check_sinks(settings.report_to)
-    if hasattr(cfg, "lora"):  # a method outside the repository may not have the block
+    # A method outside the repository may not have these blocks.
+    if hasattr(cfg, "lora"):
         check_4bit(cfg.model, cfg.lora, getattr(cfg, "parallel", None))
+    if hasattr(cfg, "optim"):
+        check_installed(cfg.optim)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed % 2**64)

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from data.hints import suggest
+from data.sources import SUFFIXES
 from rollout.gyms.options import ENV, VERIFY
+from rollout.servers.model_folder import read_adapter
 from trainer.parallel.ranks import world_size
+from trainer.translate import keys
 from trainer.translate.axolotl_rows import rows_of, template_of
 from trainer.translate.axolotl_table import IDLE_PLUGINS, TABLE
-from trainer.translate.keys import Theirs, Translation, number
+from trainer.translate.keys import Theirs, Translation, number, quantised_note
 
 # A file with one of these and none of OURS is axolotl's.
 THEIRS = ("base_model", "rl", "datasets", "reward_model", "process_reward_model", "micro_batch_size", "sequence_len")
@@ -28,8 +31,8 @@ OURS = ("method", "model", "data", "lora", "parallel", "rollout", "per_device_tr
 METHODS = ("dpo", "ipo", "simpo", "kto", "orpo", "grpo", "gdpo", "ebft")  # values of rl
 SAMPLING = ("grpo", "gdpo", "rloo")
 PAIRS = ("dpo", "ipo")
-# Whether load_in_4bit is passed on. While it is not, a quantised base becomes a bfloat16 one, with a note.
-PASS_LOAD_IN_4BIT = False
+WARMUP = 0.03  # of the steps, and at most MOST_WARMUP of them, where the file does not say
+MOST_WARMUP = 100
 
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
              **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
@@ -65,16 +68,18 @@ def is_axolotl(tree: Mapping[str, Any]) -> bool:
     return any(key in tree for key in THEIRS) and not any(key in tree for key in OURS)
 
 
-def translate(tree: Mapping[str, Any], *, method: str | None = None, engine: str | None = None) -> Translation:
-    """`method`, `engine`: those of the command line, which decide what the settings of the file mean."""
-    return _Axolotl(tree, method, engine).made
+def translate(
+    tree: Mapping[str, Any], *, method: str | None = None, engine: str | None = None, max_steps: str | None = None
+) -> Translation:
+    """`method`, `engine`, `max_steps`: those of the command line, which decide what the settings of the file mean."""
+    return _Axolotl(tree, method, engine, max_steps).made
 
 
 class _Axolotl:
     """One file. Each method translates a part of it."""
 
-    def __init__(self, tree: Mapping[str, Any], method: str | None, engine: str | None) -> None:
-        self.made = Translation()
+    def __init__(self, tree: Mapping[str, Any], method: str | None, engine: str | None, max_steps: str | None) -> None:
+        self.made, self.max_steps = Translation(), max_steps
         self.set = self.made.set
         self.theirs = Theirs(tree, TABLE, "axolotl")
         self.take = self.theirs.take
@@ -189,6 +194,7 @@ class _Axolotl:
             more, _ = rows_of({"datasets": [{"type": "completion", **dataset}]}, "datasets", self.method)
             entries += more
         self.set("data", entries or None)
+        self._one_split(held_out, {entry["path"] for entry in entries})
         self.set("eval_data", held_out or None)
         self._shared(shared_by_those | shared)
         if self.take("shuffle_merged_datasets") is False:
@@ -202,6 +208,14 @@ class _Axolotl:
         if size and not self.gym:
             self.set("val_set_size", size)
             self.held_out = True
+
+    def _one_split(self, held_out: list[dict[str, Any]], trained: set[str]) -> None:
+        """A file has one split: split: test of a file of held-out rows is all of it."""
+        for entry in held_out:
+            path, split = entry["path"], entry.get("split")
+            if path.lower().endswith(SUFFIXES) and path not in trained and str(split).isidentifier():
+                if entry.pop("split", "train") != "train":
+                    self.note(f"test_datasets: {path} is one file, without a split {split}; all of its rows are used")
 
     def _shared(self, shared: dict[str, Any]) -> None:
         name, jinja = self.take("chat_template"), self.take("chat_template_jinja")
@@ -226,7 +240,8 @@ class _Axolotl:
             roles = shared["roles_to_train"]
             self.set("roles_to_train", roles and [ROLE_NAMES.get(role, role) for role in roles])
             self.set("train_on_eos", shared["train_on_eos"])
-            if self.take("train_on_inputs"):
+            formats = {entry.get("format") for entry in self.made.tree.get("data", ())}
+            if self.take("train_on_inputs") and formats != {"completion"}:  # of plain text all is trained anyway
                 self.set("train_on_inputs", True)
             if self.take("use_dft_loss"):
                 self.set("sft_loss", "dft")
@@ -294,8 +309,12 @@ class _Axolotl:
             self.note("lr_scheduler=constant: has no warm-up in axolotl, so there is none; write constant_with_warmup")
         elif steps:
             self.set("warmup_steps", steps)
+        elif has_warmup and ratio is None and steps is None:
+            total = str(self.made.tree.get("max_steps") if self.max_steps is None else self.max_steps)
+            is_long = total.isdigit() and WARMUP * int(total) > MOST_WARMUP
+            self.set("warmup_steps" if is_long else "warmup_ratio", MOST_WARMUP if is_long else WARMUP)
         elif has_warmup:
-            self.set("warmup_ratio", ratio if ratio else 0.03 if ratio is None and steps is None else None)
+            self.set("warmup_ratio", ratio or None)
         optimizer = self.take("optimizer") or "adamw_torch_fused"
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={optimizer}: is not built here; {suggest(str(optimizer), OPTIMIZERS)}")
@@ -351,7 +370,14 @@ class _Axolotl:
             raise ValueError(f"adapter={adapter}: is not built here; use lora or qlora")
         if adapter == "qlora" or four or eight:
             self._quantised(bool(adapter == "qlora" or four))
+        saved = self.take("lora_model_dir")
+        if adapter is None and saved:
+            raise ValueError(f"lora_model_dir={saved}: has no effect without an adapter; add adapter: lora")
         if adapter is None:
+            return
+        self.copy("merge_lora", unless=False)
+        if saved and (Path(str(saved)) / "adapter_config.json").is_file():
+            self._saved_adapter(str(saved))
             return
         self.set("lora.r", number(self.take("lora_r"), "lora_r", int) or 8)
         self.set("lora.alpha", number(self.take("lora_alpha"), "lora_alpha", int) or 8)
@@ -360,18 +386,31 @@ class _Axolotl:
         if not linear:
             self.set("lora.target_modules", [names] if isinstance(names, str) else names or ["q_proj", "v_proj"])
         self.copy("lora_modules_to_save", "lora.modules_to_save", unless=[])
-        for key, name in (("peft_use_dora", "lora.dora"), ("peft_use_rslora", "lora.rslora"),
-                          ("merge_lora", "merge_lora")):  # fmt: skip
+        for key, name in (("peft_use_dora", "lora.dora"), ("peft_use_rslora", "lora.rslora")):
             self.copy(key, name, unless=False)
+
+    def _saved_adapter(self, folder: str) -> None:
+        """An adapter that is trained further keeps its own settings; axolotl does not read those of the file."""
+        adapter = read_adapter(folder)
+        self.set("lora.r", adapter["r"])
+        self.set("lora.alpha", adapter["lora_alpha"])
+        self.set("lora.dropout", adapter.get("lora_dropout") or None)
+        self.set("lora.modules_to_save", adapter.get("modules_to_save") or None)
+        for key in ("rslora", "dora"):
+            self.set(f"lora.{key}", adapter.get(f"use_{key}") or None)
+        rank = self.take("lora_r")
+        if rank not in (None, adapter["r"]):
+            self.note(f"lora_r={rank}: the adapter in {folder} has rank {adapter['r']}, which stays")
+        for key in ("lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules", "lora_modules_to_save",
+                    "peft_use_dora", "peft_use_rslora"):  # fmt: skip
+            self.take(key)
 
     def _quantised(self, four_bits: bool) -> None:
         """The one place that decides about a quantised base."""
-        if four_bits and PASS_LOAD_IN_4BIT:
+        if four_bits and keys.PASS_LOAD_IN_4BIT:
             self.set("load_in_4bit", True)
         else:
-            name = "load_in_4bit" if four_bits else "load_in_8bit"
-            self.note(f"{name}: the base stays in bfloat16, which takes {'four times' if four_bits else 'twice'} the "
-                      "memory and is more precise")  # fmt: skip
+            self.note(quantised_note("load_in_4bit" if four_bits else "load_in_8bit"))
 
     def _parallel(self) -> None:
         """With one process there is nothing to share: the settings have no effect then."""
@@ -457,8 +496,7 @@ class _Axolotl:
     def _sampling(self) -> None:
         for key in SAME_TRL:
             self.copy(f"trl.{key}")
-        if self.made.tree.get("loss_type") == "cispo" and "epsilon_high" in self.made.tree:
-            self.set("cispo_cap", self.made.tree.pop("epsilon_high"))  # TRL's name for the bound of CISPO
+        keys.bound_cispo(self.made)
         for key, full in FULL_DISTRIBUTION.items():
             self._check_full(f"trl.{key}", full)
         self.set("num_generations", number(self.take("trl.num_generations"), "trl.num_generations", int) or 8)
@@ -546,8 +584,10 @@ class _Axolotl:
             return
         asynchronous = self.take("trl.async_prefetch")
         self.set("rollout.engine", "vllm")
-        host = self.take("trl.vllm_server_host") or self.take("vllm.host") or "0.0.0.0"
-        port = number(self.take("trl.vllm_server_port") or self.take("vllm.port"), "trl.vllm_server_port", int)
+        client = {name: self.take(f"trl.vllm_server_{name}") for name in ("host", "port")}
+        server = {name: self.take(f"vllm.{name}") for name in ("host", "port")}
+        host = client["host"] or server["host"] or "0.0.0.0"
+        port = number(client["port"] or server["port"], "trl.vllm_server_port", int)
         if str(host) in LOCAL_HOSTS:
             self.set("vllm.port", port)
             for key in SAME_VLLM:

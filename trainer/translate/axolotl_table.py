@@ -5,7 +5,7 @@ Blocks and lists of blocks are written as trl.beta and datasets[].path. docs/fro
 
 from __future__ import annotations
 
-from trainer.translate.keys import Key, idle, refused, to
+from trainer.translate.keys import EIGHT_BITS, FOUR_BITS, QUANTISED, Key, idle, refused, to
 
 # Reasons why a key has no effect; the console lists keys by them.
 SPEED = "speed or memory only, we choose"
@@ -15,7 +15,6 @@ LOGS = "logging that is not here"
 PROCESSES = "processes and devices, set by torchrun"
 SERVING = "settings of axolotl's own server or commands"
 INSIDE = "always so here"
-QUANTISED = "no quantised base"
 
 
 def _each(keys: str, entry: Key, prefix: str = "") -> dict[str, Key]:
@@ -30,7 +29,7 @@ _SAMPLING = "training samples from the full distribution, which the loss assumes
 
 MODEL: dict[str, Key] = {
     "base_model": to("model"),
-    "lora_model_dir": to("model (an adapter folder, which names its base)"),
+    "lora_model_dir": to("model (an adapter folder, which names its base), and lora.* as the adapter has them"),
     "trust_remote_code": to("trust_remote_code"),
     "bf16": to("dtype: auto or bfloat16; full: trained_dtype bfloat16 too; false: float32"),
     "bfloat16": to("dtype, trained_dtype: bfloat16"),
@@ -58,8 +57,8 @@ MODEL: dict[str, Key] = {
     "overrides_of_model_config.*": refused("the model's own config is used; remove it"),
     "model_kwargs.*": refused("loading has no other arguments here; remove it"),
     "overrides_of_model_kwargs.*": refused("loading has no other arguments here; remove it"),
-    "load_in_4bit": to("load_in_4bit; without it a bfloat16 base, with a note"),
-    "load_in_8bit": to("a bfloat16 base, with a note"),
+    "load_in_4bit": to(FOUR_BITS),
+    "load_in_8bit": to(EIGHT_BITS),
     **_each("model_type type_of_model tokenizer_type processor_type cls_model_config tokenizer_use_fast "
             "tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model "
             "is_mistral_derived_model is_qwen_derived_model num_labels base_model_config mean_resizing_embeddings "
@@ -138,7 +137,7 @@ ROW_KEYS: dict[str, Key] = {
     "pretraining_dataset[].skip": refused("rows are skipped by a split here; write split: train[1000:]"),
     "val_set_size": to("val_set_size"),
     "dataset_exact_deduplication": to("dedup"),
-    "train_on_inputs": to("train_on_inputs"),
+    "train_on_inputs": to("train_on_inputs (type completion: always so)"),
     "roles_to_train": to("roles_to_train"),
     "train_on_eos": to("train_on_eos"),
     "sequence_len": to("max_length"),
@@ -234,7 +233,7 @@ RUN: dict[str, Key] = {
 }  # fmt: skip
 
 LORA: dict[str, Key] = {
-    "adapter": to("lora.r; qlora: load_in_4bit too"),
+    "adapter": to(f"lora.r; qlora: also {FOUR_BITS}"),
     "lora_r": to("lora.r"),
     "lora_alpha": to("lora.alpha"),
     "lora_dropout": to("lora.dropout"),

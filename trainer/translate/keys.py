@@ -11,13 +11,19 @@ with .* stands for everything below it.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from data.hints import nearest
+from data.hints import KEYS, nearest
 
 Outcome = Literal["translated", "no effect", "refused"]
+# Whether load_in_4bit is passed on. While it is not, a quantised base becomes a bfloat16 one, with a note.
+PASS_LOAD_IN_4BIT = True
+FOUR_BITS = "load_in_4bit" if PASS_LOAD_IN_4BIT else "a bfloat16 base, with a note"
+EIGHT_BITS = "a bfloat16 base, with a note"
+QUANTISED = "settings of a 4-bit base, we choose" if PASS_LOAD_IN_4BIT else "no quantised base"
 EMPTY = (None, False, "", [], {})  # values of a refused or idle key that ask for nothing
 
 
@@ -78,7 +84,7 @@ class Theirs:
         for key, value in self.leaves:
             entry = find(key, self.table)
             if entry is None:
-                found = nearest(key, [name for name in self.table if not name.endswith(".*")])
+                found = nearest_key(key, self.table)
                 unknown.append(f"{key}: not a key of {library}" + (f", did you mean {found}?" if found else ""))
             elif entry.outcome == "refused" and value not in EMPTY:
                 wrong[f"{key}={shown(value)}: {entry.text}"] = None
@@ -145,6 +151,35 @@ def find(key: str, table: Mapping[str, Key]) -> Key | None:
         if f"{block}.*" in table:
             return table[f"{block}.*"]
     return None
+
+
+def nearest_key(word: str, table: Mapping[str, Key]) -> str | None:
+    """Their key that an unknown one most likely meant. One that a third library has is found by what it is here."""
+    ours = KEYS.get(word.replace("-", "_").lower(), ())
+    same = [key for key, entry in table.items() if entry in [to(name) for name in ours]]
+    if same:
+        return max(same, key=lambda key: difflib.SequenceMatcher(None, word, key).ratio())
+    return nearest(word, [name for name in table if not name.endswith(".*")])
+
+
+def bound_cispo(made: Translation) -> None:
+    """TRL's name for the bound of CISPO is epsilon_high, which defaults to epsilon; epsilon alone is not used."""
+    tree = made.tree
+    if tree.get("loss_type") != "cispo":
+        return
+    epsilon = tree.pop("epsilon", None)
+    if "epsilon_high" in tree:
+        tree["cispo_cap"] = tree.pop("epsilon_high")
+    else:
+        made.notes.append(
+            f"loss_type=cispo: without epsilon_high TRL's bound is epsilon, {0.2 if epsilon is None else epsilon:g}, "
+            "and all tokens weigh about that much; here cispo_cap is 5"
+        )
+
+
+def quantised_note(name: str) -> str:
+    times = "four times" if name == "load_in_4bit" else "twice"
+    return f"{name}: the base stays in bfloat16, which takes {times} the memory and is more precise"
 
 
 def shown(value: Any) -> str:

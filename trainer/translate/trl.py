@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.translate.keys import Key, Theirs, Translation, idle, number, refused, to
+from data.sources import SUFFIXES
+from trainer.translate import keys
+from trainer.translate.keys import EIGHT_BITS, FOUR_BITS, QUANTISED, Key, Theirs, Translation, idle, number, refused, to
 
 INSIDE = "always so here"
 SPEED = "speed or memory only, we choose"
@@ -74,7 +76,9 @@ SAME_GRPO = ("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_p
              "loss_type", "top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold",
              "use_bias_correction_kl")  # fmt: skip
 OFFLINE_ONLY = ("neftune_noise_alpha", "router_aux_loss_coef")
-ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")  # of use_adaptive_entropy
+# Fields of use_adaptive_entropy: our flag, and TRL's default.
+ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
+            "entropy_coef_max": ("entropy_coef_max", 1.0)}  # fmt: skip
 SAME_OF = {
     "grpo": (*SAME_SAMPLING, *SAME_GRPO),
     "rloo": SAME_SAMPLING,
@@ -100,10 +104,11 @@ UNLIMITED = 1 << 20  # tokens, for max_length: null; the model's context is the 
 TABLE: dict[str, Key] = {
     **_each(" ".join({*SAME_EVERYWHERE, *(name for names in SAME_OF.values() for name in names)}), SAME),
     "max_seq_length": to("max_length"),
+    "truncation_mode": to("keep_start: what happens here; keep_end: the same, with a note"),
     "num_train_epochs": to("num_train_epochs"),
     "max_steps": to("max_steps"),
     "model_name_or_path": to("model"),
-    **_each("dtype torch_dtype", to("trained_dtype")),
+    **_each("dtype torch_dtype", to("trained_dtype, dtype")),
     **_each("bf16", to("dtype")),
     "attn_implementation": to("attn_implementation: sdpa and eager; any other kernel: auto"),
     "use_peft": to("lora.r"),
@@ -114,12 +119,14 @@ TABLE: dict[str, Key] = {
     "lora_modules_to_save": to("lora.modules_to_save"),
     "use_rslora": to("lora.rslora"),
     "use_dora": to("lora.dora"),
-    **_each("load_in_4bit load_in_8bit", to("a bfloat16 base, with a note")),
+    "load_in_4bit": to(FOUR_BITS),
+    "load_in_8bit": to(EIGHT_BITS),
     **_each("dataset_name datasets[].path", to("data: path")),
     **_each("dataset_config datasets[].name", to("data: name")),
     **_each("dataset_train_split datasets[].split", to("data: split")),
     "datasets[].data_files": to("data: an entry for each file"),
     "dataset_test_split": to("eval_data: split"),
+    "test_split_size": to("val_set_size"),
     "lr_scheduler_type": to("lr_scheduler_type"),
     "lr_scheduler_kwargs.min_lr_rate": to("min_lr_ratio"),
     "lr_scheduler_kwargs.*": refused("this setting of a schedule is not built here"),
@@ -149,6 +156,10 @@ TABLE: dict[str, Key] = {
     "reward_funcs": to("reward_funcs"),
     "reward_model_name_or_path": to("reward_funcs: model:NAME"),
     "max_tool_calling_iterations": to("max_turns"),
+    **_each("use_adaptive_entropy entropy_target", to("entropy_target")),
+    "entropy_coef_delta": to("entropy_coef_step, with use_adaptive_entropy"),
+    "entropy_coef_max": to("entropy_coef_max, with use_adaptive_entropy"),
+    "entropy_coef_min": to("0; more has no equivalent"),
     **_each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it has no "
                                                        "equivalent")),
     # preferences, SFT
@@ -170,8 +181,9 @@ TABLE: dict[str, Key] = {
             "precompute_ref_batch_size cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation "
             "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config.* "
             "vllm_enable_sleep_mode vllm_model_impl vllm_group_port auto_find_batch_size "
-            "eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval fp16_full_eval "
-            "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(SPEED)),
+            "eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval fp16_full_eval",
+            idle(SPEED)),
+    **_each("bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(QUANTISED)),
     **_each("log_completions num_completions_to_print log_unique_prompts log_multimodal wandb_log_unique_prompts "
             "log_completions_hub_repo", idle("samples.jsonl and report.html hold them")),
     **_each("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir "
@@ -185,8 +197,25 @@ TABLE: dict[str, Key] = {
             idle(PROCESSES)),
     **_each("do_train do_eval do_predict save_only_model save_safetensors overwrite_output_dir disable_dropout "
             "lora_task_type enable_jit_checkpoint restore_callback_states_from_checkpoint model_init_kwargs.dtype "
-            "model_init_kwargs.torch_dtype model_init_kwargs.attn_implementation truncation_mode", idle(INSIDE)),
+            "model_init_kwargs.torch_dtype model_init_kwargs.attn_implementation", idle(INSIDE)),
     "model_revision": idle("main is loaded"),
+    # of older versions
+    **_each("padding_value label_pad_token_id is_encoder_decoder dataset_batch_size num_of_sequences chars_per_token "
+            "max_target_length dispatch_batches split_batches", idle(ROWS)),
+    **_each("use_logits_to_keep use_liger_loss vllm_enable_prefix_caching vllm_dtype half_precision_backend "
+            "fp16_backend fp16_opt_level torchdynamo jit_mode_eval use_ipex past_index", idle(SPEED)),
+    **_each("generate_during_eval include_inputs_for_metrics tpu_metrics_debug", idle(LOGS)),
+    **_each("vllm_device no_cuda use_mps_device tpu_num_cores tp_size mp_parameters ray_scope sharded_ddp "
+            "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap", idle(PROCESSES)),
+    **_each("push_to_hub_model_id push_to_hub_organization push_to_hub_token", idle(HUB)),
+    "use_legacy_prediction_loop": idle(INSIDE),
+    "evaluation_strategy": to("eval_steps, evals_per_epoch"),
+    "vllm_max_model_len": to("vllm.max_model_len"),
+    "force_use_ref_model": to("ref: copy"),
+    **_each("model_adapter_name ref_adapter_name", refused("an adapter has no name here; the reference is the base, or "
+                                                           "--ref-model")),
+    "ref_model_init_kwargs.*": refused("the model is loaded as its config says"),
+    "adafactor": refused("this optimizer is not built here; AdamW is used"),
     # no equivalent
     "fp16": refused("float16 is not built here; bfloat16 is used on a GPU"),
     "label_smoothing_factor": refused("smoothing of the cross-entropy is not built here"),
@@ -198,11 +227,9 @@ TABLE: dict[str, Key] = {
     **_each("fsdp fsdp_config.* parallelism_config.*", refused("start with torchrun, and add --parallel.mode fsdp")),
     "deepspeed": refused("start with torchrun, and add --parallel.mode fsdp"),
     **_each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", refused(FULL)),
-    **_each("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
-            refused("the weight adapts in another way here; see --entropy-target")),
     "num_generations_eval": refused("evaluation is greedy; --num-generations-eval needs --rollout.eval-temperature"),
     **_each("normalize_advantages reward_clip_range", refused("rewards are not clipped or scaled in RLOO here")),
-    **_each("datasets[].data_dir datasets[].fraction test_split_size",
+    **_each("datasets[].data_dir datasets[].fraction",
             refused("name a file, or a part by split=train[:10%]")),
     "max_grad_value": refused("gradients are clipped by their norm here"),
 }  # fmt: skip
@@ -232,7 +259,9 @@ class _Trl:
         self.made, self.kind = Translation(), kind
         self.set = self.made.set
         if not tree.get("use_adaptive_entropy"):
-            tree = {name: value for name, value in tree.items() if name not in ADAPTIVE}
+            tree = {name: value for name, value in tree.items() if name not in (*ADAPTIVE, "entropy_coef_min")}
+        if tree.get("evaluation_strategy") is not None and tree.get("eval_strategy") is None:
+            tree = {**tree, "eval_strategy": tree["evaluation_strategy"]}  # the name of before
         self.theirs = Theirs(tree, TABLE, "TRL", strict=False)
         self.take = self.theirs.take
         self.without: list[str] = []
@@ -251,6 +280,8 @@ class _Trl:
             self._sampling()
         if kind in ("dpo", "kto") and self.take("precompute_ref_log_probs"):
             self.set("ref", "precomputed")
+        elif kind in ("dpo", "kto") and self.take("force_use_ref_model"):
+            self.set("ref", "copy")
         if kind == "sft":
             self._sft()
         for name, value in DEFAULTS[kind].items():
@@ -280,18 +311,21 @@ class _Trl:
         weights = self.take("dtype") or self.take("torch_dtype")
         if weights == "bfloat16" and not self.take("use_peft"):
             self.set("trained_dtype", "bfloat16")
+            self.set("dtype", "bfloat16")
         elif weights not in (None, "auto", "float32", "bfloat16"):
             self.without.append(f"dtype={weights}: is not built here; float32 weights are trained")
-        if self.take("bf16") is False and not self.theirs.tree.get("fp16"):
+        if self.take("bf16") is False and not self.theirs.tree.get("fp16") and "trained_dtype" not in self.made.tree:
             self.set("dtype", "float32")
         kernel = self.take("attn_implementation")
         self.set("attn_implementation", kernel if kernel in ("sdpa", "eager") else None)
         self.set("compile", self.take("torch_compile"))
         if self.take("use_peft"):
             self._lora()
-        for name, times in (("load_in_4bit", "four times"), ("load_in_8bit", "twice")):
-            if self.take(name):
-                self.made.notes.append(f"{name}: the base stays in bfloat16, which takes {times} the memory")
+        for name in ("load_in_4bit", "load_in_8bit"):
+            if self.take(name) and name == "load_in_4bit" and keys.PASS_LOAD_IN_4BIT:
+                self.set(name, True)
+            elif self.take(name):
+                self.made.notes.append(keys.quantised_note(name))
 
     def _lora(self) -> None:
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
@@ -323,12 +357,21 @@ class _Trl:
         entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
         self.set("data", entries or None)
         self.held_out = False
-        if name is not None and str(self.take("eval_strategy") or "no") != "no":
-            split = self.take("dataset_test_split") or "test"
+        size, split = self.take("test_split_size"), str(self.take("dataset_test_split") or "test")
+        is_file = str(name).lower().endswith(SUFFIXES)  # which has one split, train
+        if size:
+            self.set("val_set_size", number(size, "test_split_size"))
+            self.held_out = True
+        elif name is not None and self._evaluates() and not (is_file and not split.startswith("train")):
             self.set("eval_data", [{**entries[0], "split": split}])
             self.held_out = True
 
+    def _evaluates(self) -> bool:
+        return str(self.take("eval_strategy") or "no") != "no"
+
     def _lengths(self) -> None:
+        if self.take("truncation_mode") == "keep_end":
+            self.made.notes.append("truncation_mode=keep_end: a response beyond max_length loses its end here")
         if self.take("max_seq_length") is not None and "max_length" not in self.made.tree:
             self.set("max_length", self.take("max_seq_length"))
         if "max_length" in self.theirs.tree and self.theirs.tree["max_length"] is None and self.kind not in SAMPLING:
@@ -349,6 +392,7 @@ class _Trl:
             self.set("saves_per_epoch", 1)
         elif every is not None:
             self._steps("save_steps", every)
+        self.take("evaluation_strategy")
         strategy, every = str(self.take("eval_strategy") or "no"), number(self.take("eval_steps"), "eval_steps")
         logged = number(self.take("logging_steps"), "logging_steps")
         if logged is not None:
@@ -357,6 +401,13 @@ class _Trl:
             self._steps("eval_steps", every or logged or 10)
         elif strategy == "epoch" and self.held_out:
             self.set("evals_per_epoch", 1)
+        elif self._evaluates():
+            when = "--evals-per-epoch 1" if strategy == "epoch" else f"--eval-steps {every or logged or 10:g}"
+            rows, split = self.take("dataset_name"), self.take("dataset_test_split") or "test"
+            why = f"{rows} is one file, without a split {split}" if rows else "the config names no held-out rows"
+            self.made.notes.append(
+                f"eval_strategy={strategy}: {why}; add --eval-data FILE or --val-set-size 0.1, and {when}"
+            )
         services = self.take("report_to")
         services = [services] if isinstance(services, str) else services or []
         known = [name for name in services if name in ("wandb", "tensorboard")]
@@ -408,8 +459,13 @@ class _Trl:
             value = self.take(name)
             if value is not None and value not in full:
                 self.without.append(f"{name}={value}: {FULL}")
-        if tree.get("loss_type") == "cispo" and "epsilon_high" in tree:
-            tree["cispo_cap"] = tree.pop("epsilon_high")  # TRL's name for the bound of CISPO
+        keys.bound_cispo(self.made)
+        if self.take("use_adaptive_entropy"):
+            for name, (ours, default) in ADAPTIVE.items():
+                given = number(self.take(name), name)
+                self.set(ours, default if given is None else given)
+            if self.take("entropy_coef_min"):
+                self.without.append(f"entropy_coef_min={self.take('entropy_coef_min')}: the weight falls to 0 here")
         if not tree.get("beta", 0.05 if self.kind == "rloo" else 0):
             tree.pop("use_bias_correction_kl", None)
         if not tree.get("sync_ref_model"):
@@ -453,7 +509,8 @@ class _Trl:
             self.set("vllm.colocate", True)
             share = number(self.take("vllm_gpu_memory_utilization"), "vllm_gpu_memory_utilization")
             self.set("vllm.gpu_memory_utilization", share or VLLM_DEFAULTS["vllm.gpu_memory_utilization"])
-            self.set("vllm.max_model_len", self.take("vllm_max_model_length"))
+            older = self.take("vllm_max_model_len")
+            self.set("vllm.max_model_len", self.take("vllm_max_model_length") or older)
             self.set("vllm.tensor_parallel_size", self.take("vllm_tensor_parallel_size"))
             return
         url, host = self.take("vllm_server_base_url"), self.take("vllm_server_host")

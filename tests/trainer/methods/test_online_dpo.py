@@ -299,7 +299,7 @@ REFUSED = {
     "rows held out": (("--judge", "a.b", "--val-set-size", "4"), "val_set_size=4: a judge compares completions"),
     "workers": (("--judge", "a.b", "--reward-num-workers", "2"), "reward_num_workers=2: has no effect with a judge"),
     "smoothing": (("--loss-type", "ipo", "--label-smoothing", "0.1"), "label_smoothing=0.1: has no effect on ipo"),
-    "moving": (("--sync-ref-model", "--lora.r", "4"), "sync_ref_model: no copy to move with LoRA"),
+    "moving": (("--sync-ref-model", "--lora.r", "4"), "sync_ref_model=True: no copy to move with LoRA"),
     "free": (("--reference-free", "--ref-model", "x"), "reference_free: ref, ref_model and ref_cache"),
 }  # fmt: skip
 

@@ -78,7 +78,7 @@ REFUSED = {
     "data in groups": (
         ("--student-data-fraction", "0.5", "--jsd-beta", "1", "--num-generations", "2"), None, "num_generations=2: "
     ),
-    "one to compare": (("--reward-funcs", "exact_match"), None, "num_generations=1: a group needs at least 2"),
+    "one to compare": (("--reward-funcs", "exact_match"), None, "to only measure the rewards"),
     "no completion": (("--num-generations", "0"), None, "num_generations=0: must be 1 or more"),
     "dynamic sampling": (("--dynamic-sampling",), None, "dynamic_sampling=True: has no effect here, every completion"),
     "replay": (("--replay-buffer-size", "8"), None, "replay_buffer_size=8: has no effect here, every completion"),

@@ -165,7 +165,7 @@ def test_sinks_that_cannot_be_opened_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     for name in ("wandb", "tensorboard"):
-        with pytest.raises(ValueError, match=f"report_to={name}: .* not installed; run `pip install {name}`"):
+        with pytest.raises(ValueError, match=f"report_to={name}: is not installed; pip install {name}, or use"):
             check_sinks(("none", name))
     with pytest.raises(ValueError, match="report_to=mlflow"):
         check_sinks(("mlflow",))

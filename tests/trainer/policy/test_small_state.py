@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from trainer.config.blocks import LoraConfig, ModelConfig, OptimConfig
+from trainer.config.blocks import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from trainer.policy.load import load_policy
 from trainer.policy.optim import build_optimizer
 from trainer.run.checkpoint import load_checkpoint, save_checkpoint
+from trainer.run.run import open_run
 
 CPU = torch.device("cpu")
 
@@ -127,6 +129,14 @@ def test_without_torchao_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(ValueError, match=r"optim=adamw_8bit.*pip install -e"):
         build_optimizer(network(), OptimConfig(optim="adamw_8bit"), 1)
+
+
+def test_a_missing_torchao_is_found_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    run = RunConfig(method="sft", output_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"optim=adamw_8bit.*pip install -e '\.\[small\]'"):
+        open_run(SimpleNamespace(run=run, optim=OptimConfig(optim="adamw_8bit")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_bfloat16_weights_are_refused_where_they_make_no_sense():

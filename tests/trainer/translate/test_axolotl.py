@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
+from trainer.cli import parse
+from trainer.config.blocks import LoraConfig
+from trainer.translate.__main__ import page_text
 from trainer.translate.axolotl import is_axolotl, translate
 from trainer.translate.axolotl_table import TABLE
-from trainer.translate.keys import find
+from trainer.translate.keys import PASS_LOAD_IN_4BIT, find
 
 KEYS = Path(__file__).parent / "axolotl_keys.tsv"  # key, RL and reward files of 23 with it, files of 250 with it
 BASE = {"base_model": "builtin:tiny", "learning_rate": "1e-5", "micro_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -183,6 +188,15 @@ def test_held_out_rows():
     assert "evals_per_epoch" not in tree_of(val_set_size=0.0, evals_per_epoch=4)  # nothing to evaluate on
 
 
+def test_a_file_of_held_out_rows_has_one_split():
+    held = {"path": "held.jsonl", "type": "chatml", "split": "test"}
+    made = translate({**BASE, "rl": "dpo", "datasets": ROWS, "test_datasets": [held]})
+    assert made.tree["eval_data"] == [{"path": "held.jsonl", "format": "chatml"}]
+    assert "held.jsonl is one file, without a split test; all of its rows are used" in made.notes[0]
+    same = tree_of(rl="dpo", datasets=ROWS, test_datasets=[{**held, "path": ROWS[0]["path"]}])
+    assert same["eval_data"][0]["split"] == "test"  # refused when the rows are read: they would be trained on
+
+
 # run, adapters, processes
 
 
@@ -238,6 +252,18 @@ def test_a_setting(settings, ours):
     assert {key: tree[key] for key in ours} == ours
 
 
+def test_a_flag_that_turns_lora_off_leaves_out_the_files_other_settings_of_it(tmp_path, capsys):
+    settings = {**BASE, "adapter": "lora", "lora_r": 16, "lora_alpha": 32, "merge_lora": True,
+                "datasets": [{"path": "rows.jsonl", "type": "alpaca"}]}  # fmt: skip
+    (tmp_path / "lora.yml").write_text(yaml.safe_dump(settings))
+    _, cfg, _ = parse(["--config", str(tmp_path / "lora.yml"), "--lora.r", "0"])
+    assert cfg.lora == LoraConfig() and not cfg.model.merge_lora
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"--lora.r 0: merge_lora, lora.alpha, lora.target_modules of {tmp_path / 'lora.yml'} left out"
+    with pytest.raises(ValueError, match="lora.alpha=8: has no effect with lora.r=0"):  # both are flags
+        parse(["--config", str(tmp_path / "lora.yml"), "--lora.r", "0", "--lora.alpha", "8"])
+
+
 def test_fsdp_has_an_effect_only_with_several_processes(monkeypatch):
     settings = {"fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": False}}
     assert "parallel" not in tree_of(**settings)
@@ -289,11 +315,58 @@ def test_keys_without_effect_are_listed_once_with_their_reason():
 
 
 def test_a_quantised_base_is_named(monkeypatch):
+    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", False)
     made = translate({**BASE, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True})
     assert "load_in_4bit" not in made.tree and "the base stays in bfloat16" in made.notes[0]
-    monkeypatch.setattr("trainer.translate.axolotl.PASS_LOAD_IN_4BIT", True)
+    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", True)
     made = translate({**BASE, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True})
     assert made.tree["load_in_4bit"] is True and made.notes == []
+
+
+def test_the_table_and_the_page_follow_the_one_switch(monkeypatch):
+    assert ("load_in_4bit" in TABLE["load_in_4bit"].text) is PASS_LOAD_IN_4BIT
+    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", True)
+    assert "on a base in NF4" in page_text("from_axolotl.md")
+    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", False)
+    assert "NF4" not in page_text("from_axolotl.md")
+
+
+def test_an_adapter_that_is_trained_further_keeps_its_settings(tmp_path):
+    saved = {"peft_type": "LORA", "base_model_name_or_path": "m", "r": 16, "lora_alpha": 64, "lora_dropout": 0.1,
+             "target_modules": ["q_proj"], "use_rslora": True}  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    lora = {"r": 16, "alpha": 64, "dropout": 0.1, "rslora": True}
+    made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path)})
+    assert made.tree["lora"] == lora and made.tree["model"] == str(tmp_path)
+    made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path), "lora_r": 8, "lora_alpha": 8})
+    assert made.tree["lora"] == lora and any("has rank 16, which stays" in note for note in made.notes)
+    with pytest.raises(ValueError, match="has no effect without an adapter; add adapter: lora"):
+        tree_of(lora_model_dir=str(tmp_path))
+
+
+def test_train_on_inputs_is_what_plain_text_does_anyway():
+    rows = [{"path": "a.txt.jsonl", "type": "completion"}]
+    assert "train_on_inputs" not in tree_of(datasets=rows, train_on_inputs=True)
+    rows.append({"path": "b.jsonl", "type": "alpaca"})
+    assert tree_of(datasets=rows, train_on_inputs=True)["train_on_inputs"] is True
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("lora_rank", "lora_r"), ("max_seq_length", "sequence_len"), ("epochs", "num_epochs"), ("lr", "learning_rate"),
+     ("sequence_length", "sequence_len")],
+)  # fmt: skip
+def test_a_key_of_another_library_is_named_as_axolotl_has_it(key, hint):
+    with pytest.raises(ValueError, match=f"{key}: not a key of axolotl, did you mean {hint}?"):
+        tree_of(**{key: 1})
+
+
+def test_the_default_warmup_is_at_most_100_steps():
+    assert tree_of(max_steps=3333)["warmup_ratio"] == 0.03
+    long = tree_of(max_steps=5000)
+    assert long["warmup_steps"] == 100 and "warmup_ratio" not in long
+    made = translate({**BASE, "max_steps": 5000}, max_steps="10")  # the command line's
+    assert made.tree["warmup_ratio"] == 0.03
 
 
 def test_wandb_gets_its_project_by_the_environment():
@@ -308,6 +381,8 @@ def test_wandb_gets_its_project_by_the_environment():
 def test_settings_of_servers():
     server = {"use_vllm": True, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 300}
     block = {"gpu_memory_utilization": 0.85, "tensor_parallel_size": 2, "dtype": "auto", "host": "0.0.0.0"}
+    made = translate({**BASE, "rl": "grpo", "trl": server, "vllm": block | {"port": 8000}})
+    assert made.idle == {}
     tree = tree_of(rl="grpo", trl=server, vllm=block)
     assert tree["rollout"] == {"engine": "vllm"}
     assert tree["vllm"] == {"port": 8000, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.85, "timeout": 300.0}

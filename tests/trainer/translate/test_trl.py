@@ -103,6 +103,15 @@ def test_other_kinds():
     assert (reward.tree["method"], reward.tree["learning_rate"]) == ("rm", 1e-4)
 
 
+def test_fields_of_older_versions():
+    fields = {"evaluation_strategy": "steps", "eval_steps": 5, "dataset_name": "org/rows", "padding_value": 1,
+              "force_use_ref_model": True, "torch_dtype": "bfloat16", "bf16": True}  # fmt: skip
+    made, without = translate(fields, "dpo")
+    assert (made.tree["eval_steps"], made.tree["ref"], without, made.notes) == (5, "copy", [], [])
+    assert made.idle == {"preparation and caching of rows": ["padding_value"]}
+    assert made.tree["trained_dtype"] == made.tree["dtype"] == "bfloat16"  # auto is float32 on a CPU
+
+
 def test_constant_has_no_warmup():
     made, _ = translate({"lr_scheduler_type": "constant", "warmup_ratio": 0.1, "beta": 0.1}, "dpo")
     assert made.tree["lr_scheduler_type"] == "constant" and "warmup_ratio" not in made.tree
@@ -112,11 +121,40 @@ def test_constant_has_no_warmup():
 
 
 def test_what_sampling_cannot_do_is_named_and_not_passed_on():
-    fields = {"num_generations_eval": 4, "neftune_noise_alpha": 5, "entropy_target": 0.2, "entropy_coef_max": 1.0,
+    fields = {"num_generations_eval": 4, "neftune_noise_alpha": 5, "entropy_target": 0.2, "entropy_coef_min": 0.1,
               "vllm_guided_decoding_regex": "a+"}  # fmt: skip
     made, without = translate(fields, "grpo")
     assert not set(fields) & made.tree.keys()
     assert {line.partition("=")[0] for line in without} == {*list(fields)[:2], "vllm_guided_decoding_regex"}
+
+
+def test_adaptive_entropy():
+    made, without = translate({"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_coef_delta": 0.001}, "grpo")
+    ours = {"entropy_coef": 0.01, "entropy_target": 0.2, "entropy_coef_step": 0.001, "entropy_coef_max": 1.0}
+    assert ours.items() <= made.tree.items() and without == []
+    made, without = translate({"use_adaptive_entropy": True, "entropy_coef_min": 0.1}, "grpo")
+    assert without == ["entropy_coef_min=0.1: the weight falls to 0 here"]
+
+
+def test_cispo_without_its_bound_is_noted():
+    made, _ = translate({"loss_type": "cispo", "epsilon": 0.3}, "grpo")
+    assert "epsilon" not in made.tree and "cispo_cap" not in made.tree
+    assert "TRL's bound is epsilon, 0.3, and all tokens weigh about that much" in made.notes[0]
+    made, _ = translate({"loss_type": "cispo", "epsilon_high": 4}, "grpo")
+    assert made.tree["cispo_cap"] == 4 and made.notes == []
+
+
+def test_a_local_file_has_no_test_split():
+    fields = {"dataset_name": "rows.jsonl", "eval_strategy": "steps", "eval_steps": 50, "beta": 0.1}
+    made, _ = translate(fields, "dpo")
+    assert not {"eval_data", "eval_steps"} & made.tree.keys()
+    assert "rows.jsonl is one file, without a split test; add --eval-data FILE or" in made.notes[0]
+    assert made.notes[0].endswith("--eval-steps 50")
+    made, _ = translate({**fields, "dataset_test_split": "train[:10%]"}, "dpo")
+    assert made.tree["eval_data"] == [{"path": "rows.jsonl", "split": "train[:10%]"}] and made.tree["eval_steps"] == 50
+    mixture = {"datasets": [{"path": "a.jsonl"}], "test_split_size": 0.1, "eval_strategy": "epoch", "beta": 0.1}
+    made, _ = translate(mixture, "dpo")
+    assert (made.tree["val_set_size"], made.tree["evals_per_epoch"], made.notes) == (0.1, 1, [])
 
 
 def test_an_unknown_field_is_named():

@@ -51,6 +51,11 @@ class Slabs:
     def take(self, num_bytes: int) -> list[Tensor]:
         return [self.free.pop() if self.free else self._new() for _ in range(-(-num_bytes // SLAB))]
 
+    def has(self, num_bytes: int, most: float) -> bool:
+        """Whether so much can be taken with at most `most` bytes in all, all of them locked."""
+        new = max(0, -(-num_bytes // SLAB) - len(self.free))
+        return new == 0 or (self.is_locked and (self.count + new) * SLAB <= most)
+
     def give_back(self, slabs: list[Tensor]) -> None:
         self.free.extend(slabs)
 

@@ -348,7 +348,7 @@ def moments(s: Sizes, work: Work) -> list[Moment]:
     """Candidates for the peak.
 
     A step of a single micro-batch starts without gradients, which grow as activations are freed (`is_first`).
-    Replicas sum gradients a bucket at a time, after the activations are freed.
+    Replicas sum gradients some buckets at a time, of 25 MiB each, which is not counted.
     """
     w, c, n, d = work.stream, work.compute, work.own, s.width
     has_head = work.head != "none"

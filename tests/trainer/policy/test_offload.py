@@ -204,7 +204,8 @@ def test_blocks_that_transformers_does_not_checkpoint_are_refused():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_gradients_are_the_same_and_memory_falls():
+def test_on_a_gpu_gradients_are_the_same_and_memory_falls(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses products that may differ
     device, layers, num_tokens, width = torch.device("cuda"), 12, 8192, 1024
     sizes = {"hidden_size": width, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
     found, peaks, slabs = [], [], None
@@ -214,7 +215,7 @@ def test_on_a_gpu_gradients_are_the_same_and_memory_falls():
             slabs = offload_inputs(model.model.layers, device).slabs
         with deterministic():
             for seed in (1, 2, 3):  # the first takes memory for good
-                model.zero_grad(set_to_none=True)
+                model.zero_grad(set_to_none=False)  # gradients are there in both
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench import common, ebft, linear_kl, linear_logprob, peers, rollout, table, train_step, vs_trl
+from bench import common, ebft, linear_kl, linear_logprob, offloading, peers, rollout, table, train_step, vs_trl
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
 from bench.runs import kernel_times, smollm2, vs_trl_run
 from bench.runs.kernel_times import Kernel
@@ -201,6 +201,17 @@ def test_train_step_gives_one_gradient_in_every_layout():
     for r in (shared, packed, plain):
         assert r.errors["gradient"] < 1e-5 and r.extra["gap_to_packed"] < 1e-5
     assert shared.ratio_to["packed"] == pytest.approx(shared.ms_p50 / packed.ms_p50)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_offloading_bench_compares_gradients_and_memory():
+    shape = train_step.TINY | {"num_hidden_layers": 3}
+    kept, offloaded = offloading.measure(shape, num_rows=2, length=16, held=torch.float32, seconds=0.0)
+    assert (kept.provider, offloaded.provider) == ("on the GPU", "offloaded")
+    assert kept.errors == offloaded.errors == {"largest gradient difference": 0.0}
+    assert offloaded.ratio_to["on the GPU"] == pytest.approx(offloaded.ms_p50 / kept.ms_p50)
+    assert kept.extra["host_gib"] == 0 and offloaded.extra["host_gib"] == 2 * 2**-6  # a slab for each of two blocks
+    assert kept.extra["planned_gib"] >= offloaded.extra["planned_gib"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")

@@ -91,6 +91,8 @@ WORDS = (
     "fsdp:grpo-skips",  # ranks of a sharded model run the same passes, also where only one of them has nothing to learn
     *(f"replicate:{name}" for name in ALL if name not in SHARDED),
     "copies:sft-untied",
+    "once:sft",
+    "once:sft-untied",
     *(f"replicate/2:{name}" for name in SHARED),
     *(f"fsdp/2:{name}" for name in ("dpo-lora", "grpo-shared")),
 )
@@ -121,6 +123,15 @@ def test_every_method_has_the_gradient_of_one_process(two_ranks):
     """
     assert tuple(two_ranks[1]) == WORDS
     exact(two_ranks[1].values())
+
+
+def test_replicas_sum_gradients_during_the_backward_pass(two_ranks):
+    """As rank 0 sees it, which has a row in every last micro-batch."""
+    for name, result in two_ranks[1].items():
+        if name.startswith("replicate:") and name != "replicate:ppo-model-lora":  # its critic is trained behind it
+            assert result["early"] == result["buckets"] >= 2, result
+        else:
+            assert result["buckets"] == 0, result
 
 
 def test_ranks_that_share_rows_compute_half_of_the_positions(two_ranks):

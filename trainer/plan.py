@@ -129,6 +129,7 @@ class Work:
     held: int = 4  # h: bytes of a weight when all are trained
     compute: int = 2  # c
     checkpointing: bool = False
+    offloading: bool = False  # of what checkpointing keeps
     head: Head = "one pass"
     has_reference: bool = False
     others: float = 0.0  # bytes of other frozen models
@@ -281,14 +282,20 @@ def casts(s: Sizes, work: Work) -> int:
 
 
 def saved(s: Sizes, work: Work) -> int:
-    """Bytes of activations kept between forward and backward, casts included; checkpointing keeps w D per block."""
+    """Bytes of activations kept between forward and backward, casts included; checkpointing keeps w D per block, and
+    offloading two of those."""
     n, w, d = work.own, work.stream, s.width
     norm = 4 * d + 4
     outside = n * (norm + w * d * work.full + 2 * w * s.head_dim + 8)  # last norm, rotary table, ids
     if work.checkpointing:
-        return outside + n * s.layers * w * d
+        return outside + n * w * d * (min(2, s.layers) if work.offloading else s.layers)
     first = 0 if work.full else n * norm  # embeddings do not train: the first norm saves nothing
     return outside - first + s.layers * saved_by_block(s, work) + casts(s, work)
+
+
+def offloaded(s: Sizes, work: Work) -> int:
+    """Bytes of main memory that offloading takes for each GPU: the inputs of all blocks but the last."""
+    return work.own * work.stream * s.width * (s.layers - 1) * work.offloading
 
 
 def head_bytes(s: Sizes, work: Work) -> int:
@@ -341,7 +348,7 @@ def moments(s: Sizes, work: Work) -> list[Moment]:
     """Candidates for the peak.
 
     A step of a single micro-batch starts without gradients, which grow as activations are freed (`is_first`).
-    Replicas sum gradients a bucket at a time, after the activations are freed.
+    Replicas sum gradients some buckets at a time, of 25 MiB each, which is not counted.
     """
     w, c, n, d = work.stream, work.compute, work.own, s.width
     has_head = work.head != "none"
@@ -357,7 +364,8 @@ def moments(s: Sizes, work: Work) -> list[Moment]:
     matrix = d * s.inner * (w + c * (w != c)) if work.full and work.accumulates else 0
     unpacked = c * d * s.inner * work.in_4bit  # the dequantised weight of the matrix in use
     worst = n * (wide * s.inner + w * d) + matrix + unpacked + reduced
-    found = [Moment("log-prob head", stays, c * work.rows * d + head_bytes(s, work) + gathered)]
+    left = n * w * d * (work.offloading and s.layers > 1)  # one of two inputs has left before the head
+    found = [Moment("log-prob head", stays - left, c * work.rows * d + head_bytes(s, work) + gathered)]
     if work.checkpointing:  # autocast's cache holds the casts of all blocks until the forward ends
         forward = n * (4 * c * s.inner + w * d) + unpacked + gathered
         found.append(Moment("forward, casts of all weights", stays, forward + casts(s, work)))
@@ -526,7 +534,8 @@ def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
     work = Work(
         tokens=tokens, lora_r=cfg.lora.r, in_4bit=cfg.model.load_in_4bit, held=BYTES[cfg.model.trained_dtype],
         compute=compute,
-        checkpointing=cfg.model.gradient_checkpointing, head=method_of(cfg).head_for(cfg.parallel.context),
+        checkpointing=cfg.model.gradient_checkpointing, offloading=cfg.model.activation_offloading,
+        head=method_of(cfg).head_for(cfg.parallel.context),
         has_reference=has_reference(cfg), others=compute * sum(sizes_for(cfg, name).params for name in frozen(cfg)),
         optim=cfg.optim.optim, accumulates=is_part, context=cfg.parallel.context,
         triton=device == "cuda" and (not has_gpu or torch.cuda.get_device_capability()[0] in TRITON_HEAD),
@@ -719,8 +728,11 @@ def advice(s: Sizes, work: Work, cfg: Any) -> list[Advice]:
     is_alone = work.shards == work.context == 1
     in_full = work.lora_r > 0 and not work.in_4bit and is_alone and work.head != "none"
     second = hasattr(cfg, "reference") and (work.has_reference or work.others)
+    can_leave = work.checkpointing and not work.offloading and device_here() == "cuda"
+    host = offloaded(s, replace(work, offloading=True)) / GIB
     for is_possible, flag, changed, said in (
         (not work.checkpointing, "--gradient-checkpointing", {"checkpointing": True}, ", a third more time"),
+        (can_leave, "--activation-offloading", {"offloading": True}, f", and takes {host:.3g} of main memory"),
         (work.optim == "adamw", "--optim adamw_8bit", {"optim": "adamw_8bit"}, " of moments (needs torchao)"),
         (is_wide, "--trained-dtype bfloat16", {"held": 2}, ", in a new run: weights, gradients and moments"),
         (True, f"--lora.r {rank}", {"lora_r": rank}, f", in a new run{remark}"),
@@ -863,6 +875,8 @@ class PlanConfig:
     """Most tokens of one forward pass."""
     gradient_checkpointing: bool = False
     """Give the verdict for gradient checkpointing; the table shows both."""
+    activation_offloading: bool = False
+    """Count the inputs that gradient checkpointing keeps in main memory."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrix products."""
     trained_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -895,6 +909,11 @@ class PlanConfig:
             raise ValueError(
                 f"trained_dtype=bfloat16: has no effect on adapters, and is less precise than dtype=float32 "
                 f"(lora.r={self.lora.r}, dtype={self.dtype}); leave it out"
+            )
+        if self.activation_offloading and not self.gradient_checkpointing:
+            raise ValueError(
+                "activation_offloading=True: moves what gradient checkpointing saves; add --gradient-checkpointing, or "
+                "leave it out"
             )
         if self.load_in_4bit:
             if not self.lora.r:
@@ -999,7 +1018,7 @@ def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
     if cfg.gpus > 1 and parallel.mode != "replicate" and not cfg.load_in_4bit:
         modes["fsdp"] = replace(base, shards=parallel.shard or cfg.gpus)
     return {
-        name + suffix: replace(work, checkpointing=bool(suffix))
+        name + suffix: replace(work, checkpointing=bool(suffix), offloading=bool(suffix) and cfg.activation_offloading)
         for name, work in modes.items()
         for suffix in ("", " + gc")
     }
@@ -1108,6 +1127,10 @@ def explain(cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, b
             f"The log-prob head takes {head_bytes(s, first) / GIB:.2f} GiB if all tokens train; "
             f"storing their logits would take {logits_bytes(s, first.rows) / GIB:.2f} (avoided)."
         )
+    host = {name: offloaded(s, work) / GIB for name, work in works.items() if work.offloading}
+    if host:
+        sizes = ", ".join(f"{name} {gib:.2f}" for name, gib in host.items())
+        yield f"Offloaded activations take page-locked main memory, in GiB for each GPU: {sizes}."
     asked = {name: ok for name, ok in fits.items() if works[name].checkpointing == cfg.gradient_checkpointing}
     verdict = ", ".join(
         f"{name.removesuffix(' + gc')} {'fits' if ok else 'does not fit'}" for name, ok in asked.items()

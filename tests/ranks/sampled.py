@@ -86,7 +86,8 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
         rollout = Session.prepare(s, batch, advantage)
         counts = of_all(sum(bool(mb.rows) for mb in rollout[0].micro_batches), "micro-batches that hold something")
         assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
-        found = [backward(cfg, policy, part).means() for part in rollout]  # gradients of mini-batches add up here
+        # gradients of mini-batches add up here
+        found = [backward(cfg, policy, part, is_last=part is rollout[-1]).means() for part in rollout]
         return {f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()}
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
@@ -113,7 +114,7 @@ def distill_case(jsd_beta: float | None = None, *, lora: bool = False, uneven: b
         )
         if jsd_beta is None:
             advantage = module.token_advantage(cfg, teacher.logps(batch.groups), estimate, batch)
-            return backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage)).means()
+            return backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), is_last=True).means()
         rollout = prepare(cfg, policy, batch.completions, torch.zeros(len(batch.completions)))
         items = teacher.items(batch.groups)
         return module.backward_jsd(cfg, policy, teacher, rollout, [items[row] for row in rollout.rows]).means()
@@ -171,7 +172,10 @@ def ppo_case(*, lora: bool = False, own_model: bool = False) -> Case:
         judged = module.judge(cfg, policy, critic, batch)
         s = SimpleNamespace(cfg=cfg, policy=policy, steps_per_rollout=1, old_logps=lambda batch: None)
         rollout = Session.prepare(s, batch, judged.advantage, rows=judged.rows)
-        found = [module.backward_both(cfg, policy, critic, part, judged).means() for part in rollout]
+        found = []
+        for part in rollout:
+            is_last = part is rollout[-1] and not own_model  # which is a part of the model only here
+            found.append(module.backward_both(cfg, policy, critic, part, judged, is_last=is_last).means())
         return judged.metrics | {
             f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()
         }
@@ -204,7 +208,7 @@ def bnpo_case(*, masked: bool = False) -> Case:
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         advantage = torch.tensor([1.0 - 0.4 * len(completion.ids) for completion in rows], dtype=torch.float64)
         batch = prepare(cfg, policy, rows, advantage)
-        return {**backward(cfg, policy, batch).means(), "micro": float(batch.total["num_micro_batches"])}
+        return {**backward(cfg, policy, batch, is_last=True).means(), "micro": float(batch.total["num_micro_batches"])}
 
     return Case(completions, lambda: make_policy(reference=True), step, six_and_one)
 

@@ -23,7 +23,7 @@ from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel import comm
 from trainer.parallel.comm import all_sum, is_main, of_all, rank, world_size
-from trainer.parallel.dtensor import gather, gather_with_grad
+from trainer.parallel.dtensor import Gatherer, gather
 from trainer.policy.logps import Policy
 from trainer.policy.reference import MovingReference
 from trainer.policy.sharding import clip_gradients, parallelize, sum_gradients
@@ -40,7 +40,7 @@ def take_step(policy: Policy, optimizer: AdamW, seed: int) -> float:
     """The same rows on every rank: gradients are added up, so each rank has its part of the loss."""
     ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(seed))
     hidden = policy.model.model(input_ids=ids).last_hidden_state
-    logits = hidden @ gather_with_grad(policy.model.lm_head.weight).T
+    logits = hidden @ Gatherer()(policy.model.lm_head.weight).T
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) / world_size()
     loss.backward()
     sum_gradients(policy.model)

@@ -18,13 +18,13 @@ from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
 from trainer.offline.labelled import item_of, pack_labelled
 from trainer.offline.loop import rows_of_this_rank
-from trainer.parallel import comm
+from trainer.parallel import comm, overlap
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import gather
 from trainer.policy.attention import use_slices
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
-from trainer.policy.sharding import clip_gradients, parallelize, sum_gradients
+from trainer.policy.sharding import OVERLAPS, clip_gradients, parallelize, sum_gradients
 
 VOCAB = 29
 DATA = ("rows",)
@@ -252,6 +252,23 @@ def sharing_rows(size: int) -> Iterator[None]:
         comm._context = None
 
 
+@contextlib.contextmanager
+def small_buckets() -> Iterator[list[bool]]:
+    """Several buckets in a tiny model; gives for each that was launched whether it was before the end of the loop."""
+    launched: list[bool] = []
+    launch, size = overlap.Overlap._launch, overlap.BUCKET
+
+    def seen(self: overlap.Overlap) -> None:
+        launched.append(bool(self.missing))
+        launch(self)
+
+    overlap.Overlap._launch, overlap.BUCKET = seen, 2000
+    try:
+        yield launched
+    finally:
+        overlap.Overlap._launch, overlap.BUCKET = launch, size
+
+
 def counted(policy: Policy) -> tuple[Policy, list[int]]:
     """The policy, and the numbers of positions that go through it."""
     seen: list[int] = []
@@ -274,10 +291,11 @@ def compare(case: Case, mode: str, context: int = 1) -> dict[str, Any]:
             alone, positions = counted(case.policy())
             expected_metrics = case.step(alone, case.rows)
             expected = gradients(alone)
-    with sharing_rows(context):
+    with sharing_rows(context), small_buckets() as launched:
         policy, computed = counted(case.policy())
         policy = parallelize(ParallelConfig(**MODES[mode], context=context), policy)
         found_metrics = case.step(policy, case.deal(case.rows))
+    assert (policy.model in OVERLAPS) == (mode == "replicate" and context == 1)
     sum_gradients(policy.model)
     found = gradients(policy)
     norm = clip_gradients([p for p in policy.model.parameters() if p.requires_grad], 1e-3)
@@ -301,4 +319,6 @@ def compare(case: Case, mode: str, context: int = 1) -> dict[str, Any]:
         "unlike": unlike,
         "positions": sum(positions),
         "computed": sum(computed),
+        "early": sum(launched),
+        "buckets": len(launched),
     }

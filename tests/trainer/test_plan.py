@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,34 @@ def test_a_base_in_4_bits_saves_its_matrices_but_for_one(sizes):
     assert peak(s, work) - peak(s, replace(work, in_4bit=True)) == less - 2 * 4096 * 14336 > 9 * GIB
 
 
+def test_offloading_leaves_two_inputs_of_blocks_on_the_gpu(sizes):
+    s = sizes["qwen3-1.7b"]
+    for options, width in (({"held": 2}, 2), ({}, 4), ({"lora_r": 16}, 2)):
+        work = Work(tokens=65536, checkpointing=True, **options)
+        less, one = replace(work, offloading=True), 65536 * width * 2048
+        assert saved(s, work) - saved(s, less) == 26 * one
+        assert plan.offloaded(s, less) == 27 * one and plan.offloaded(s, work) == 0
+        at_head = [plan.moments(s, x)[0].activations for x in (work, less)]
+        assert at_head[0] - at_head[1] == 27 * one
+        assert 25 * one < peak(s, work) - peak(s, less) <= 27 * one
+    alone = replace(s, layers=1)
+    work = Work(tokens=64, checkpointing=True)
+    assert saved(alone, replace(work, offloading=True)) == saved(alone, work)
+
+
+def test_command_counts_offloaded_activations(capsys):
+    asked = ["--shape", "qwen3-1.7b", "--gpu", "h200", "--max-tokens-per-micro-batch", "65536"]
+    peaks = []
+    for more in (["--gradient-checkpointing"], ["--gradient-checkpointing", "--activation-offloading"]):
+        assert plan.main([*asked, *more]) == 0
+        text = capsys.readouterr().out
+        peaks.append([float(x) for x in re.search(r"^peak +([\d.]+) +([\d.]+)$", text, flags=re.MULTILINE).groups()])
+    assert "Offloaded activations take page-locked main memory, in GiB for each GPU: replicate + gc 13.50." in text
+    assert peaks[0][0] == peaks[1][0] and 12.5 < peaks[0][1] - peaks[1][1] <= 13.5
+    assert plan.main([*asked, "--activation-offloading"]) == 2
+    assert "activation_offloading=True: moves what gradient checkpointing saves; add" in capsys.readouterr().err
+
+
 def test_flops_per_token(sizes):
     s = sizes["llama-3.1-8b"]
     num = s.params - s.embedding
@@ -625,7 +654,7 @@ def test_advice_says_what_the_planner_says(tmp_path):
 
 
 def test_advice_is_about_this_run():
-    model = ModelConfig(model="builtin:tiny", gradient_checkpointing=True)
+    model = ModelConfig(model="builtin:tiny", gradient_checkpointing=True, activation_offloading=True)
     run = RunConfig(max_tokens_per_micro_batch=512)
     cfg = sft.Config(model=model, data=DATA, run=run, lora=LoraConfig(r=8), max_length=1024)
     s = plan.sizes_for(cfg)
@@ -635,6 +664,18 @@ def test_advice_is_about_this_run():
     packed = replace(cfg, model=replace(model, load_in_4bit=True))
     flags = [one.flag for one in plan.advice(s, plan.work_of(packed, s, "cuda"), packed)]
     assert sorted(flags) == ["--lora.r 4", "--max-length 512"]
+
+
+def test_advice_names_offloading_on_a_gpu(monkeypatch):
+    model = ModelConfig(model="builtin:tiny", gradient_checkpointing=True)
+    cfg = sft.Config(model=model, data=DATA, max_length=1024)
+    s = plan.sizes_for(cfg)
+    work = plan.work_of(cfg, s, "cuda")
+    assert "--activation-offloading" not in [one.flag for one in plan.advice(s, work, cfg)]  # refused on a CPU
+    monkeypatch.setattr(plan, "device_here", lambda: "cuda")
+    found = {one.flag: one for one in plan.advice(s, work, cfg)}["--activation-offloading"]
+    assert found.saves == peak(s, work) - peak(s, replace(work, offloading=True))
+    assert found.remark == f", and takes {work.own * 4 * s.width * (s.layers - 1) / GIB:.3g} of main memory"
 
 
 def test_full_device_is_told_in_one_message_and_the_run_can_be_resumed(tmp_path, monkeypatch, capfd):

@@ -143,6 +143,11 @@ class ModelConfig:
     )
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Less memory, 20 to 33 percent more time."""
+    activation_offloading: bool = False
+    (
+        "With gradient checkpointing, on a GPU: keep what it saves, the input of every block, in page-locked main "
+        "memory. For long micro-batches; gradients are the same."
+    )
     load_in_4bit: bool = False
     (
         "Hold the frozen base of a LoRA run in 4 bits (NF4), about a quarter of its memory. The adapter is exported, "
@@ -193,6 +198,11 @@ class ModelConfig:
         check_numbers(self, {"above 0 and finite": "neftune_noise_alpha router_aux_loss_coef"})
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("trained_dtype=bfloat16: is less precise than dtype=float32; leave one of them out")
+        if self.activation_offloading and not self.gradient_checkpointing:
+            raise ValueError(
+                "activation_offloading=True: moves what gradient checkpointing saves; add --gradient-checkpointing, or "
+                "leave it out"
+            )
         if self.load_in_4bit and self.merge_lora:
             raise ValueError(
                 "load_in_4bit=True: merge_lora would export a rounded base; leave it out, and merge into the full base "

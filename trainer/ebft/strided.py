@@ -37,7 +37,7 @@ from trainer.parallel.comm import all_sum, world_size
 from trainer.policy.attention import span_masks
 from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, skips, token_logps
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import gathered_weights, pad_to_equal_count, to_device_and_pad
+from trainer.policy.sharding import final_passes, gathered_weights, pad_to_equal_count, to_device_and_pad
 
 EVAL_SEED = -1  # for held-out continuations; the seed of a run is 0 or more
 
@@ -122,7 +122,8 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
         term = out.terms["ce"]
         return total_loss(out, denominators), {"loss/ce": (term.sum.detach(), term.count)}
 
-    for row, behaviour, advantage in zip(step.rows, step.behaviour, step.advantage, strict=True):
+    rows = final_passes(policy, step.rows)
+    for row, behaviour, advantage in zip(rows, step.behaviour, step.advantage, strict=True):
         losses = []
         hidden = hidden_states(policy, lm, row)  # (T, D)
         made, predictor, of_token = (x.flatten() for x in (row.place, row.predictor, row.per_token(advantage)))

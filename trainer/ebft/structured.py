@@ -35,6 +35,7 @@ from trainer.parallel import comm
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import total_loss
+from trainer.policy.sharding import final_passes
 from trainer.rl.groups import GroupBatch
 from trainer.rl.rank0_rollout import Rank0Rollout
 
@@ -138,7 +139,7 @@ def add_target(cfg: Any, policy: Policy, prompts: Sequence[TargetPrompt], sums: 
         term = out.terms["ce"]
         return total_loss(out, {"ce": count}), {"loss/ce": (term.sum.detach(), term.count)}
 
-    for mb in micro_batches:
+    for mb in final_passes(policy, micro_batches):
         total, parts = token_loss(policy, mb, loss_of)
         total.backward()
         for metrics in parts:

@@ -66,7 +66,7 @@ def train(cfg: Config) -> None:
             rollout = s.prepare(batch, weighted)
             s.keep_samples(batch, advantage)
             for part in s.updates(*rollout):
-                sums = backward(cfg, s.policy, part)
+                sums = backward(cfg, s.policy, part, is_last=not cfg.features.ce_coef)
                 prompts = [group.prompt for group in batch.parts[part.number].groups]
                 num_target = structured.add_target(cfg, s.policy, prompts, sums)
                 s.optimizer_step(sums, part, extra_tokens=num_target)

@@ -31,7 +31,7 @@ def train(cfg: Config) -> None:
             rollout = s.prepare(batch, advantage)  # one StepBatch for each mini-batch, see trainer/rl/step.py
             s.keep_samples(batch, advantage)
             for part in s.updates(*rollout):  # optimizer steps: each mini-batch once, then again (num_iterations)
-                sums = backward(cfg, s.policy, part)  # the loss is cfg.policy_loss.loss, by --loss-type
+                sums = backward(cfg, s.policy, part, is_last=True)  # of cfg.policy_loss.loss, by --loss-type
                 s.optimizer_step(sums, part)
                 s.log(sums, part)
                 s.refresh_ahead()  # async only

@@ -31,7 +31,7 @@ from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import Reference, build_reference, wants_copy
-from trainer.policy.sharding import parallelize
+from trainer.policy.sharding import final_passes, parallelize
 from trainer.run.run import open_run
 
 
@@ -113,7 +113,7 @@ def run_rows(
     num_rows = all_sum(torch.full((), float(len(rows.label)), device=policy.device))
     sums = MetricSums()
     rewards = torch.zeros(len(rows.label), dtype=torch.float64, device=policy.device)
-    for batch in rows.batches:
+    for batch in final_passes(policy, rows.batches) if train else rows.batches:
         logp, ref_logp, entropy = log_ratios(policy, reference, batch, rows.items)
         numbers = to_device(torch.tensor(batch.rows, dtype=torch.int64), policy.device)
         out = loss(cfg, logp, ref_logp, rows.label[numbers], z0)

@@ -28,6 +28,7 @@ from rollout.rewards.table import RewardTable
 from trainer.config.distill import OpdConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.policy.logps import Policy, causal_lm, head_of, predictor_states
+from trainer.policy.sharding import final_passes
 from trainer.rl.given import MixedSource, rows_of
 from trainer.rl.groups import GroupBatch
 from trainer.rl.session import Session
@@ -65,7 +66,7 @@ def train(cfg: Config) -> None:
             s.keep_samples(batch, shown(advantage, batch))
             for part in s.updates(*rollout):
                 if cfg.distill.jsd_beta is None:
-                    sums = backward(cfg, s.policy, part)
+                    sums = backward(cfg, s.policy, part, is_last=True)
                 else:
                     sums = backward_jsd(cfg, s.policy, teacher, part, [items[row] for row in part.rows])
                 s.optimizer_step(sums, part)
@@ -106,7 +107,7 @@ def backward_jsd(cfg: Config, policy: Policy, teacher: Teacher, batch: StepBatch
     """
     sums, lm, count = MetricSums(), causal_lm(policy.model), batch.total["num_tokens"].clamp(min=1)
     nothing = torch.zeros_like(count)
-    for mb in batch.micro_batches or [empty_batch(policy.row_multiple).to(policy.device)]:
+    for mb in final_passes(policy, batch.micro_batches or [empty_batch(policy.row_multiple).to(policy.device)]):
         theirs = teacher.hidden([items[row] for row in mb.rows])  # first: it may be a pass of the same sharded model
         head, their_head = Head(**head_of(lm)), teacher.head()
         vocab = min(len(head.weight), len(their_head.weight))  # rows beyond the tokenizer may differ in number

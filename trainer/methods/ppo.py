@@ -132,7 +132,9 @@ def judge(cfg: Config, policy: Policy, critic: Critic, batch: GroupBatch) -> Jud
     return Judged(rows, *on_ids, None if kl is None else kl.sum(1), metrics)
 
 
-def backward_both(cfg: Config, policy: Policy, critic: Critic, part: StepBatch, judged: Judged) -> MetricSums:
+def backward_both(
+    cfg: Config, policy: Policy, critic: Critic, part: StepBatch, judged: Judged, *, is_last: bool = True
+) -> MetricSums:
     """Gradients of the policy loss and of the critic's, which shares the pass if it shares the trunk."""
 
     def loss_of(number: int, value: Tensor) -> LossOut:
@@ -141,8 +143,8 @@ def backward_both(cfg: Config, policy: Policy, critic: Critic, part: StepBatch, 
         return clipped_value_loss(value, old, target, clip=cfg.cliprange_value, coef=cfg.vf_coef)
 
     if isinstance(critic, ValueHead):
-        return backward(cfg, policy, part, value_loss=lambda number, states: loss_of(number, critic(states)))
-    sums = backward(cfg, policy, part)
+        return backward(cfg, policy, part, value_loss=lambda n, x: loss_of(n, critic(x)), is_last=is_last)
+    sums = backward(cfg, policy, part, is_last=is_last)
     for number, mb in enumerate(part.micro_batches):
         out = loss_of(number, critic(mb))
         (out.terms["value"].sum / part.total["num_tokens"].clamp(min=1)).backward()

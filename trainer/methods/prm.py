@@ -25,7 +25,7 @@ from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import parallelize
+from trainer.policy.sharding import final_passes, parallelize
 from trainer.run.run import open_run
 
 
@@ -99,7 +99,7 @@ def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps])
     """Gradients of one optimizer step: the sum over all labelled steps, divided once by their number."""
     num_steps = all_sum(torch.full((), float(sum(len(mb.index) for mb in micro_batches)), device=scorer.device))
     sums = MetricSums()
-    for mb in micro_batches:
+    for mb in final_passes(scorer, micro_batches):
         out = stepwise_loss(scores_at(scorer, mb), labels_of(mb, solutions))
         total_loss(out, {"steps": num_steps}).backward()
         term = out.terms["steps"]

@@ -27,7 +27,7 @@ from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, marked_last, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import term_metrics, total_loss
-from trainer.policy.sharding import parallelize
+from trainer.policy.sharding import final_passes, parallelize
 from trainer.run.run import open_run
 
 
@@ -107,7 +107,7 @@ def backward(cfg: Config, scorer: Policy, micro_batches: list[Batch], pairs: lis
     """Gradients of one optimizer step: the sum over all pairs, divided once by their number."""
     num_pairs = all_sum(torch.full((), float(len(pairs)), device=scorer.device))
     sums = MetricSums()
-    for mb in micro_batches:
+    for mb in final_passes(scorer, micro_batches):
         out = loss_of(cfg, scorer, mb, pairs)
         total = total_loss(out, dict.fromkeys(out.terms, num_pairs))
         total.backward()

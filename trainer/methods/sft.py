@@ -30,7 +30,7 @@ from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, token_logps, token_loss
 from trainer.policy.optim import term_metrics, total_loss
-from trainer.policy.sharding import parallelize
+from trainer.policy.sharding import final_passes, parallelize
 from trainer.run.run import open_run
 
 LOSSES = {"nll": sft_loss, "dft": dft_loss}
@@ -113,7 +113,7 @@ def backward(
         }
         return total_loss(out, {name: num_tokens}), metrics
 
-    for mb in micro_batches:
+    for mb in final_passes(policy, micro_batches):
         total, parts = token_loss(policy, mb, loss_of)
         total.backward()
         for metrics in parts:

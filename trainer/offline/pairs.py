@@ -22,7 +22,7 @@ from trainer.offline.loop import make_host_batches, read_responses, tell_router
 from trainer.parallel.comm import all_count
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
-from trainer.policy.sharding import pad_to_equal_count
+from trainer.policy.sharding import final_passes, pad_to_equal_count
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def pack_pair_items(run: RunConfig, policy: Policy, items: Sequence[Item], *, ac
     """Micro-batches of complete pairs, equally many on every rank. `items`: two for each pair, chosen first."""
     batches = make_host_batches(run, policy, items, accumulation=accumulation, together=2)
     of_pairs = [pair_batch(batch, items).to(policy.device) for batch in batches]
-    of_pairs = list(pad_to_equal_count(policy, of_pairs, pair_batch(empty_batch(policy.row_multiple), items)))
+    of_pairs = pad_to_equal_count(policy, of_pairs, pair_batch(empty_batch(policy.row_multiple), items))
     tell_router(policy, [mb.batch for mb in of_pairs])
     return of_pairs
 
@@ -101,7 +101,7 @@ def sum_losses(
 ) -> MetricSums:
     """Loss, metrics and (train) gradients over all micro-batches of one step."""
     sums = MetricSums()
-    for mb in micro_batches:
+    for mb in final_passes(policy, micro_batches) if train else micro_batches:
         logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)
         out = loss_of(mb, logp)
         total = total_loss(out, denominators)

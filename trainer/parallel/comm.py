@@ -156,6 +156,20 @@ def all_sum(x: Tensor, name: str = "sum", *, everyone: bool = False) -> Tensor:
     return _reduce(x, name, "SUM", everyone)
 
 
+def begin_sum(x: Tensor, name: str) -> Callable[[], None]:
+    """Start to sum a tensor over all ranks, in place. The call returned waits for it; on CUDA only the device does."""
+    import torch.distributed as dist
+
+    with inside(name, timed=False):
+        work = dist.all_reduce(x, async_op=True)
+
+    def wait() -> None:
+        with inside(name):
+            work.wait()
+
+    return wait
+
+
 def all_count(count: int, name: str = "count", *, everyone: bool = False) -> int:
     """Sum of a count over all parts of the data, or over all ranks."""
     if world_size() == 1:

@@ -4,16 +4,55 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
-def gather_with_grad(weight: Tensor) -> Tensor:
-    """All of a weight on every rank; the backward pass sums its gradient over ranks and scatters it to the shards."""
-    if not is_dtensor(weight):
-        return weight
-    from torch.distributed.tensor import Partial
+class Gatherer:
+    """Gathers a sharded weight that is used outside of any module that FSDP knows: the output head.
 
-    return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+    Shards are cast to `dtype` before they travel; gradients are summed in float32 or wider, as FSDP does it for the
+    other weights. `reduce_once`: the sum over micro-batches stays on each rank, until end() sums it over ranks.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None, *, reduce_once: bool = False) -> None:
+        self.dtype, self.reduce_once = dtype, reduce_once
+        self.waiting: Tensor | None = None  # gradient of this rank
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """All of the weight on every rank; the backward pass sums its gradient over ranks and scatters it."""
+        return _Gather.apply(weight, self) if is_dtensor(weight) else weight
+
+    def end(self, weight: nn.Parameter) -> None:
+        """After the last micro-batch; a collective if a gradient is waiting, which is so on all ranks or on none."""
+        if self.waiting is not None:
+            total = scatter_sum(self.waiting, weight)
+            weight.grad = total if weight.grad is None else weight.grad + total
+            self.waiting = None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gatherer: Gatherer) -> Tensor:
+        ctx.weight, ctx.gatherer = weight.detach(), gatherer
+        return weight.detach().to(gatherer.dtype or weight.dtype).full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        gatherer = ctx.gatherer
+        grad = grad.to(torch.promote_types(ctx.weight.dtype, torch.float32))
+        if not gatherer.reduce_once:
+            return scatter_sum(grad, ctx.weight), None
+        gatherer.waiting = grad if gatherer.waiting is None else gatherer.waiting.add_(grad)
+        return None, None
+
+
+def scatter_sum(full: Tensor, like: Any) -> Tensor:
+    """The sum over ranks of full tensors, sharded like another tensor and in its dtype."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    summands = DTensor.from_local(full, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
+    return summands.redistribute(placements=like.placements).to(like.dtype)
 
 
 def is_dtensor(x: Any) -> bool:

@@ -26,6 +26,8 @@ from trainer.policy.adapters import attach_adapter, wrap
 from trainer.policy.attention import attention_masks, part_of
 from trainer.policy.load import (
     check_adapters,
+    check_offloading,
+    checkpoint_blocks,
     compile_blocks,
     find_model,
     held_dtype,
@@ -62,6 +64,7 @@ def load_scorer(
 ) -> Policy:
     """A model with a scoring head; a head found in the folder is kept, else a new one is initialised, or is zero."""
     check_adapters(cfg, lora)
+    check_offloading(cfg, device)
     if cfg.load_in_4bit:
         raise ValueError(
             "load_in_4bit=True: a reward model is exported merged, which needs the full base; leave it out"
@@ -81,7 +84,7 @@ def load_scorer(
     head_of(scorer.model).float()  # its few weights stay float32
     scorer.model.to(device)
     if cfg.gradient_checkpointing:
-        causal_lm(scorer.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_blocks(causal_lm(scorer.model), cfg, base, device)
     scorer.model.train()
     check_scores(scorer)  # a head of zeros would hide everything
     if is_new and zero_head:

@@ -46,6 +46,7 @@ from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.policy.attention import choose_attention, load_name
 from trainer.policy.logps import Policy, causal_lm, check_logps
+from trainer.policy.offload import offload_inputs
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,6 +60,7 @@ def load_policy(
 ) -> Policy:
     """With several processes the weights stay in their files for parallelize() to read; `load_now` loads them here."""
     check_adapters(cfg, lora)
+    check_offloading(cfg, device)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path, base, adapter = find_model(cfg.model)
     trains_base = lora.r == 0
@@ -98,7 +100,7 @@ def load_policy(
             if model is not None:
                 model.to(device)
     if cfg.gradient_checkpointing:
-        causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_blocks(causal_lm(policy.model), cfg, base, device)
     policy.model.train()
     if files is None:
         check_logps(policy)
@@ -125,6 +127,13 @@ def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
         raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
     if cfg.trained_dtype != "float32" and lora.r > 0:
         raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
+
+
+def check_offloading(cfg: ModelConfig, device: torch.device) -> None:
+    if cfg.activation_offloading and device.type == "cpu":
+        raise ValueError(
+            "activation_offloading=True: has no effect on a CPU, where activations are in main memory; leave it out"
+        )
 
 
 def quantize_layers(lm: Any, device: torch.device) -> None:
@@ -241,6 +250,17 @@ def blocks_of(lm: Any, source: str) -> nn.ModuleList:
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
             return child
     raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
+
+
+def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cfg.activation_offloading:
+        blocks = blocks_of(lm, source)
+        if not all(hasattr(block, "_gradient_checkpointing_func") for block in blocks):
+            raise ValueError(
+                f"activation_offloading=True: {source} does not checkpoint its blocks one by one; leave it out"
+            )
+        offload_inputs(blocks, device)
 
 
 def compile_blocks(lm: Any, source: str) -> None:

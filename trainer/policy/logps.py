@@ -22,7 +22,7 @@ from data.strided import StridedBatch
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
-from trainer.parallel.dtensor import gather_with_grad
+from trainer.parallel.dtensor import Gatherer
 from trainer.policy.attention import attention_masks, is_sliced, part_of, row_multiple, uses_flex
 
 
@@ -188,8 +188,9 @@ def as_head_takes(policy: Policy, hidden: Tensor) -> Tensor:
 def head_of(lm: Any) -> dict[str, Any]:
     """Arguments of the log-prob kernels: weight, bias, and how the architecture scales and caps its logits."""
     head, config = lm.get_output_embeddings(), lm.config.get_text_config()
+    gather = getattr(head, "gather", None) or Gatherer()  # that of a sharded model is set by shard_model
     return {
-        "weight": gather_with_grad(head.weight),
+        "weight": gather(head.weight),
         "bias": getattr(head, "bias", None),
         "scale": getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
         "softcap": getattr(config, "final_logit_softcapping", None),

@@ -1,13 +1,15 @@
 """A model over several processes: replicated, or sharded (FSDP2).
 
     policy = parallelize(cfg.parallel, load_policy(...))     # before the optimizer is built
-    for mb in to_device_and_pad(policy, micro_batches): ...  # equally many on every rank
-    sum_gradients(policy.model)                              # after the last backward
+    rows = to_device_and_pad(policy, micro_batches)          # equally many on every rank
+    for mb in final_passes(policy, rows): ...                # forward and backward; the last loop of the step
+    sum_gradients(policy.model)                              # after it
 
 load_policy leaves the weights in their files: each rank reads its shards here, once they are known. `replicate`: every
-rank holds the full model, and gradients are summed after the backward pass. `fsdp`: each block is gathered for its
-forward and backward pass, and its gradients are reduce-scattered. The log-prob kernels use the output head outside of
-any module's forward, so it is gathered explicitly (dtensor.gather_with_grad).
+rank holds the full model, and gradients are summed during the last backward pass of a step (overlap.py), or after it if
+the loop does not say which is the last. `fsdp`: each block is gathered for its forward and backward pass, and its
+gradients are reduce-scattered. The log-prob kernels use the output head outside of any module's forward, so it is
+gathered explicitly (dtensor.Gatherer).
 
 Gradients are summed, never averaged: losses are divided by counts over all ranks (losses/types.py). Ranks must run the
 same number of forward passes, or a gather would wait forever: ranks with fewer micro-batches add empty ones.
@@ -20,6 +22,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,7 +32,8 @@ from kernels.nf4 import is_4bit
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.comm import all_max, all_sum, context_size, is_main, of_all, passing, world_size
-from trainer.parallel.dtensor import gather, is_dtensor, local, reshard
+from trainer.parallel.dtensor import Gatherer, gather, is_dtensor, local, reshard
+from trainer.parallel.overlap import Overlap, buckets, flat_gradients, write_gradients
 from trainer.parallel.watch import log
 from trainer.policy.load import blocks_of, fill, to_meta
 from trainer.policy.logps import Policy, causal_lm, check_logps
@@ -37,7 +41,7 @@ from trainer.policy.logps import Policy, causal_lm, check_logps
 T = TypeVar("T", bound=Any)
 SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments up to which a CPU rank holds a replica
 ROOM = 0.4  # the same for a GPU, as a fraction of its memory
-BUCKET = 64 << 20  # bytes of gradients that replicas sum at a time
+OVERLAPS: WeakKeyDictionary[nn.Module, Overlap] = WeakKeyDictionary()  # of replicated models
 
 
 def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
@@ -67,6 +71,8 @@ def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
                 fill(model, files, policy.device)
         policy.is_sharded, policy.reshard_after_forward = True, cfg.reshard_after_forward
         policy.reduce_once = cfg.reduce_once
+    elif cfg.context == 1:  # else the backward pass has collectives of its own
+        OVERLAPS[policy.model] = Overlap(policy.model)
     if files is not None:  # load_policy could not check them yet
         with gathered_head(policy):
             check_logps(policy)
@@ -185,6 +191,8 @@ def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         sharded = distribute_tensor(head.weight.detach(), mesh, placements)
         head.weight = nn.Parameter(sharded, requires_grad=head.weight.requires_grad)
+    if head is not None:
+        head.gather = Gatherer(policy.autocast_dtype, reduce_once=cfg.reduce_once)
 
 
 @contextlib.contextmanager
@@ -241,31 +249,25 @@ class Passes(list[T]):
                 yield row
 
 
+def final_passes(policy: Policy, rows: Sequence[T]) -> Iterable[T]:
+    """Micro-batches to train on, in the last loop of a step: replicas sum gradients while the last one is computed."""
+    overlap = OVERLAPS.get(policy.model)
+    return rows if overlap is None else overlap.passes(rows)
+
+
 def sum_gradients(model: nn.Module) -> None:
     """Sum gradients over ranks, except those that FSDP has reduced already."""
     if world_size() == 1:
         return
-    plain = [p for p in model.parameters() if p.requires_grad and not is_dtensor(p)]
-    for p in plain:
-        if p.grad is None:  # no micro-batch of this rank reached it
-            p.grad = torch.zeros_like(p)
-    for dtype in dict.fromkeys(p.dtype for p in plain):
-        for grads in buckets([p.grad for p in plain if p.dtype == dtype]):
-            total = all_sum(torch.cat([g.flatten() for g in grads]), "gradients", everyone=True)
-            for g, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-                g.copy_(part.view_as(g))
-
-
-def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split tensors, in order, into lists of at most BUCKET bytes."""
-    held: list[torch.Tensor] = []
-    for tensor in tensors:
-        if held and sum(x.nbytes for x in held) + tensor.nbytes > BUCKET:
-            yield held
-            held = []
-        held.append(tensor)
-    if held:
-        yield held
+    for module in model.modules():
+        if isinstance(getattr(module, "gather", None), Gatherer):
+            module.gather.end(module.weight)
+    overlap = OVERLAPS.get(model)
+    if overlap is not None and overlap.launched:
+        overlap.finish()
+        return
+    for some in buckets(p for p in model.parameters() if p.requires_grad and not is_dtensor(p)):
+        write_gradients(some, all_sum(flat_gradients(some), "gradients", everyone=True))
 
 
 @torch.no_grad()

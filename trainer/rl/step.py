@@ -49,7 +49,7 @@ from trainer.parallel.comm import all_count, all_sum, data_size
 from trainer.parallel.quantile import tolerance_of, top_threshold
 from trainer.policy.logps import Policy, reference_logps, token_logps, token_loss
 from trainer.policy.optim import total_loss
-from trainer.policy.sharding import to_device_and_pad
+from trainer.policy.sharding import final_passes, to_device_and_pad
 
 
 @dataclass(frozen=True)
@@ -202,11 +202,14 @@ def backward(
     batch: StepBatch,
     *,
     value_loss: Callable[[int, Tensor], LossOut] | None = None,
+    is_last: bool = False,
 ) -> MetricSums:
     """Gradients of one optimizer step, and its metrics.
 
     `value_loss(number, states)` is a further term named value: the loss of a head on the (N, D) states that predict the
     tokens of micro-batch `number`, averaged over the tokens of the step. It needs skip_zero_advantage_batches off.
+
+    `is_last`: nothing else adds to the gradients of the policy in this step, so that ranks can sum them meanwhile.
     """
     now = scores_beforehand(cfg, policy, batch)
     threshold, num_kept = _entropy_threshold(cfg, policy, batch, now)
@@ -215,7 +218,7 @@ def backward(
     bonus = cfg.policy_loss.entropy_coef if batch.entropy_coef is None else batch.entropy_coef
     sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
     sparse = threshold is not None and not has_kl_term(cfg)  # few tokens are trained on
-    for number, mb in enumerate(batch.micro_batches):
+    for number, mb in enumerate(final_passes(policy, batch.micro_batches) if is_last else batch.micro_batches):
         if batch.idle[number]:
             continue
         inputs = token_inputs(cfg, batch, number, None if now is None else now[number], threshold)

@@ -22,7 +22,9 @@ Why not torch.distributed.checkpoint: its safetensors storage writes no checksum
 as a whole, and takes its dtype from the first part; async_save runs collectives (pickled plans) in its threads, where a
 rank that dies leaves the others waiting; folders would still be made atomic here, and old checkpoints read here.
 
-Saving is asynchronous: the step takes a copy, and a thread (Saver) writes it.
+Saving is asynchronous: the step takes a copy, and a thread (Saver) writes it. On a GPU not even the copy is waited for
+(Copies): it goes to page-locked memory on a stream of its own, while training goes on. The next optimizer step waits
+for it on the device, the thread before it writes.
 
     saver = Saver()
     saver.begin(target, snapshot, describe, after, in_background=True)    # waits for the previous save
@@ -40,6 +42,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -48,7 +51,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,6 +77,7 @@ from trainer.parallel.comm import is_main, of_all, rank, world_size
 from trainer.parallel.dtensor import is_dtensor, is_first_copy, local, local_slices, reshard
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER, adapter_name
+from trainer.policy.offload import SLAB, Slabs, bytes_of
 from trainer.policy.optim import SCALE, as_held, as_saved, restore_schedule
 from trainer.run import stop
 
@@ -84,6 +88,8 @@ FILES = {"rng.safetensors", "state.json"}  # besides the tensors
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
 HASHERS = 8  # files verified at the same time
 POLL_S = 0.05
+LOCKED = 0.25  # of main memory that saves may keep locked, on all ranks of a machine together
+ALIGNED = 64  # bytes
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -116,11 +122,17 @@ def save_checkpoint(
     record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
     record["processes"] = world_size()
     groups = {
+        "extra": {name: value.detach() for name, value in (tensors or {}).items()},
         "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},
         "moments": {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()},
-        "extra": {name: value.detach() for name, value in (tensors or {}).items()},
     }
-    snapshot = _snapshot(groups, WEIGHTS[hasattr(model, "peft_config")], copy=saver is not None)
+    copies = None if saver is None else saver.copies()
+    snapshot = _snapshot(groups, WEIGHTS[hasattr(model, "peft_config")], copies)
+    if saver is not None:
+        saver.order(optimizer, snapshot.copied)
+        if hasattr(optimizer, "_new_buffer"):  # torchao's: these moments exist for this save alone, and are to go now
+            wait_on_device(snapshot.copied)
+            copies.sources.clear()
     if is_main():
         snapshot.files["rng.safetensors"] = _torch_rng()
         snapshot.texts["state.json"] = json.dumps(record)
@@ -134,24 +146,30 @@ def save_checkpoint(
     return target
 
 
-def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, *, copy: bool) -> Snapshot:
-    """What this rank writes: its shards, or, if nothing is sharded, everything on rank 0, as a model folder."""
+def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, copies: Copies | None) -> Snapshot:
+    """What this rank writes: its shards, or, if nothing is sharded, everything on rank 0, as a model folder.
 
-    def held(tensor: Tensor) -> Tensor:  # training continues and changes the tensor
-        return local(tensor).to("cpu", copy=True) if copy else local(tensor)
+    With `copies` training can go on: the optimizer changes weights and moments, others the rest, which comes first.
+    """
 
-    snapshot = Snapshot()
-    if not any(is_dtensor(tensor) for group in groups.values() for tensor in group.values()):
-        names = {"weights": weights_file, "moments": "optimizer.safetensors", "extra": "extra.safetensors"}
-        for group, tensors in groups.items():
-            if is_main() and (tensors or group != "extra"):
-                snapshot.files[names[group]] = {name: held(tensor) for name, tensor in tensors.items()}
-        return snapshot
+    def held(tensor: Tensor) -> Tensor | Copy:
+        return local(tensor) if copies is None else copies.add(local(tensor))
+
+    snapshot = Snapshot(copies=copies)
+    is_sharded = any(is_dtensor(tensor) for group in groups.values() for tensor in group.values())
+    names = {"weights": weights_file, "moments": "optimizer.safetensors", "extra": "extra.safetensors"}
     for group, tensors in groups.items():
-        for name, tensor in tensors.items():
-            if is_first_copy(tensor) if is_dtensor(tensor) else is_main():
-                start = tuple(piece.start for piece in local_slices(tensor))
-                snapshot.shards[f"{group}/{name}"] = Shard(held(tensor), start, tuple(tensor.shape))
+        if is_sharded:
+            for name, tensor in tensors.items():
+                if is_first_copy(tensor) if is_dtensor(tensor) else is_main():
+                    start = tuple(piece.start for piece in local_slices(tensor))
+                    snapshot.shards[f"{group}/{name}"] = Shard(held(tensor), start, tuple(tensor.shape))
+        elif is_main() and (tensors or group != "extra"):
+            snapshot.files[names[group]] = {name: held(tensor) for name, tensor in tensors.items()}
+        if copies is not None:
+            snapshot.copied = copies.event()
+            if group == "extra":
+                wait_on_device(snapshot.copied)
     return snapshot
 
 
@@ -414,11 +432,78 @@ def restore_rng(folder: Path) -> None:
 # write in the background -----------------------------------------------------------------------------------------
 
 
+class Copy(NamedTuple):
+    """A tensor in page-locked memory, once its copies have ended."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: list[Tensor]  # uint8
+
+    def tensor(self) -> Tensor:
+        whole = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+        return whole.view(self.dtype).view(self.shape)
+
+
+class Copies:
+    """The copies of one save, in slabs: behind what has been computed so far, on a stream of their own."""
+
+    def __init__(self, slabs: Slabs, stream: torch.cuda.Stream | None) -> None:
+        self.slabs, self.stream = slabs, stream
+        self.used: list[Tensor] = []  # slabs
+        self.filled = SLAB  # bytes of the last one
+        self.sources: list[Tensor] = []  # held until they are copied
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def add(self, tensor: Tensor) -> Tensor | Copy:
+        """A copy in main memory; a Copy may still be under way."""
+        fits = tensor.numel() and tensor.is_contiguous() and self.slabs.has(tensor.nbytes, locked_share())
+        if not (fits and is_copied_aside(tensor)):
+            return tensor.to("cpu", copy=True)
+        self.sources.append(tensor)
+        rest, pieces = bytes_of(tensor), []
+        with torch.cuda.stream(self.stream):
+            while len(rest):
+                if self.filled == SLAB:
+                    self.used += self.slabs.take(1)
+                    self.filled = 0
+                size = min(len(rest), SLAB - self.filled)
+                pieces.append(self.used[-1][self.filled : self.filled + size].copy_(rest[:size], non_blocking=True))
+                rest, self.filled = rest[size:], min(SLAB, self.filled + -(-size // ALIGNED) * ALIGNED)
+        return Copy(tensor.shape, tensor.dtype, pieces)
+
+    def event(self) -> torch.cuda.Event | None:
+        """Of the end of the copies added so far."""
+        return self.stream.record_event() if self.stream is not None and self.used else None
+
+    def free(self) -> None:
+        """The next save copies on the same stream, so behind any copy that is still under way."""
+        self.slabs.give_back(self.used)
+        self.used, self.sources = [], []
+
+
+def wait_on_device(event: torch.cuda.Event | None) -> None:
+    """What the GPU computes from now on comes after the event."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def is_copied_aside(tensor: Tensor) -> bool:
+    """Whether its copy need not be waited for."""
+    return tensor.is_cuda
+
+
+def locked_share() -> float:
+    """Bytes that this rank may lock."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    return LOCKED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+
+
 @dataclass
 class Shard:
     """This rank's part of a tensor."""
 
-    tensor: Tensor
+    tensor: Tensor | Copy
     start: tuple[int, ...]
     shape: tuple[int, ...]  # of the full tensor
 
@@ -428,8 +513,10 @@ class Snapshot:
     """What one rank writes of a checkpoint."""
 
     texts: dict[str, str] = field(default_factory=dict)  # by file name
-    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    files: dict[str, dict[str, Tensor | Copy]] = field(default_factory=dict)
     shards: dict[str, Shard] = field(default_factory=dict)
+    copies: Copies | None = None
+    copied: torch.cuda.Event | None = None  # the end of these copies
 
 
 class Saver:
@@ -437,6 +524,27 @@ class Saver:
 
     def __init__(self) -> None:
         self._save: Save | None = None
+        self._slabs = Slabs(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self._stream: torch.cuda.Stream | None = None  # of copies
+        self._copied: torch.cuda.Event | None = None  # for the next optimizer step to wait for
+        self._optimizer: Optimizer | None = None  # that does
+
+    def copies(self) -> Copies:
+        """For the save that begins."""
+        if self._stream is None and torch.cuda.is_available():  # not before: a rank picks its device late
+            self._stream = torch.cuda.Stream()
+        return Copies(self._slabs, self._stream)
+
+    def order(self, optimizer: Optimizer, copied: torch.cuda.Event | None) -> None:
+        """The optimizer's next step comes after this event."""
+        self._copied = copied
+        if optimizer is not self._optimizer:
+            self._optimizer = optimizer
+            optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    def _before_step(self) -> None:
+        copied, self._copied = self._copied, None
+        wait_on_device(copied)
 
     def begin(
         self,
@@ -456,6 +564,7 @@ class Saver:
         problems = [(number, found) for number, (found, _) in enumerate(reports) if found]
         if problems:
             stop.save_ends()
+            save.free()
             raise ValueError(failed(target, problems))
         save.start([number for number, (_, writes) in enumerate(reports) if writes])
         self._save = save
@@ -551,10 +660,19 @@ class Save:
         except Exception as error:  # raised by the main thread, at the next poll
             self.error = error
         finally:
-            self.snapshot = Snapshot()  # free its memory
+            self.free()
             stop.save_ends()
 
+    def free(self) -> None:
+        """Free the memory of the snapshot."""
+        if self.snapshot.copies is not None:
+            self.snapshot.copies.free()
+        self.snapshot = Snapshot()
+
     def _write(self) -> None:
+        if self.snapshot.copied is not None:
+            self.snapshot.copied.synchronize()
+            self.snapshot.copies.sources.clear()
         if not is_main() and not self.snapshot.shards:
             return
         if not self.tmp.is_dir():
@@ -576,10 +694,12 @@ class Save:
             sync(scratch)
             scratch.rename(note)
 
-    def _write_file(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _write_file(self, name: str, tensors: Mapping[str, Tensor | Copy]) -> dict[str, Any]:
         order = aligned(specs_of(tensors))
         path = self.tmp / name
-        size, sha256 = write_tensors(path, order, (tensors[key] for key in order), self._go_on)
+        found = (tensors[key] for key in order)
+        whole = (x.tensor() if isinstance(x, Copy) else x for x in found)
+        size, sha256 = write_tensors(path, order, whole, self._go_on)
         sync(path)
         return {"size": size, "sha256": sha256}
 

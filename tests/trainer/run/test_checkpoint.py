@@ -18,7 +18,10 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trainer.config.blocks import OptimConfig
 from trainer.files.atomic_folder import remove_leftovers
+from trainer.policy import offload
+from trainer.policy.optim import build_optimizer
 from trainer.run import checkpoint
 from trainer.run import checkpoint as saver
 from trainer.run.checkpoint import (
@@ -178,6 +181,106 @@ def test_a_save_is_copied_only_when_the_one_before_is_written(tmp_path, monkeypa
     save_checkpoint(tmp_path, 2, model, optimizer, schedule, {}, keep=2, saver=behind)
     behind.wait()
     assert under_way == [None, None] and [step for step, _ in list_checkpoints(tmp_path)] == [1, 2]
+
+
+@pytest.fixture
+def aside(monkeypatch) -> saver.Saver:
+    """A saver that copies tensors of a CPU as those of a GPU, in small slabs."""
+    for module in (offload, checkpoint):
+        monkeypatch.setattr(module, "SLAB", 640)
+    monkeypatch.setattr(checkpoint, "is_copied_aside", lambda tensor: True)
+    made = saver.Saver()
+    made._slabs.give_back(made._slabs.take(300 * 640))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_in_slabs_are_what_is_saved(tmp_path, aside, dtype, monkeypatch):
+    model = tiny_llama(dtype=dtype)
+    optimizer, schedule = optimizer_of(model)
+    train(model, optimizer, schedule, 2)
+    more = {"odd": torch.arange(7, dtype=torch.uint8), "none": torch.zeros(0), "one": torch.tensor(3.0).double()}
+    more["turned"] = torch.arange(6.0).view(2, 3).T
+    count, taken = aside._slabs.count, []
+    take = aside._slabs.take
+    monkeypatch.setattr(aside._slabs, "take", lambda size: (taken.append(size), take(size))[1])
+    for step in (2, 3):
+        save_checkpoint(tmp_path, 0, model, optimizer, schedule, {}, keep=9, tensors=more)
+        save_checkpoint(tmp_path, step, model, optimizer, schedule, {}, keep=9, tensors=more, saver=aside)
+        train(model, optimizer, schedule, 1)  # changes everything in place while the thread writes
+        aside.wait()
+        for name in ("model.safetensors", "optimizer.safetensors", "extra.safetensors"):
+            files = [tmp_path / f"step-{at:08d}" / name for at in (0, step)]
+            assert files[0].read_bytes() == files[1].read_bytes(), name
+        assert aside._slabs.count == len(aside._slabs.free) == count  # used again
+    weights = sum(p.nbytes for p in model.parameters())
+    assert 2 * 3 * weights / 640 <= len(taken) <= 2 * 3 * weights / 640 + 50  # with two moments, twice
+    assert find_problem(tmp_path / "step-00000003") is None
+
+
+def test_what_may_not_be_locked_is_copied_as_before(tmp_path, monkeypatch, aside):
+    model = tiny_llama()
+    optimizer, schedule = optimizer_of(model)
+    aside._slabs.free = aside._slabs.free[:5]
+    aside._slabs.count = 5
+    save_checkpoint(tmp_path, 0, model, optimizer, schedule, {}, keep=9)
+    save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=aside)
+    train(model, optimizer, schedule, 1)
+    aside.wait()
+    files = [tmp_path / f"step-{at:08d}" / "model.safetensors" for at in (0, 1)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert aside._slabs.count == len(aside._slabs.free) == 5
+
+
+def test_slabs_come_back_when_a_save_fails(tmp_path, monkeypatch, aside):
+    model = tiny_llama()
+    optimizer, schedule = optimizer_of(model)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saver, "write_tensors", full)
+    save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=aside)
+    with pytest.raises(ValueError, match="No space left"):
+        aside.wait()
+    assert len(aside._slabs.free) == 300
+    with pytest.raises(ValueError, match="No space left"):
+        save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=aside, describe=full)
+    assert len(aside._slabs.free) == 300
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_the_next_step_comes_after_the_copy_and_the_host_waits_for_neither(tmp_path, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(16))).to("cuda", dtype)  # 1 GiB, or half
+    optimizer, schedule = build_optimizer(model, OptimConfig(learning_rate=0.1), 9)
+    behind = saver.Saver()
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+    step()
+    for at in (1, 2, 3):
+        want = {name: value.clone() for name, value in model.state_dict().items()}
+        moment = optimizer.state[model[15].weight]["exp_avg_sq"].clone()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        save_checkpoint(tmp_path, at, model, optimizer, schedule, {}, keep=1, saver=behind)
+        took = time.perf_counter() - started
+        step()  # at once, in place
+        torch.cuda.synchronize()
+        updated = time.perf_counter() - started
+        behind.wait()
+        print(f"save {at}: {1000 * took:.0f} ms for the host, {1000 * updated:.0f} ms until the next update is over")
+        stored = checkpoint.stored_tensors(tmp_path / f"step-{at:08d}")
+        for name, value in want.items():
+            assert torch.equal(stored.read(f"weights/{name}"), value.cpu()), (at, name)
+        assert torch.equal(stored.read("moments/15.weight.exp_avg_sq"), moment.cpu())
+    assert behind._slabs.is_locked and behind._slabs.count == len(behind._slabs.free)
+    assert took < 0.2, took  # the third save; 3 GiB to plain memory would take longer
 
 
 def test_parts_of_two_dtypes_are_read_in_the_wider_one(tmp_path):

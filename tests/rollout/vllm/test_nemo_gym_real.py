@@ -115,12 +115,10 @@ def policy(vllm_python: str, caller: Path, tmp_path_factory) -> Iterator[Launche
         server.stop()
 
 
-def start_gym(python: str, tool: Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
+def start_gym(python: str, tool: Path, log: Path) -> subprocess.Popen[bytes]:
     script = Path(__file__).parents[1] / "gyms" / "nemo_servers.py"
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [python, str(script), str(tool)], stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}
-        )
+        process = subprocess.Popen([python, str(script), str(tool)], stdout=out, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 180
     while "READY" not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
@@ -174,22 +172,21 @@ def test_the_real_servers_verify_the_rows_they_ship(gym_python, rows, asset, tmp
         stop(gym_process)
 
 
-def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python, rows, asset, tmp_path, policy, caller):
+def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python, rows, tmp_path, policy, caller):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    gym_process = start_gym(
-        gym_python, asset("tools/nemo_gym_servers.py"), tmp_path / "gym.log", WITH_AGENTS="1",
-        POLICY_URL=f"{policy.url}/v1", POLICY_API_KEY=str(policy.token), POLICY_MODEL="base",
-    )  # fmt: skip
+    name = "example_single_tool_call"
+    started = {"auto_start": True, "python": gym_python, "dir": str(rows.parent), "head_port": 11000}
+    started["config_paths"] = (f"resources_servers/{name}/configs/{name}.yaml",)
     tokenizer = AutoTokenizer.from_pretrained(caller)
     model = AutoModelForCausalLM.from_pretrained(caller, dtype=torch.float32)
     told: list[str] = []
-    gym = GymClient(config(multi_turn=True, prefix_mismatch="stop"), told.append)
+    gym = GymClient(config(multi_turn=True, prefix_mismatch="stop", **started), told.append)
     try:
-        name = "example_single_tool_call"
         dataset = f"{rows}/{name}/data/example.jsonl:split=train[:1]@{name}"
         prompts = load_nemo_gym([dataset], tokenizer, multi_turn=True)
         gym.connect(prompts, multi_turn=True)
+        gym.start([(policy.url, policy.token)], tmp_path)
         sampling = Sampling(temperature=0.5, max_tokens=256, stop_ids=(END,), for_training=True)
         source = RunSource(gym, sampling, version=lambda: 7, vocab_size=275)
         groups = run_groups(source, [[Request.of(prompts[0], seed) for seed in (1, 2, 1)]])
@@ -203,7 +200,6 @@ def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python,
             assert max(gaps) < 1e-3, gaps
     finally:
         gym.close()
-        stop(gym_process)
 
 
 # auto start ------------------------------------------------------------------------------------------------------
